@@ -1,7 +1,8 @@
-"""Options: the default, range, meaning, unit, symbol and run-config key of a value stand in one line, in the file of what they belong to.
+"""Declare options: default, range, meaning, unit, symbol and run-config key of a value, in one line beside its use.
 
-An options class is a frozen dataclass derived from ``Options`` whose fields are made by ``option``. Its values are checked when it is made.
-``takes`` turns a function of an options class into a constructor with the same arguments, so that signature and class cannot differ:
+An options class is a frozen dataclass derived from ``Options`` whose fields are made by ``option``. Its
+values are checked when it is made. ``takes`` turns a function of an options class into a constructor with the
+same arguments, so that signature and class cannot differ:
 
 >>> @dataclass(frozen=True)
 ... class SmoothingOptions(Options):
@@ -18,11 +19,12 @@ ValueError: smoothing's strength must be in (0, 1], but got 2
 >>> [(key.name, key.default, key.shown, key.help) for key in keys_of({"smoothing": smoothing}).values()]
 [('smoothing-strength', 0.5, '(0, 1]', 'weight of the new value (alpha in the paper)')]
 
-The run config's keys are collected from registries, dicts from name to constructor (``METHODS``, ``OBJECTIVES``, ``SERVER_OPTIMIZERS``),
-and from the values that every run has: local training, rounds, exchange, secure aggregation (``fl_bn.run.run_keys.VALUES``).
+The run config's keys are collected from registries, dicts from name to constructor (``METHODS``,
+``OBJECTIVES``, ``SERVER_OPTIMIZERS``), and from the values that every run has: local training, rounds,
+exchange, secure aggregation (``fl_bn.run.run_keys.VALUES``).
 
-A value by itself does nothing that its caller did not name, and a run config is a recipe that trains well. Where the two need different
-defaults, ``option(..., run=...)`` states the run config's beside the constructor's:
+A constructor does only what its caller names, and a run config is a recipe that trains well. If the two need
+different defaults, ``option(..., run=...)`` states the run config's beside the constructor's:
 
 >>> @dataclass(frozen=True)
 ... class Schedule(Options):
@@ -60,10 +62,13 @@ Chosen = TypeVar("Chosen", bound="Options")
 
 @dataclass(frozen=True)
 class Used:
-    """Says when an option counts: where it does not, a value for it is refused.
+    """State the condition under which an option counts. If it does not hold, a value for the option is refused.
 
-    ``holds``: of a run config, whose values are asked for by key. ``where``: the same in words, behind "only". ``of``: the keys that it
-    depends on. ``others``: conditions that must be met, too.
+    Attributes:
+        where: The condition in words, behind "only".
+        holds: Tells whether a run config meets it; the config's values are read by key.
+        of: The keys that it depends on.
+        others: Further conditions, which must be met, too.
     """
 
     where: str
@@ -75,7 +80,7 @@ class Used:
         return replace(self, others=(*self.others, other))
 
     def unmet(self, config: Any) -> Used | None:
-        """Return the first of the conditions that ``config`` does not meet; None where it meets all."""
+        """Return the first condition that ``config`` does not meet; None if it meets all."""
         return next((one for one in (self, *self.others) if not one.holds(config)), None)
 
 
@@ -89,18 +94,18 @@ def used_with(key: str, *values: Value) -> Used:
 
 
 def method_where(words: str, holds: Callable[[Any, Any], bool], *of: str) -> Used:
-    """Return the condition that the run's method, as it is built, is one for which ``holds`` is true.
+    """Return a condition on the method that the run config builds.
 
     Args:
         words: The condition in words, behind "only".
-        holds: Of the method and the run config.
-        of: The keys that it depends on beside the method.
+        holds: Tells whether a method and the run config meet it.
+        of: The keys that it depends on, beside the method.
     """
     return Used(words, lambda config: holds(config.build_method(), config), ("method", *of))
 
 
 def parses(parse: Callable[[str], object]) -> Callable[[str], bool]:
-    """Return a check for texts that ``parse`` takes without a ValueError."""
+    """Return a check of texts: they are right if ``parse`` takes them without a ValueError."""
 
     def check(text: str) -> bool:
         try:
@@ -113,7 +118,7 @@ def parses(parse: Callable[[str], object]) -> Callable[[str], bool]:
 
 
 def in_config(value: Value) -> str:
-    """Return ``value`` as a run config has it.
+    """Return ``value`` as it is written in a run config.
 
     >>> in_config("fbn"), in_config(True), in_config(0.1)
     ("'fbn'", 'true', '0.1')
@@ -125,24 +130,28 @@ _NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
 
 
 def range_of(text: str) -> Callable[[Any], bool]:
-    """The test of a range of finite numbers: ``>= 1``, ``> 0``, ``0..9`` (both ends), ``(0, 1]``, a number, or several: ``0 or >= 2``.
+    """Return the check of a range of finite numbers.
+
+    Args:
+        text: ``>= 1``, ``> 0``, ``0..9`` (both ends included), ``(0, 1]``, a number, or several of them: ``0
+            or >= 2``.
 
     Raises:
-        ValueError: the text is no range.
+        ValueError: The text is not a range.
     """
     tests = [_range_of(part, text) for part in text.split(" or ")]
     return lambda value: -LARGEST <= value <= LARGEST and any(test(value) for test in tests)
 
 
 def _range_of(part: str, text: str) -> Callable[[Any], bool]:
-    if found := re.fullmatch(rf"(>=?) ({_NUMBER})", part):
-        low = float(found[2])
-        return (lambda value: value >= low) if found[1] == ">=" else (lambda value: value > low)
-    if found := re.fullmatch(rf"({_NUMBER})\.\.({_NUMBER})", part):
-        first, last = float(found[1]), float(found[2])
+    if match := re.fullmatch(rf"(>=?) ({_NUMBER})", part):
+        low = float(match[2])
+        return (lambda value: value >= low) if match[1] == ">=" else (lambda value: value > low)
+    if match := re.fullmatch(rf"({_NUMBER})\.\.({_NUMBER})", part):
+        first, last = float(match[1]), float(match[2])
         return lambda value: first <= value <= last
-    if found := re.fullmatch(rf"([(\[])({_NUMBER}), ({_NUMBER})([)\]])", part):
-        low, high, open_low, open_high = float(found[2]), float(found[3]), found[1] == "(", found[4] == ")"
+    if match := re.fullmatch(rf"([(\[])({_NUMBER}), ({_NUMBER})([)\]])", part):
+        low, high, open_low, open_high = float(match[2]), float(match[3]), match[1] == "(", match[4] == ")"
         return lambda value: low <= value <= high and not (open_low and value == low) and not (open_high and value == high)
     if re.fullmatch(_NUMBER, part):
         only = float(part)
@@ -152,9 +161,15 @@ def _range_of(part: str, text: str) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the run config.
+    """Describe one key of the run config.
 
-    ``values``: the names that it takes, or a range of numbers, or what a text is, in words; ``like``: then, names that may be in the text.
+    Attributes:
+        name: The key.
+        default: Its default.
+        help: Its meaning.
+        values: The names that it takes, a range of numbers, or a description of the text.
+        accepts: Tells whether a value of the right type is allowed.
+        like: Names that may be part of the text, for "did you mean".
     """
 
     name: str
@@ -166,14 +181,14 @@ class Key:
 
     @property
     def shown(self) -> str:
-        """The values in words."""
+        """Return the allowed values in words."""
         return self.values if isinstance(self.values, str) else ", ".join(self.values)
 
     def check(self, value: Any) -> Value:
-        """``value`` as the key's type, int as float where that is the type.
+        """Return ``value`` in the key's type; an int becomes a float if the key is one.
 
         Raises:
-            ValueError: it is of another type, cannot be written to files or travel, or is out of range.
+            ValueError: It is of another type, is out of range, or cannot be written to a file or sent.
         """
         kind = type(self.default)
         if type(value) is not kind and not (kind is float and type(value) is int):
@@ -186,7 +201,7 @@ class Key:
 
 
 def _unfit(value: Any, kind: type) -> str:
-    """What a value of its type must be to be written to files, and to travel; empty where it is."""
+    """Return what a value must be to be written to a file and sent; empty if it is that."""
     if kind is float and not abs(value) <= LARGEST:
         return "a finite number"
     if kind is int and not -(2**63) <= value < 2**63:
@@ -205,7 +220,7 @@ def _out_of_range(called: str, value: object, values: Values, like: Collection[s
 
 @dataclass(frozen=True)
 class Option:
-    """What ``option`` says of a field."""
+    """Hold the arguments of ``option``."""
 
     default: Any
     help: str
@@ -223,24 +238,27 @@ class Option:
 
     @property
     def in_run(self) -> Any:
-        """The run config's default."""
+        """Return the run config's default."""
         if self.run is not None:
             return self.run
         return self.default if self.unset is None else self.unset
 
     @property
     def kind(self) -> type:
+        """Return the type of the key's value."""
         return type(self.in_run)
 
     @property
     def meaning(self) -> str:
-        """Help, unit and symbol, these before what a special value means."""
+        """Return help, unit and symbol in one sentence; the meaning of a special value comes last."""
         what, *special = self.help.split("; ", 1)
         unit, symbol = f", {self.unit}" if self.unit else "", f" ({self.symbol} in the paper)" if self.symbol else ""
         return "; ".join([what + unit + symbol, *special])
 
     def check(self, called: str, value: object) -> None:
-        """Check a field's value. Where the field holds something else than its key's value (``read``), the constructor itself checks it.
+        """Check a field's value.
+
+        If the field is read from its key's text (``read``), its class checks it instead.
 
         Args:
             called: The option's name in errors.
@@ -251,14 +269,18 @@ class Option:
         """
         if self.read is not None or (value is None and self.default is None):
             return
-        wanted: type = {int: Integral, float: Real}.get(self.kind, self.kind)
-        if not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool):
+        kind: type = {int: Integral, float: Real}.get(self.kind, self.kind)
+        if not isinstance(value, kind) or (isinstance(value, bool) and self.kind is not bool):
             raise ValueError(f"{called} must be of type {self.kind.__name__}, but got {short(value)}")
         if not self.test(value):
             raise ValueError(_out_of_range(called, value, self.values, self.like))
 
     def as_key(self, name: str) -> Key:
-        """The run config's view: ``unset`` stands for the default."""
+        """Return the run config's key of this option; the key's value ``unset`` stands for the default.
+
+        Args:
+            name: The key.
+        """
         if self.unset is None:
             return Key(name, self.in_run, self.meaning, self.values, self.test, self.like)
         shown = f"{_shown(self.unset)} or {self.values}"
@@ -266,7 +288,7 @@ class Option:
 
     @property
     def left_out(self) -> str:
-        """What holds where the option is not given."""
+        """Return what holds if the option is not given."""
         return self.otherwise or _shown(self.default)
 
 
@@ -289,19 +311,22 @@ def option(
     """Declare a field of an options class.
 
     Args:
-        default: The constructor's default. ``REQUIRED``: it has none. A class (``dict``) makes a new one for each value.
-        help: What the option means.
-        values: Of a number its range (``range_of``). Of a text the names that it may be, or in words what it is.
-        check: Of a text that is none of several names: whether it is one.
-        unit: Of a number, in words.
-        symbol: In the paper.
-        key: Of the run config, if not the class's prefix and the field's name.
-        unset: The key's value that leaves the default as it is, as None does in code: a run config has no None.
-        otherwise: What holds where the option is unset, if the default does not say it.
+        default: The constructor's default. ``REQUIRED``: it has none. A class (``dict``) makes a new one for
+            each value.
+        help: The meaning of the option.
+        values: The range of a number (``range_of``). The allowed names of a text, or its description in
+            words.
+        check: Tells whether a text is allowed, if it is not one of several names.
+        unit: The unit of a number, in words.
+        symbol: The symbol in the paper.
+        key: The run-config key. Default: the class's prefix and the field's name.
+        unset: The key's value that stands for the constructor's default, as None does in code: a run config
+            has no None.
+        otherwise: What holds if the option is unset, if the default does not say it.
         like: Names that may be part of a text, for "did you mean".
-        used: When the option counts. None: whenever that is chosen which it belongs to.
-        run: The run config's default, where it is another than the constructor's.
-        read: Makes the field's value of the key's, where the two are of different kinds.
+        used: The condition under which the option counts. None: whenever its class is used.
+        run: The run config's default, if it is not the constructor's.
+        read: Converts the key's value to the field's value, if the two are of different kinds.
     """
     kind = type(run if run is not None else default if unset is None else unset)
     if kind is bool:
@@ -312,14 +337,14 @@ def option(
         test = values.__contains__
     else:
         test = range_of(values) if kind in (int, float) else lambda value: True
-    made = Option(default, help, values, test, unit, symbol, key, unset, otherwise, like, used, run, read)
-    return _field(default, made)
+    spec = Option(default, help, values, test, unit, symbol, key, unset, otherwise, like, used, run, read)
+    return _field(default, spec)
 
 
-def _field(default: Any, made: Option) -> Any:
+def _field(default: Any, spec: Option) -> Any:
     if isinstance(default, type):
-        return field(default_factory=default, metadata={OPTION: made})
-    return field(default=default, metadata={OPTION: made})
+        return field(default_factory=default, metadata={OPTION: spec})
+    return field(default=default, metadata={OPTION: spec})
 
 
 def shared(kind: type, name: str, default: Any, read: Callable[[Any], Any] | None = None) -> Any:
@@ -329,20 +354,20 @@ def shared(kind: type, name: str, default: Any, read: Callable[[Any], Any] | Non
         kind: The class that declares the option.
         name: The option's field there.
         default: The constructor's default here.
-        read: Makes the field's value of the key's; None: it is that value.
+        read: Converts the key's value to the field's value. None: they are the same.
     """
     return _field(default, replace(_keyed(kind, name), default=default, read=read))
 
 
 def declared(kind: type, name: str) -> Any:
-    """Return the run config's field for an option that another class declares: its default is the run config's.
+    """Return the run config's field for an option that another class declares, with the run config's default.
 
     Args:
         kind: The class that declares the option.
         name: The option's field there.
     """
-    made = _keyed(kind, name)
-    return _field(made.in_run, made)
+    spec = _keyed(kind, name)
+    return _field(spec.in_run, spec)
 
 
 def _keyed(kind: type, name: str) -> Option:
@@ -351,11 +376,11 @@ def _keyed(kind: type, name: str) -> Option:
 
 
 class Options:
-    """Base of options classes.
+    """Check the values of a class's options when it is made: the base of options classes.
 
     Attributes:
-        name: What they are options of, in errors.
-        prefix: What their keys in the run config begin with. None: the name.
+        name: The name of their owner in errors.
+        prefix: The beginning of their keys in the run config. None: the name.
     """
 
     name: ClassVar[str] = ""
@@ -370,12 +395,16 @@ class Options:
 
 @functools.cache
 def own_options(kind: type) -> dict[str, Option]:
-    """The options of a dataclass, by field."""
+    """Return the options of a dataclass, by field."""
     return {spec.name: spec.metadata[OPTION] for spec in fields(kind) if OPTION in spec.metadata}
 
 
 def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Callable[P, T]]:
-    """Decorates a function of an options class: it is then called with the options themselves, by position or by name."""
+    """Return a decorator that gives a function of an options class the class's own arguments.
+
+    Args:
+        options: The options class.
+    """
 
     def decorate(build: Callable[[Chosen], T]) -> Callable[P, T]:
         @functools.wraps(build)
@@ -390,7 +419,7 @@ def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Cal
 
 
 def options_by_key(constructor: object) -> dict[str, tuple[str, Option]]:
-    """Return field and option of every run-config key that a constructor takes; empty for one without options."""
+    """Return run-config key -> field and option of a constructor; empty if it has no options."""
     kind = constructor if isinstance(constructor, type) and is_dataclass(constructor) else getattr(constructor, "options", None)
     if kind is None:
         return {}
@@ -405,26 +434,29 @@ def _key(kind: Any, name: str, spec: Option) -> str:
 
 
 def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **computed: Any) -> T:
-    """Make a value of the run config: each option has its key's value.
+    """Make a value from the run config: each option has its key's value.
 
     Args:
-        constructor: Of the value, with its options.
-        value_of: The run config's value of a key.
-        computed: Fields that are no option, or that several keys decide together.
+        constructor: The value's class, or a function decorated by ``takes``.
+        value_of: Returns the run config's value of a key.
+        computed: Fields that are not options, or that several keys decide together.
     """
-    given = dict(computed)
+    arguments = dict(computed)
     for key, (name, spec) in options_by_key(constructor).items():
-        if name in given or (spec.unset is not None and value_of(key) == spec.unset):
+        if name in arguments or (spec.unset is not None and value_of(key) == spec.unset):
             continue
-        given[name] = value_of(key) if spec.read is None else spec.read(value_of(key))
-    return constructor(**given)
+        arguments[name] = value_of(key) if spec.read is None else spec.read(value_of(key))
+    return constructor(**arguments)
 
 
 def keys_of(registry: Mapping[str, object]) -> dict[str, Key]:
-    """The run-config keys of all constructors of a registry.
+    """Return the run-config keys of all constructors of a registry, by name.
+
+    Args:
+        registry: Name -> constructor.
 
     Raises:
-        ValueError: two share a key, but not its default and its values.
+        ValueError: Two constructors share a key, but not its default and its values.
     """
     return dict(_keys_of(tuple(registry.items())))
 
@@ -435,27 +467,36 @@ def _keys_of(registry: tuple[tuple[str, object], ...]) -> dict[str, Key]:
     for name, constructor in registry:
         for key, (_, spec) in options_by_key(constructor).items():
             takers.setdefault(key, {})[name] = spec
-    made = {}
+    merged_keys = {}
     for key, specs in takers.items():
         keys = {name: spec.as_key(key) for name, spec in specs.items()}
         same_key(*keys.values())
-        made[key] = replace(next(iter(keys.values())), help=_help(specs, everyone=len(specs) == len(registry)))
-    return made
+        merged_keys[key] = replace(next(iter(keys.values())), help=_help(specs, everyone=len(specs) == len(registry)))
+    return merged_keys
 
 
 def same_key(*keys: Key) -> None:
-    """Raises ValueError where declarations of one key differ in default or values."""
+    """Check that declarations of one key agree.
+
+    Raises:
+        ValueError: They differ in default or values.
+    """
     for other in keys[1:]:
         if (other.default, other.shown) != (keys[0].default, keys[0].shown):
-            said = " and ".join(f"{_shown(key.default)} of {key.shown}" for key in (keys[0], other))
-            raise ValueError(f"the run-config key {other.name!r} is declared twice, with different defaults or values: {said}")
+            variants = " and ".join(f"{_shown(key.default)} of {key.shown}" for key in (keys[0], other))
+            raise ValueError(f"the run-config key {other.name!r} is declared twice, with different defaults or values: {variants}")
 
 
 def _help(specs: Mapping[str, Option], everyone: bool) -> str:
-    """The meanings of one key for all who take it, each meaning said once."""
+    """Return the meanings of one key, each only once.
+
+    Args:
+        specs: Name of a constructor -> its option.
+        everyone: Whether all constructors of the registry take the key.
+    """
     meanings = _grouped((spec.meaning, name) for name, spec in specs.items())
-    said = "; ".join(f"{', '.join(names)}: {text}" for text, names in meanings.items())
-    text = next(iter(meanings)) if everyone and len(meanings) == 1 else said
+    all_meanings = "; ".join(f"{', '.join(names)}: {text}" for text, names in meanings.items())
+    text = next(iter(meanings)) if everyone and len(meanings) == 1 else all_meanings
     left_out = _grouped((spec.left_out, name) for name, spec in specs.items() if spec.unset is not None)
     if not left_out:
         return text
@@ -475,4 +516,5 @@ def _shown(value: object) -> str:
 
 
 def kebab(name: str) -> str:
+    """Return ``name`` with hyphens in place of underscores."""
     return name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""How the layer-wise exchange is carried, as a value."""
+"""Describe how the layer-wise exchange is carried."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ over_grpc = partial(option, used=EXCHANGES & used_with("exchange", "auto", "grpc
 
 @dataclass(frozen=True)
 class Certificates(Options):
-    """PEM files of the exchange's service. Clients get the authority's certificate with the token."""
+    """Name the PEM files of the exchange's service. Clients get the authority's certificate with the token.
+
+    Attributes:
+        certificate: The service's certificate.
+        key: Its private key.
+        authority: The certificate of the authority.
+    """
 
     name: ClassVar[str] = "the exchange"
     prefix: ClassVar[str] = "exchange"
@@ -41,7 +47,7 @@ class Certificates(Options):
     )
 
     def check(self) -> None:
-        """Look for the files. Clients have none of them.
+        """Check that the files are there and belong together. Clients have none of them.
 
         Raises:
             FileNotFoundError: One is missing.
@@ -63,12 +69,23 @@ class Certificates(Options):
 
 @dataclass(frozen=True)
 class ExchangeSettings(Options):
-    """How the layer-wise exchange is carried. Each field is an option, with its key in docs/config.md; two of them say more here.
+    """Describe how the layer-wise exchange is carried. Each field is an option, with its key in docs/config.md.
 
     Attributes:
-        carrier: ``grpc`` (a stream per client to a service in the ServerApp's process), ``replay`` (Flower messages, any cohort size),
-            ``local`` (in process), or ``auto``: local in process, else grpc where the whole cohort can run at once, else replay.
-        certificates: Needed beyond loopback, unless ``insecure`` says that the deployment itself is.
+        carrier: ``grpc`` (a stream per client to a service in the ServerApp's process), ``replay`` (Flower
+            messages, any cohort size), ``local`` (in process), or ``auto``: local in process, else grpc if
+            the whole cohort can run at once, else replay.
+        policy: What happens if a client dies or is late: ``abort`` or ``shrink``.
+        deadline: Seconds that one exchange waits for the others, once half of them wait.
+        join_deadline: Seconds that the others wait for a client to join a round.
+        host: The name by which clients reach the ServerApp's machine.
+        bind: The address to listen on; empty: loopback if ``host`` is, else all.
+        port: The port to listen on; 0: any free one.
+        certificates: Needed beyond loopback, unless ``insecure`` is set.
+        insecure: Whether plaintext beyond this machine is allowed, since the deployment itself is insecure.
+
+    Raises:
+        ValueError: A value is out of range, or the exchange would be in plaintext.
     """
 
     name: ClassVar[str] = "the exchange"
@@ -121,4 +138,5 @@ class ExchangeSettings(Options):
 
     @property
     def listen_on(self) -> str:
+        """Return the address to listen on."""
         return self.bind or ("127.0.0.1" if is_loopback(self.host) else "0.0.0.0")

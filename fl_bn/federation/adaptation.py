@@ -38,6 +38,7 @@ from fl_bn.conversion import convert
 from fl_bn.derived import copied, load_tensors
 from fl_bn.federation.aggregation import average
 from fl_bn.federation.local import Samples, statistics_pass
+from fl_bn.federation.payload import Named
 from fl_bn.federation.recalibration import epsilons, recalibrate, without_statistics
 from fl_bn.federation.settings import seeded
 from fl_bn.methods import INPUTS, Method, StatisticsPass
@@ -47,7 +48,6 @@ from fl_bn.support.names import check_name
 
 AVERAGE_AFFINE, RECOMPUTE, NEAREST, TEST_BATCH = "average-affine", "recompute", "nearest", "test-batch"
 HOW = (AVERAGE_AFFINE, RECOMPUTE, NEAREST, TEST_BATCH)
-Named = Mapping[str, Tensor]
 
 
 class NotAdaptable(ValueError):

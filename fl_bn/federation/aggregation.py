@@ -13,11 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.federation.blocks import WeightedSum
 from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.payload import Named
 from fl_bn.methods import LayerReports
 from fl_bn.moments import Moments, Running
 from fl_bn.roles import batch_norms
-
-Named = Mapping[str, Tensor]
 
 
 def average(parts: Sequence[Named], weights: Sequence[float]) -> dict[str, Tensor]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fl_bn.federation.momentum import SECTIONS
+from fl_bn.federation.payload import Named
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import Method
 from fl_bn.objectives import CONTROL
 from fl_bn.roles import roles
-
-Named = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""The client's half of a round, around any training loop: (instruction, kept) -> (reply, kept).
+"""Carry out the client's half of a round, around any training loop: (instruction, state) -> (reply, state).
 
-``fl_bn.federation.own_loop`` puts it around a loop of the user's own, ``fl_bn.federation.training`` around that of the application.
+``fl_bn.federation.own_loop`` puts it around a user's own loop, ``fl_bn.federation.client_round`` around the
+application's.
 """
 
 from __future__ import annotations
@@ -54,34 +55,55 @@ Connect = Callable[[int], Exchange]
 
 
 class Batch(int):
-    """The number of samples of a round's first batch; call it to say that number: ``round.batch(32)``."""
+    """Hold the number of samples of a round's first batch. Call it to set that number: ``round.batch(32)``."""
 
     say: Callable[[int], None]
 
     @classmethod
     def of(cls, samples: int, say: Callable[[int], None]) -> Batch:
-        """Make the number ``samples``, which ``say`` replaces when it is called."""
+        """Make the number ``samples``. A later call passes the new number to ``say``."""
         new = cls(samples)
         new.say = say
         return new
 
     def __call__(self, samples: int) -> None:
+        """Set the number to ``samples``."""
         self.say(samples)
 
 
 def trainable(model: nn.Module, method: Method, phase: Phase, role: Mapping[str, Role] | None = None) -> dict[str, nn.Parameter]:
-    """Return the parameters that an optimiser steps in this phase, by name: those that learn, without those that the method freezes."""
+    """Return the parameters that an optimiser steps in ``phase``, by name.
+
+    Parameters that do not learn, and those that the method freezes, are left out.
+
+    Args:
+        model: The converted network.
+        method: The method.
+        phase: The phase of the round.
+        role: Name -> role of each tensor. Default: ``roles(model)``.
+    """
     role = roles(model) if role is None else role
     fixed = method.frozen if phase is Phase.FROZEN else frozenset()
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad and role[name] not in fixed}
 
 
 class LocalRound:
-    """One client in one round. ``model``, converted for ``method``, holds what the server sent and what the client kept.
+    """Carry out one client's half of one round: train inside ``open``, then call ``reply``.
 
-    ``settings``: of the application's own loop; a loop of the user's own has none, and an ``objective`` at most. ``connect``: needed in
-    phase EXCHANGE (FedTAN), and in phase MEASURE where the layers are measured one after the other. Use it inside ``open``, then call
-    ``reply``.
+    Args:
+        model: The network, converted for ``method``. It is loaded with the tensors that the server sent and
+            with those that the client keeps.
+        method: The method of the run.
+        instruction: The server's instruction.
+        kept: The state that the client kept after its last round. Default: nothing, as before its first
+            round.
+        settings: The settings of the application's own loop. Default: none, for a user's own loop.
+        connect: Joins the layer-wise exchange, see ``Connect``. Phase EXCHANGE (FedTAN) needs it. In phase
+            MEASURE it makes the client measure one layer after the other, with the cohort.
+
+    Raises:
+        ValueError: The server's model is another one, or ``connect`` does not fit the phase.
+        WireError: A tensor of the instruction is missing, extra, or not as expected.
     """
 
     def __init__(
@@ -108,20 +130,24 @@ class LocalRound:
         self._observing, self.passes = ExitStack(), TrainingPasses({})
         self._load()
         if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
-            raise ValueError(f"an exchange belongs to phase exchange, and phase exchange needs one, but got {self.phase} and {connect}")
+            raise ValueError(
+                f"phase exchange needs a layer-wise exchange (connect), and other phases that train have none, but got {self.phase} and "
+                f"connect={connect}"
+            )
 
     @property
     def trains(self) -> bool:
-        """Whether the instruction is to train; else statistics alone are measured."""
+        """Tell whether the client trains in this round; otherwise it only measures statistics."""
         return self.instruction.trains
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that an optimiser steps in this round, by name."""
+        """Return the parameters that an optimiser steps in this round, by name."""
         return trainable(self.model, self.method, self.phase, self.network.role)
 
     @property
     def auxiliary(self) -> tuple[Auxiliary, ...]:
+        """Return the kinds of tensors that accompany the weights in this round."""
         return auxiliary_of(self.settings) if self.trains else ()
 
     def _load(self) -> None:
@@ -131,7 +157,7 @@ class LocalRound:
         if instruction.signature and (mine := self.network.signature) != instruction.signature:
             raise ValueError(
                 f"the server's model has signature {instruction.signature}, but this one {mine}: {schema.difference(expected, arrays)}. "
-                f"Give the same network, converted for the same method: convert(model, method), here {self.method.name}"
+                f"Give the server's network, converted for its method: convert(model, method). Here the method is {self.method.name}"
             )
         expected.check(arrays)
         beside = {extra.section for extra in self.auxiliary}
@@ -141,9 +167,17 @@ class LocalRound:
 
     @contextmanager
     def open(self, full_gradient: Callable[[], dict[str, Tensor]] | None = None) -> Iterator[LocalRound]:
-        """The block in which the model trains: in training mode, frozen layers frozen, its BatchNorm layers observed.
+        """Prepare the model for training in this block.
 
-        ``full_gradient``: of the loss over all of the client's samples, for SCAFFOLD's option 1.
+        It is in training mode, frozen layers are frozen, and its BatchNorm layers are observed.
+
+        Args:
+            full_gradient: Computes the gradient of the loss over all of the client's samples, for SCAFFOLD's
+                option 1.
+
+        Raises:
+            ValueError: The training loop replaced a BatchNorm layer, changed frozen statistics, or trained a
+                copy of the model.
         """
         self.set_modes(self.model)
         layers = batch_norms(self.model)
@@ -185,53 +219,72 @@ class LocalRound:
         return self.method.reports(self.phase) in (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.MOVING)
 
     def set_modes(self, model: nn.Module) -> None:
-        """Put ``model`` into training mode, except for the parts that its owner holds in evaluation mode; frozen layers are frozen."""
+        """Put ``model`` into training mode, and freeze its frozen layers.
+
+        Parts that its owner holds in evaluation mode stay in it.
+        """
         freeze_statistics(model, layers=None if self.freezes else frozen_affine(model))
         train_mode(model)
 
     def _check_layers(self, layers: Mapping[str, nn.Module], frozen: Mapping[str, Running]) -> None:
-        """Raise ValueError where the training loop undid what the method needs of its layers.
+        """Raise ValueError if the training loop undid what the method needs of its layers.
 
-        ``layers``: the BatchNorm layers when the round began; ``frozen``: the statistics that were to stay as they are.
+        Args:
+            layers: The BatchNorm layers at the beginning of the round.
+            frozen: Layer -> statistics that must not have changed.
         """
         now = batch_norms(self.model)
         if replaced := [name for name, layer in layers.items() if now.get(name) is not layer]:
             raise ValueError(
-                f"BatchNorm layer {replaced[0]!r} was replaced during the round, so {self.method.name} is gone from it: change the "
-                "network (convert_sync_batchnorm, say) before convert(net, method)"
+                f"BatchNorm layer {replaced[0]!r} was replaced during the round, and the new layer does not follow {self.method.name}: "
+                "change the network (by convert_sync_batchnorm, say) before convert(net, method)"
             )
         after = running_statistics(self.model) if frozen else {}
         for name, before in frozen.items():
             if not all(map(torch.equal, before, after[name])):
                 raise ValueError(
-                    f"BatchNorm layer {name!r} is frozen in round {self.instruction.round}, but its running statistics changed: nothing "
-                    "in the training loop may set them"
+                    f"BatchNorm layer {name!r} is frozen in round {self.instruction.round}, but its running statistics changed: the "
+                    "training loop must not set them"
                 )
         seen = max((len(parts) for parts in self.passes.observed.values()), default=0)
         wanted = min(self.steps, 1) if self.method.reports(self.phase) is StatisticsReport.FIRST else self.steps
         if self.observes and self.passes.observed and seen < wanted:
             raise ValueError(
-                f"{self.method.name} reports the moments of training batches, but the BatchNorm layers saw {seen} in {self.steps} steps: "
-                "train round.model itself and no copy of it, in training mode, with gradients"
+                f"{self.method.name} reports the moments of training batches, but the BatchNorm layers saw {seen} batches in "
+                f"{self.steps} steps: train round.model itself, not a copy, in training mode and with gradients"
             )
 
     def adopt_observations(self, observed: dict[str, list[Moments]], batch: int) -> None:
-        """Take over what the layers would have reported inside ``open``, and the size of the first batch: the model trained as one of a
-        stack (``federation.engines.vectorised``)."""
+        """Store observations of a model that trained as one of a stack (``federation.engines.vectorised``).
+
+        Args:
+            observed: Layer -> moments of each training batch.
+            batch: Samples of the first batch.
+        """
         self.passes.observed, self._batch = observed, batch
 
     @property
     def begun(self) -> bool:
-        """Tell whether the size of the first batch is known already."""
+        """Tell whether the size of the first batch is known."""
         return self._batch > 0
 
     @property
     def batch(self) -> Batch:
-        """Samples of the first batch; ``round.batch(n)`` says how many, before the first forward pass, where fl-bn cannot tell."""
+        """Return the number of samples of the first batch; 0 if it is unknown.
+
+        If fl-bn cannot find it, call ``round.batch(n)`` before the first forward pass.
+        """
         return Batch.of(self._batch or self.passes.samples or self._inputs, self.begin_batch)
 
     def begin_batch(self, samples: int) -> None:
-        """Begin the first batch, of ``samples`` samples: in phase EXCHANGE the layers talk to the cohort from here on."""
+        """Begin the first batch, of ``samples`` samples.
+
+        In phase EXCHANGE the layers exchange with the cohort from now on.
+
+        Raises:
+            ValueError: The number is below 1, the first step is over, or the client has joined the exchange
+                already.
+        """
         if samples < 1:
             raise ValueError(f"a batch has at least 1 sample, but got round.batch({samples})")
         if self.steps:
@@ -244,24 +297,28 @@ class LocalRound:
             self._exchange.enter_context(exchanging(self.model, self._live))
 
     def inputs_seen(self, samples: int) -> None:
-        """Note that the inputs of a forward pass before the first step have ``samples`` samples, of a batch that nobody has counted."""
+        """Note that an input before the first step has ``samples`` samples, which nothing else has counted."""
         self._inputs += samples
 
     def gradient_ready(self) -> None:
-        """The gradient of a batch is there; the exchange was for the first."""
+        """End the exchange once the gradient of the first batch is complete; later batches have none."""
         if self._connect is None or self.steps:
             return
         if not self._batch:
             raise ValueError(
-                f"{self.method.name}'s first step is one on the batches of the whole cohort, but no forward pass of round.model in "
-                "training mode, with gradients, was seen before it: train round.model itself and no copy of it, and checkpoint activations "
-                "with use_reentrant=False"
+                f"{self.method.name}'s first step is on the batches of the whole cohort, but before it there was no forward pass of "
+                "round.model in training mode with gradients: train round.model itself, not a copy, and checkpoint activations with "
+                "use_reentrant=False"
             )
         self._exchange.close()
         self.waited = self._live.seconds
 
     def step_done(self) -> None:
-        """Count a step of the weights. Call it after each step of a loop whose optimiser is none of torch's (``p -= lr * p.grad``)."""
+        """Count a step of the weights.
+
+        A loop that makes its steps without a torch optimiser (``p -= lr * p.grad``) calls this after each
+        one.
+        """
         self.gradient_ready()
         if self.steps == 0:
             self._batch = int(self.batch)
@@ -271,15 +328,29 @@ class LocalRound:
             self._observing.close()
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Note the rate of a step that ``optimizer`` of the user's own made. Raises ValueError where the objective cannot do with it."""
+        """Note the learning rate of a step that a user's own ``optimizer`` made.
+
+        Raises:
+            ValueError: The objective needs another optimiser.
+        """
         check_optimizer(self.settings.objective, optimizer)
         restart(optimizer, self.method, self.phase, self.steps)
         self.rates.append(float(optimizer.param_groups[0]["lr"]))
 
     def backward(self, forward: Callable[[], Tensor], x: Any) -> Tensor:
-        """Add the objective's gradient of one batch ``x``, whose loss ``forward()`` computes, to the parameters' ``grad``.
+        """Add the gradient of one batch, with the objective's part, to the parameters' ``grad``.
 
-        In place of ``loss.backward()``, once per optimiser step. Returns the loss alone, without the objective's own terms.
+        Call it in place of ``loss.backward()``, once per optimiser step.
+
+        Args:
+            forward: Computes the loss of the batch.
+            x: The inputs of the batch.
+
+        Returns:
+            The loss, without the objective's own terms.
+
+        Raises:
+            ValueError: The objective corrects whole steps, but this is a second call before the step.
         """
         objective, draws = self.settings.objective, None
         if objective is not PLAIN and self.corrected > self.steps:
@@ -300,13 +371,23 @@ class LocalRound:
         return self._objective.gradient(Step(x, forward, again))
 
     def measure(self, batches: Iterable[Any], task: Task = CLASSIFICATION) -> None:
-        """HBN's pass before training, or all that a statistics-only exchange asks for: the moments of every BatchNorm layer over
-        ``batches``, of which ``task.read`` takes the inputs. Changes nothing of the model."""
+        """Measure the moments of every BatchNorm layer over ``batches``; the model stays unchanged.
+
+        This is HBN's pass before training, or all that a statistics-only exchange needs.
+
+        Args:
+            batches: Batches, in a form that ``task`` reads. In a round that trains they must not be an
+                iterator.
+            task: Reads the inputs of a batch.
+
+        Raises:
+            ValueError: A step was made already, or ``batches`` would be used up before training.
+        """
         if self.steps:
-            raise ValueError("the statistics are those of the shared weights: measure before the first step")
+            raise ValueError("round.measure is for the shared weights: measure before the first step")
         if self.trains and isinstance(batches, Iterator):
             raise ValueError(
-                f"round.measure got a {type(batches).__name__}, of which nothing would be left to train on: give a list of batches or a "
+                f"round.measure got a {type(batches).__name__}, which it would use up before training: give a list of batches or a "
                 "DataLoader"
             )
         if self._connect is not None and isinstance(batches, Iterator):
@@ -314,23 +395,32 @@ class LocalRound:
         self.moments = self.measured(partial(self.inputs, batches, task), task.forward)
 
     def measured(self, inputs: Inputs, forward: Forward = called) -> dict[str, Moments]:
-        """The moments that this round asks for, of every BatchNorm layer over all batches of ``inputs()``.
+        """Return the moments that this round needs, of every BatchNorm layer over all batches of ``inputs()``.
 
-        In a statistics-only exchange that goes layer by layer: with the cohort, by its exchange. Where this network has no order of layers,
-        the client sits the exchange out, and measures as without one.
+        In a statistics-only exchange that goes layer by layer, the client exchanges with the cohort. If its
+        network has no order of layers, it leaves the exchange and measures alone.
+
+        Args:
+            inputs: Returns the batches of inputs, the same in every call.
+            forward: Runs the network on a batch of inputs.
         """
         if self._connect is not None and not self.trains:
-            look = LayerOrder.at(self.model, inputs, forward)
-            exchange = self._connect(0 if look.problem else 1)
-            if not look.problem:
-                return layer_by_layer(self.model, inputs, look, exchange, self.instruction.memory, forward)
+            order = LayerOrder.at(self.model, inputs, forward)
+            exchange = self._connect(0 if order.problem else 1)
+            if not order.problem:
+                return layer_by_layer(self.model, inputs, order, exchange, self.instruction.memory, forward)
             exchange.close()
-            LOGGER.warning("the layers cannot be measured one after the other: %s", look.problem)
-        return measured(self.model, inputs(), self.asked, forward)
+            LOGGER.warning("the layers cannot be measured one after the other: %s", order.problem)
+        return measured(self.model, inputs(), self.statistics_pass, forward)
 
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
-        """Yield the inputs of whole batches, until there are as many samples as the round asks for."""
-        device, most = inputs_like(self.model).device, self.asked.samples
+        """Yield the inputs of whole batches, until there are as many samples as the pass needs.
+
+        Args:
+            batches: Batches, in a form that ``task`` reads.
+            task: Reads the inputs of a batch.
+        """
+        device, most = inputs_like(self.model).device, self.statistics_pass.samples
         self.measured_samples = 0
         for batch in batches:
             x, y = task.read(batch)
@@ -340,19 +430,19 @@ class LocalRound:
                 return
 
     @property
-    def asked(self) -> StatisticsPass:
-        """The pass that this round asks for."""
+    def statistics_pass(self) -> StatisticsPass:
+        """Return the statistics pass of this round."""
         own = self.method.statistics_pass
         return own if self.trains else StatisticsPass.for_exchange(self.instruction.measured, own.samples)
 
     def load_momentum(self, optimizer: Optimizer) -> None:
-        """Let ``optimizer`` go on from the buffers of the round before: those that the server sent, else those that were kept."""
+        """Load maintained buffers into ``optimizer``: the server's, else those that the client kept."""
         if self.settings.maintain != "reset":
             load_buffers(optimizer, self.parameters, self.maintained)
 
     @property
     def maintained(self) -> Buffers:
-        """The optimiser's buffers that this round goes on from, where momentum is maintained."""
+        """Return the optimiser's buffers at the start of the round, if momentum is maintained."""
         buffers = from_kept(self.kept.get("optimizer"))
         if self.settings.maintain == "global":
             for key, section in SECTIONS[self.settings.optimizer].items():
@@ -360,11 +450,12 @@ class LocalRound:
         return buffers
 
     def keep_momentum(self, optimizer: Optimizer) -> None:
+        """Store the buffers of ``optimizer``, if momentum is maintained."""
         if self.settings.maintain != "reset":
             self.buffers = buffers_of(optimizer, self.parameters, SECTIONS[self.settings.optimizer])
 
     def report(self) -> dict[str, Moments]:
-        """Return the moments that were measured or observed so far, by BatchNorm layer."""
+        """Return the moments measured or observed so far, by BatchNorm layer."""
         if self.moments is not None:
             return self.moments
         if self.method.reports(self.phase) is not StatisticsReport.MOVING:
@@ -381,14 +472,21 @@ class LocalRound:
         metrics: Mapping[str, float] | None = None,
         tells_drift: bool = False,
     ) -> tuple[Reply, ClientState]:
-        """Make the message to the server, and the state that the client keeps for its next round.
+        """Make the reply to the server, and the state that the client keeps for its next round.
 
         Args:
-            samples: Different ones that it trained on: the client's weight in averages.
-            loss: The mean over the training batches.
-            client: Its number.
-            metrics: Of one's own, for the record.
-            tells_drift: The reply tells how far statistics that stay at home moved.
+            samples: The number of different samples that it trained on: the client's weight in averages.
+            loss: The mean loss over the training batches.
+            client: The client's number.
+            metrics: Further numbers for the record, by name.
+            tells_drift: Whether the reply says how far statistics that stay at home moved.
+
+        Returns:
+            The reply, and the state.
+
+        Raises:
+            ValueError: The first batch has more than ``samples`` samples, or the pass before training is
+                missing.
         """
         samples, client, reports = index(samples), index(client), self.method.reports(self.phase)
         if not self.trains:
@@ -396,7 +494,7 @@ class LocalRound:
         if reports is StatisticsReport.FIRST and self.batch > samples:
             raise ValueError(
                 f"the first batch had {int(self.batch)} samples, but samples={samples}: give the number of different samples that this "
-                "round trained on, and leave out passes that are no training (in evaluation mode, say)"
+                "round trained on, and make forward passes that do not train in evaluation mode"
             )
         gradients = ema_gradients(self) if self.settings.update == "gradients" else {}
         finish = self._objective.finish(self.steps, self._learning_rate())
@@ -413,7 +511,15 @@ class LocalRound:
         return self._reply(client, sections_to_send(self, gradients, finish, self.report()), samples, numbers), kept
 
     def sit_out(self, client: int, metrics: Mapping[str, float]) -> tuple[Reply, ClientState]:
-        """Leave the round, and the others' exchange, without having trained: the reply has no tensors, and the client keeps its state."""
+        """Leave the round, and the cohort's exchange, without training.
+
+        Args:
+            client: The client's number.
+            metrics: Numbers for the record, by name.
+
+        Returns:
+            A reply without tensors, and the state as it was before.
+        """
         if self._connect is not None:
             self._connect(0).close()
         return Reply(client, {}, 0, 0, dict(metrics), self.instruction.round, self.network.signature), self.kept
@@ -423,18 +529,22 @@ class LocalRound:
         return Reply(client, sections, samples, samples, metrics | measured, self.instruction.round, self.network.signature)
 
     def _learning_rate(self) -> float:
-        """Return the mean over the optimiser's steps, where these were seen."""
+        """Return the mean learning rate of the optimiser's steps; the instruction's if no step was seen."""
         seen = set(self.rates) or {self.instruction.learning_rate}
         return seen.pop() if len(seen) == 1 else sum(self.rates) / len(self.rates)
 
     @property
     def state(self) -> Named:
-        """The tensors of the model, by name."""
+        """Return the tensors of the model, by name."""
         return self._copy.state
 
 
 def check_optimizer(objective: Objective, optimizer: Optimizer) -> None:
-    """Raises ValueError where ``objective`` needs plain SGD, and this is none."""
+    """Check that ``optimizer`` suits ``objective``.
+
+    Raises:
+        ValueError: The objective needs plain SGD, and this is another optimiser.
+    """
     if objective.travels and (not isinstance(optimizer, SGD) or any(group["momentum"] for group in optimizer.param_groups)):
         raise ValueError(
             f"{objective.name}'s control variates are means of the gradients that plain SGD stepped along: take torch.optim.SGD without "

@@ -1,6 +1,6 @@
-"""The client's round: one function over a source of batches, for every engine and every door that trains by itself.
+"""Carry out the client's round: one function over a source of batches, for every engine and every transport.
 
-A user's own training loop has the same round around it: ``own_loop.local_round``.
+A user's own training loop runs inside the same round, see ``own_loop.local_round``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fl_bn.task import CLASSIFICATION, Task, to_device
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of training.
+    """Hold the result of training.
 
     Attributes:
-        loss: The mean over the samples of the training batches.
-        samples: How many these were; a sample that was drawn twice counts twice.
+        loss: The mean loss over the samples of the training batches.
+        samples: The number of these samples; a sample that was drawn twice counts twice.
     """
 
     loss: float
@@ -41,29 +41,33 @@ class Trained:
 
 
 class Source(Protocol):
-    """The data of one client, and how batches are drawn from them."""
+    """Provide one client's data, and draw batches from them."""
 
     @property
     def client(self) -> int:
-        """The client's number."""
+        """Return the client's number."""
         ...
 
     @property
     def task(self) -> Task:
-        """The task, which reads a batch."""
+        """Return the task, which reads a batch."""
         ...
 
     @property
     def passes(self) -> int:
-        """How often the batches of a round are gone through."""
+        """Return how often a round iterates over its batches."""
         ...
 
     def batches(self, round: LocalRound) -> Iterable[Any]:
-        """Draw the training batches of ``round``. Raises ClientTooSmall where there are too few samples."""
+        """Draw the training batches of ``round``.
+
+        Raises:
+            ClientTooSmall: There are too few samples.
+        """
         ...
 
     def measure(self, round: LocalRound) -> None:
-        """Make the statistics pass of ``round``, whose moments it then has."""
+        """Make the statistics pass of ``round``, and store the moments in it."""
         ...
 
     def optimizer(self, round: LocalRound) -> Optimizer:
@@ -71,28 +75,37 @@ class Source(Protocol):
         ...
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make what changes the rate within a round, if anything does."""
+        """Make the scheduler of the learning rate within a round; None if the rate stays the same."""
         ...
 
     def training(self, round: LocalRound, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Let torch draw (dropout, a shuffling loader) from the client and the round alone, for the block in which these train."""
+        """Return a context in which torch's random numbers depend on the client and the round alone."""
         ...
 
     def pass_inputs(self, round: LocalRound) -> Iterable[Any]:
-        """Return the inputs of the statistics pass, where an engine makes the pass."""
+        """Return the inputs of the statistics pass, for an engine that makes the pass itself."""
         ...
 
     def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]] | None:
-        """Return what computes the gradient over all samples, where an objective asks for it."""
+        """Return a function that computes the gradient over all samples; None if there is none."""
         ...
 
     def reply(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> tuple[Reply, ClientState]:
-        """Make the reply of ``round``, after passes over ``batches``."""
+        """Make the reply of ``round``.
+
+        Args:
+            round: The client's round.
+            batches: The training batches; empty if the round only measures.
+            trained: The result of each pass over ``batches``.
+
+        Returns:
+            The reply to the server, and the state that the client keeps.
+        """
         ...
 
 
 class Member(NamedTuple):
-    """One client of a cohort: its round, and its source of batches."""
+    """Join the round of one client of a cohort with its source of batches."""
 
     round: LocalRound
     source: Source
@@ -102,10 +115,10 @@ Result = tuple[Reply, ClientState]
 
 
 class Engine(Protocol):
-    """How the clients of a cohort compute: each alone, or all as one program."""
+    """Compute the rounds of a cohort's clients: each alone, or all as one program."""
 
     def check(self, members: Sequence[Member]) -> None:
-        """Raise an error of the engine's where it cannot compute these."""
+        """Raise the engine's own error if it cannot compute the rounds of ``members``."""
         ...
 
     def measure(self, members: Sequence[Member]) -> None:
@@ -113,11 +126,11 @@ class Engine(Protocol):
         ...
 
     def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
-        """Train every member on its own ``batches``, and return what each pass over them gave."""
+        """Train every member on its own ``batches``, and return the results of each one's passes."""
         ...
 
     def reply(self, member: Member, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
-        """Make one member's reply."""
+        """Make one member's reply, see ``Source.reply``."""
         ...
 
 
@@ -152,14 +165,15 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
     """Carry out the rounds of several clients: measure, train, reply.
 
     Args:
-        members: The clients, all with the same method and phase.
-        engine: How they compute.
+        members: The clients' rounds and sources. All have the same method and phase.
+        engine: Computes them. Default: one client after the other.
 
     Returns:
-        The reply to the server and the state that the client keeps, of each member in order.
+        For each member, in order, the reply to the server and the state that the client keeps.
 
     Raises:
-        ClientTooSmall: A client has fewer samples than the round's method needs (one has no variance), or than a batch with ``drop_last``.
+        ClientTooSmall: A client has fewer samples than the round's method needs (one sample has no variance),
+            or, with ``drop_last``, fewer than a batch.
     """
     if not members:
         return []
@@ -176,7 +190,7 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
 
 
 def client_round(round: LocalRound, source: Source) -> Result:
-    """Carry out the round of one client by itself: see ``client_rounds``."""
+    """Carry out the round of one client, see ``client_rounds``."""
     return client_rounds([Member(round, source)])[0]
 
 
@@ -187,14 +201,14 @@ def train(
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
 ) -> Trained:
-    """Train ``round.model`` in place on ``batches``, as the round's settings, method and phase say, inside ``round.open()``.
+    """Train ``round.model`` in place, inside ``round.open()``, as the round's settings, method and phase say.
 
     Args:
         round: The client's round.
-        batches: Gone through once.
+        batches: Batches, over which training iterates once.
         task: Reads a batch and computes its loss.
-        optimizer: Default: a fresh one, as the settings say.
-        scheduler: Of the optimiser; stepped after every batch.
+        optimizer: The optimiser. Default: a fresh one from the round's settings.
+        scheduler: A scheduler of ``optimizer``, stepped after every batch.
     """
     model, settings, rate = round.model, round.settings, round.instruction.learning_rate
     like, parameters = inputs_like(model), round.parameters
@@ -227,7 +241,7 @@ def train(
 
 
 def counted(batches: Iterable[Any]) -> tuple[Iterable[Any], int]:
-    """Return ``batches`` and their number: a list of them where they do not know it themselves."""
+    """Return ``batches`` and their number. Batches without a length are collected in a list."""
     try:
         return batches, len(batches)  # type: ignore[arg-type]
     except TypeError:

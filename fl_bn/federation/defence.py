@@ -1,4 +1,8 @@
-"""How the server combines what clients send when some of them may lie: which rules, against how many, and what it no longer believes."""
+"""Combine the clients' messages at the server when some of them may lie.
+
+A defence names the rules, the number of Byzantine clients, and the numbers that the server no longer
+believes.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,10 @@ from statistics import median
 import numpy as np
 from torch import Tensor
 
+from fl_bn.federation.payload import Named
 from fl_bn.moments import Average, Moments, weighted_mean
 from fl_bn.options import option, parses
 from fl_bn.robust import PREAGGREGATIONS, RULES, Report, Rule, rule_named
-
-Named = Mapping[str, Tensor]
-
 
 ruled = partial(
     option,
@@ -30,15 +32,20 @@ def _rule(rule: str | Rule) -> Rule:
 
 
 class TooFew(ValueError):
-    """Fewer replies than a rule needs against so many Byzantine clients."""
+    """Report that there are fewer replies than a rule needs against so many Byzantine clients."""
 
 
 @dataclass(frozen=True)
 class Defence:
-    """Against ``f`` Byzantine clients: a rule for their BN statistics and one for their updates, named (``robust.rule_named``) or as it is.
+    """Describe the rules against ``f`` Byzantine clients: one for BN statistics and one for updates.
 
-    An active defence believes no count that a client claims: samples, activations and steps are those of the median client, so that
-    everyone weighs alike.
+    An active defence believes no count that a client claims. Samples, activations and steps are those of the
+    median client, so that all clients have the same weight.
+
+    Attributes:
+        f: The number of Byzantine clients that the rules withstand, at least 0.
+        statistics: The rule for statistics: a name (``robust.rule_named``) or the rule itself.
+        updates: The rule for updates, likewise.
     """
 
     f: int = option(0, "Byzantine clients that the rules withstand; -1: byzantine", ">= -1", key="declared-byzantine", run=-1)
@@ -52,19 +59,29 @@ class Defence:
 
     @property
     def active(self) -> bool:
+        """Tell whether this is another defence than none at all."""
         return self != NO_DEFENCE
 
     def check(self, n: int) -> None:
-        """Raises TooFew where ``n`` replies are fewer than a rule needs; the message says the smallest number."""
+        """Check that ``n`` replies are enough for both rules.
+
+        Raises:
+            TooFew: They are not; the message names the smallest sufficient number.
+        """
         for rule in (self.updates, self.statistics):
             if problem := _problem(rule, n, self.f):
                 raise TooFew(problem)
 
     def without(self, refused: int, n: int) -> Defence:
-        """Return the defence of the ``n`` replies that are left when ``refused`` were left out for what they hold.
+        """Return the defence for the remaining replies, when others were left out because of their contents.
 
-        A client that is refused may be honest (its training diverged, say), and then all Byzantine ones are still there: ``f`` stays as
-        it is wherever the rules can do with it. Only where ``n`` is too small for it is ``f`` lowered, and by no more than ``refused``.
+        A refused client may be honest (its training diverged, say). Then all Byzantine clients are still
+        there. So ``f`` stays as it is if the rules work with it. Only if ``n`` is too small, ``f`` is
+        lowered, by at most ``refused``.
+
+        Args:
+            refused: The number of replies that were left out.
+            n: The number of remaining replies.
         """
         least = max(0, self.f - refused)
         fits = (replace(self, f=f) for f in range(self.f, least, -1))
@@ -76,11 +93,16 @@ class Defence:
 
     @property
     def update_rule(self) -> Rule:
+        """Return the rule for updates."""
         return _rule(self.updates)
 
     @property
     def average(self) -> Average:
-        """The rule for statistics. Of fewer rows than it needs (a layer that few clients ran) it withstands as many as it can."""
+        """Return the rule for statistics.
+
+        If a layer has fewer rows than the rule needs, since few clients ran it, the rule withstands as many
+        liars as it can.
+        """
         if self.statistics == "mean":
             return _unweighted if self.active else weighted_mean
         return self._average
@@ -93,13 +115,27 @@ class Defence:
         return value
 
     def update(self, parts: Sequence[Named], origin: Named | None) -> tuple[dict[str, Tensor], Report]:
-        """``origin`` + the rule of the ``parts``' differences from it (origin None: of the parts alone), in float64, and its report."""
+        """Combine the clients' updates by the rule, in float64.
+
+        Args:
+            parts: The tensors of each client, by name.
+            origin: The tensors that the clients started from. The rule combines the differences from them,
+                and they are added to the result. None: the rule combines ``parts`` themselves.
+
+        Returns:
+            The combined tensors by name, and the rule's report.
+        """
         rows = [{k: t.double() - (0.0 if origin is None else origin[k].double()) for k, t in part.items()} for part in parts]
         value, report = self.update_rule(rows, self.f)
         return {k: t if origin is None else origin[k].double() + t for k, t in value.items()}, report
 
     def believed(self, reports: Sequence[Mapping[str, Moments]], steps: Sequence[int]) -> tuple[list[dict[str, Moments]], list[int]]:
-        """The reports with the counts, and the steps, of the median client."""
+        """Replace the counts and steps of all clients by those of the median client.
+
+        Args:
+            reports: The moments of each client, by layer.
+            steps: The local steps of each client.
+        """
         layers = {name for report in reports for name in report}
         usual = {name: int(median([r[name].count for r in reports if name in r and r[name].count > 0] or [0])) for name in layers}
         believed = [{k: replace(m, count=usual[k] if m.count > 0 else 0) for k, m in report.items()} for report in reports]
@@ -115,7 +151,7 @@ def _unweighted(values: Tensor, counts: Tensor) -> Tensor:
 
 @lru_cache
 def _problem(rule: str | Rule, n: int, f: int) -> str:
-    """Why ``rule`` cannot do with n rows, and how many it needs; empty if they are enough."""
+    """Return the reason why ``rule`` cannot combine n rows, and how many it needs; empty if they are enough."""
     if n == 0:
         return "there is no reply to combine"
     if _serves(rule, n, f):

@@ -1,4 +1,4 @@
-"""A whole federation in this process, in plain torch: no Flower, no config, no files unless asked for."""
+"""Run a whole federation in this process, in plain torch: without Flower, a config, or files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SGD_05 = partial(SGD, lr=LEARNING_RATE, momentum=0.9)
 
 
 class Federation:
-    """Clients and a server in this process. ``model``: unconverted, not changed; ``clients``: each one's training batches.
+    """Run clients and a server in this process.
 
     >>> from fl_bn import Federation, methods
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
@@ -56,7 +56,40 @@ class Federation:
     >>> [record.round for record in federation.run(rounds=2)]
     [1, 2]
 
-    ``history`` has every round's record, ``model`` the network as evaluated last. Every argument: docs/start/plain-torch.md.
+    ``history`` has all records, ``model`` the network as evaluated last. More: docs/start/plain-torch.md.
+
+    Args:
+        model: The network as you wrote it, not converted. It stays unchanged.
+        method: The method, one of ``fl_bn.methods``.
+        clients: The training batches of each client: a list, a DataLoader or ``SeededBatches``, but no
+            generator.
+        task: Reads a batch, and computes loss and metrics.
+        optimizer: Makes a client's optimiser of parameters, anew in every round. Default: SGD with learning
+            rate 0.05 and momentum 0.9.
+        scheduler: Makes a scheduler of that optimiser, stepped after every batch. Default: none.
+        schedule: ``schedule(round, rounds)``: a factor of the learning rate for a whole round. Default: 1.
+        objective: The local objective, such as ``FedProx``. Default: the loss alone.
+        local_epochs: Passes over a client's batches in a round, at least 1.
+        test: The batches to evaluate on. Default: there is no evaluation.
+        evaluate_every: Rounds between evaluations, at least 1; the last round is always evaluated.
+        fraction: The share of the clients that train in a round, in (0, 1].
+        server_optimizer: Steps on the pseudo-gradient of the weights. Default: the average is the new model.
+        defence: Rules against Byzantine clients. Default: none.
+        calibrate: Statistics-only exchanges before round 1; -1: as many as make all layers exact; -2: so if
+            the method needs it, else none.
+        unit_scale: Whether the weights before BatchNorm are rescaled after that calibration.
+        clip: ``auto``: the gradients of SGD are clipped if the method needs it; ``none``: never.
+        seed: Decides the cohorts, the order of ``SeededBatches``, and dropout.
+        device: The device on which clients train. Default: that of ``model``.
+        engine: ``sequential``, or ``vectorised``: the clients of a cohort as one program, for
+            ``SeededBatches``.
+        workers: The number of processes that compute clients; 0: one per core. The results have the same
+            bits.
+        progress: Whether a terminal shows a progress bar.
+        callbacks: Called after every round and at the end, see ``Callback``.
+
+    Raises:
+        ValueError: An argument is out of range, or two of them do not fit together.
     """
 
     def __init__(
@@ -132,31 +165,50 @@ class Federation:
 
     @property
     def method(self) -> Method:
+        """Return the method of the run."""
         return self.server.method
 
     @property
     def model(self) -> nn.Module:
-        """A copy of the shared network as it was evaluated last, in evaluation mode; of methods that keep BatchNorm it is BatchNorm."""
+        """Return a copy of the shared network as evaluated last, in evaluation mode.
+
+        If the method keeps BatchNorm, its layers are BatchNorm.
+        """
         return self._transport.model(self._evaluated, batches_trained(self.history))
 
     def client_model(self, client: int) -> nn.Module:
-        """Return the network of one client: the shared tensors as evaluated last, and those of its own."""
+        """Return the network of one client: the shared tensors as evaluated last, and the client's own.
+
+        Args:
+            client: The client's number, from 0.
+        """
         return self._transport.with_own(self.model, client)
 
     def save(self, path: str | Path) -> None:
-        """Save the shared model as evaluated last, as safetensors, by the names of the unconverted network's state_dict.
+        """Save the shared model as evaluated last, as safetensors.
 
-        The file holds all of it but tensors that the clients keep. Which methods' files load into which network: docs/how-to/export.md.
+        The names are those of the unconverted network's state_dict. Tensors that the clients keep are left
+        out. docs/how-to/export.md says which methods' files load into which network.
+
+        Args:
+            path: The file.
         """
         save_file(self.server.shared.whole(self._evaluated, batches_trained(self.history)), str(path))
 
     def run(self, rounds: int) -> Iterator[RoundRecord]:
-        """Train for ``rounds`` rounds, and yield each one's record: loss, evaluation, how far the statistics moved.
+        """Train for ``rounds`` rounds, and yield each one's record: loss, evaluation, drift of the statistics.
 
-        A generator: a round runs when its record is asked for. Called once more, it trains on from the model as it is.
+        This is a generator: a round runs when its record is requested. A second call trains on from the
+        present model.
+
+        Args:
+            rounds: The number of rounds; 0: only the statistics are measured.
+
+        Yields:
+            The record of each round.
 
         Raises:
-            Diverged: Three rounds in a row no reply could be used.
+            Diverged: In three rounds in a row no reply could be used.
         """
         callbacks = Callbacks([*self._bar(), *self.callbacks])
         try:
@@ -172,7 +224,7 @@ class Federation:
         callbacks.on_end(None)
 
     def _bar(self) -> list[Callback]:
-        """Return a progress bar on a terminal, where it is wanted."""
+        """Return a progress bar, if there is a terminal and it is wanted."""
         if not (self.progress and sys.stderr.isatty()):
             return []
         from fl_bn.federation.bar import Bar  # imports rich
@@ -180,9 +232,16 @@ class Federation:
         return [Bar(sys.stderr, self.task)]
 
     def evaluate(self, batches: Loader | None = None) -> dict[str, float]:
-        """Compute loss and the task's metrics of the shared model on ``batches`` (default: ``test``).
+        """Compute loss and the task's metrics of the shared model.
 
-        Where clients have models of their own (FedBN, SiloBN): the mean over those of the clients that have trained so far.
+        If clients have models of their own (FedBN, SiloBN), the result is the mean over the clients that have
+        trained so far.
+
+        Args:
+            batches: The batches to evaluate on. Default: ``test``.
+
+        Returns:
+            Metrics by name; none without batches.
         """
         if batches is not None:
             check_loader("the batches to evaluate", batches, again=self.method.personal)
@@ -191,7 +250,17 @@ class Federation:
 
 
 def _bounded(method: Method, clip: str, optimizer: Optimizer, settings: LocalTraining) -> tuple[Method, LocalTraining]:
-    """Return both for steps of ``optimizer``, whose path in a round is bounded where ``clip`` says so and it is SGD."""
+    """Bound the path of a client's SGD in a round, if ``clip`` says so.
+
+    Args:
+        method: The method.
+        clip: ``auto`` or ``none``.
+        optimizer: An optimiser of the clients' kind.
+        settings: The settings of local training.
+
+    Returns:
+        The method and the settings for it.
+    """
     check_name("clip", clip, ("auto", "none"))
     if clip == "none" or not isinstance(optimizer, optim.SGD) or settings.objective.travels:
         return method, settings

@@ -1,15 +1,18 @@
-"""A round's replies added to the average one by one, as they arrive; the weights of an added reply are freed.
+"""Add the replies of a round to the average one by one, as they arrive, and free their weights.
 
-So the server needs the memory of three models however many clients there are: 138 MB for 50 replies of a ResNet-18, streamed, where a
-list of all replies takes 2,266 MB (``benchmarks/server.py``).
+So the server needs the memory of three models, however many clients there are: 138 MB for 50 replies of a
+ResNet-18, where a list of all replies takes 2,266 MB (``benchmarks/server.py``).
 
-Clients are added in client order, so that the order of arrival changes no bit; a reply that is ahead of its turn waits. The average is the
-sum of the replies times ``weight / total``, and the total is known only with the last reply: what is used is the total that was planned, of
-all clients of the cohort. Where all of them count as much as planned, the average is bit for bit that of ``aggregation.average``. Otherwise
-(a client is lost or refused), it is multiplied by ``planned / total`` at the end, which rounds once more in float64.
+Clients are added in client order, so that the order of arrival changes no bit. A reply waits until those of
+all clients before it are added. The average is the sum of the replies times ``weight / total``. The true
+total is known only with the last reply, so the sum uses the planned total of all clients of the cohort. If
+all of them count as planned, the average is bit for bit that of ``aggregation.average``. Otherwise (a client
+is lost or refused) the sum is multiplied by ``planned / total`` at the end, which rounds once more in
+float64.
 
-A reply that may yet be refused waits, and with it all after it, until all have come: one with numbers so large that the server's step could
-overflow, or whose claims are far from the others'. Where claims are compared, nothing is added before enough replies are there to tell.
+A reply that may still be refused waits, with all after it, until every reply is there. Its numbers may be so
+large that the server's step could overflow, or its claims may be far from the others'. If claims are
+compared, nothing is added before enough replies are there to compare.
 """
 
 from __future__ import annotations
@@ -35,22 +38,22 @@ class PartialAverage:
     """Hold the first part of an average.
 
     Attributes:
-        planned: the total weight of the cohort.
-        sum: of the added clients' tensors, each times its weight / ``planned``.
+        planned: The total weight of the cohort.
+        sum: The sum of the added clients' tensors, each times its weight / ``planned``.
     """
 
     planned: float
     sum: WeightedSum = field(default_factory=WeightedSum)
 
     def mean(self, parts: Sequence[Reply], section: str, weights: Sequence[float]) -> dict[str, Tensor]:
-        """Return the average of all replies, those in the sum among them.
+        """Return the average of all replies, those in the sum included.
 
-        Without other replies the result takes the sum's own memory, and the sum is empty afterwards.
+        If there are no other replies, the result takes the sum's own memory, and the sum is empty afterwards.
 
         Args:
-            parts: all replies of the average.
-            section: of the replies, whose tensors are averaged.
-            weights: of ``parts``.
+            parts: All replies of the average.
+            section: The section of the replies whose tensors are averaged.
+            weights: The weight of each reply.
         """
         total, others = float(sum(weights)), [(p, w) for p, w in zip(parts, weights, strict=True) if not p.folded]
         made, self.sum = self.sum, self.sum.copy() if others else WeightedSum()
@@ -63,7 +66,14 @@ class PartialAverage:
 
 
 class StreamingAverage:
-    """Add replies up as they arrive."""
+    """Add replies up as they arrive.
+
+    Args:
+        planned: Client of the cohort -> its planned weight.
+        weigh: Returns the weight of a reply.
+        waits: Takes a reply and some of the others, and tells whether it may still be refused.
+        least: The number of replies that must be there before one is added.
+    """
 
     def __init__(
         self,
@@ -72,31 +82,26 @@ class StreamingAverage:
         waits: Callable[[Reply, Collection[Reply]], bool],
         least: int = 1,
     ) -> None:
-        """Begin an average.
-
-        Args:
-            planned: the weight of each client of the cohort.
-            weigh: takes a reply, returns its weight.
-            waits: takes a reply and some of the others, and tells whether it may yet be refused.
-            least: how many replies must be there before one is added.
-        """
         self._turns, self._weigh, self._waits, self._least = deque(sorted(planned)), weigh, waits, least
         self._replies: dict[int, Reply] = {}
         self._absent, self._next = set[int](), list[Reply]()
         self._folded = PartialAverage(float(sum(planned.values())) or 1.0)
 
     def take(self, reply: Reply) -> None:
-        """Take a checked reply, the first of its client."""
+        """Add a checked reply, the first of its client."""
         self._replies[reply.client] = reply
         self._advance()
 
     def leave_out(self, client: int) -> None:
-        """Expect no usable reply of ``client``."""
+        """Stop waiting for ``client``, which has no usable reply."""
         self._absent.add(client)
         self._advance()
 
     def end(self) -> tuple[list[Reply], PartialAverage]:
-        """Return all replies in client order, and the sum of the added ones, whose weights are tensors without memory."""
+        """Return all replies in client order, and the sum of the added ones.
+
+        The weights of added replies are tensors without memory.
+        """
         self._fold()
         return [self._replies[client] for client in sorted(self._replies)], self._folded
 

@@ -36,7 +36,7 @@ Inputs = Callable[[], Iterable[Any]]
 """The batches of inputs, the same in every call."""
 Forward = Callable[[nn.Module, Any], Any]
 Reached = Callable[[str, Tensor], None]
-Found = tuple[str, Moments]
+LayerMoments = tuple[str, Moments]
 """A layer, and the moments of its input."""
 
 
@@ -84,7 +84,7 @@ class LayerOrder:
 
 @torch.no_grad()
 def layer_by_layer(
-    model: nn.Module, inputs: Inputs, look: LayerOrder, exchange: Exchange, memory: int, forward: Forward = called
+    model: nn.Module, inputs: Inputs, order: LayerOrder, exchange: Exchange, memory: int, forward: Forward = called
 ) -> dict[str, Moments]:
     """Measure the moments of every BatchNorm layer's input over all batches.
 
@@ -94,7 +94,7 @@ def layer_by_layer(
     Args:
         model: The network.
         inputs: A function that returns the batches of inputs, the same in every call.
-        look: The order of its layers.
+        order: The order of its layers.
         exchange: The exchange with the cohort.
         memory: Bytes of activations that may be kept.
         forward: A function that runs the network on a batch.
@@ -102,14 +102,14 @@ def layer_by_layer(
     Raises:
         ExchangeFailed: The cohort's exchange was given up, or the batches take different ways through the network.
     """
-    found: dict[str, Moments] = {}
+    by_layer: dict[str, Moments] = {}
     layers, own, dtype = exchanged_layers(model), batch_norms(model), inputs_like(model).dtype
     before = {name: (own[name].running_mean.clone(), own[name].running_var.clone()) for name in layers}  # type: ignore[union-attr]
     try:
-        with _steps(model, inputs, look, memory, forward) as step:
-            while (reached := step(found)) is not None:
+        with _steps(model, inputs, order, memory, forward) as step:
+            while (reached := step(by_layer)) is not None:
                 name, moments = reached
-                found[name] = moments
+                by_layer[name] = moments
                 local = torch.cat([moments.mean, moments.var]).to(dtype).to(layers[name].dtype)  # rounded as in a reply
                 answer = exchange(Key(name, Quantity.STATISTICS), local, moments.count)
                 if answer.count > 1:  # of one value there is no unbiased variance: the statistics stay as they are
@@ -121,16 +121,16 @@ def layer_by_layer(
     finally:
         for name, statistics in before.items():
             _set(own[name], *statistics)
-    return found
+    return by_layer
 
 
-Step = Callable[[Mapping[str, Moments]], Found | None]
+Step = Callable[[Mapping[str, Moments]], LayerMoments | None]
 """Takes all batches on to the first layer without moments; returns it and its moments over all batches, None at the end."""
 
 
 @contextmanager
-def _steps(model: nn.Module, inputs: Inputs, look: LayerOrder, memory: int, forward: Forward) -> Iterator[Step]:
-    kept = _kept(model, inputs, look, memory, forward)
+def _steps(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, forward: Forward) -> Iterator[Step]:
+    kept = _kept(model, inputs, order, memory, forward)
     if kept is None:
         LOGGER.info(
             "the activations need more than %.3g GiB (recalibration-memory), so every layer takes a forward pass of its own", memory / 2**30
@@ -139,33 +139,33 @@ def _steps(model: nn.Module, inputs: Inputs, look: LayerOrder, memory: int, forw
         return
     try:
         with _watched(model, _stop_thread):
-            yield lambda found: _together([one.go_on() for one in kept], found)
+            yield lambda by_layer: _together([one.go_on() for one in kept], by_layer)
     finally:
         for one in kept:
             one.end()
 
 
-def _kept(model: nn.Module, inputs: Inputs, look: LayerOrder, memory: int, forward: Forward) -> list[_Pass] | None:
+def _kept(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, forward: Forward) -> list[_Pass] | None:
     """Return a forward pass per batch, none of which has begun; None if their activations are too large."""
     held, kept = 0.0, list[_Pass]()
     for x in inputs():
-        held += look.held * _elements(x)
+        held += order.held * _elements(x)
         if held > memory:
             return None
         kept.append(_Pass(partial(forward, model, x)))
     return kept
 
 
-def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, found: Mapping[str, Moments]) -> Found | None:
+def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, by_layer: Mapping[str, Moments]) -> LayerMoments | None:
     """Run every batch from the start to the first layer without moments."""
-    at: list[Found | None] = []
+    at: list[LayerMoments | None] = []
     passed: set[str] = set()
 
     def reached(layer: str, x: Tensor) -> None:
         if layer in passed:
             raise _twice(layer)
         passed.add(layer)
-        if layer not in found:
+        if layer not in by_layer:
             at[-1] = layer, Moments.of(x)
             raise _Stop
 
@@ -175,10 +175,10 @@ def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, found: Mapping
             passed.clear()
             with suppress(_Stop):
                 forward(model, x)
-    return _together(at, found)
+    return _together(at, by_layer)
 
 
-def _together(at: list[Found | None], found: Mapping[str, Moments]) -> Found | None:
+def _together(at: list[LayerMoments | None], by_layer: Mapping[str, Moments]) -> LayerMoments | None:
     """Return the layer at which all batches are, and its moments over all of them."""
     if not any(at):
         return None
@@ -186,7 +186,7 @@ def _together(at: list[Found | None], found: Mapping[str, Moments]) -> Found | N
     name = layers.pop()
     if layers or name is None:
         raise ExchangeFailed("this network has no order of BatchNorm layers: its batches differ in which of them runs next")
-    if name in found:
+    if name in by_layer:
         raise _twice(name)
     return name, pool([one[1] for one in at if one is not None])
 
@@ -206,11 +206,11 @@ class _Pass(threading.Thread):
         super().__init__(name="forward-pass", daemon=True)
         self._forward: Callable[[], Any] | None = forward
         self._going, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._at: Found | None = None
+        self._at: LayerMoments | None = None
         self._error: BaseException | None = None
         self._over = False
 
-    def go_on(self) -> Found | None:
+    def go_on(self) -> LayerMoments | None:
         """Run until the next stop, and return its layer; None at the end. An error of the pass is raised here."""
         self._at = None
         if not self._over:
@@ -222,7 +222,7 @@ class _Pass(threading.Thread):
             raise self._error
         return self._at
 
-    def stop(self, at: Found) -> None:
+    def stop(self, at: LayerMoments) -> None:
         """Wait at a layer until the next ``go_on``."""
         self._at = at
         self._stopped.release()

@@ -43,8 +43,8 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
 class SeededBatches:
     """Batch a client's samples in an order of the seed, the client and the round alone: runs repeat bit for bit.
 
-    A single sample joins the batch before, since it has no variance. A client of one sample trains only if the method
-    needs no batch statistics.
+    A single sample joins the batch before, since it has no variance. A client of one sample trains only if
+    the method needs no batch statistics.
 
     >>> from fl_bn import SeededBatches
     >>> batches = SeededBatches(torch.randn(20, 4), torch.zeros(20, dtype=torch.int64), batch_size=8)
@@ -52,9 +52,10 @@ class SeededBatches:
     [8, 8, 4]
 
     Args:
-        x: Inputs (N, ...): floats as the network takes them, or uint8 images (N, C, H, W), which become -1..1.
+        x: Inputs (N, ...): floats as the network takes them, or uint8 images (N, C, H, W), which become
+            -1..1.
         y: The task's targets (N, ...).
-        batch_size: Samples of a batch.
+        batch_size: The number of samples of a batch.
     """
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, batch_size: int) -> None:
@@ -73,7 +74,14 @@ class SeededBatches:
             yield self.samples.batch(index, like)
 
     def epochs(self, seed: int, client: int, round: int, epochs: int) -> IndexBatches:
-        """Return the batches of ``epochs`` passes in ``round``."""
+        """Return the batches of a client's round.
+
+        Args:
+            seed: The seed of the run.
+            client: The client's number.
+            round: The round, from 1.
+            epochs: The number of passes over the samples.
+        """
         rng, n = seeded(seed, client, round, BATCHES), len(self.samples)
         drawn = draw_batches(n, self.batch_size, rng, epochs=epochs, least=1) if n else iter(())
         like = torch.zeros(0, dtype=self.samples.x.dtype if self.samples.x.is_floating_point() else torch.get_default_dtype())

@@ -125,8 +125,8 @@ class _Pristine:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._slots = [(slots, list(slots), list(slots.values())) for m in modules for slots in (m._parameters, m._buffers, m._modules)]
-        found = [tensor for _, _, were in self._slots for tensor in were if isinstance(tensor, Tensor)]
-        self._tensors = list({id(tensor): tensor for tensor in found}.values())
+        tensors = [tensor for _, _, were in self._slots for tensor in were if isinstance(tensor, Tensor)]
+        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self._values = [tensor.detach().clone() for tensor in self._tensors]
         self._learns = [tensor.requires_grad for tensor in self._tensors]
         self._modes = [(m, m.training) for m in modules]

@@ -1,15 +1,17 @@
-"""The server's optimisers: a step on the pseudo-gradient of the shared weights and affine parameters, never on statistics.
+"""Define the server's optimisers, which step on the pseudo-gradient of the shared weights and affine parameters.
 
-FedAvg: McMahan et al., AISTATS 2017. FedAvgM: Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-Classification, Hsu, Qi, Brown, 2019. FedAdagrad, FedAdam, FedYogi: Adaptive Federated Optimization, Reddi et al., ICLR 2021, Algorithm 2.
-FedACG: Communication-Efficient Federated Learning with Accelerated Client Gradient, Kim, Kim, Han, CVPR 2024, Algorithm 1.
+FedAvg: McMahan et al., AISTATS 2017. FedAvgM: Measuring the Effects of Non-Identical Data Distribution for
+Federated Visual Classification, Hsu, Qi, Brown, 2019. FedAdagrad, FedAdam, FedYogi: Adaptive Federated
+Optimization, Reddi et al., ICLR 2021, Algorithm 2. FedACG: Communication-Efficient Federated Learning with
+Accelerated Client Gradient, Kim, Kim, Han, CVPR 2024, Algorithm 1.
 
-With BatchNorm, running variances that pass through Adam become negative. Here they never do: statistics go through the method's rule.
+They never step statistics. Running variances that pass through Adam become negative; here the method's rule
+combines them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,18 +21,29 @@ from torch.optim import Optimizer
 
 from fl_bn.federation.blocks import blocks
 from fl_bn.federation.eager import SGD, Eager
+from fl_bn.federation.payload import Named
 from fl_bn.options import Options, option, takes
 from fl_bn.support.names import check_name
 
-Named = Mapping[str, Tensor]
 Gradient = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 """Takes a weight in float64, a tensor that it may change, and the weight's stored dtype; returns the weight's gradient, in float64."""
 
 
 class FedOpt(Eager):
-    """Algorithm 2 of Adaptive Federated Optimization, as published: no bias correction, v starts as tau^2.
+    """Step by Algorithm 2 of Adaptive Federated Optimization, as published.
 
-    Symbols: Delta -> minus the gradient, m -> first, v -> second, eta -> lr, beta_1 -> beta1, beta_2 -> beta2, tau -> tau.
+    There is no bias correction, and v starts as tau^2.
+
+    Symbols: Delta -> minus the gradient, m -> first, v -> second, eta -> lr, beta_1 -> beta1, beta_2 ->
+    beta2, tau -> tau.
+
+    Args:
+        parameters: The shared weights.
+        kind: ``fedadagrad``, ``fedadam`` or ``fedyogi``.
+        lr: The step size.
+        beta1: The weight of the old first moment.
+        beta2: The weight of the old second moment.
+        tau: Keeps the step finite where gradients are small.
     """
 
     def __init__(self, parameters: list[nn.Parameter], kind: str, lr: float, beta1: float, beta2: float, tau: float) -> None:
@@ -38,6 +51,7 @@ class FedOpt(Eager):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Make one step. ``closure`` is not used."""
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 state, delta = self.state[p], -p.grad
@@ -56,10 +70,14 @@ class FedOpt(Eager):
 
 
 class FedACG(Eager):
-    """The server's half of FedACG: the weights become the clients' average, and their last movement shows where the clients start next.
+    """Set the weights to the clients' average, and keep their movement: the server's half of FedACG.
 
-    Clients start at ``weights + momentum * movement`` (``ServerOptimizer.lookahead``); the paper's local penalty towards that point is
-    FedProx's. Symbols: theta -> the weights, m -> movement, lambda -> momentum.
+    Clients start at ``weights + momentum * movement`` (``ServerOptimizer.lookahead``). The paper's local
+    penalty towards that point is FedProx's. Symbols: theta -> the weights, m -> movement, lambda -> momentum.
+
+    Args:
+        parameters: The shared weights.
+        momentum: The factor of the last movement.
     """
 
     def __init__(self, parameters: list[nn.Parameter], momentum: float) -> None:
@@ -67,6 +85,7 @@ class FedACG(Eager):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Make one step. ``closure`` is not used."""
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 self.state[p]["movement"] = -p.grad
@@ -74,10 +93,13 @@ class FedACG(Eager):
 
 
 class ServerOptimizer:
-    """Any torch optimiser stepping on the pseudo-gradient of the shared learnable weights, tensor by tensor; it never sees statistics.
+    """Step the shared learnable weights by any torch optimiser, along the pseudo-gradient, tensor by tensor.
 
-    Works in float64 on the weights the clients started from, so that SGD with learning rate 1 along ``pseudo_gradient`` returns the
-    average itself.
+    It never sees statistics. It works in float64 on the weights that the clients started from. So SGD with
+    learning rate 1 along ``pseudo_gradient`` returns the average itself.
+
+    Args:
+        make: Makes the torch optimiser of a list of parameters.
     """
 
     def __init__(self, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
@@ -86,15 +108,28 @@ class ServerOptimizer:
         self._optimizer: Optimizer | None = None
 
     def step(self, weights: Named, gradient: Named, learning_rate_factor: float = 1.0) -> dict[str, Tensor]:
-        """Weights after one step along ``gradient`` (the names of ``gradient`` only), in float64."""
-        made = {name: tensor.to(torch.float64, copy=True) for name, tensor in gradient.items()}
-        self.step_within(weights, made, None, learning_rate_factor)
-        return made
+        """Return the weights after one step, in float64.
+
+        Args:
+            weights: Name -> weight before the step.
+            gradient: Name -> gradient; other weights are left out of the result.
+            learning_rate_factor: A factor of the step size.
+        """
+        result = {name: tensor.to(torch.float64, copy=True) for name, tensor in gradient.items()}
+        self.step_within(weights, result, None, learning_rate_factor)
+        return result
 
     def step_within(self, weights: Named, tensors: Named, gradient: Gradient | None = None, learning_rate_factor: float = 1.0) -> None:
-        """Write the weights after one step into ``tensors``, float64, which hold the gradient or what ``gradient`` makes it of.
+        """Write the weights after one step into ``tensors``.
 
-        Only a piece of the weights is copied at a time: one tensor or, where the optimiser remembers nothing of it, a block.
+        Only a piece of the weights is copied at a time: one tensor or, if the optimiser remembers nothing of
+        it, a block.
+
+        Args:
+            weights: Name -> weight before the step.
+            tensors: Name -> float64 tensor that holds the gradient, or the input of ``gradient``.
+            gradient: Makes the gradient, see ``Gradient``. Default: ``tensors`` are the gradient.
+            learning_rate_factor: A factor of the step size.
         """
         if not tensors:  # nothing is shared
             return
@@ -117,7 +152,7 @@ class ServerOptimizer:
             parameter.data = _without_memory(tensor)
 
     def lookahead(self, weights: Named) -> dict[str, Tensor]:
-        """Where clients start, in float64, if elsewhere than at ``weights`` (FedACG); else nothing."""
+        """Return the point where clients start, in float64, if it is not ``weights`` (FedACG); else nothing."""
         if self._optimizer is None or not (momentum := self._optimizer.param_groups[0].get("lookahead", 0.0)):
             return {}
         state = self._optimizer.state
@@ -130,7 +165,7 @@ class ServerOptimizer:
         return self._optimizer
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return what the optimiser remembers between steps (momentum, moments, counts), by ``buffer/weight``.
+        """Return the optimiser's memory between steps (momentum, moments, counts), by ``buffer/weight``.
 
         It is empty for plain SGD, and before the first step.
         """
@@ -145,7 +180,7 @@ class ServerOptimizer:
         }
 
     def restore(self, buffers: Named) -> None:
-        """Go on from another's ``buffers``."""
+        """Load the memory of another optimiser, see ``buffers``."""
         shapes = {entry.partition("/")[2]: tensor for entry, tensor in buffers.items()}
         if not shapes:
             self._optimizer = None
@@ -157,7 +192,7 @@ class ServerOptimizer:
 
 
 def _without_memory(like: Tensor) -> Tensor:
-    """Zeros of its shape, float64, that are one number in memory."""
+    """Return float64 zeros of the shape of ``like``, which are one number in memory."""
     return torch.zeros((), dtype=torch.float64).expand(like.shape)
 
 
@@ -174,20 +209,34 @@ def _adaptivity() -> Any:
 
 @dataclass(frozen=True)
 class ServerOptions(Options):
-    """The options of every server optimiser here; fedavg and fedacg refuse those that they cannot follow."""
+    """Hold the options of every server optimiser here. fedavg and fedacg refuse those that they cannot follow.
+
+    Attributes:
+        learning_rate: The step size, above 0.
+    """
 
     learning_rate: float = option(1.0, "the server optimiser's step size (times the clients' rate for update=gradients)", "> 0", key=RATE)
 
 
 @dataclass(frozen=True)
 class FedAvgOptions(ServerOptions):
+    """Hold the options of FedAvg.
+
+    Attributes:
+        momentum: Must be 0.
+    """
+
     name: ClassVar[str] = "fedavg"
     momentum: float = _momentum(0.0, "none")
 
 
 @takes(FedAvgOptions)
 def fedavg(options: FedAvgOptions) -> ServerOptimizer:
-    """The average itself, for a learning rate of 1."""
+    """Make FedAvg, whose new weights are the average itself for a learning rate of 1.
+
+    Raises:
+        ValueError: A momentum is given.
+    """
     if options.momentum > 0:
         raise ValueError(
             f"fedavg has no server momentum: set server-optimizer to fedavgm, or server-momentum to 0, but got {options.momentum}"
@@ -197,17 +246,31 @@ def fedavg(options: FedAvgOptions) -> ServerOptimizer:
 
 @dataclass(frozen=True)
 class FedAvgMOptions(ServerOptions):
+    """Hold the options of FedAvgM.
+
+    Attributes:
+        momentum: The momentum of SGD, in [0, 1).
+    """
+
     name: ClassVar[str] = "fedavgm"
     momentum: float = _momentum(0.9, "momentum")
 
 
 @takes(FedAvgMOptions)
 def fedavgm(options: FedAvgMOptions) -> ServerOptimizer:
+    """Make FedAvgM: SGD with momentum."""
     return ServerOptimizer(lambda parameters: SGD(parameters, lr=options.learning_rate, momentum=options.momentum))
 
 
 @dataclass(frozen=True)
 class FedAdagradOptions(ServerOptions):
+    """Hold the options of FedAdagrad.
+
+    Attributes:
+        momentum: The weight of the old first moment, beta_1, in [0, 1).
+        adaptivity: Keeps the step finite where gradients are small, tau, above 0.
+    """
+
     name: ClassVar[str] = "fedadagrad"
     momentum: float = _momentum(0.0, "beta_1")
     adaptivity: float = _adaptivity()
@@ -215,11 +278,20 @@ class FedAdagradOptions(ServerOptions):
 
 @takes(FedAdagradOptions)
 def fedadagrad(options: FedAdagradOptions) -> ServerOptimizer:
+    """Make FedAdagrad, see ``FedOpt``."""
     return _adaptive(options, beta2=0.0)
 
 
 @dataclass(frozen=True)
 class FedAdamOptions(ServerOptions):
+    """Hold the options of FedAdam.
+
+    Attributes:
+        momentum: The weight of the old first moment, beta_1, in [0, 1).
+        beta2: The weight of the old second moment, in [0, 1).
+        adaptivity: Keeps the step finite where gradients are small, tau, above 0.
+    """
+
     name: ClassVar[str] = "fedadam"
     momentum: float = _momentum(0.9, "beta_1")
     beta2: float = option(0.99, "weight of the old second moment", "[0, 1)", symbol="beta_2", key="server-beta2")
@@ -228,32 +300,47 @@ class FedAdamOptions(ServerOptions):
 
 @takes(FedAdamOptions)
 def fedadam(options: FedAdamOptions) -> ServerOptimizer:
+    """Make FedAdam, see ``FedOpt``."""
     return _adaptive(options, options.beta2)
 
 
 @dataclass(frozen=True)
 class FedYogiOptions(FedAdamOptions):
+    """Hold the options of FedYogi, which are those of FedAdam."""
+
     name: ClassVar[str] = "fedyogi"
 
 
 @takes(FedYogiOptions)
 def fedyogi(options: FedYogiOptions) -> ServerOptimizer:
+    """Make FedYogi, see ``FedOpt``."""
     return _adaptive(options, options.beta2)
 
 
 def _adaptive(options: FedAdagradOptions | FedAdamOptions, beta2: float) -> ServerOptimizer:
-    given = options.learning_rate, options.momentum, beta2, options.adaptivity
-    return ServerOptimizer(lambda parameters: FedOpt(parameters, options.name, *given))
+    values = options.learning_rate, options.momentum, beta2, options.adaptivity
+    return ServerOptimizer(lambda parameters: FedOpt(parameters, options.name, *values))
 
 
 @dataclass(frozen=True)
 class FedACGOptions(ServerOptions):
+    """Hold the options of FedACG.
+
+    Attributes:
+        momentum: The factor of the last movement, lambda, in [0, 1).
+    """
+
     name: ClassVar[str] = "fedacg"
     momentum: float = _momentum(0.85, "lambda")
 
 
 @takes(FedACGOptions)
 def fedacg(options: FedACGOptions) -> ServerOptimizer:
+    """Make FedACG, see ``FedACG``.
+
+    Raises:
+        ValueError: The learning rate is not 1.
+    """
     if options.learning_rate != 1:
         raise ValueError(f"fedacg takes the clients' average as it is: set {RATE} to 1, but got {options.learning_rate}")
     return ServerOptimizer(lambda parameters: FedACG(parameters, options.momentum))
@@ -270,10 +357,15 @@ SERVER_OPTIMIZERS: dict[str, Callable[..., ServerOptimizer]] = {
 
 
 def server_optimizer(name: str, *args: Any, **options: Any) -> ServerOptimizer:
-    """One of ``SERVER_OPTIMIZERS`` with its options, by position or by name.
+    """Make one of ``SERVER_OPTIMIZERS``.
+
+    Args:
+        name: Its name.
+        args: Its options, by position.
+        options: Its options, by name.
 
     Raises:
-        ValueError: there is no such optimiser, or an option is out of range.
+        ValueError: There is no such optimiser, or an option is out of range.
     """
     check_name("server-optimizer", name, SERVER_OPTIMIZERS)
     return SERVER_OPTIMIZERS[name](*args, **options)

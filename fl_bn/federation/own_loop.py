@@ -1,4 +1,4 @@
-"""Door 2: both halves of a round around training loops of the user's own."""
+"""Carry out both halves of a round around training loops of the user's own."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def local_round(
     objective: Objective = PLAIN,
     connect: Connect | None = None,
 ) -> Iterator[LocalRound]:
-    """The client's half of a round around a training loop of your own. ``model``: ``convert(net, method)``, this client's own copy.
+    """Open the client's half of a round around a training loop of your own.
 
     >>> from fl_bn import convert, local_round, methods, server_state
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
@@ -55,7 +55,19 @@ def local_round(
     ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ...     model(torch.randn(16, 4)).square().mean().backward()
     ...     optimizer.step()
-    >>> reply, kept = round.reply(samples=16)  # what to send, what to keep for this client's next round; more: docs/how-to/loop.md
+    >>> reply, kept = round.reply(samples=16)  # send the reply, keep the state; more: docs/how-to/loop.md
+
+    Args:
+        model: ``convert(net, method)``, the client's own copy. It is loaded with the server's tensors, and
+            trained.
+        method: The method, the same as the server's.
+        instruction: The server's instruction.
+        kept: The state that ``round.reply`` returned in the client's round before. Default: the first round.
+        objective: The local objective. One other than the default needs ``round.backward`` in the loop.
+        connect: Joins FedTAN's layer-wise exchange, see ``client.Connect``. Other methods do not need it.
+
+    Raises:
+        ValueError: The parts do not fit together, or the loop did something that the method forbids.
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
@@ -77,10 +89,10 @@ def local_round(
 
 
 def _check_processes(round: LocalRound) -> None:
-    """Say what becomes of a client that trains in several processes, each of which sees a part of every batch.
+    """Check a client that trains in several processes, each of which sees a part of every batch.
 
     Raises:
-        ValueError: the method exchanges the statistics of whole batches.
+        ValueError: The method exchanges the statistics of whole batches.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
@@ -92,25 +104,25 @@ def _check_processes(round: LocalRound) -> None:
 
 
 def _check_steps(round: LocalRound, before: Mapping[str, Tensor]) -> None:
-    """Raise ValueError where weights moved, from ``before``, by steps that nobody saw."""
+    """Raise ValueError if weights differ from ``before``, although no step was seen."""
     if round.steps:
         return
     now = dict(round.model.named_parameters())
     if moved := [name for name, tensor in before.items() if name in now and not torch.equal(now[name].detach(), tensor)]:
         raise ValueError(
             f"{moved[0]} changed in round {round.instruction.round}, but no step of a torch.optim.Optimizer was seen: call "
-            "round.step_done() after each step that your loop makes by itself"
+            "round.step_done() after each step that your loop makes without one"
         )
 
 
 def _per_sample(round: LocalRound) -> bool:
-    """Whether opacus computes the gradients of single samples.
+    """Tell whether opacus computes the gradients of single samples.
 
-    opacus itself refuses torch's BatchNorm by type, and layers with buffers where a parameter of the layer learns. Of other layers it says
-    nothing, so this function does.
+    opacus itself refuses torch's BatchNorm by type, and layers with buffers if a parameter of the layer
+    learns. It accepts other layers that mix samples, so this function refuses them.
 
     Raises:
-        ValueError: there are no such gradients, or the objective adds a part that opacus leaves out.
+        ValueError: There are no such gradients, or the objective adds a part that opacus leaves out.
     """
     if not any(hasattr(p, "grad_sample") for p in round.parameters.values()):
         return False
@@ -128,7 +140,7 @@ def _per_sample(round: LocalRound) -> bool:
 
 @contextmanager
 def _watched(round: LocalRound) -> Iterator[None]:
-    """Tell ``round`` of the batches and the optimiser's steps of a foreign loop."""
+    """Report the batches and the optimiser's steps of a user's loop to ``round``."""
     mine, batches, seen = {id(p) for p in round.parameters.values()}, _FirstBatch(round), list[Optimizer]()
     before = {name: parameter.detach().clone() for name, parameter in round.parameters.items()}
 
@@ -161,18 +173,18 @@ def _watched(round: LocalRound) -> Iterator[None]:
 
 
 def _check_rate(round: LocalRound) -> None:
-    """Warn where a loop steps faster than frozen statistics allow: the method's calendar has the rate drop when they freeze."""
-    told, stepped = round.instruction.learning_rate, round.rates[-1]
-    if round.instruction.rate_share < 1 and stepped > told * (1 + 1e-6):
+    """Warn if a loop steps faster than frozen statistics allow: the method lowers the rate when they freeze."""
+    rate, step_rate = round.instruction.learning_rate, round.rates[-1]
+    if round.instruction.rate_share < 1 and step_rate > rate * (1 + 1e-6):
         LOGGER.warning(
-            "round %d: the statistics are frozen, and %s steps at a learning rate of %.3g then, but this loop at %.3g: multiply your rate "
-            "by round.instruction.rate_share (%.3g), or the network may collapse",
-            round.instruction.round, round.method.name, told, stepped, round.instruction.rate_share,
+            "round %d: the statistics are frozen. For such rounds %s lowers the learning rate to %.3g, but this loop steps at %.3g: "
+            "multiply your rate by round.instruction.rate_share (%.3g), or the network may collapse",
+            round.instruction.round, round.method.name, rate, step_rate, round.instruction.rate_share,
         )  # fmt: skip
 
 
 class _Hook:
-    """A hook of one network: its copies, in memory or in a pickle, have one that does nothing."""
+    """Hook into one network. In its copies, also pickled ones, the hook does nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -196,16 +208,16 @@ def _no_hook_at_all() -> Callable[..., None]:
 
 
 class _FirstBatch:
-    """Finds the size of a foreign loop's first batch, where the loop does not say it: what the inputs and the layers agree on."""
+    """Find the size of the first batch of a user's loop by its inputs and layers, unless the loop says it."""
 
     def __init__(self, round: LocalRound) -> None:
-        self._round, self._said = round, False
+        self._round, self._explicit = round, False
         self._sizes: list[int] = []  # that the arguments of the forward pass have
         self._passes = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at the forward passes inside the block."""
+        """Observe the forward passes inside the block."""
         round = self._round
         handle = round.model.register_forward_pre_hook(_Hook(self._forward), with_kwargs=True)
         try:
@@ -221,7 +233,7 @@ class _FirstBatch:
         self._passes += 1
         if self._passes == 1:
             _per_sample(round)
-            self._said = round.begun
+            self._explicit = round.begun
             self._sizes = [*_sizes((args, named))]
         elif round.phase is Phase.EXCHANGE:
             raise ValueError(
@@ -231,7 +243,7 @@ class _FirstBatch:
         round.inputs_seen(next(iter(self._sizes), 0))
 
     def _layer(self, layer: nn.Module, x: Tensor) -> bool:
-        """In phase EXCHANGE: join the cohort with the size of the batch before the first layer that runs."""
+        """Join the cohort in phase EXCHANGE, with the size of the batch, before the first layer that runs."""
         round, rows = self._round, len(x)
         if round.steps or not (layer.training and torch.is_grad_enabled()) or in_backward():
             return False
@@ -244,7 +256,7 @@ class _FirstBatch:
             if not self._sizes:
                 LOGGER.info("the first BatchNorm layer sees a batch of %d samples; if it has another number, call round.batch(n)", rows)
             round.begin_batch(rows)
-        elif not self._said and rows != round.batch and self._passes:
+        elif not self._explicit and rows != round.batch and self._passes:
             raise ValueError(
                 f"the BatchNorm layers of the network saw {int(round.batch)} and {rows} rows: say how many samples the batch has, "
                 "round.batch(n), before the first forward pass"
@@ -253,7 +265,7 @@ class _FirstBatch:
 
 
 def _sizes(value: Any) -> Iterator[int]:
-    """Sizes that a batch may have by its inputs: of lists their length, of tensors their first dimension."""
+    """Yield possible sizes of a batch, by its inputs: the length of a list, the first dimension of a tensor."""
     if isinstance(value, Tensor):
         if value.dim():
             yield len(value)
@@ -285,13 +297,21 @@ def server_state(
 
     Args:
         model: The unconverted network; its tensors are the start.
-        method: What is shared, and how statistics are combined.
-        rounds: How many rounds there will be.
-        clients: How many clients there are in all.
-        optimizer: Steps on the pseudo-gradient of the shared weights. Default: the average itself is the new model.
-        defence: Rules against Byzantine clients.
+        method: The method: it says what is shared, and how statistics are combined.
+        rounds: The number of rounds of the run.
+        clients: The number of clients in all.
+        optimizer: Steps on the pseudo-gradient of the shared weights. Default: the average itself is the new
+            model.
+        defence: Rules against Byzantine clients. Default: none.
         objective: The clients' objective.
-        rate: ``rate(round, rounds)``: the learning rate that clients are told; a loop of your own may ignore it.
+        rate: ``rate(round, rounds)``: the learning rate in the instructions; a loop of your own may ignore
+            it. Default: 0.05 in all rounds.
+
+    Returns:
+        The state. Its ``instruction()`` is for the clients of the next round.
+
+    Raises:
+        ValueError: The parts do not fit together, or the method needs BatchNorm, and ``model`` has none.
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings, robust=defence.active)
@@ -315,12 +335,12 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
     True
 
     Args:
-        state: Before the round. It is not changed: the round is that of a copy.
-        replies: What ``round.reply`` returned first, of each client.
+        state: The state before the round. It stays unchanged: the round takes place in a copy.
+        replies: The replies of the clients, the first value of ``round.reply``.
         exchange: The session of FedTAN's layer-wise exchange.
 
     Returns:
-        The state after the round, and the round's record, which names refused replies with the reason.
+        The state after the round; and the round's record, which names refused replies with the reasons.
     """
     new = copied(state)
     instruction = new.begin(state.round + 1)

@@ -1,8 +1,8 @@
-"""Statistics-only exchanges: all clients measure under the present weights, the server pools; pass p makes layers 1..p exact.
+"""Make statistics-only exchanges: all clients measure under the present weights, and the server pools.
 
-Before round 1 (``calibrate``), before evaluations (HBN, static BN: ``Method.refresh``), and as a run of its own (``rounds=0``:
-re-calibration). Where all clients can be there at once, one pass that goes layer by layer makes all layers exact
-(``federation.layer_by_layer``).
+Pass p makes layers 1..p exact. They take place before round 1 (``calibrate``), before evaluations (HBN,
+static BN: ``Method.refresh``), and as a run of its own (``rounds=0``: re-calibration). If all clients can be
+there at once, one pass that goes layer by layer makes all layers exact (``federation.layer_by_layer``).
 """
 
 from __future__ import annotations
@@ -33,12 +33,19 @@ Ask = Callable[[Instruction], RoundReplies | None]
 
 
 class TooFewMeasured(Exception):
-    """A run that measures statistics alone has too few clients to do so."""
+    """Report that a run which only measures statistics has too few clients."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """After one exchange. ``tensors``: everything shared, with the new statistics; ``record.round`` is the pass's number."""
+    """Hold the result of one exchange.
+
+    Attributes:
+        tensors: Name -> shared tensor, with the new statistics.
+        outcome: How far the statistics moved.
+        record: The record of the exchange; its ``round`` is the number of the pass.
+        last: Whether no pass follows.
+    """
 
     tensors: Named
     outcome: Pass
@@ -47,11 +54,12 @@ class Measured:
 
 
 class Passes:
-    """The statistics-only exchanges of one run.
+    """Make the statistics-only exchanges of one run. ``outcomes`` holds those before round 1.
 
     Args:
-        server: Whose statistics they change.
-        private: Each exchange costs privacy, so none is made that nobody asked for.
+        server: The server, whose statistics they change.
+        private: Whether each exchange costs privacy. If so, only exchanges are made that the run config
+            names.
     """
 
     def __init__(self, server: Server, private: bool = False) -> None:
@@ -59,27 +67,39 @@ class Passes:
         self.outcomes: list[Pass] = []
 
     def calibration(self, rounds: int) -> int:
-        """Exchanges before round 1, or ``UNTIL_STILL``."""
+        """Return the number of exchanges before round 1, or ``UNTIL_STILL``.
+
+        Args:
+            rounds: The number of rounds of the run.
+        """
         if self.server.policy.calibrate != AS_METHOD:
             return self.server.policy.calibrate
         return UNTIL_STILL if self.server.method.uses_shared(rounds) and not self.private else 0
 
     def rescales(self, rounds: int) -> bool:
-        """Whether the weights are brought to unit scale after the calibration."""
+        """Tell whether a run of ``rounds`` rounds brings the weights to unit scale after the calibration."""
         policy = self.server.policy
         return policy.unit_scale and rounds > 0 and self.calibration(rounds) != 0 and self.server.method.uses_shared(rounds)
 
     def calibrated(
         self, transport: Transport, tensors: Named, rounds: int, show: Callable[[Measured], None] = lambda measured: None
     ) -> Named:
-        """``tensors`` as round 1 of ``rounds`` starts from: after the exchanges before it, which ``outcomes`` has then, and on unit scale
-        where training starts with shared statistics.
+        """Make the exchanges before round 1.
 
-        With 0 rounds these exchanges are all of the run: ``show`` is called with what they start from, and after each of them; each needs
-        the clients that a round needs.
+        If training starts with shared statistics, bring the weights to unit scale, too. With 0 rounds these
+        exchanges are all of the run, and each needs the clients that a round needs.
+
+        Args:
+            transport: The way to the clients.
+            tensors: Name -> shared tensor.
+            rounds: The number of rounds of the run.
+            show: In a run of 0 rounds, called with the state before the exchanges, and after each of them.
+
+        Returns:
+            The shared tensors with which round 1 starts.
 
         Raises:
-            TooFewMeasured: they were not there.
+            TooFewMeasured: A run of 0 rounds lacks clients.
         """
         shared, policy = self.server.shared, self.server.policy
         most, least = self.calibration(rounds), 0
@@ -104,46 +124,58 @@ class Passes:
         return tensors
 
     def refreshed(self, transport: Transport, round: int, tensors: Named) -> Named:
-        """``tensors`` with statistics of its weights, as the method wants them evaluated: exact, as training normalises, or as the round's
-        clients reported them."""
+        """Renew the statistics for an evaluation, as the method requires.
+
+        They are made exact, measured as training normalises, or taken from the round's reports.
+
+        Args:
+            transport: The way to the clients.
+            round: The round.
+            tensors: Name -> shared tensor after it.
+
+        Returns:
+            The shared tensors with the new statistics.
+        """
         method, shared = self.server.method, self.server.shared
-        refresh, made = method.refresh, 0
+        refresh, exchanges = method.refresh, 0
         if refresh is Refresh.REPORTED:
             shared.load(tensors)
             shared.store(shared.reported)
             return shared.tensors()
         most, what = (1, NORMALISERS) if refresh is Refresh.HYBRID else (UNTIL_STILL, INPUTS)
         for measured in self._passes(transport, round, tensors, most, measured=what):
-            tensors, made = measured.tensors, measured.record.exchanges or measured.outcome.number
-        said = "round %s: statistics for the evaluation: %s, by %d exchange%s with %s"
-        LOGGER.info(said, round, refresh.value, made, "s" * (made != 1), "the cohort" if method.measures_cohort(round) else "all clients")
+            tensors, exchanges = measured.tensors, measured.record.exchanges or measured.outcome.number
+        who = "the cohort" if method.measures_cohort(round) else "all clients"
+        message = "round %s: statistics for the evaluation: %s, by %d exchange%s with %s"
+        LOGGER.info(message, round, refresh.value, exchanges, "s" * (exchanges != 1), who)
         return tensors
 
     def _passes(
         self, transport: Transport, round: int, tensors: Named, most: int, tolerance: float = 0.0, measured: str = INPUTS
     ) -> Iterator[Measured]:
-        """``most`` exchanges, or UNTIL_STILL; fewer where one moves nothing by more than ``tolerance``: with 0 not a bit, so that more
-        would not, either.
+        """Yield the results of ``most`` exchanges, or of as many as make all layers exact (UNTIL_STILL).
 
-        Each measures under the statistics that the one before found; ``tensors`` itself is not touched. As many as make all layers exact
-        are one that goes layer by layer, if possible.
+        Each measures under the statistics of the one before; ``tensors`` stays unchanged. They end early if
+        one moves nothing by more than ``tolerance``. With 0 no bit moved then, so that further exchanges
+        would move nothing, either. If all layers become exact, one pass that goes layer by layer replaces
+        them, if possible.
         """
         layers = len(self.server.shared.statistics())
         most = layers if most == UNTIL_STILL and self.private else most  # what moves may be noise, and each costs privacy
         whole = measured == INPUTS and (most == UNTIL_STILL or most >= layers)
         if whole and layers > 1:
-            made = self._pass(transport, transport.measure_layer_by_layer, 1, round, tensors, tolerance, measured)
-            if made is not None:
-                yield replace(made, last=True)
+            result = self._pass(transport, transport.measure_layer_by_layer, 1, round, tensors, tolerance, measured)
+            if result is not None:
+                yield replace(result, last=True)
                 return
         for number in count(1) if (layers if most == UNTIL_STILL else most) else ():
-            made = self._pass(transport, transport.measure, number, round, tensors, tolerance, measured, whole)
-            assert made is not None
-            last = made.outcome.settled or number == most or (most == UNTIL_STILL and through(layers, made.outcome))
-            yield replace(made, last=last)
+            result = self._pass(transport, transport.measure, number, round, tensors, tolerance, measured, whole)
+            assert result is not None
+            last = result.outcome.settled or number == most or (most == UNTIL_STILL and through(layers, result.outcome))
+            yield replace(result, last=last)
             if last:
                 return
-            tensors = made.tensors
+            tensors = result.tensors
 
     def _pass(
         self,

@@ -1,7 +1,8 @@
-"""Max pooling where no gradient is wanted, by torch's kernel for channels last, with the same bits.
+"""Compute max pooling without gradients by torch's kernel for channels last, with the same bits.
 
-On a CPU the kernel is two to five times as fast as that for channels first. A pass of the default network over a client's 142 samples
-takes 10.1 ms instead of 14.4, about the time of half a training step of 16. Other networks here gain 0 to 40 % of an evaluation.
+On a CPU the kernel is two to five times as fast as that for channels first. A pass of the default network
+over a client's 142 samples takes 10.1 ms instead of 14.4, about the time of half a training step of 16. Other
+networks here gain 0 to 40 % of an evaluation.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Pass:
         eps: Mapping[str, float],
         tolerance: float = TOLERANCE,
         exchanges: int = 0,
-        left: Collection[str] = (),
+        kept_layers: Collection[str] = (),
     ) -> Pass:
         """Compare the statistics before and after a pass, as the model holds them.
 
@@ -96,11 +96,11 @@ class Pass:
             eps: Layer -> its epsilon.
             tolerance: The largest movement that counts as none, see ``TOLERANCE``.
             exchanges: The exchanges of a pass that goes layer by layer.
-            left: Layers that keep their statistics.
+            kept_layers: Layers that keep their statistics.
         """
         settled = clients > 0 and all(_still(old[name], new[name], eps[name], tolerance) for name in new)
         in_order = all(_still(old[name], new[name], eps[name], TOLERANCE) for name in list(new)[:-1])
-        movements = tuple(_movement(name, old[name], (old if name in left else new)[name], eps[name]) for name in new)
+        movements = tuple(_movement(name, old[name], (old if name in kept_layers else new)[name], eps[name]) for name in new)
         return cls(number, movements, clients, settled, exchanges, in_order)
 
     @property
@@ -119,14 +119,14 @@ def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
     return layers[number + 1 :]
 
 
-def through(layers: int, made: Pass) -> bool:
+def through(layers: int, outcome: Pass) -> bool:
     """Tell whether ``made`` is the last of the passes that go on until all ``layers`` are exact.
 
     As a rule, that is the pass with their number. A network may call its layers in another order than that in which it
     registers them. Then something below the last layer still moves, and as many passes again, which change all layers,
     are enough for any order.
     """
-    return made.settled or made.number >= 2 * layers or (made.number >= layers and made.in_order)
+    return outcome.settled or outcome.number >= 2 * layers or (outcome.number >= layers and outcome.in_order)
 
 
 def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, tolerance: float = TOLERANCE) -> list[Pass]:
@@ -154,18 +154,18 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
     clients = [samples for samples in clients if len(samples)]
     if not clients:
         raise ValueError("re-calibration needs data to measure: no client has a sample")
-    layers, dtype, made = batch_norms(model), inputs_like(model).dtype, list[Pass]()
+    layers, dtype, outcomes = batch_norms(model), inputs_like(model).dtype, list[Pass]()
     for number in count(1):
         before = running_statistics(model)
         reports = [_as_sent(statistics_pass(model, samples, StatisticsPass.for_exchange(INPUTS), seeded(0)), dtype) for samples in clients]
         _store(model, combine(replace_by_pooled, before, reports, [1] * len(reports), layers))
-        left = unreached(list(layers), number) if not passes or passes >= len(layers) else ()
+        kept_layers = unreached(list(layers), number) if not passes or passes >= len(layers) else ()
         after = running_statistics(model)
-        made.append(Pass.between(number, len(clients), before, after, epsilons(model), tolerance, left=left))
-        _store(model, {name: before[name] for name in left})
-        if number == passes or made[-1].settled or (not passes and through(len(layers), made[-1])):
+        outcomes.append(Pass.between(number, len(clients), before, after, epsilons(model), tolerance, kept_layers=kept_layers))
+        _store(model, {name: before[name] for name in kept_layers})
+        if number == passes or outcomes[-1].settled or (not passes and through(len(layers), outcomes[-1])):
             break
-    return made
+    return outcomes
 
 
 def why_not(model: nn.Module, method: Method) -> str:

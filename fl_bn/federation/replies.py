@@ -157,8 +157,8 @@ def arrays_of(sections: Any) -> Payload:
     """Return the arrays of a reply's tensors, without a copy if they are plain and on the CPU.
 
     Raises:
-        WireError: They are not tensors by name and section, or have no readable values (sparse tensors, or those of
-            device ``meta``).
+        WireError: They are not tensors by name and section, or have no readable values (sparse tensors, or
+            those of device ``meta``).
     """
     if not isinstance(sections, Mapping):
         raise WireError("reply", "sections", f"expected tensors by name and section, but got a {type(sections).__name__}")
@@ -182,16 +182,20 @@ def arrays_of(sections: Any) -> Payload:
 def checked(
     replies: Sequence[Reply], expected: Expected, clients: int, exchange: Session | None = None, cohort: Sequence[int] | None = None
 ) -> RoundReplies:
-    """Check the ``replies`` of clients in this process, and say why some are not used.
+    """Check the ``replies`` of clients in this process.
 
-    Of several usable replies of the same client's number, none counts. A reply of no client is named in the log.
+    If several usable replies name the same client, none of them counts. A reply that names no client is
+    reported in the log.
 
     Args:
-        replies: To one instruction.
-        expected: What each of them must be.
-        clients: How many clients there are.
+        replies: The replies to one instruction.
+        expected: The description of each reply.
+        clients: The number of clients of the run.
         exchange: The session of their layer-wise exchange, if there was one.
-        cohort: The clients that were asked. Default: all that replied.
+        cohort: The clients that received the instruction. Default: all that replied.
+
+    Returns:
+        The usable replies, and the reasons why others are not used.
     """
     parts, refused, wrong = dict[int, list[Reply]](), dict[int, str](), set[int]()
     expected = replace(expected, form=LOOPED) if expected.form is TRAINED else expected
@@ -207,7 +211,7 @@ def checked(
             wrong |= set() if isinstance(error, Absent) else {reply.client}
     for client in [client for client, several in parts.items() if len(several) > 1]:
         number = len(parts.pop(client))
-        refused[client] = f"{number} replies call themselves its own: number the clients, round.reply(samples, client=...)"
+        refused[client] = f"{number} replies name this client: number the clients, round.reply(samples, client=...)"
         wrong.add(client)
     refused = {client: why for client, why in refused.items() if client not in parts}
     used = [parts[client][0] for client in sorted(parts)]
@@ -216,10 +220,9 @@ def checked(
 
 
 def _stranger(reply: Reply, clients: int) -> str | None:
-    """Return why ``reply`` is no client's; None where it is one's."""
+    """Return the reason why ``reply`` is not from a client of the run; None if it is."""
     if not isinstance(reply, Reply):
-        return f"expected what round.reply(...) returns first, but got a {type(reply).__name__}"
+        return f"expected the first value of round.reply(...), but got a {type(reply).__name__}"
     if type(reply.client) is not int or not 0 <= reply.client < clients:
-        known = f"expected one of client 0..{clients - 1}, as many as the server was told of"
-        return f"{known}, but it calls itself client {excerpt(reply.client)}"
+        return f"expected client 0..{clients - 1}, as the server has {clients} clients, but the reply names client {excerpt(reply.client)}"
     return None

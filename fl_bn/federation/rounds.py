@@ -1,4 +1,4 @@
-"""How the server runs rounds, as a value."""
+"""Describe how the server runs rounds."""
 
 from __future__ import annotations
 
@@ -31,22 +31,27 @@ AS_METHOD = -2  # the same where the method wants it, else none
 
 
 def constant_rate(round: int, rounds: int) -> float:
+    """Return the default learning rate, the same in all rounds."""
     return LEARNING_RATE
 
 
 def all_samples(samples: int) -> int:
+    """Return ``samples``: a client trains on all samples that it has."""
     return samples
 
 
 def unbounded(samples: int) -> int:
+    """Return 0: the number of local steps is unknown."""
     return 0
 
 
 def joins_of(text: str) -> dict[int, int]:
-    """Return the first round of clients that join later: of ``"4:10, 5:20"`` {4: 10, 5: 20}, of an empty text none.
+    """Read the first rounds of clients that join later from a text.
+
+    ``"4:10, 5:20"`` becomes {4: 10, 5: 20}, an empty text {}.
 
     Raises:
-        ValueError: It is not of that form, or names a client twice.
+        ValueError: The text is not of that form, or names a client twice.
     """
     pairs = [re.fullmatch(r"(\d+)\s*:\s*(\d+)", part) for part in names_of(text)]
     joins = {int(pair[1]): int(pair[2]) for pair in pairs if pair}
@@ -77,7 +82,7 @@ def _measures_exactly(method: Method, config: Any) -> bool:
 
 
 def _at_server(weights: str) -> str:
-    """Return what the server makes of client-weights: with all samples or some, clients say how many count."""
+    """Return the server's meaning of client-weights. With all samples or some, clients send how many count."""
     return "samples" if weights == ALL_SAMPLES else weights
 
 
@@ -105,33 +110,54 @@ RESCALES = method_where(
 
 @dataclass(frozen=True)
 class Rounds(Options):
-    """How the server runs rounds.
+    """Describe how the server runs rounds.
 
-    Most fields are options, with their keys in docs/config.md; times are in seconds. A run by itself has other defaults than a run config:
-    it evaluates after every round, and waits for no client that is gone. What is no option, or says more here:
+    Most fields are options, with their keys in docs/config.md. Times are in seconds. The defaults differ from
+    those of a run config: a run evaluates after every round, and does not wait for a client whose process
+    died.
 
-    Attributes:
-        at_start: So many clients suffice for the run to start, 0: all. The others take part from the round before which they came.
-        joining: Client by client the first round in which it may take part, where that is not 1.
-        nodes: Flower's node id of each client, by index, so that no other node is taken for it; empty: not known.
-        names: The name of each client's site, by index, for logs, errors and records; empty: a client is its number.
-        client_weights: ``samples`` or ``uniform``.
-        min_replies: The fraction of a cohort that must be usable, and ``min_cohort`` the number of clients. Else the round changes nothing
-            and counts as failed. After ``max_failed`` failed rounds in a row the run stops.
-        retry: How long a round waits for a client whose process died to come back. FedTAN's exchange does not wait.
+    Args:
+        clients: The number of clients in all, 1..100000.
+        fraction: The share of the clients that train in a round, in (0, 1].
+        min_replies: The share of a cohort's replies that must be usable, 0..1. With fewer, the round changes
+            nothing and counts as failed.
+        max_failed: Failed rounds in a row after which the run stops, at least 1.
+        timeout: The deadline of every message.
+        wait: How long the server waits for all clients before round 1, and for ``min_cohort`` of them later.
+        evaluate_every: Rounds between evaluations, at least 1; the last round is always evaluated.
+        client_weights: A client's weight in averages: ``samples`` or ``uniform``.
+        update: What clients send, see ``LocalTraining``.
+        seed: Decides the cohorts.
         calibrate: Statistics-only exchanges before round 1, see ``UNTIL_STILL`` and ``AS_METHOD``.
-        recalibration: How the statistics of all layers are made exact, see ``RECALIBRATIONS``.
-        memory: Bytes of activations that a process may keep for it.
         unit_scale: Whether weights are rescaled after the calibration (``federation.unit_scale``).
-        unseen: Whether clients are asked after the last round what they keep of BatchNorm, for the average that unseen clients get.
-        payload: The type in which weights and gradients travel, see ``federation.narrow``.
-        rate: The learning rate, of a round and of the number of rounds.
+        rate: ``rate(round, rounds)``: the learning rate. Default: 0.05 in all rounds.
         exchange: How the layer-wise exchange is carried.
-        max_steps: Local steps that the server asks for, so that nobody may claim more; 0: unknown.
-        planned_steps: The same, of a client of so many samples.
-        planned: How many different samples a client of so many trains on in a round: its weight is then known before its reply.
+        max_steps: The number of local steps that the server asks for, so that nobody may claim more; 0:
+            unknown.
+        planned_steps: Returns the same for a client with a number of samples; 0: unknown.
+        min_cohort: The number of clients that must be there for a round to start, and whose replies must be
+            usable.
         at_clients: Whether evaluations are on the clients' own test data.
-        auxiliary: What travels beside the weights (``federation.auxiliary`` of the clients' settings).
+        retry: How long a round waits for a client whose process died to come back. FedTAN's exchange does not
+            wait.
+        checkpoint_every: Rounds between the server's checkpoints; 0: none.
+        auxiliary: The kinds of tensors that accompany the weights (``federation.auxiliary`` of the clients'
+            settings).
+        unseen: Whether clients send after the last round the BatchNorm tensors that they keep. Unseen clients
+            get their average.
+        at_start: The number of clients that suffice for the run to start; 0: all. The others take part from
+            the next round after they connect.
+        joining: Client -> the first round in which it may take part, if that is not 1.
+        nodes: Flower's node id of each client, so that no other node is taken for it; empty: unknown.
+        names: The name of each client's site, for logs, errors and records; empty: a client is its number.
+        recalibration: How the statistics of all layers are made exact, see ``RECALIBRATIONS``.
+        memory: Bytes of activations that a process may keep for that.
+        planned: Returns the number of different samples that a client with a number of samples trains on in a
+            round. Its weight is then known before its reply.
+        payload: The dtype in which weights and gradients travel, see ``federation.narrow``.
+
+    Raises:
+        ValueError: A value is out of range, or two do not fit together.
     """
 
     name: ClassVar[str] = "the round policy"
@@ -253,11 +279,11 @@ class Rounds(Options):
 
     @property
     def asks_for_steps(self) -> bool:
-        """Tell whether the server knows how many local steps a client makes."""
+        """Tell whether the server knows the number of a client's local steps."""
         return self.max_steps > 0 or self.planned_steps is not unbounded
 
     def most_steps(self, samples: int) -> int:
-        """Return how many local steps a client of so many ``samples`` may claim; 0: unknown."""
+        """Return the most local steps that a client of ``samples`` samples may claim; 0: unknown."""
         return self.max_steps or self.planned_steps(samples)
 
     def __post_init__(self) -> None:
@@ -280,14 +306,19 @@ class Rounds(Options):
 
     @property
     def called(self) -> ClientNames:
-        """The names of the clients and of their nodes."""
+        """Return the names of the clients and of their nodes."""
         return ClientNames(self.names, self.nodes)
 
     def pace(self, learning_rate: float, rounds: int) -> float:
-        """``learning_rate`` as a share of the first round's; 1 where it is larger (a warm-up)."""
+        """Return ``learning_rate`` as a share of the first round's; 1 if it is larger (a warm-up).
+
+        Args:
+            learning_rate: The rate of a round.
+            rounds: The number of rounds of the run.
+        """
         first = self.rate(1, rounds)
         return 1.0 if learning_rate >= first else learning_rate / first
 
     def starting(self, round: int) -> set[int]:
-        """The clients that may take part in ``round``."""
+        """Return the clients that may take part in ``round``."""
         return {client for client in range(self.clients) if self.joining.get(client, 1) <= round}

@@ -1,6 +1,6 @@
-"""The calendar of a run: calibrate, then round by round train, refresh the statistics, evaluate.
+"""Run the calendar: calibrate, then in each round train, refresh the statistics and evaluate.
 
-``Federation`` and Flower's strategies run through this page; they differ in their ``Transport``.
+``Federation`` and Flower's strategies run through this page. They differ in their ``Transport``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from fl_bn.methods import Phase, Refresh
 
 
 class Diverged(RuntimeError):
-    """Several rounds in a row too few replies could be used."""
+    """Report that too few replies could be used in several rounds in a row."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins. ``round``: its first one, above 1 where it goes on from a checkpoint; ``failed``: failed rounds just before."""
+    """Describe where a run begins.
+
+    Attributes:
+        round: The first round, from 1. It is above 1 if the run continues from a checkpoint.
+        failed: The number of failed rounds just before it.
+    """
 
     round: int = 1
     failed: int = 0
@@ -34,8 +39,15 @@ FROM_THE_START = Start()
 
 @dataclass(frozen=True)
 class Round:
-    """One round that is over. ``tensors``: everything shared after it; ``evaluated``: the same as it was evaluated; ``failed``: failed
-    rounds in a row, this one included."""
+    """Hold the results of a finished round.
+
+    Attributes:
+        record: The record of the round.
+        tensors: Name -> shared tensor after the round.
+        evaluated: Name -> shared tensor with which the model was evaluated. Its statistics may differ from
+            those of ``tensors``.
+        failed: The number of failed rounds in a row, this one included; 0 if it did not fail.
+    """
 
     record: RoundRecord
     tensors: Named
@@ -53,18 +65,21 @@ def run(
 ) -> Iterator[Round]:
     """Train for ``rounds`` rounds, and yield each one when it is over.
 
-    A generator: a round runs when it is asked for.
+    This is a generator: a round runs when its result is requested.
 
     Args:
-        server: With the shared tensors that the run starts from.
-        transport: To the clients.
-        rounds: In all; 0: the statistics alone are measured.
-        passes: Makes the statistics-only exchanges, and keeps what became of them. Default: fresh ones.
-        start: The first round.
-        show: Is told of each statistics-only exchange of a run of 0 rounds.
+        server: The server, with the shared tensors that the run starts from.
+        transport: The way to the clients.
+        rounds: The number of rounds in all; 0: only the statistics are measured.
+        passes: Makes the statistics-only exchanges, and keeps their outcomes. Default: a fresh one.
+        start: The first round. Default: round 1.
+        show: Called with the result of each statistics-only exchange in a run of 0 rounds.
+
+    Yields:
+        The results of each round.
 
     Raises:
-        Diverged: ``max_failed`` rounds in a row too few replies could be used.
+        Diverged: In ``max_failed`` rounds in a row too few replies could be used.
         TooFewMeasured: A run of 0 rounds lacks clients.
     """
     passes, policy, failed = passes or Passes(server), server.policy, start.failed
@@ -90,4 +105,4 @@ def run(
         if failed >= policy.max_failed:
             why = next((client.refused for client in server.record.clients if client.refused), "")
             lower = ". Training diverged: lower the learning rate" if "finite" in why else ""
-            raise Diverged(f"{failed} rounds in a row too few replies could be used. The first reason: {why}{lower}")
+            raise Diverged(f"{failed} rounds in a row had too few usable replies. The first reason: {why}{lower}")

@@ -1,7 +1,7 @@
-"""The server's half of a round: (state, replies) -> (state, record).
+"""Carry out the server's half of a round: (state, replies) -> (state, record).
 
-A round changes the shared model, or leaves it as it was. Numbers that are not finite are never stored: the client that sent them is left
-out.
+A round changes the shared model, or leaves it as it was. Numbers that are not finite are never stored: the
+client that sent them is left out.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ LOGGER = logging.getLogger("flwr")
 
 
 class Server:
-    """Hold the state of a federation's server: the shared model, its optimiser's memory, and the record of the round.
+    """Hold the server's state: the shared model, its optimiser's memory, and the record of the round.
 
     Args:
         model: The unconverted network; its tensors are the start of the run.
-        method: What is shared, and how statistics are combined.
+        method: The method: it says what is shared, and how statistics are combined.
         policy: How rounds are run.
-        rounds: How many rounds there will be; calendars and schedules depend on it.
-        optimizer: Steps on the pseudo-gradient of the shared weights. Default: the average itself is the new model.
-        defence: Rules against Byzantine clients.
+        rounds: The number of rounds of the run; calendars and schedules depend on it.
+        optimizer: Steps on the pseudo-gradient of the shared weights. Default: the average itself is the new
+            model.
+        defence: Rules against Byzantine clients. Default: none.
 
     Raises:
-        ValueError: ``model`` has no BatchNorm layer, and without one ``method`` means nothing (``norm_layers.check_layers``).
+        ValueError: ``model`` has no BatchNorm layer, and without one ``method`` means nothing
+            (``norm_layers.check_layers``).
     """
 
     def __init__(
@@ -76,14 +78,15 @@ class Server:
 
     @property
     def model(self) -> nn.Module:
-        """The shared model, converted for the method."""
+        """Return the shared model, converted for the method."""
         return self.shared.model
 
     def instruction(self) -> Instruction:
         """Return the instruction to the next round's clients.
 
-        Section ``start`` holds what clients keep at home, as the run starts with it: a client that keeps nothing yet begins with that. You
-        may leave it out for the others. It is not in the record's bytes.
+        Section ``start`` holds the initial values of the tensors that clients keep. A client that keeps
+        nothing yet begins with them. You may leave the section out for other clients. The record's bytes do
+        not count it.
         """
         instruction = self.begin(self.round + 1)
         return replace(instruction, sections=instruction.sections | self.shared.start())
@@ -91,8 +94,11 @@ class Server:
     def begin(self, round: int) -> Instruction:
         """Open the record of ``round``, and return the instruction to its clients.
 
+        Args:
+            round: The round, from 1.
+
         Raises:
-            ValueError: There is nothing to train.
+            ValueError: The model has no parameter that learns.
         """
         check_learns(self.source)
         phase, scheduled = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
@@ -107,8 +113,13 @@ class Server:
     def conclude(self, replies: RoundReplies) -> bool:
         """Check and combine the round's replies, and step the shared model.
 
+        ``record`` then names the refused clients, with the reasons.
+
+        Args:
+            replies: The checked replies to the instruction of ``begin``.
+
         Returns:
-            Whether the model changed: false where too few replies were usable. ``record`` names the clients and the reasons.
+            Whether the model changed; false if too few replies were usable.
         """
         shared, phase, policy = self.shared, Phase(self.record.phase), self.policy
         self.round = self.record.round
@@ -134,14 +145,19 @@ class Server:
         return True
 
     def _step(self, parts: list[Reply], overflowing: int, replies: RoundReplies) -> list[float]:
-        """Step the shared model by ``parts``, the usable ones of ``replies``; ``overflowing`` others have too large numbers.
+        """Step the shared model by the usable replies.
+
+        Args:
+            parts: The usable replies.
+            overflowing: The number of other replies, left out because of too large numbers.
+            replies: All replies of the round.
 
         Returns:
             The distances of the clients' updates to the robust one, if a rule computed them.
 
         Raises:
-            TooFew: The round may not count with so few.
-            NotFinite: The result is no model.
+            TooFew: The round may not count with so few replies.
+            NotFinite: The result is not finite.
         """
         policy, phase, cohort = self.policy, Phase(self.record.phase), len(replies.cohort)
         needed = max(float(policy.min_cohort), policy.min_replies * cohort)
@@ -149,7 +165,7 @@ class Server:
             usable = f"{len(parts)} of {cohort} replies could be used"
             raise TooFew(f"only {usable}, but {math.ceil(needed)} are needed: nothing changes")
         if overflowing and phase is Phase.EXCHANGE and policy.exchange.policy == "abort":
-            raise TooFew("nothing changes: clients left the cohort's batch after its exchange (exchange-policy is abort)")
+            raise TooFew("nothing changes: replies had to be left out after the cohort's exchange (exchange-policy is abort)")
         defence = self.defence.without(len(replies.wrong) + overflowing, len(parts))
         try:
             defence.check(len(parts))
@@ -162,13 +178,17 @@ class Server:
         return self.shared.change(step, statistics)
 
     def store(self, replies: RoundReplies, what: str = INPUTS) -> tuple[list[Reply], dict[int, str]]:
-        """Store the statistics that a statistics-only exchange of ``what`` measured.
+        """Store the statistics that a statistics-only exchange measured.
+
+        Args:
+            replies: The checked replies.
+            what: The measured quantity, ``inputs`` or ``normalisers``.
 
         Returns:
-            The replies that count, and by client why others do not.
+            The replies that count; and client -> the reason why its reply does not.
 
         Raises:
-            TooFew: There are fewer than the defence needs; the statistics stay as they are.
+            TooFew: There are fewer replies than the defence needs; the statistics stay unchanged.
         """
 
         def attempt(parts: list[Reply], overflowing: int) -> None:
@@ -181,15 +201,21 @@ class Server:
         return near, {**replies.refused, **far, **overflowing}
 
     def pace(self) -> float:
-        """Return the share of the first round's learning rate that this round has: see ``LayerReports``."""
+        """Return this round's learning rate as a share of the first round's, see ``LayerReports``."""
         return self.policy.pace(self.record.learning_rate, self.rounds)
 
     def expected(self, phase: Phase) -> schema.Schema:
-        """Return which tensors a client's reply holds in ``phase``."""
+        """Return the schema of a client's reply in ``phase``."""
         return schema.reply(self.model, self.method, phase, self.policy.update, self.policy.auxiliary)
 
     def expects(self, round: int, phase: Phase, samples: Mapping[int, int] = MappingProxyType({})) -> Expected:
-        """Return what a reply in ``phase`` of ``round`` must be. ``samples``: the number that each client stated, where it did."""
+        """Describe the expected replies to an instruction.
+
+        Args:
+            round: The round of the instruction.
+            phase: Its phase.
+            samples: Client -> the number of samples that it stated, if it did.
+        """
         form = REPLIED if phase is Phase.MEASURE else TRAINED
         bounds = {} if phase is Phase.MEASURE else self._bounds
         return Expected(
@@ -197,14 +223,14 @@ class Server:
         )
 
     def intake(self, samples: Mapping[int, int]) -> StreamingAverage | None:
-        """Return an average that takes the replies of this round one by one, and frees their weights.
+        """Return a streaming average, which adds the replies of this round one by one and frees their weights.
 
         Args:
-            samples: The number of samples that each client of the cohort stated.
+            samples: Client of the cohort -> the number of samples that it stated.
 
         Returns:
-            None where all replies are needed at once: by robust rules, by the layer-wise exchange, and by tensors that travel beside the
-            weights (control variates, momentum).
+            None if all replies are needed at once. Robust rules, the layer-wise exchange, and tensors that
+            accompany the weights (control variates, momentum) need them so.
         """
         phase, policy = Phase(self.record.phase), self.policy
         if self.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or self._keeps:
@@ -218,7 +244,10 @@ class Server:
         )
 
     def _far(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
-        """Return by client why replies are not used whose claims are far from the others'. A defence refuses nobody for that."""
+        """Return client -> the reason why its reply is not used: its claims are far from the others'.
+
+        With an active defence nobody is refused for that.
+        """
         report = self.method.reports(phase)
         if self.defence.active:
             return {}
@@ -230,13 +259,21 @@ class Server:
 
 
 def check_weights(method: Method, client_weights: str) -> None:
-    """Raise ValueError where ``client_weights`` are not those of the method's exchange."""
+    """Check that ``client_weights`` are those of the method's exchange.
+
+    Raises:
+        ValueError: They are not.
+    """
     if client_weights != "samples" and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
         raise ValueError(f"{method.name} weighs clients by the batches they drew: client_weights must be 'samples', or its step is inexact")
 
 
 def check_learns(model: nn.Module) -> None:
-    """Raise ValueError where ``model`` has nothing that an optimiser could step."""
+    """Check that ``model`` has a parameter that an optimiser can step.
+
+    Raises:
+        ValueError: It has none.
+    """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             f"{type(model).__name__} has no parameter that learns (requires_grad), so there is nothing to train: give a network with "

@@ -1,4 +1,4 @@
-"""One client's share of a round, as a value, and the learning rate's calendar."""
+"""Describe a client's training in one round, and the calendar of the learning rate."""
 
 from __future__ import annotations
 
@@ -32,17 +32,38 @@ CLIP_LIMITS = used_with("clip", "norm", "round", "value", "adaptive")
 
 @dataclass(frozen=True)
 class LocalTraining(Options):
-    """How a client trains in one round.
+    """Describe how a client trains in one round.
 
-    Each field is an option, and its key stands in docs/config.md. A package of one's own adds options by a class derived from this one:
-    see docs/how-to/method.md. Not an option of its own:
+    Most fields are options, with their keys in docs/config.md. A package of your own adds options by a class
+    derived from this one, see docs/how-to/method.md.
 
-    Attributes:
-        epochs: Passes over the client's own data. Exactly one of ``epochs`` and ``steps`` is positive.
-        update: With ``gradients``, ``momentum`` is in EMA form, and its buffer stays on the client between rounds.
-        objective: What is minimised, or how gradients are corrected. One that is off is the plain one.
-        frozen_clip: In rounds with frozen statistics the gradients are clipped adaptively to this share of the weights. 0: as in others.
-        weigh_all: In averages a client weighs as many samples as it has, not as it trained on in the round.
+    Args:
+        batch_size: Samples of a batch, at least 2. A last batch of one sample joins the batch before.
+        epochs: Passes over the client's own data in a round. Exactly one of ``epochs`` and ``steps`` is
+            positive.
+        steps: Batches of a round, in place of ``epochs``.
+        optimizer: ``sgd`` or ``adam``.
+        momentum: The optimiser's momentum, in [0, 1). With ``update="gradients"`` it is in EMA form, and its
+            buffer stays on the client between rounds.
+        weight_decay: The L2 penalty, at least 0.
+        update: What clients send: ``weights``, or ``gradients`` of one batch (DSGD; it needs ``steps=1`` and
+            SGD).
+        precision: ``float32``, or ``mixed``: bfloat16 by torch's autocast.
+        augment: The random changes of training images, by name; ``none``: no changes.
+        objective: What is minimised, or how gradients are corrected. One that is off becomes the plain one.
+        maintain: The momentum buffers between rounds: ``reset``, kept by each client (``local``), or averaged
+            by the server (``global``).
+        clip: How gradients are clipped: ``none``, ``norm``, ``round``, ``value`` or ``adaptive``.
+        clip_limit: The limit of ``clip``, above 0: a norm, a path, a value, or a share of the weights' norm.
+        frozen_clip: In rounds with frozen statistics, gradients are clipped adaptively to this share of the
+            weights' norm; 0: as in other rounds.
+        weigh_all: Whether all samples of a client count for its weight in averages. Default: only those that
+            it trained on in the round.
+        drop_last: Whether a last batch smaller than ``batch_size`` is left out. A client with fewer samples
+            then sits the round out.
+
+    Raises:
+        ValueError: A value is out of range, or two do not fit together.
     """
 
     name: ClassVar[str] = "local training"
@@ -112,7 +133,7 @@ class LocalTraining(Options):
             )
         check_name("clip", self.clip, CLIPS)  # what auto means depends on the method: whoever knows it chooses
         if not 0 <= self.frozen_clip < math.inf:
-            raise ValueError(f"the limit of frozen rounds must be >= 0 and finite, but got {self.frozen_clip}")
+            raise ValueError(f"frozen_clip must be >= 0 and finite, but got {self.frozen_clip}")
         if self.clip == "round" and self.optimizer != "sgd":
             raise ValueError(f"clip='round' bounds the path of SGD: set optimizer to sgd, or clip to norm, but got {self.optimizer!r}")
         self._check_maintain()
@@ -137,37 +158,60 @@ class LocalTraining(Options):
             )
 
     def clipping(self, frozen: bool) -> tuple[str, float]:
-        """How gradients are clipped, and to what limit, in a round with or without ``frozen`` statistics."""
+        """Return how gradients are clipped, and the limit.
+
+        Args:
+            frozen: Whether the statistics are frozen in the round.
+        """
         return ("adaptive", self.frozen_clip) if frozen and self.frozen_clip else (self.clip, self.clip_limit)
 
     def weight(self, trained: int, samples: int) -> int:
-        """Return how many samples a client counts for in averages that has so many, and trained on ``trained`` different ones."""
+        """Return a client's weight in averages, in samples.
+
+        Args:
+            trained: The number of different samples that it trained on.
+            samples: The number of all its samples.
+        """
         return samples if self.weigh_all else trained
 
     def fewest(self, least: int) -> int:
-        """Return how many samples a client must have, where a batch needs ``least``."""
+        """Return the number of samples that a client needs at least.
+
+        Args:
+            least: The number that a batch needs.
+        """
         return max(least, self.batch_size) if self.drop_last else least
 
     def draw(self, samples: int, rng: np.random.Generator, least: int) -> list[Indices]:
-        """Return the batches of a round on so many ``samples``, in random order by ``rng``; ``least``: what a batch needs.
+        """Draw the batches of a round, in random order.
+
+        Args:
+            samples: The number of the client's samples.
+            rng: The generator of the order.
+            least: The number of samples that a batch needs.
 
         Raises:
-            ClientTooSmall: the client has too few.
+            ClientTooSmall: The client has too few samples.
         """
         several = {"epochs": self.epochs, "steps": self.steps, "least": least}
         return list(draw_batches(samples, self.batch_size, rng, **several, drop_last=self.drop_last))
 
     def planned(self, samples: int) -> int:
-        """Return how many samples a client that has so many counts for in averages, before its round."""
+        """Return the weight in averages of a client, before its round.
+
+        Args:
+            samples: The number of all its samples.
+        """
         if self.weigh_all:
             return samples
         return distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps, drop_last=self.drop_last)
 
     def most_steps(self, samples: int) -> int:
-        """Return how many local steps a client of so many ``samples`` makes in a round."""
+        """Return the number of local steps that a client of ``samples`` samples makes in a round."""
         return self.steps or self.epochs * (1 + len(cuts(samples, self.batch_size)))
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> Optimizer:
+        """Make the optimiser of ``parameters``."""
         if self.optimizer == "adam":
             return Adam(parameters, lr=learning_rate, weight_decay=self.weight_decay)
         return SGD(parameters, lr=learning_rate, momentum=self.momentum, weight_decay=self.weight_decay, foreach=True)
@@ -176,9 +220,23 @@ class LocalTraining(Options):
 def learning_rate(
     schedule: str, base: float, decay: float, round: int, rounds: int, milestones: Sequence[tuple[float, float]] = ()
 ) -> float:
-    """The rate of ``round`` (from 1): ``base``, times ``decay`` after 50 % and again after 75 % of the rounds (``step``), or times
-    ``decay`` per round (``exponential``), or along half a cosine to 0 (``cosine``). ``milestones``: pairs of a share of the rounds and the
-    factor of ``base`` after it."""
+    """Return the learning rate of a round.
+
+    ``constant`` is ``base``. ``step`` multiplies by ``decay`` after 50 % of the rounds, and again after 75 %.
+    ``exponential`` multiplies by ``decay`` after every round. ``cosine`` falls along half a cosine to 0.
+    ``milestones`` multiplies ``base`` by the factor of the last milestone.
+
+    Args:
+        schedule: One of ``SCHEDULES``.
+        base: The rate of round 1.
+        decay: The factor of ``step`` and ``exponential``.
+        round: The round, from 1.
+        rounds: The number of rounds.
+        milestones: Pairs of a share of the rounds, and the factor of ``base`` after it.
+
+    Raises:
+        ValueError: There is no such schedule.
+    """
     if schedule == "constant":
         return base
     if schedule == "step":
@@ -194,7 +252,14 @@ def learning_rate(
 
 @dataclass(frozen=True)
 class Schedule(Options):
-    """The learning rate's calendar: call it with a round (from 1) and the number of rounds, as ``learning_rate`` is."""
+    """Compute the learning rate of each round: call it with a round (from 1) and the number of rounds.
+
+    Attributes:
+        base: The rate of round 1.
+        kind: One of ``SCHEDULES``, see ``learning_rate``.
+        decay: The factor of ``step`` and ``exponential``.
+        milestones: For ``milestones``: pairs of a share of the rounds, and the factor of ``base`` after it.
+    """
 
     name: ClassVar[str] = "the schedule"
     prefix: ClassVar[str] = "learning-rate"
@@ -224,14 +289,21 @@ class Schedule(Options):
             raise ValueError("learning-rate-schedule='milestones' needs milestones: set learning-rate-milestones, to '0.5:0.1' say")
 
     def __call__(self, round: int, rounds: int) -> float:
+        """Return the learning rate of ``round`` (from 1) in a run of ``rounds`` rounds."""
         return learning_rate(self.kind, self.base, self.decay, round, rounds, self.milestones)
 
 
 def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
-    """``0.6:0.1, 0.8:0.01``: after 60 % of the rounds a tenth of the rate, after 80 % a hundredth.
+    """Read the milestones of a learning rate from a text.
+
+    ``0.6:0.1, 0.8:0.01`` means a tenth of the rate after 60 % of the rounds, and a hundredth after 80 %.
+
+    Returns:
+        Pairs of a share of the rounds, and the factor of the rate after it.
 
     Raises:
-        ValueError: it is not of this form, a share is not in (0, 1) or not above the one before, or a factor not above 0.
+        ValueError: The text is not of this form, shares do not rise between 0 and 1, or a factor is not above
+            0.
     """
     pairs = []
     for part in text.split(",") if text.strip() else ():
@@ -249,5 +321,9 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
 
 
 def seeded(*key: int) -> np.random.Generator:
-    """A generator that depends on ``key`` alone (seed, client, round, purpose): the same in every process and engine."""
+    """Return a random generator that depends on ``key`` alone, in every process and engine.
+
+    Args:
+        key: Whole numbers, such as the seed, the client, the round and a purpose.
+    """
     return np.random.default_rng(np.random.SeedSequence(key))

@@ -193,13 +193,13 @@ class SharedModel:
         """
         try:
             held = held_layers(self.model)
-            made = {norm: source for norm, source in producers(self.model).items() if norm not in held}
+            sources = {norm: source for norm, source in producers(self.model).items() if norm not in held}
         except ValueError as error:
             LOGGER.warning("the initial weights keep their scale, so mind the learning rate: %s", error)
             return
-        LOGGER.info("unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(made), len(self.layers))
-        eps, self.scales = epsilons(self.model), dict.fromkeys(made, self.method.scale)
-        load_tensors(self.model, rescaled(self.model.state_dict(), self.statistics(), eps, made, self.method.scale))
+        LOGGER.info("unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(sources), len(self.layers))
+        eps, self.scales = epsilons(self.model), dict.fromkeys(sources, self.method.scale)
+        load_tensors(self.model, rescaled(self.model.state_dict(), self.statistics(), eps, sources, self.method.scale))
 
     def was_at_unit_scale(self) -> None:
         """Note that the run, which continues from a checkpoint, was brought to unit scale when it began."""

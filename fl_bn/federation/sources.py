@@ -1,4 +1,4 @@
-"""Batches of samples in memory, drawn by seed: the application's source of a client's round."""
+"""Draw batches from samples in memory, by seed: the application's source of a client's round."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ BATCHES, DROPOUT, SUBSET, AUGMENT = range(4)  # the purpose of a seeded generato
 
 @dataclass
 class IndexBatches:
-    """Batches of ``samples`` by index arrays, as inputs and targets on the device, and in the dtype, of ``like``.
+    """Iterate over batches of ``samples`` by index arrays: inputs and targets on the device of ``like``.
 
     Attributes:
-        samples: Of one client.
-        indices: One array a batch.
+        samples: The client's samples.
+        indices: One array per batch.
         like: A tensor whose device and dtype the inputs get.
-        augment: Changes every batch.
-        seen: Which samples were drawn so far.
+        augment: Changes every batch; None: no changes.
+        seen: Whether each sample was drawn so far (N,).
     """
 
     samples: Samples
@@ -68,16 +68,16 @@ class IndexBatches:
 
 @dataclass(frozen=True)
 class SampleSource:
-    """The samples of one client, from which a round draws as its settings say.
+    """Draw batches from one client's samples, as the settings of a round say.
 
     All random numbers depend on ``seed``, ``client`` and the round alone.
 
     Attributes:
-        samples: Of the client.
-        seed: Of the run.
-        client: Its number.
+        samples: The client's samples.
+        seed: The seed of the run.
+        client: The client's number.
         task: Computes the loss.
-        tells_drift: The reply tells how far statistics that stay at home moved.
+        tells_drift: Whether the reply says how far statistics that stay at home moved.
     """
 
     samples: Samples
@@ -88,39 +88,43 @@ class SampleSource:
     passes = 1
 
     def batches(self, round: LocalRound) -> IndexBatches:
-        """Draw the training batches. Raises ClientTooSmall where there are too few samples for one."""
-        return drawn(round, self.samples, self.seed, self.client)
+        """Draw the training batches.
+
+        Raises:
+            ClientTooSmall: There are too few samples for a batch.
+        """
+        return training_batches(round, self.samples, self.seed, self.client)
 
     def measure(self, round: LocalRound) -> None:
-        """Make the statistics pass over (a seeded subset of) the samples."""
-        rng, size = how_measured(round, len(self.samples), self.seed, self.client)
-        round.moments = statistics_pass(round.model, self.samples, round.asked, rng, size, measure=round.measured)
+        """Make the statistics pass over the samples, or over a seeded subset of them."""
+        rng, size = pass_sampling(round, len(self.samples), self.seed, self.client)
+        round.moments = statistics_pass(round.model, self.samples, round.statistics_pass, rng, size, measure=round.measured)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
-        """Make the optimiser that the settings name."""
+        """Make the optimiser of the settings."""
         return round.settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Return None: the rate changes between rounds alone."""
+        """Return None: the rate changes only between rounds."""
         return None
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Tensor]:
         """Yield the inputs of the statistics pass, on the CPU."""
-        rng, size = how_measured(round, len(self.samples), self.seed, self.client)
+        rng, size = pass_sampling(round, len(self.samples), self.seed, self.client)
         dtype = inputs_like(round.model).dtype
-        return (to_input(self.samples.rows(index)[0], dtype) for index in pieces(len(self.samples), round.asked, rng, size))
+        return (to_input(self.samples.rows(index)[0], dtype) for index in pieces(len(self.samples), round.statistics_pass, rng, size))
 
     def training(self, round: LocalRound, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Let dropout draw from seed, client and round."""
+        """Return a context in which dropout draws from seed, client and round."""
         seed = int(seeded(self.seed, self.client, round.instruction.round, DROPOUT).integers(2**62))
         return torch_seed(seed, inputs_like(round.model).device)
 
     def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]]:
-        """Return what computes the gradient over all samples."""
+        """Return a function that computes the gradient over all samples."""
         return full_gradient(round, self.samples, self.task)
 
     def reply(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
-        """Make the reply; its samples are the different ones that the batches had."""
+        """Make the reply. It counts the different samples of the batches."""
         n = len(self.samples)
         if not round.trains:
             return round.reply(n, client=self.client)
@@ -129,18 +133,34 @@ class SampleSource:
         return round.reply(samples, trained[0].loss, client=self.client, tells_drift=self.tells_drift)
 
 
-def how_measured(round: LocalRound, n: int, seed: int, client: int) -> tuple[np.random.Generator, int]:
-    """Return the generator of the round's statistics pass over ``n`` samples, and the size of its batches.
+def pass_sampling(round: LocalRound, n: int, seed: int, client: int) -> tuple[np.random.Generator, int]:
+    """Return the generator of the round's statistics pass, and its batch size.
 
     The round notes how many samples the pass takes.
+
+    Args:
+        round: The client's round.
+        n: The number of the client's samples.
+        seed: The seed of the run.
+        client: The client's number.
     """
-    round.measured_samples = min(round.asked.samples or n, n)
-    size = round.settings.batch_size if round.asked.measured == NORMALISERS else PASS_BATCH
+    round.measured_samples = min(round.statistics_pass.samples or n, n)
+    size = round.settings.batch_size if round.statistics_pass.measured == NORMALISERS else PASS_BATCH
     return seeded(seed, client, round.instruction.round, SUBSET, not round.trains), size
 
 
-def drawn(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:
-    """Draw the training batches of ``round``, as its settings say. Raises ClientTooSmall where there are too few samples for one."""
+def training_batches(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:
+    """Draw the training batches of ``round``, as its settings say.
+
+    Args:
+        round: The client's round.
+        samples: The client's samples.
+        seed: The seed of the run.
+        client: The client's number.
+
+    Raises:
+        ClientTooSmall: There are too few samples for a batch.
+    """
     settings, number = round.settings, round.instruction.round
     least = fewest(round.network.original, round.method, round.phase)
     indices = settings.draw(len(samples), seeded(seed, client, number, BATCHES), least)
@@ -159,16 +179,27 @@ def alone(
     connect: Connect | None = None,
     number: int = 0,
 ) -> LocalRound:
-    """Return the round ``number`` of ``model`` by itself, from the tensors that it has."""
+    """Make a round of ``model`` alone, from the tensors that it has.
+
+    Args:
+        model: The converted network.
+        method: The method.
+        settings: The settings of training.
+        learning_rate: The learning rate.
+        phase: The phase of the round.
+        kept: The state of the client.
+        connect: Joins a layer-wise exchange.
+        number: The number of the round.
+    """
     state, expected = model.state_dict(), schema.instruction(model, method, auxiliary(settings)).sections
     sections = {section: {name: state[name].detach().clone() for name in names if name in state} for section, names in expected.items()}
     return LocalRound(model, method, Instruction(number, phase, sections, learning_rate), kept, settings, connect)
 
 
 def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATION) -> Callable[[], dict[str, Tensor]]:
-    """Return what computes the gradient of the mean loss over ``samples``, weight decay included.
+    """Return a function that computes the gradient of the mean loss over ``samples``, weight decay included.
 
-    It goes through batches of about the batch size, in the mode that the model is in, and changes nothing.
+    It runs batches of about the batch size, in the model's present mode, and changes nothing.
     """
     model, settings, trained = round.model, round.settings, round.parameters
 

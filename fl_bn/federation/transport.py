@@ -1,4 +1,4 @@
-"""How a run reaches its clients: the one thing that engines and networks do differently."""
+"""Define how a run reaches its clients: the one thing that engines and networks do differently."""
 
 from __future__ import annotations
 
@@ -12,37 +12,77 @@ from fl_bn.federation.values import Instruction, RoundReplies
 class Transport(ABC):
     """Take instructions to clients, and bring their replies back.
 
-    ``run`` asks for rounds, statistics and evaluations; a transport only carries. Write ``train``, ``measure`` and ``evaluate``; the other
-    methods have a default.
+    ``run`` decides when clients train, measure and evaluate; a transport only carries. Write ``train``,
+    ``measure`` and ``evaluate``. The other methods have a default. An example is
+    tests/extension/threads_transport.py.
+
+    Attributes:
+        server: The server of the run. Set it in the constructor.
     """
 
     server: Server
 
     @abstractmethod
     def train(self, instruction: Instruction) -> RoundReplies:
-        """Have the round's cohort train as instructed, and return its checked replies."""
+        """Let the clients of a round train, and return their checked replies.
+
+        Args:
+            instruction: The instruction to each client of the round's cohort.
+        """
 
     @abstractmethod
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Have clients measure statistics as instructed, in one forward pass, and return their checked replies."""
+        """Let clients measure statistics in one forward pass, and return their checked replies.
+
+        Args:
+            instruction: The instruction to each client.
+        """
 
     @abstractmethod
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Return metrics of the shared ``tensors`` after round ``number``, by name; none where there is nothing to evaluate on."""
+        """Evaluate the shared model after a round.
+
+        Args:
+            number: The round, from 1.
+            tensors: Name -> shared tensor.
+
+        Returns:
+            Metrics by name; none if there is nothing to evaluate on.
+        """
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
-        """Have clients measure all layers exactly in one pass that goes layer by layer; None where this transport cannot."""
+        """Let clients measure exact statistics of all layers in one pass that goes layer by layer.
+
+        Args:
+            instruction: The instruction to each client.
+
+        Returns:
+            The checked replies; None if this transport cannot do it, as by default.
+        """
         return None
 
     def round(self, number: int) -> bool:
-        """Carry out round ``number`` of training, and return whether it changed the model."""
+        """Carry out training round ``number`` (from 1), and return whether it changed the model."""
         return self.server.conclude(self.train(self.server.begin(number)))
 
     def store(self, instruction: Instruction, replies: RoundReplies) -> RoundReplies:
-        """Store the measured statistics in the server, and return the replies that count."""
+        """Store measured statistics in the server.
+
+        Args:
+            instruction: The instruction that the replies answer.
+            replies: The checked replies.
+
+        Returns:
+            The replies that count.
+        """
         parts, refused = self.server.store(replies, instruction.measured)
         return replies.only(parts, refused)
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Do what follows round ``number`` before its record is complete; nothing by default."""
+        """Do what is left after round ``number``, before its record is complete; nothing by default.
+
+        Args:
+            number: The round, from 1.
+            changed: Whether the round changed the model.
+        """
         return

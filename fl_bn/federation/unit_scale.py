@@ -68,10 +68,10 @@ def rescaled(
     state: Mapping[str, Tensor],
     statistics: Mapping[str, Running],
     eps: Mapping[str, float],
-    made: Mapping[str, str],
+    sources: Mapping[str, str],
     scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Return the changed tensors by name: weight, bias and statistics of every layer in ``made``, brought to ``scale``.
+    """Return the changed tensors by name: weight, bias and statistics of every layer in ``sources``, brought to ``scale``.
 
     The variances become ``scale**2 * var / (var + eps)``.
 
@@ -79,11 +79,11 @@ def rescaled(
         state: The network's state_dict.
         statistics: Layer -> statistics of its BatchNorm layers.
         eps: Layer -> epsilon of its BatchNorm layers.
-        made: BatchNorm layer -> the layer before it, see ``producers``.
+        sources: BatchNorm layer -> the layer before it, see ``producers``.
         scale: The standard deviation to reach.
     """
     new: dict[str, Tensor] = {}
-    for norm, source in made.items():
+    for norm, source in sources.items():
         deviation = (statistics[norm].var.double() + eps[norm]).sqrt() / scale
         weight = state[f"{source}.weight"]
         new[f"{source}.weight"] = (weight.double() / deviation.view(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)

@@ -1,4 +1,4 @@
-"""The values of a round: what goes to a client, what the client keeps, and what comes back."""
+"""Hold the values of a round: the instruction to a client, the state that it keeps, and its reply."""
 
 from __future__ import annotations
 
@@ -20,14 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Instruction:
-    """What the server asks of every client of a cohort.
+    """Tell every client of a cohort what to do.
 
-    ``sections``: ``weights`` and, where they are shared, running ``statistics``, by state_dict name; in training also what accompanies
-    the weights (control variates, momentum), and perhaps ``start``: what the client keeps at home, as a run starts with it, for a client
-    that keeps nothing yet. ``learning_rate``: of this round; ``rate_share``: that as a share of what the schedule alone would have, below 1
-    where the statistics are frozen (``Method.learning_rate``). ``measured``: of a statistics-only exchange (``Phase.MEASURE``), ``inputs``
-    or ``normalisers``; ``memory``: bytes of activations that a client may keep in one that goes layer by layer. ``signature``: of model and
-    method, see ``payload.signature``; empty: not checked.
+    Attributes:
+        round: The round, from 1.
+        phase: Its phase in the method's calendar. ``Phase.MEASURE``: clients only measure statistics.
+        sections: Section -> name in the state_dict -> tensor. ``weights``, and ``statistics`` if they are
+            shared. In training also the tensors that accompany the weights (control variates, momentum).
+            ``start``, if it is there, has the initial values of what clients keep at home.
+        learning_rate: The learning rate of this round.
+        measured: What a statistics-only exchange measures, ``inputs`` or ``normalisers``.
+        signature: The signature of model and method, see ``payload.signature``; empty: not checked.
+        memory: Bytes of activations that a client may keep in an exchange that goes layer by layer.
+        rate_share: ``learning_rate`` as a share of the schedule's. It is below 1 if statistics are frozen
+            (``Method.learning_rate``).
     """
 
     round: int
@@ -41,16 +47,19 @@ class Instruction:
 
     @property
     def trains(self) -> bool:
-        """Whether clients are to train; else they measure statistics alone."""
+        """Tell whether clients train; otherwise they only measure statistics."""
         return self.phase is not Phase.MEASURE
 
 
 @dataclass(frozen=True)
 class ClientState:
-    """What a client keeps between its rounds: sections of tensors (``local``: layers that stay at home; ``momentum``, ``objective``,
-    ``optimizer``), and the round after which they were kept; 0 and empty before its first.
+    """Hold the state that a client keeps between its rounds.
 
-    ``counted``: the reply of that round changed the server's model.
+    Attributes:
+        round: The round after which it was kept; 0 before the first.
+        sections: Section -> name -> tensor. ``local`` are the layers that stay at home; ``momentum``,
+            ``objective`` and ``optimizer`` are memories of training.
+        counted: Whether the reply of that round changed the server's model.
     """
 
     round: int = 0
@@ -58,6 +67,7 @@ class ClientState:
     counted: bool = True
 
     def get(self, section: str) -> dict[str, Tensor]:
+        """Return the tensors of ``section``, by name; none if it is missing."""
         return self.sections.get(section, {})
 
 
@@ -66,15 +76,23 @@ NOTHING = ClientState()
 
 @dataclass(frozen=True)
 class Reply:
-    """What one client sends after a round.
+    """Hold one client's reply after a round.
 
-    ``sections``: ``weights`` or ``gradients``, ``statistics`` or ``moments`` as the method reports them, and what accompanies the weights.
-    ``samples``: different ones that it trained on, or measured. ``weight``: of it in averages, its samples unless the phase says
-    otherwise. ``metrics``: ``loss`` (mean over the training batches), ``steps``, ``batch`` (samples of the first batch), ``measured``
-    (samples of a statistics pass), ``waited`` (seconds), ``kept`` (the round of the state that it went on from), and where it is asked how
-    far its own statistics moved, ``drift``, ``drift-layer``, ``min-var``, ``growth``. ``round``: of the instruction that it answers;
-    ``signature``: of the client's own model and method. ``largest``: size of a number in the sections, 0 where nobody measured it.
-    ``folded``: its weights are in the server's average already, and gone.
+    Attributes:
+        client: The client's number.
+        sections: Section -> name -> tensor. ``weights`` or ``gradients``; ``statistics`` or ``moments``, as
+            the method reports them; and the tensors that accompany the weights.
+        samples: The number of different samples that the client trained on, or measured.
+        weight: Its weight in averages, in samples; ``samples`` unless the phase says otherwise.
+        metrics: Numbers by name. ``loss``: the mean over the training batches. ``steps``: local steps.
+            ``batch``: samples of the first batch. ``measured``: samples of a statistics pass. ``waited``:
+            seconds in exchanges. ``kept``: the round of the state that the client began with. ``drift``,
+            ``drift-layer``, ``min-var`` and ``growth``: how far its own statistics moved, if the run shares
+            that.
+        round: The round of the instruction that it answers.
+        signature: The signature of the client's model and method.
+        largest: The largest size of a number in the sections; 0 if it was not measured.
+        folded: Whether the server's average has its weights already; the reply then lacks them.
     """
 
     client: int
@@ -89,14 +107,20 @@ class Reply:
 
     @property
     def steps(self) -> int:
+        """Return the number of local steps."""
         return int(self.metrics.get("steps", 0))
 
     @property
     def loss(self) -> float:
+        """Return the mean training loss; NaN if it is missing."""
         return self.metrics.get("loss", math.nan)
 
     def local_drift(self, layers: Sequence[str]) -> Drift | None:
-        """How far statistics that stay at home moved, where the client tells."""
+        """Return how far the client's own statistics moved; None if the reply does not say it.
+
+        Args:
+            layers: The names of the BatchNorm layers, in order.
+        """
         m = self.metrics
         if "drift" not in m or not 0 <= (layer := int(m.get("drift-layer", -1))) < len(layers):
             return None
@@ -105,17 +129,17 @@ class Reply:
 
 @dataclass(frozen=True)
 class RoundReplies:
-    """All that became of one instruction: the usable replies, and why the others are not used.
+    """Hold the replies to one instruction, and the reasons why some are not used.
 
     Attributes:
-        cohort: The clients that were asked, in order.
+        cohort: The clients that received the instruction, in order.
         parts: The usable replies, in client order.
-        refused: Why the reply of another client is not used, by client.
+        refused: Client -> the reason why its reply is not used.
         wrong: Clients whose reply no correct client would have sent.
         exchange: The session of the layer-wise exchange (FedTAN), if there was one.
-        carrier: What carried that exchange.
-        messages: How many messages each client was sent.
-        partial: The part of the average that was made as replies came in.
+        carrier: The carrier of that exchange.
+        messages: The number of messages that each client received.
+        partial: The part of the average that was computed while replies arrived.
     """
 
     cohort: Sequence[int]
@@ -128,5 +152,10 @@ class RoundReplies:
     partial: PartialAverage | None = None
 
     def only(self, parts: Sequence[Reply], refused: Mapping[int, str]) -> RoundReplies:
-        """Return the same with ``parts`` as the replies that count, and why the others do not."""
+        """Return a copy with other replies that count.
+
+        Args:
+            parts: The replies that count.
+            refused: Client -> the reason why its reply does not count.
+        """
         return replace(self, parts=parts, refused=refused)

@@ -1,4 +1,4 @@
-"""From a run config to the objects of a run: the same on the server and at every client, cached per process."""
+"""Make the objects of a run from its config: the same on the server and at every client, cached per process."""
 
 from __future__ import annotations
 
@@ -45,14 +45,22 @@ KNOWN = 8  # run configs that a process remembers
 
 @dataclass(frozen=True)
 class OwnData:
-    """The data set and path in a client's node config; empty: the client takes its part of the run's data."""
+    """Hold the data set and path of a client's node config. Empty: it takes its part of the run's data."""
 
     dataset: str = ""
     path: str = ""
 
     @classmethod
     def of(cls, node: Mapping[str, Any], config: RunConfig) -> OwnData:
-        """Raises ConfigError where the run leaves the data to the clients, and this one names none."""
+        """Read them from a node config.
+
+        Args:
+            node: The client's node config.
+            config: The run config.
+
+        Raises:
+            ConfigError: The run leaves the data to the clients, and this one names none.
+        """
         own = cls(str(node.get("dataset", "")), str(node.get("data-path", "")))
         if config.dataset == SITES and not own.dataset:
             raise ConfigError(
@@ -69,7 +77,10 @@ _configs: dict[tuple[object, ...], RunConfig] = {}
 
 
 def known(values: Mapping[str, Any]) -> RunConfig:
-    """``RunConfig.from_mapping``, worked out once per process while its values and the registries stay the same."""
+    """Make a run config of ``values``, or return an earlier one of this process.
+
+    It is made anew if its values or the registries changed.
+    """
     entered = (owner for registry in REGISTRIES.values() for owner in registry.values())
     key = (repr(list(values.items())), *entered, *VALUES.values())
     if key not in _configs:
@@ -80,11 +91,16 @@ def known(values: Mapping[str, Any]) -> RunConfig:
 
 
 def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
-    """Let run configs name functions of the modules of ``app``, the folder of the running app if it has one, and of those that the owner
-    of this process allows: ``allow-modules`` of the node config ``node``, and FL_BN_ALLOW_MODULES in the environment.
+    """Set the modules whose functions run configs may name in this process.
 
-    A process that is told nothing is its owner's own (``fl-bn run`` and its kin): any module of theirs will do, but none of Python's or of
-    an installed package.
+    They are the modules of the app, and those that the owner of this process allows: ``allow-modules`` of the
+    node config, and FL_BN_ALLOW_MODULES in the environment. If neither says anything, the process is its
+    owner's own (``fl-bn run`` and its kin). Then all modules are allowed but Python's own and those of
+    installed packages.
+
+    Args:
+        app: The folder of the running app, if it has one.
+        node: The node config.
     """
     global _modules
     allowed = _modules_of(app, str(node.get("allow-modules", "")), os.environ.get(VARIABLE, ""))
@@ -100,7 +116,7 @@ def _modules_of(app: Path | None, allowed: str, variable: str) -> Modules:  # lo
 
 @contextmanager
 def _as_config_error() -> Iterator[None]:
-    """Data, model and partition come from the config's keys, so what is wrong with them is wrong there."""
+    """Raise errors of data, model and partition as ConfigError, since these come from the config's keys."""
     try:
         yield
     except ConfigError:
@@ -113,11 +129,12 @@ def _as_config_error() -> Iterator[None]:
 
 @_as_config_error()
 def dataset(config: RunConfig) -> Dataset:
-    """Return the run's data: as they are, or with the domains that ``shifts`` makes, and of each at most ``samples-per-domain`` and
-    ``samples-share`` of its training samples.
+    """Return the run's data.
 
-    Without the domain that the run holds out; what the others have does not depend on it. With ``validation-share`` the clients'
-    validation samples stand in the place of the test split, which is then part of nothing.
+    They have the domains that ``shifts`` makes, and of each domain at most ``samples-per-domain`` and
+    ``samples-share`` of its training samples. The domain that the run holds out is missing; the data of the
+    others do not depend on it. With ``validation-share`` the clients' validation samples replace the test
+    samples, which are then not used.
     """
     return _validated(config).data if config.validation_share else _whole_dataset(config)
 
@@ -152,20 +169,22 @@ _without = lru_cache(maxsize=2)(without_domain)
 
 @_as_config_error()
 def task(config: RunConfig, targets: Tensor | None = None) -> Task:
-    """What the run's network is trained for.
+    """Return the task of the run's network.
 
-    ``targets``: of the data; "auto" looks at them, and any other task must be able to take them. Without them only the names of the task's
-    metrics are sure.
+    Args:
+        config: The run config.
+        targets: The targets of the data. Task ``auto`` depends on them, and any other task must be able to
+            take them. Without them only the names of the task's metrics are sure.
     """
     return find_task(config.task, None if targets is None else kind_of(targets), _modules)
 
 
 @_as_config_error()
 def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
-    """The classes and functions that the run config names as callbacks. None of them is called.
+    """Return the classes and functions that the run config names as callbacks. None of them is called.
 
     Raises:
-        ConfigError: one is not there, may not be named, or is a class of something else.
+        ConfigError: One is missing, is not allowed, or is a class of another kind.
     """
     makers = []
     for name in names_of(config.callbacks):
@@ -179,22 +198,26 @@ def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
 
 @_as_config_error()
 def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
-    """Those that the run config names, each called with it and with the run's folder.
+    """Make the callbacks that the run config names.
+
+    Args:
+        config: The run config, an argument of each.
+        folder: The run's folder, an argument of each.
 
     Raises:
-        ConfigError: one makes no ``Callback``, or ``callback_makers`` refuses it.
+        ConfigError: One makes something other than a ``Callback``, or ``callback_makers`` refuses it.
     """
-    made = []
+    callbacks = []
     for name, maker in zip(names_of(config.callbacks), callback_makers(config), strict=True):
         callback = maker(config, folder)
         if not isinstance(callback, Callback):
             raise ConfigError(f"callbacks: {name} must make a fl_bn.Callback, but made a {type(callback).__name__}")
-        made.append(callback)
-    return made
+        callbacks.append(callback)
+    return callbacks
 
 
 def shape(config: RunConfig) -> tuple[int, int, int]:
-    """What the run's model is made for: ``(classes, channels, image size)``."""
+    """Return ``(classes, channels, image size)``, for which the run's model is made."""
     if config.dataset == SITES:
         return config.classes, config.channels, config.image_size
     data = dataset(config)
@@ -204,10 +227,10 @@ def shape(config: RunConfig) -> tuple[int, int, int]:
 @lru_cache(maxsize=4)
 @_as_config_error()
 def source_model(config: RunConfig) -> nn.Module:
-    """The network as the user wrote it, with the run's initial weights. Do not change it."""
+    """Return the network as the user wrote it, with the run's initial weights. Do not change it."""
     classes, channels, size = shape(config)
     if classes < 2 and isinstance(task(config), Classification):
-        raise ConfigError(f"to classify needs at least 2 classes, but dataset={config.dataset!r} has {classes}")
+        raise ConfigError(f"classification needs at least 2 classes, but dataset={config.dataset!r} has {classes}")
     model = build(
         config.model,
         classes=classes,
@@ -236,13 +259,13 @@ def source_model(config: RunConfig) -> nn.Module:
 @lru_cache(maxsize=4)
 @_as_config_error()
 def client_model(config: RunConfig) -> nn.Module:
-    """The converted network every client starts from. Do not change it: copy it."""
+    """Return the converted network with which every client starts. Do not change it: copy it."""
     return convert(source_model(config), config.build_method())
 
 
 @lru_cache(maxsize=2)
 def network(config: RunConfig, device: torch.device) -> Network:
-    """What all clients of this process train, by turns."""
+    """Return the network that the clients of this process train in turns."""
     model = client_model(at_client(config))
     if (layout := MEMORY_FORMATS[config.memory_format]) is not torch.contiguous_format:
         model = copied(model).to(memory_format=layout)
@@ -251,7 +274,10 @@ def network(config: RunConfig, device: torch.device) -> Network:
 
 @lru_cache(maxsize=4)
 def at_client(config: RunConfig) -> RunConfig:
-    """What a client builds its network from: it needs no file of weights where all of them come from the server."""
+    """Return the config with which a client builds its network.
+
+    It names no file of weights if all of them come from the server.
+    """
     kept = "kept" in parse_buffer_roles(config.buffers).values()
     if not config.model_weights or kept or config.build_method().local & {Role.WEIGHT, Role.AFFINE, Role.STATISTIC}:
         return config
@@ -288,10 +314,17 @@ def _honest_parts(config: RunConfig) -> list[Indices]:
 
 @lru_cache(maxsize=256)
 def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> tuple[Samples, Samples, tuple[int, ...]]:  # noqa: B008
-    """A client's training samples, its test samples and its label counts (none where samples have no class).
+    """Return a client's training samples, its test samples and its label counts.
 
-    ``own``: the data that its node config names, which are all its own; else its part of the run's data. Tested on the whole test set,
-    except where a client has one domain alone (``BY_DOMAIN``) and test-on=own: there on the test samples of its own domain.
+    The whole test set is the client's, with one exception: if a client has only one domain (``BY_DOMAIN``)
+    and test-on is own, it is tested on the test samples of that domain. The counts are empty if samples have
+    no class.
+
+    Args:
+        config: The run config.
+        client: The client's number.
+        own: The data that its node config names; all of them are the client's. Without a name the client has
+            its part of the run's data.
     """
     data = site_dataset(config, own) if own.dataset else dataset(config)
     part = torch.arange(len(data.y_train)) if own.dataset else partitions(config)[client]
@@ -310,10 +343,14 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
 
 @_as_config_error()
 def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
-    """The data that a client's node config names, in the form of the run's.
+    """Return the data that a client's node config names, in the form of the run's.
+
+    Args:
+        config: The run config.
+        own: The names in the node config.
 
     Raises:
-        ConfigError: they are missing, malformed, or of another form than the run's model or task takes.
+        ConfigError: They are missing, malformed, or of another form than the run's model or task takes.
     """
     data = load(own.dataset, own.path, config.image_size)
     data = _tested_on_training(data) if config.evaluate_on == TRAINING else data
@@ -321,28 +358,28 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
         data = hold_out(data, [np.arange(len(data.y_train))], config.validation_share, config.seed).data
     task(config, data.y_train)
     classes, channels, size = shape(config)
-    came = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
+    source = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
     if (data.channels, data.image_size) != (channels, size):
         raise ConfigError(
-            f"{came}: the run takes {channels} channels of {size} x {size} pixels, but these have {data.channels} of {data.image_size} x "
+            f"{source}: the run takes {channels} channels of {size} x {size} pixels, but these have {data.channels} of {data.image_size} x "
             f"{data.image_size}"
         )
     if kind_of(data.y_train) not in (LABELS, MASKS) and data.classes != classes:
-        found = describe(data.y_train, data.classes)
-        raise ConfigError(f"{came}: the run's network has classes={classes} outputs, but these data have {found}")
+        description = describe(data.y_train, data.classes)
+        raise ConfigError(f"{source}: the run's network has classes={classes} outputs, but these data have {description}")
     if data.classes > classes:
-        raise ConfigError(f"{came}: the run has {classes} classes, 0..{classes - 1}, but these data have labels up to {data.classes - 1}")
+        raise ConfigError(f"{source}: the run has {classes} classes, 0..{classes - 1}, but these data have labels up to {data.classes - 1}")
     return data
 
 
 def forget() -> None:
-    """Let go of the data and networks of this process's runs."""
+    """Clear the caches of data and networks of this process's runs."""
     for cached in (_dataset, _without, _validated, source_model, client_model, network, partitions, client_samples):
         cached.cache_clear()
 
 
 def limit_threads(threads: int) -> None:
-    """CPU threads of this process: torch's, and those of the linear algebra under NumPy (robust rules)."""
+    """Set the number of CPU threads of torch and of NumPy's linear algebra (robust rules) in this process."""
     torch.set_num_threads(threads)
     _limit_blas(threads)
 
@@ -353,18 +390,23 @@ def _limit_blas(threads: int) -> None:  # takes milliseconds to find the library
 
 
 def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -> int:
-    """The client's index: from its node config ``node``, or, where that names none, the place of ``node_id`` in the run's client-nodes.
+    """Return the client's index.
+
+    Args:
+        node: The client's node config, which says it as a rule.
+        config: The run config.
+        node_id: The node. If the node config says nothing, the index is its place in the run's client-nodes.
 
     Raises:
-        ConfigError: neither says it, or the node counts another number of clients than the run.
+        ConfigError: Neither says the index, or the node config counts another number of clients than the run.
     """
-    named = nodes_of(config.client_nodes)
-    if "partition-id" not in node and named:
-        if node_id not in named:
+    nodes = nodes_of(config.client_nodes)
+    if "partition-id" not in node and nodes:
+        if node_id not in nodes:
             raise ConfigError(
                 f"the run is for other nodes than this one ({node_id}): server.toml did not name this site when the run was submitted"
             )
-        return named.index(node_id)
+        return nodes.index(node_id)
     if "partition-id" not in node or "num-partitions" not in node:
         raise ConfigError(
             'this client\'s node config names no partition: start it with --node-config "partition-id=0 num-partitions=5", or submit the '

@@ -1,7 +1,8 @@
-"""The run config: one frozen value, checked, and the objects that its keys make together.
+"""Define the run config, one frozen and checked value, and make the objects that its keys describe.
 
-Its general keys are in ``run_keys``; the others are options of the methods, objectives and server optimisers that are entered in
-``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``, and of what is entered in ``VALUES``, at whatever time.
+Its general keys are in ``run_keys``. The others are options of the methods, objectives and server optimisers
+in ``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``, and of the classes in ``VALUES``. They are collected
+anew each time, so that later entries count.
 """
 
 from __future__ import annotations
@@ -48,22 +49,28 @@ FIELDS = {kebab(name): name for name in own_options(RunKeys)}
 
 @dataclass(frozen=True)
 class RunConfig(RunKeys):
-    """Everything that decides a run. Raises ConfigError for a value out of range.
+    """Hold everything that decides a run.
 
-    ``options``: pairs of key and value, of the keys that are no field of ``RunKeys``; those left out take their default.
     ``config["hbn-lam"]`` is the value of any key; the general ones are attributes, too.
+
+    Attributes:
+        options: Pairs of key and value, of the keys that are not fields of ``RunKeys``. Absent ones take
+            their default.
+
+    Raises:
+        ConfigError: A value is out of range, or two do not fit together.
     """
 
     options: tuple[tuple[str, Value], ...] = ()
 
     def __post_init__(self) -> None:
-        keys, given = self.keys(), dict(self.options)
-        for name in given:
+        keys, options = self.keys(), dict(self.options)
+        for name in options:
             if name not in keys or name in FIELDS:
                 raise ConfigError(unknown("option", name, [key for key in keys if key not in FIELDS]))
         try:
             values = {
-                name: key.check(getattr(self, FIELDS[name]) if name in FIELDS else given.get(name, key.default))
+                name: key.check(getattr(self, FIELDS[name]) if name in FIELDS else options.get(name, key.default))
                 for name, key in keys.items()
             }
         except ValueError as error:
@@ -79,8 +86,8 @@ class RunConfig(RunKeys):
             raise ConfigError(f"name must be at most {LONGEST} bytes long, but got {len(self.name.encode())}: {short(self.name)}")
         if self.rounds == 0 and self.calibrate in (0, AS_METHOD):
             raise ConfigError(
-                "rounds must be >= 1, but got 0: a run that does not train measures statistics alone (re-calibration), and needs "
-                "calibrate=-1, as many exchanges as make all layers exact, and model-weights, the network they are of"
+                "rounds must be >= 1, but got 0. A run of 0 rounds only measures statistics (re-calibration): it needs calibrate=-1, as "
+                "many exchanges as make all layers exact, and model-weights, the trained network"
             )
         if "freeze-after" in options_by_key(METHODS[self.method]) and self.freeze_after > self.rounds > 0:
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
@@ -94,7 +101,7 @@ class RunConfig(RunKeys):
         if self.scale_start != "one" and self.model_weights:
             raise ConfigError(f"scale-start={self.scale_start!r} would overwrite the scales in model-weights: leave one of them out")
         if self.resume and not (self.checkpoint_every and self.output):
-            raise ConfigError("resume needs the output and the checkpoint-every that the run to go on with had")
+            raise ConfigError("resume needs output and checkpoint-every, with the values of the run that it continues")
         if self.checkpoint_every and not self.output:
             raise ConfigError("checkpoint-every needs an output, the folder in which the run's checkpoints are")
         self._check_joining()
@@ -112,15 +119,19 @@ class RunConfig(RunKeys):
 
     @cached_property
     def without_effect(self) -> frozenset[str]:
-        """The keys that the run ignores, whatever their values: two configs that differ in these alone are of the same run."""
+        """Return the keys that the run ignores, whatever their values.
+
+        Two configs that differ in these keys alone describe the same run.
+        """
         return frozenset(key for key, used in conditions(self, REGISTRIES, general_options()).items() if used.unmet(self))
 
     @classmethod
     def keys(cls) -> dict[str, Key]:
-        """Every key, in order: each registry's behind the key that chooses from it.
+        """Return every key in order; a registry's keys follow the key that chooses from it.
 
         Raises:
-            ConfigError: a package that extends this one cannot be imported, or declares a key that there is, with another default.
+            ConfigError: A package that extends fl-bn cannot be imported, or declares an existing key with
+                another default.
         """
         try:
             import_extensions()
@@ -128,15 +139,19 @@ class RunConfig(RunKeys):
             keys: dict[str, Key] = {}
             for name, key in general.items():
                 keys[name] = key
-                for of, found in keys_of(REGISTRIES.get(name, {})).items():
-                    same_key(general.get(of) or keys.setdefault(of, found), found)
+                for of, addition in keys_of(REGISTRIES.get(name, {})).items():
+                    same_key(general.get(of) or keys.setdefault(of, addition), addition)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return keys
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
-        """From kebab-case keys; absent ones take their default. Raises ConfigError for an unknown key, with the nearest one."""
+        """Make a run config of values by kebab-case key; absent keys take their default.
+
+        Raises:
+            ConfigError: A key is unknown (the message names the nearest one), or a value is wrong.
+        """
         known = cls.keys()
         for name in values:
             if name not in known:
@@ -145,10 +160,11 @@ class RunConfig(RunKeys):
         return cls(options=options, **{FIELDS[name]: value for name, value in values.items() if name in FIELDS})
 
     def to_mapping(self) -> dict[str, Value]:
+        """Return every key with its value."""
         return {name: self[name] for name in self.keys()}
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a key."""
+        """Return the value of a key."""
         if name in FIELDS:
             return getattr(self, FIELDS[name])
         for key, value in self.options:
@@ -172,11 +188,12 @@ class RunConfig(RunKeys):
         return keys[name]
 
     def name_at(self, time: datetime) -> str:
-        """The name of a run that was given none."""
+        """Return the name, at ``time``, of a run that has no name of its own."""
         data = self.dataset.replace("/", "-").replace(":", "-")[:80]
         return f"{time:%Y%m%d-%H%M%S}-{self.method}-{data}-seed{self.seed}"
 
     def build_method(self) -> Method:
+        """Make the method."""
         constructor = METHODS[self.method]
         method = build(constructor, self.__getitem__)
         freezes_itself = "freeze-after" in options_by_key(constructor)
@@ -189,7 +206,7 @@ class RunConfig(RunKeys):
         return self._attacked(method)
 
     def _bounds_paths(self) -> bool:
-        """Tell whether gradients are clipped where several local steps would lead too far."""
+        """Tell whether gradients are clipped if several local steps would lead too far."""
         corrects = (objective := self.build_objective()).on and objective.travels
         return self.clip != "none" and (self.clip != "auto" or (self.optimizer == "sgd" and not corrects))
 
@@ -199,7 +216,7 @@ class RunConfig(RunKeys):
         return attacked(method, self.attack, self.byzantine, self.attack_on, self.attack_strength)
 
     def defence(self) -> Defence:
-        """Return the rules on the server, and the number of liars that they withstand."""
+        """Make the server's rules against Byzantine clients."""
         return self._value(Defence, f=self.byzantine if self.declared_byzantine < 0 else self.declared_byzantine)
 
     def _check_together(self) -> None:
@@ -213,10 +230,12 @@ class RunConfig(RunKeys):
             exchange = replace(self.exchange_settings(), certificates=None) if self.method in FEDTAN else ExchangeSettings()
             check_secure(secure, method, self._rounds(exchange), self.defence())
             if self.unseen_client:
-                raise ConfigError("unseen-client has clients tell what they keep in the clear: set it, or secure-aggregation, to false")
+                raise ConfigError(
+                    "with unseen-client, clients send what they keep in the clear: set unseen-client, or secure-aggregation, to false"
+                )
 
     def secure(self) -> SecureAggregation | None:
-        """Where the server is to see sums alone: how they are made."""
+        """Make the settings of secure aggregation; None without it."""
         if not self.secure_aggregation:
             return None
         privacy = self._value(Privacy) if self.dp_noise else None
@@ -229,7 +248,7 @@ class RunConfig(RunKeys):
 
     @property
     def called(self) -> ClientNames:
-        """What the run's clients are called."""
+        """Return the names of the run's clients."""
         return ClientNames(sites_of(self.client_names), nodes_of(self.client_nodes))
 
     def _check_joining(self) -> None:
@@ -255,7 +274,7 @@ class RunConfig(RunKeys):
             raise ConfigError(f"min-cohort must not exceed a cohort, {size} of {of}, but got {self.min_cohort}")
 
     def _cohort_at_start(self) -> int:
-        """The fewest clients that a cohort has by plan."""
+        """Return the number of clients of the smallest planned cohort."""
         first = self.clients_at_start or self.clients - sum(round > 1 for round in joins_of(self.join_rounds).values())
         return max(1, round_half_up(self.fraction * first))
 
@@ -272,6 +291,7 @@ class RunConfig(RunKeys):
                 )
 
     def local_training(self) -> LocalTraining:
+        """Make the settings of the clients' training."""
         method, several = self.build_method(), self.local_steps != 1 and self._bounds_paths() and self.method not in FEDTAN
         several = several and not self.build_objective().travels
         clip, limit = chosen(self.clip, self.clip_limit, drifts=several and method.uses_shared(self.rounds))
@@ -281,27 +301,34 @@ class RunConfig(RunKeys):
         return self._value(LocalTraining, objective=objective, **decided)
 
     def build_objective(self) -> Objective:
+        """Make the local objective."""
         return build(OBJECTIVES[self.objective], self.__getitem__)
 
     def build_server_optimizer(self) -> ServerOptimizer:
+        """Make the server's optimiser."""
         return build(SERVER_OPTIMIZERS[self.server_optimizer], self.__getitem__)
 
     def exchange_settings(self) -> ExchangeSettings:
-        """Raises ConfigError where some of the certificate's files are named, but not all."""
+        """Make the settings of the layer-wise exchange.
+
+        Raises:
+            ConfigError: Some of the certificate's files are named, but not all.
+        """
         files = (self.exchange_certificate, self.exchange_key, self.exchange_authority)
         if any(files) and not all(files):
             raise ConfigError("exchange-certificate, exchange-key and exchange-authority belong together: give all three, or none")
         return self._value(ExchangeSettings, certificates=self._value(Certificates) if all(files) else None)
 
     def schedule(self) -> Schedule:
-        """Return the learning rate's calendar: of a round, and of the number of rounds."""
+        """Make the calendar of the learning rate."""
         return self._value(Schedule)
 
     def round_policy(self) -> Rounds:
-        """The server's part.
+        """Make the server's settings of rounds.
 
         Raises:
-            ConfigError: the exchange is needed, but its certificate files, which only the server has, are missing or wrong.
+            ConfigError: The exchange is needed, but its certificate files, which only the server has, are
+                missing or wrong.
         """
         try:
             exchange = self.exchange_settings()
@@ -329,11 +356,11 @@ class RunConfig(RunKeys):
         )
 
     def _value(self, kind: type[T], **computed: Any) -> T:
-        """Make one of ``VALUES``: its options are keys.
+        """Make one of ``VALUES``, whose options are keys.
 
         Args:
-            kind: In whose place ``VALUES`` may have another, derived from it.
-            computed: Fields that are no option, or that several keys decide together.
+            kind: A key of ``VALUES``; the class that stands there is made.
+            computed: Fields that are not options, or that several keys decide together.
         """
         value: T = build(VALUES[kind], self.__getitem__, **computed)
         return value

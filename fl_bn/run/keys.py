@@ -1,4 +1,4 @@
-"""What the texts of some keys of the run config mean, and all keys as a table."""
+"""Check the texts of some keys of the run config, and print all keys as a table."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ LONGEST = 255  # bytes of a file's name
 
 
 def known_device(name: str) -> bool:
+    """Tell whether ``name`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     return name in ("auto", "cpu") or re.fullmatch(r"cuda(:\d+)?", name) is not None
 
 
@@ -21,7 +22,7 @@ DIAGNOSTICS = ("training-loss", "drift", "gradients")
 
 
 def all_of(known: Collection[str]) -> Callable[[str], bool]:
-    """A check of lists of such names."""
+    """Return a check of texts: they are right if they list names of ``known``."""
     return lambda text: all(name in known for name in names_of(text))
 
 
@@ -49,7 +50,7 @@ SECTIONS = {
 
 
 def table(keys: Mapping[str, Key]) -> str:
-    """Every key in Markdown, a table per section, as printed in docs/config.md."""
+    """Return every key in Markdown, a table per section, as in docs/config.md."""
     lines: list[str] = []
     for key in keys.values():
         if key.name in SECTIONS or not lines:

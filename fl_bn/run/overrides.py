@@ -1,4 +1,4 @@
-"""Run configs as people type them: ``key=value`` pairs, or a TOML file."""
+"""Read run configs as people type them: ``key=value`` pairs, or a TOML file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
-    """The keys of ``rounds=10 method='hbn'``, or of a TOML file; the syntax of ``flwr run --run-config``, but nothing is passed over.
+    """Read the keys of ``rounds=10 method='hbn'``, or of a TOML file.
+
+    The syntax is that of ``flwr run --run-config``, but every part of the text must be readable.
+
+    Args:
+        text: The pairs, or the path of a file that ends in ``.toml``.
 
     Raises:
-        ConfigError: a part is no ``key=value``, or a value is no TOML.
+        ConfigError: A part is not ``key=value``, a value is not TOML, or the file cannot be read.
     """
     if text.endswith(".toml"):
         try:

@@ -1,9 +1,10 @@
-"""The keys of the run config that are no option of one method, objective or server optimiser.
+"""Declare the keys of the run config that are not options of one method, objective or server optimiser.
 
-Those stand with what they belong to, and are collected from ``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``. So do the options of the
-``VALUES`` that every run has: a line here gives such a key its place in docs/config.md, its attribute and its type, and nothing else.
-All keys, in kebab-case, stand in ``[tool.flwr.app.config]`` of pyproject.toml and can be overridden with
-``flwr run . --run-config "rounds=10 method='hbn'"``; ``fl-bn run`` and ``fl-bn compare`` take them as options.
+Those options stand with their owners, and are collected from ``METHODS``, ``OBJECTIVES`` and
+``SERVER_OPTIMIZERS``. Options of the ``VALUES`` that every run has stand with their classes, too. For them a
+line here only says the key's place in docs/config.md, its attribute and its type. All keys, in kebab-case,
+stand in ``[tool.flwr.app.config]`` of pyproject.toml. ``flwr run . --run-config "rounds=10 method='hbn'"``
+overrides them; ``fl-bn run`` and ``fl-bn compare`` take them as options.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ To add options to local training, enter a class derived from what stands here: `
 
 @dataclass(frozen=True)
 class RunKeys(DataKeys):
-    """The keys as fields, after those of ``DataKeys``; ``RunConfig`` checks them, adds the options, and says what they make together."""
+    """List the keys as fields, after those of ``DataKeys``.
+
+    ``RunConfig`` checks them, adds the options, and makes the objects that they describe.
+    """
 
     # federation
     clients: int = declared(Rounds, "clients")
@@ -195,25 +199,26 @@ class RunKeys(DataKeys):
 def general_options() -> Mapping[str, Option]:
     """Return the options of ``RunKeys`` and of ``VALUES`` by key, in the order of docs/config.md.
 
-    An option that has no line in ``RunKeys`` stands behind the one that its class declares before it.
+    An option without a line in ``RunKeys`` follows the one that its class declares before it.
 
     Raises:
-        ValueError: A class of ``VALUES`` is not derived from the one in whose place it stands, or two declarations of a key differ.
+        ValueError: A class of ``VALUES`` is not derived from the one that it replaces, or two declarations of
+            a key differ.
     """
     return _general_options(tuple(VALUES.items()))
 
 
 @lru_cache(maxsize=8)
 def _general_options(values: tuple[tuple[type[Any], type[Any]], ...]) -> Mapping[str, Option]:  # once per process, not for every run config
-    found = {kebab(name): spec for name, spec in own_options(RunKeys).items()}
-    order = list(found)
+    options = {kebab(name): spec for name, spec in own_options(RunKeys).items()}
+    order = list(options)
     for base, kind in values:
         if not issubclass(kind, base):
             raise ValueError(f"VALUES[{base.__name__}] must be derived from {base.__name__}, but got {kind.__name__}")
         before = order[-1]
         for key, (_, spec) in options_by_key(kind).items():
-            same_key(found.setdefault(key, spec).as_key(key), spec.as_key(key))
+            same_key(options.setdefault(key, spec).as_key(key), spec.as_key(key))
             if key not in order:
                 order.insert(order.index(before) + 1, key)
             before = key
-    return {key: found[key] for key in order}
+    return {key: options[key] for key in order}

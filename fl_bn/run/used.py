@@ -1,8 +1,9 @@
-"""When the general keys of the run config count, and the refusal of those that the user set and the run ignores.
+"""State when the general keys of the run config count, and refuse keys that the user set and the run ignores.
 
-Each option states its own condition where it is declared (``option(used=...)``); here are those of ``RunKeys`` and ``DataKeys``. An option
-of a method, an objective or a server optimiser counts where that is chosen. A key counts as set if its value is not the default: Flower
-passes every key of pyproject.toml to a run.
+Each option states its own condition with its declaration (``option(used=...)``); here are those of
+``RunKeys`` and ``DataKeys``. An option of a method, an objective or a server optimiser counts if that is
+chosen. A key counts as set if its value is not the default: Flower passes every key of pyproject.toml to a
+run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from fl_bn.run.errors import ConfigError
 
 
 class HasNoEffect(ConfigError):
-    """The user set keys that the run would ignore. ``by_key``: the sentence that refuses each."""
+    """Report that the user set keys that the run would ignore.
+
+    Attributes:
+        by_key: Key -> the sentence that refuses it.
+    """
 
     def __init__(self, by_key: Mapping[str, str]) -> None:
         super().__init__("; ".join(by_key.values()))
@@ -37,11 +42,11 @@ def conditions(config: Any, registries: Registries, general: Mapping[str, Option
     """Return the condition of every key that has one.
 
     Args:
-        config: A run config, whose values are asked for by key.
-        registries: By the key that chooses from it, what has options of its own.
-        general: The options of all other keys, by key.
+        config: A run config, whose values are read by key.
+        registries: Key that chooses from a registry -> the registry.
+        general: Key -> option, of all other keys.
     """
-    found: dict[str, Used | None] = {key: spec.used for key, spec in general.items()}
+    uses: dict[str, Used | None] = {key: spec.used for key, spec in general.items()}
     for chooser, registry in registries.items():
         takers: dict[str, dict[str, Used | None]] = {}
         for name, constructor in registry.items():
@@ -49,18 +54,20 @@ def conditions(config: Any, registries: Registries, general: Mapping[str, Option
                 takers.setdefault(key, {})[name] = spec.used
         for key, by_taker in takers.items():
             if (chosen := config[chooser]) not in by_taker:
-                found.setdefault(key, used_with(chooser, *by_taker))
-            elif key not in found or by_taker[chosen] is not None:
-                found[key] = by_taker[chosen]
-    return {key: used for key, used in found.items() if used is not None}
+                uses.setdefault(key, used_with(chooser, *by_taker))
+            elif key not in uses or by_taker[chosen] is not None:
+                uses[key] = by_taker[chosen]
+    return {key: used for key, used in uses.items() if used is not None}
 
 
 def check_used(config: Any, defaults: Mapping[str, Value], registries: Registries, general: Mapping[str, Option]) -> None:
     """Refuse keys that the user set and ``config`` ignores.
 
     Args:
-        config: As for ``conditions``, and so the last two.
-        defaults: Of every key.
+        config: A run config, whose values are read by key.
+        defaults: Key -> default, of every key.
+        registries: Key that chooses from a registry -> the registry.
+        general: Key -> option, of all other keys.
 
     Raises:
         HasNoEffect: There are such keys.
@@ -75,7 +82,13 @@ def check_used(config: Any, defaults: Mapping[str, Value], registries: Registrie
 
 
 def refusal(config: Any, key: str, unmet: Used) -> str:
-    """Say that ``key`` has no effect in ``config``, why, and what to do."""
+    """Say that ``key`` has no effect in ``config``, why, and what to do.
+
+    Args:
+        config: A run config, whose values are read by key.
+        key: The key.
+        unmet: The condition that it does not meet.
+    """
     others = [of for of in unmet.of if of != key]
     here = ", ".join(f"{of}={in_config(config[of])}" for of in others)
     return (

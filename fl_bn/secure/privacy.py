@@ -44,13 +44,13 @@ noisy_option = partial(option, used=SECURE & Used("with dp-noise > 0", lambda co
 
 @dataclass(frozen=True)
 class Privacy(Options):
-    """How clients clip and what noise they add. Each field is an option, with its key in docs/config.md.
+    """Describe how clients clip, and their noise. Each field is an option, with its key in docs/config.md.
 
     Attributes:
-        clip: Largest L2 norm of an update.
-        statistics_clip: Largest L2 norm of the standardised statistics.
-        noise: Multiplier of both clips.
-        delta: At which epsilon is stated; it should be well below one over the number of clients.
+        clip: The largest L2 norm of an update.
+        statistics_clip: The largest L2 norm of the standardised statistics.
+        noise: The multiplier of both clips.
+        delta: The delta at which epsilon is stated; it should be well below one over the number of clients.
     """
 
     name: ClassVar[str] = "privacy"
@@ -128,7 +128,7 @@ def epsilon(releases: int, noise: float, delta: float) -> float:
 
 
 class Journal:
-    """The releases of one run in a file, one line per spend."""
+    """Keep the releases of one run in a file, one line per spend."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -156,7 +156,7 @@ def _released(line: bytes) -> int:
 
 
 class Accountant:
-    """Counts the releases of one run.
+    """Count the releases of one run.
 
     A training round has one release of the updates, and one of the statistics if the method reports any. A
     statistics-only exchange has one.

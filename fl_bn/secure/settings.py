@@ -1,4 +1,4 @@
-"""Parameters of secure aggregation, as a value: who can be summed, how finely, and what must hold for it to hide anything."""
+"""Describe secure aggregation: which clients can be summed, how finely, and what must hold to hide anything."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ secured = partial(option, used=SECURE)
 
 @dataclass(frozen=True)
 class SecureAggregation(Options):
-    """Parameters of SecAgg+. Most fields are options, with their keys in docs/config.md.
+    """Describe SecAgg+. Most fields are options, with their keys in docs/config.md.
 
     Attributes:
-        shares: Parts of each client's secrets, odd, or 0 for one per client of the cohort. A client is masked against
-            ``shares - 1`` others.
+        shares: Parts of each client's secrets, odd; 0: one per client of the cohort. A client is masked
+            against ``shares - 1`` others.
         threshold: Parts that recover a secret; 0: more than half, which is the fewest allowed.
-        clipping_range: Values beyond it are cut off, in standard deviations for statistics, in their own units for weights.
+        clipping_range: Values beyond it are cut off, in standard deviations for statistics, in their own
+            units for weights.
         quantization_range: Bits per value within that range.
-        privacy: Clips, and noise that the clients add before they mask.
+        privacy: Clips, and noise that the clients add before they mask; None: no noise.
+
+    Raises:
+        ValueError: A value is out of range, or two do not fit together.
     """
 
     name: ClassVar[str] = "secure aggregation"
@@ -49,16 +53,23 @@ class SecureAggregation(Options):
             raise ValueError(f"secagg-threshold must be 0 or more than half of the {self.shares} shares, but got {self.threshold}")
 
     def shares_of(self, clients: int) -> int:
+        """Return the number of parts of each client's secrets in a sum of ``clients``."""
         return min(self.shares or clients, clients)
 
     def threshold_of(self, clients: int) -> int:
+        """Return the number of parts that recover a secret in a sum of ``clients``."""
         return self.threshold or self.shares_of(clients) // 2 + 1
 
     def check(self, clients: int) -> None:
-        """Raises ValueError where ``clients`` cannot be summed."""
+        """Check that the vectors of ``clients`` clients can be summed.
+
+        Raises:
+            ValueError: They cannot: they are too few, or the sum would overflow.
+        """
         if clients < LEAST:
             raise ValueError(
-                f"secure aggregation needs at least {LEAST} clients in a sum, but got {clients}: with two, each knows the other"
+                f"secure aggregation needs at least {LEAST} clients in a sum, but got {clients}: with two, each can compute the other's "
+                "vector"
             )
         if clients * 2**self.quantization_range >= MODULUS:
             most = (MODULUS - 1).bit_length() - clients.bit_length()

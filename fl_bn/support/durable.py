@@ -27,7 +27,7 @@ CHECKSUM, BLANK = "sha256", "0" * 64
 
 
 class Damaged(ValueError):
-    """A file is cut short, altered, or of another kind."""
+    """Report that a file is cut short, altered, or of another kind."""
 
 
 def write(path: Path, data: bytes, mode: int = 0o600) -> None:

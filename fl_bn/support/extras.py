@@ -22,7 +22,7 @@ DEPLOYMENT = ("packaging", "prometheus_client")  # modules of the extra of this 
 
 
 class NotInstalled(ImportError, ValueError):
-    """A command or a named thing needs a package of an extra that is not installed."""
+    """Report that a command or a named thing needs a package of an extra that is not installed."""
 
 
 def lacking(what: str, *modules: str) -> str:

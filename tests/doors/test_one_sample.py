@@ -268,7 +268,7 @@ def test_a_generator_is_refused_where_it_is_measured_before_training() -> None:
     model = convert(linear(), method)
     with (
         local_round(model, method, server_state(linear(), method, rounds=2).instruction()) as round,
-        pytest.raises(ValueError, match=r"round.measure got a generator, of which nothing would be left to train on"),
+        pytest.raises(ValueError, match=r"round.measure got a generator, which it would use up before training"),
     ):
         round.measure(ONCE["generator"]())
 

@@ -104,7 +104,7 @@ def test_fedtan_refuses_accumulation() -> None:
 
 def test_fedtan_without_its_exchange_is_refused() -> None:
     model, asked = started(methods.fedtan())
-    with pytest.raises(ValueError, match="phase exchange needs one"), local_round(model, methods.fedtan(), asked):
+    with pytest.raises(ValueError, match="phase exchange needs a layer-wise exchange"), local_round(model, methods.fedtan(), asked):
         pass
 
 
@@ -178,7 +178,7 @@ def test_hbn_without_its_pass_is_refused() -> None:
 def test_another_method_s_model_is_refused() -> None:
     _, asked = started()
     model = convert(rough_network("plain"), methods.hbn())
-    with pytest.raises(ValueError, match="converted for the same method"), local_round(model, methods.hbn(), asked):
+    with pytest.raises(ValueError, match="converted for its method"), local_round(model, methods.hbn(), asked):
         pass
 
 
@@ -249,7 +249,7 @@ def test_clients_need_numbers() -> None:
     first, second, third = replies_of(state, [NOTHING] * 3)
     _, record = server_round(state, [first, second, third, first])
     assert [client.client for client in record.accepted] == [1, 2]
-    assert record.clients[0].refused == "2 replies call themselves its own: number the clients, round.reply(samples, client=...)"
+    assert record.clients[0].refused == "2 replies name this client: number the clients, round.reply(samples, client=...)"
     _, record = server_round(state, [first, second, third, replace(first, round=7)])  # control: one of the two is none
     assert [client.client for client in record.accepted] == [0, 1, 2]
 

@@ -140,7 +140,7 @@ def test_data_at_the_sites_stay_there(trained: Path) -> None:
 
 
 def test_a_run_of_no_rounds_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="rounds must be >= 1, but got 0: a run that does not train .* needs calibrate=-1"):
+    with pytest.raises(ConfigError, match="rounds must be >= 1, but got 0. A run of 0 rounds .* needs calibrate=-1"):
         RunConfig.from_mapping({"rounds": 0})
     with pytest.raises(ConfigError, match="method 'silobn' keeps running statistics"):
         check(RunConfig.from_mapping({"rounds": 0, "calibrate": -1, "method": "silobn", "model": "mlp"}))

@@ -113,7 +113,8 @@ def test_a_folder_whose_config_cannot_be_read_is_named(text: str, values: Values
 
 def test_resume_needs_what_the_run_had(values: Values) -> None:
     for missing in ({"checkpoint_every": 0}, {"output": ""}):
-        assert "resume needs the output and the checkpoint-every that the run to go on with had" in refused(values, resume="run", **missing)
+        message = refused(values, resume="run", **missing)
+        assert "resume needs output and checkpoint-every, with the values of the run that it continues" in message
 
 
 # Which run

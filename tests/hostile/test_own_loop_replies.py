@@ -113,14 +113,14 @@ def test_what_no_client_sends_costs_its_sender_the_reply(case: str) -> None:
     assert apart([after.shared.tensors()], [want.shared.tensors()]) == 0
 
 
-KNOWN = "expected one of client 0..4, as many as the server was told of"
+KNOWN = "expected client 0..4, as the server has 5 clients"
 STRANGERS: dict[str, tuple[Callable[[Reply], Any], str]] = {
-    "client 77 of 5": (lambda r: replace(r, client=77), f"{KNOWN}, but it calls itself client 77"),
-    "client -1": (lambda r: replace(r, client=-1), f"{KNOWN}, but it calls itself client -1"),
-    "client True": (lambda r: replace(r, client=True), f"{KNOWN}, but it calls itself client True"),
+    "client 77 of 5": (lambda r: replace(r, client=77), f"{KNOWN}, but the reply names client 77"),
+    "client -1": (lambda r: replace(r, client=-1), f"{KNOWN}, but the reply names client -1"),
+    "client True": (lambda r: replace(r, client=True), f"{KNOWN}, but the reply names client True"),
     "client a list": (lambda r: replace(r, client=[1]), KNOWN),  # type: ignore[arg-type]
-    "reply and kept": (lambda r: (r, None), "expected what round.reply(...) returns first, but got a tuple"),
-    "nothing": (lambda r: None, "expected what round.reply(...) returns first, but got a NoneType"),
+    "reply and kept": (lambda r: (r, None), "expected the first value of round.reply(...), but got a tuple"),
+    "nothing": (lambda r: None, "expected the first value of round.reply(...), but got a NoneType"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The clients of a federation in this process: what they have in common, and the loader of each as a source of batches."""
+"""Describe the clients of a federation in this process: their settings, and loaders as sources of batches."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ LEFT_OUT = "left-out"  # of a reply's metrics: batches of one sample that the cl
 
 @dataclass
 class Clients:
-    """What all clients of a federation have in common, and each one's loader.
+    """Hold what all clients of a federation have in common, and each one's loader.
 
     Attributes:
-        model: Converted for ``method``; not changed.
-        method: What is shared.
-        device: Where they train.
-        loaders: One a client.
-        settings: Of local training.
+        model: The network, converted for ``method``; it stays unchanged.
+        method: The method.
+        device: The device on which they train.
+        loaders: One loader per client.
+        settings: The settings of local training.
         task: Reads a batch and computes its loss.
         make_optimizer: Makes an optimiser of parameters, at the rate of round 1.
-        make_scheduler: Makes what changes the rate within a round, if anything does.
-        schedule: ``schedule(round, rounds)``: the factor of the rate.
-        seed: Of the run.
+        make_scheduler: Makes the scheduler of the rate within a round; None: the rate stays the same.
+        schedule: ``schedule(round, rounds)``: the factor of the learning rate.
+        seed: The seed of the run.
     """
 
     model: nn.Module
@@ -72,26 +72,41 @@ class Clients:
     def round(
         self, model: Copy, instruction: Instruction, kept: ClientState, connect: Callable[[int], Any] | None = None
     ) -> LocalRound:
-        """Open the round of one client on ``model``, a copy of the network."""
+        """Open the round of one client.
+
+        Args:
+            model: A copy of the network.
+            instruction: The server's instruction.
+            kept: The state that the client keeps.
+            connect: Joins the layer-wise exchange, see ``LocalRound``.
+        """
         settings = self.settings if instruction.trains else None
         return LocalRound(model, self.method, instruction, kept, settings, connect)
 
     def compute(
         self, instruction: Instruction, rounds: int, client: int, kept: ClientState, connect: Connect | None = None
     ) -> Result:
-        """Carry out one client's round of training, or its part in a statistics-only exchange, by itself."""
+        """Carry out one client's round alone: training, or its part of a statistics-only exchange.
+
+        Args:
+            instruction: The server's instruction.
+            rounds: The number of rounds of the run.
+            client: The client's number.
+            kept: The state that the client keeps.
+            connect: Joins the layer-wise exchange, see ``LocalRound``.
+        """
         with self.network.lend() as lent:
             return client_round(self.round(lent, instruction, kept, connect), LoaderSource(self, client, rounds))
 
 
 @dataclass(frozen=True)
 class LoaderSource:
-    """The loader of one client, from which a round takes its batches.
+    """Draw the batches of one client from its loader.
 
     Attributes:
-        clients: What all have in common.
-        client: Its number.
-        rounds: Of the run.
+        clients: What all clients have in common.
+        client: The client's number.
+        rounds: The number of rounds of the run.
     """
 
     clients: Clients
@@ -100,27 +115,30 @@ class LoaderSource:
 
     @property
     def task(self) -> Task:
-        """The task of all clients."""
+        """Return the task of all clients."""
         return self.clients.task
 
     @property
     def loader(self) -> Loader:
-        """The client's own batches."""
+        """Return the client's own batches."""
         return self.clients.loaders[self.client]
 
     @property
     def samples(self) -> Samples:
-        """The samples that ``SeededBatches`` draw from."""
+        """Return the samples that ``SeededBatches`` draw from."""
         assert isinstance(self.loader, SeededBatches)
         return self.loader.samples
 
     @property
     def passes(self) -> int:
-        """How often the batches of a round are gone through: those of ``SeededBatches`` are of all epochs."""
+        """Return how often a round iterates over its batches.
+
+        It is once for ``SeededBatches``, whose batches are those of all epochs.
+        """
         return 1 if isinstance(self.loader, SeededBatches) else self.clients.settings.epochs
 
     def batches(self, round: LocalRound) -> Trainable:
-        """Return the batches that the round can train on; the others are left out and counted."""
+        """Return the batches that the round can train on; it leaves the others out and counts them."""
         own, drawn = self.loader, isinstance(self.loader, SeededBatches)
         if isinstance(own, SeededBatches):
             own = own.epochs(self.clients.seed, self.client, round.instruction.round, self.clients.settings.epochs)
@@ -145,23 +163,26 @@ class LoaderSource:
         return optimizer
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make what changes the rate within the round, if anything does."""
+        """Make the scheduler of the rate within the round; None if there is none."""
         return None if self.clients.make_scheduler is None else self.clients.make_scheduler(optimizer)
 
     @contextmanager
     def training(self, round: LocalRound, optimizer: Optimizer) -> Iterator[None]:
-        """Let a shuffled loader, dropout and the like draw from client and round alone, and note the rates of the steps."""
+        """Note the rates of the steps in this block.
+
+        In it, torch's random numbers depend on the client and the round alone.
+        """
         handle = optimizer.register_step_post_hook(lambda optimizer, args, named: round.optimizer_stepped(optimizer))
         with self._seeded(round, DROPOUT):
             yield
         handle.remove()
 
     def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]] | None:
-        """Return None: a loader may not be gone through once more."""
+        """Return None: a second pass over the loader may be impossible."""
         return None
 
     def reply(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
-        """Make the reply. A client whose loader had no batch sits the round out, and the others' exchange."""
+        """Make the reply. A client whose loader gave no batch leaves the round, and the others' exchange."""
         if not round.trains:
             return round.reply(round.measured_samples, client=self.client)
         assert isinstance(batches, Trainable)

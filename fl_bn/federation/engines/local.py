@@ -1,4 +1,4 @@
-"""The transport of one process: clients train one by one, in worker processes, or as one program."""
+"""Run all clients in this process: one by one, in worker processes, or as one program."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ LOGGER = logging.getLogger("flwr")
 
 
 class LocalTransport(Transport):
-    """All clients of a federation in this process.
+    """Reach all clients of a federation in this process.
 
     Args:
-        server: Of the federation.
-        clients: What they have in common, and their loaders.
+        server: The federation's server.
+        clients: What the clients have in common, and their loaders.
         test: The batches to evaluate on; None: there is no evaluation.
-        workers: Processes that compute; 1: this one, 0: one for each core.
-        one_program: Clients are computed as one program where they can be.
+        workers: The number of processes that compute; 1: this process alone, 0: one for each core.
+        one_program: Whether clients are computed as one program if possible.
     """
 
     def __init__(self, server: Server, clients: Clients, test: Loader | None, workers: int = 1, one_program: bool = False) -> None:
@@ -57,7 +57,7 @@ class LocalTransport(Transport):
 
     @contextmanager
     def serving(self, rounds: int) -> Iterator[None]:
-        """Serve a run of so many ``rounds``, with worker processes where they are wanted."""
+        """Serve a run of ``rounds`` rounds in this block, with worker processes if there are several."""
         self._rounds = rounds
         self.kept = [replace(kept, round=0) for kept in self.kept]  # from before round 1 of this run
         if self._count == 1:
@@ -70,7 +70,7 @@ class LocalTransport(Transport):
                 self._workers = None
 
     def train(self, instruction: Instruction) -> RoundReplies:
-        """Have the round's cohort train."""
+        """Let the round's cohort train."""
         cohort, session = self.cohort(instruction.round), None
         if instruction.phase is not Phase.EXCHANGE:
             replies = self._in_parts(instruction, cohort)
@@ -81,12 +81,16 @@ class LocalTransport(Transport):
         return self._checked(replies, instruction, session)
 
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Have clients measure: everyone, or the round's cohort, as the method wants it."""
+        """Let clients measure: all of them, or the round's cohort, as the method requires."""
         everyone = self._measuring(instruction)
         return self._checked(self._in_parts(instruction, everyone), instruction, None, everyone)
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
-        """Have clients measure by one forward pass each; None where they are too many, or their networks have no order of layers."""
+        """Let clients measure by one forward pass each.
+
+        Returns:
+            The checked replies; None if the clients are too many, or their networks have no order of layers.
+        """
         everyone = self._measuring(instruction)
         if self._one_program or turns.too_many(len(everyone), self.clients.model):
             return None  # one program measures all clients at once
@@ -106,16 +110,24 @@ class LocalTransport(Transport):
         return {} if self._test is None else self.evaluate_on(self._test, self.model(tensors))
 
     def evaluate_on(self, batches: Loader, model: nn.Module) -> dict[str, float]:
-        """Compute loss and metrics of ``model`` on ``batches``; of clients with models of their own, the mean over those that trained."""
+        """Compute loss and metrics of ``model`` on ``batches``.
+
+        If clients have models of their own, the result is the mean over those that have trained.
+        """
         task, device = self.clients.task, self.clients.device
         trained = [client for client, kept in enumerate(self.kept) if kept.get("local")]
         if not (self.server.shared.personal and trained):
             return evaluate(model.to(device), batches, task=task).result()
-        found = [evaluate(self.with_own(model, client).to(device), batches, task=task).result() for client in trained]
-        return {name: float(np.mean([metrics[name] for metrics in found])) for name in found[0]}
+        results = [evaluate(self.with_own(model, client).to(device), batches, task=task).result() for client in trained]
+        return {name: float(np.mean([result[name] for result in results])) for name in results[0]}
 
     def model(self, tensors: Named, batches: int = 0) -> nn.Module:
-        """Return a copy of the shared network with these ``tensors``, in evaluation mode. ``batches``: that BatchNorm's counters count."""
+        """Return a copy of the shared network in evaluation mode.
+
+        Args:
+            tensors: Name -> shared tensor.
+            batches: The number of batches that BatchNorm's counters add.
+        """
         model = copied(self.server.model)
         load_tensors(model, {**self.server.shared.counters(batches), **tensors})
         return model.eval()
@@ -127,7 +139,7 @@ class LocalTransport(Transport):
         return own
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Tell the clients of the cohort whether their replies counted."""
+        """Note in the state of each client of the cohort whether its reply counted."""
         counted = {client.client for client in self.server.record.accepted if changed}
         for client in self.cohort(number):
             self.kept[client] = replace(self.kept[client], counted=client in counted)
@@ -152,7 +164,7 @@ class LocalTransport(Transport):
         return checked(replies, expected, self.server.policy.clients, session, cohort)
 
     def _in_parts(self, instruction: Instruction, clients: Sequence[int]) -> list[Reply]:
-        """Compute the replies of ``clients``, as one program ``AT_ONCE`` at a time where that is wanted and possible."""
+        """Compute the replies of ``clients``, if possible as one program of ``AT_ONCE`` clients at a time."""
         parts = [clients[begin : begin + AT_ONCE] for begin in range(0, len(clients), AT_ONCE)]
         return [reply for part in parts for reply in self._together(instruction, part) or self._one_by_one(instruction, part)]
 
@@ -172,7 +184,7 @@ class LocalTransport(Transport):
         return reply
 
     def _warn_of(self, round: int, client: int, reply: Reply) -> None:
-        """Warn, once for each client, of batches that it could not train on, or of a loader that gave none."""
+        """Warn, once per client, of batches that it could not train on, or of a loader that gave none."""
         left_out = int(reply.metrics.get(LEFT_OUT, 0))
         if client in self._warned or (reply.samples and not left_out):
             return
@@ -184,7 +196,7 @@ class LocalTransport(Transport):
             LOGGER.warning("client %s: its loader gave no batch in round %s. %s", client, round, REITERABLE)
 
     def _together(self, instruction: Instruction, clients: Sequence[int]) -> list[Reply] | None:
-        """Compute the replies of ``clients`` as one program; None where they are to work, or have to work, one by one."""
+        """Compute the replies of ``clients`` as one program; None if they must be computed one by one."""
         if not self._one_program:
             return None
         try:
@@ -200,13 +212,13 @@ class LocalTransport(Transport):
     def _as_one_program(self, instruction: Instruction, clients: Sequence[int]) -> list[Result]:
         loaders = [self.clients.loaders[client] for client in clients]
         if not all(isinstance(loader, SeededBatches) for loader in loaders):
-            raise CannotVectorise("its clients need batches that it draws itself: give SeededBatches")
+            raise CannotVectorise("one program must draw the batches itself: give SeededBatches")
         sources = [LoaderSource(self.clients, client, self._rounds) for client in clients]
         if any(len(source.samples) < 2 for source in sources):
-            raise CannotVectorise("batches of one program need at least 2 samples, but a client has fewer")
+            raise CannotVectorise("the batches of one program need at least 2 samples per client, but a client has fewer")
         exchanges = instruction.phase is Phase.EXCHANGE
         if exchanges and self.server.defence.active:
-            raise CannotVectorise(f"{self.server.method.name} with a defence averages robustly within a step")
+            raise CannotVectorise(f"{self.server.method.name} with a defence averages robustly within a step, which one program cannot")
         with ExitStack() as returned:
             lent = [returned.enter_context(self._on_cpu.lend()) for _ in clients]
             connect = unneeded if exchanges else None
@@ -217,14 +229,14 @@ class LocalTransport(Transport):
             return client_rounds(members, AsOneProgram(self.clients.device))
 
     def _exchange(self, instruction: Instruction, clients: Sequence[int]) -> tuple[list[Reply], Session]:
-        """Compute the replies of ``clients``, who exchange layer by layer, and return the session in which they met."""
+        """Compute the replies of ``clients``, who exchange layer by layer, and the session of their exchange."""
         defence = self.server.defence
         session = Session(clients, exchanged_layers(self.server.model), average=defence.average, believing=not defence.active)
         return _in_turns(session, clients, partial(self._compute, instruction)), session
 
 
 def _in_turns(session: Session, clients: Sequence[int], work: Callable[[int, Callable[[int], LocalExchange]], Reply]) -> list[Reply]:
-    """Call ``work(client, connect)`` for all ``clients``, who meet in ``session``."""
+    """Call ``work(client, connect)`` for all ``clients``, who exchange in ``session``."""
     tokens = turns.admit(session)
 
     def one(client: int) -> Reply:

@@ -1,4 +1,4 @@
-"""Clients of a federation that compute in worker processes."""
+"""Compute the clients of a federation in worker processes."""
 
 from __future__ import annotations
 
@@ -26,23 +26,26 @@ Value = TypeVar("Value", Instruction, ClientState, Reply)
 
 
 class InWorkers:
-    """Clients in worker processes: written to ``folder`` once, read by each worker once."""
+    """Send clients to worker processes: ``folder`` gets them once, and each worker reads them once."""
 
     def __init__(self, clients: Clients, workers: Workers, folder: Path) -> None:
         self._clients, self._workers, self._path = clients, workers, folder / "clients"
         self._path.write_bytes(pickle.dumps(wrap_non_picklable_objects(clients, keep_wrapper=False)))
 
     def work(self, instruction: Instruction, rounds: int, clients: Sequence[int], kept: Sequence[ClientState]) -> list[Result]:
-        """Compute the rounds of ``clients``, and return each one's reply and new state in order.
+        """Compute the rounds of several clients.
 
         Args:
-            instruction: To all of them.
-            rounds: Of the run.
-            clients: By number.
-            kept: What each of them keeps.
+            instruction: The instruction to all of them.
+            rounds: The number of rounds of the run.
+            clients: The clients' numbers.
+            kept: The state that each of them keeps.
+
+        Returns:
+            Each client's reply and new state, in order.
 
         Raises:
-            Exception: That of the first client that failed.
+            Exception: The error of the first client that failed.
         """
         packed, same = _packed(instruction), (torch.get_num_threads(), torch.get_default_dtype())
         states = [[one.get_state().numpy() for one in generators(self._clients.loaders[client])] for client in clients]
@@ -73,7 +76,10 @@ def in_workers(clients: Clients, count: int) -> Iterator[InWorkers]:
 def _work(
     path: str, same: tuple[int, torch.dtype], packed: Instruction, rounds: int, client: int, kept: ClientState, states: Sequence[Any]
 ) -> Any:
-    """Compute one round in a worker, with as many threads as the parent has: sums of several threads are made in another order."""
+    """Compute one round in a worker.
+
+    It has as many threads as the parent: another number of threads would order sums differently.
+    """
     threads, dtype = same
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)

@@ -1,4 +1,4 @@
-"""Clients that are called one by one, but whose rounds are one program: each waits where its round would be, until all are there."""
+"""Join rounds of clients that are called one by one: each waits for the others, and one program computes all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ T = TypeVar("T")
 
 
 class VmapRendezvous:
-    """Tasks of which each may come to one ``cohort_round``. They take turns, so that nothing of them need be safe in two threads."""
+    """Join tasks, of which each may call ``cohort_round`` once.
+
+    They run in turns, so that their code need not be safe in several threads.
+
+    Args:
+        tasks: The number of tasks.
+        fallback: Reports why rounds cannot be one program.
+    """
 
     _here = threading.local()
 
@@ -29,17 +36,22 @@ class VmapRendezvous:
 
     @classmethod
     def run(cls, tasks: Sequence[Callable[[], T]], fallback: Fallback) -> list[T]:
-        """The results of ``tasks``, in order. ``fallback`` is told why rounds cannot be one program."""
+        """Run ``tasks``, and return their results in order.
+
+        Args:
+            tasks: Functions without arguments.
+            fallback: Reports why rounds cannot be one program.
+        """
         cohort = cls(len(tasks), fallback)
         return cohort._turns.run([partial(cohort._task, task) for task in tasks])
 
     @classmethod
     def current(cls) -> VmapRendezvous | None:
-        """The cohort of the task that the calling thread runs; None outside one."""
+        """Return the rendezvous of the task that the calling thread runs; None outside of a task."""
         return getattr(cls._here, "cohort", None)
 
     def round(self, round: LocalRound, source: SampleSource) -> Result:
-        """Carry out ``round`` together with those of the other tasks that come to one."""
+        """Carry out ``round`` together with the rounds of the other tasks."""
         index = Turns.current()[1]
         self._members[index] = Member(round, source)
         if not self._last(index):
@@ -57,7 +69,7 @@ class VmapRendezvous:
             self._last(Turns.current()[1])
 
     def _last(self, index: int) -> bool:
-        """Whether nobody is awaited any more, as task ``index`` has come or ended just now; then the rounds of those who came are there."""
+        """Tell whether task ``index`` is the last one to arrive or end. If so, compute the rounds."""
         if index not in self._awaited:
             return False
         self._awaited.discard(index)
@@ -85,7 +97,11 @@ class VmapRendezvous:
 
 
 def cohort_round(round: LocalRound, source: SampleSource) -> Result:
-    """Carry out ``round`` as one program with the rest of the cohort, where there is one. Raises ClientTooSmall."""
+    """Carry out ``round``, as one program with the rest of the cohort if there is one.
+
+    Raises:
+        ClientTooSmall: The client has too few samples.
+    """
     cohort = VmapRendezvous.current()
     if cohort is None or (round.trains and len(source.samples) < round.settings.fewest(2)):
         return client_round(round, source)

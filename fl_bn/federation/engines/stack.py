@@ -72,16 +72,16 @@ class Stack:
         def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor) -> tuple[Tensor, dict[str, Tensor], Any]:
             state = {f"model.{name}": tensor for name, tensor in (parameters | buffers).items()}
             result = functional_call(_Holder(self.template, answer), state, batch)  # which leaves changed buffers in ``state``
-            found = {name: [(part.mean, part.var) for part in parts] for name, parts in observed.items()}
+            moments = {name: [(part.mean, part.var) for part in parts] for name, parts in observed.items()}
             counts.update({name: [part.count for part in parts] for name, parts in observed.items()})
             for parts in observed.values():
                 parts.clear()
-            return result, {name: state[f"model.{name}"] for name in buffers}, found
+            return result, {name: state[f"model.{name}"] for name in buffers}, moments
 
         index = self._index(rows)
         parameters = {name: tensor if index is None else tensor[index] for name, tensor in self.parameters.items()}
         buffers = {name: tensor if index is None else tensor[index].clone() for name, tensor in self.buffers.items()}
-        result, buffers, found = vmap(one, randomness="error")(parameters, buffers, *batch)
+        result, buffers, moments = vmap(one, randomness="error")(parameters, buffers, *batch)
         for name, tensor in buffers.items():
             if index is None:
                 self.buffers[name] = tensor.detach().contiguous()
@@ -92,7 +92,7 @@ class Stack:
                 [Moments(n, means_kC[k], vars_kC[k]) for n, (means_kC, vars_kC) in zip(counts[name], parts, strict=True)]
                 for k in range(len(rows))
             ]
-            for name, parts in found.items()
+            for name, parts in moments.items()
         }
         return result, seen
 

@@ -1,9 +1,10 @@
-"""The clients of a cohort as one batched program: ``client_round`` for all of them at once, with equal numbers up to the order of sums.
+"""Compute the clients of a cohort as one batched program, with equal numbers up to the order of sums.
 
-Their networks are stacked (``federation.engines.stack``). Forward and backward passes, the optimiser's steps and statistics passes are
-single calls for all. Batches of different sizes in one step are grouped by size, which is exact for every layer; masks would need masked
-moments in each. A client that has no batch left stays as it is while the others go on. On the CPU this saves little, on a GPU the many
-small kernels.
+Their networks are stacked (``federation.engines.stack``). Forward and backward passes, the optimiser's steps
+and statistics passes are single calls for all clients. Batches of different sizes in one step are grouped by
+size, which is exact for every layer; masks would need masked moments in each. A client without further
+batches stays unchanged while the others go on. A GPU gains most, as there are fewer small kernels; a CPU
+gains little.
 """
 
 from __future__ import annotations
@@ -59,30 +60,31 @@ Tensors = dict[str, Tensor]
 
 
 class CannotVectorise(ValueError):
-    """This cohort cannot train as one program; the message says why. Its rounds are as they were: let each train by itself."""
+    """Report why a cohort cannot train as one program. Its rounds are unchanged: each client can train alone."""
 
 
 class Drawing(Protocol):
-    """A source that draws its batches from ``samples`` in memory."""
+    """Describe a source that draws its batches from ``samples`` in memory."""
 
     samples: Samples
 
 
 class AsOneProgram:
-    """The engine of ``client_rounds`` that computes all members at once.
+    """Compute all members of ``client_rounds`` at once.
+
+    If torch cannot batch the network, the task or a layer, or ``check_cohort`` finds another obstacle, the
+    methods raise ``CannotVectorise``.
 
     Args:
-        device: Where the stack is. Default: where the members' models are. Models on the CPU and a stack on a GPU save copies.
-
-    Raises (in use):
-        CannotVectorise: See ``check_cohort``; or torch cannot batch what the network, the task or one of its layers does.
+        device: The device of the stack. Default: that of the members' models. Models on the CPU and a stack
+            on a GPU save copies.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
 
     def check(self, members: Sequence[Member]) -> None:
-        """Raise CannotVectorise with the reason why ``members`` cannot be one program, as far as it is known before."""
+        """Raise CannotVectorise if ``members`` cannot be one program, see ``check_cohort``."""
         check_cohort([round for round, _ in members], [cast(Drawing, source).samples for _, source in members], members[0].source.task)
 
     def measure(self, members: Sequence[Member]) -> None:
@@ -98,31 +100,41 @@ class AsOneProgram:
         return [[one] for one in trained]
 
     def reply(self, member: Member, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
-        """Make one member's reply; after an exchange a client's weight is its first batch, as nobody else counted it."""
+        """Make one member's reply. After an exchange a client's weight is the size of its first batch."""
         round, source = member
         reply, kept = source.reply(round, batches, trained)
         return (replace(reply, weight=int(round.batch)) if round.trains and round.phase is Phase.EXCHANGE else reply), kept
 
 
 def unneeded(batch: int) -> Exchange:
-    """Refuse to exchange: clients that train as one program have the exchange within it (``LocalRound``'s ``connect``)."""
+    """Raise ExchangeFailed: the exchange of one program is within it (``LocalRound``'s ``connect``)."""
     raise ExchangeFailed("clients of one program exchange nothing")
 
 
 class Fallback:
-    """Says once for each reason why the clients of a cohort work one by one, although one program was asked for."""
+    """Report, once per reason, that a cohort is computed one by one, although one program was requested."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._reasons: set[str] = set()
 
     def say(self, reason: CannotVectorise) -> None:
-        if str(reason) not in self._said:
-            self._said.add(str(reason))
+        """Log ``reason``, unless it was logged before."""
+        if str(reason) not in self._reasons:
+            self._reasons.add(str(reason))
             LOGGER.warning("engine 'vectorised': these clients work one by one: %s", reason)
 
 
 def check_cohort(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task = CLASSIFICATION) -> None:
-    """Raises CannotVectorise with the reason why ``rounds`` cannot be one program, as far as it can be told before."""
+    """Check that ``rounds`` can be one program, as far as this is known before training.
+
+    Args:
+        rounds: The clients' rounds.
+        samples: The samples of each client.
+        task: The task.
+
+    Raises:
+        CannotVectorise: They cannot; the message has the reason.
+    """
     if reason := _why_not(rounds, samples, task):
         raise CannotVectorise(reason)
 
@@ -165,26 +177,32 @@ def measure_together(
     forward: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
     device: torch.device | None = None,
 ) -> None:
-    """The moments that the rounds' statistics pass asks for, each over its own batches of ``inputs``, as ``round.moments``.
+    """Make the statistics passes of all ``rounds``, and store the moments as ``round.moments``.
+
+    Args:
+        rounds: The clients' rounds.
+        inputs: The batches of inputs of each client.
+        forward: Runs the network on a batch of inputs.
+        device: The device of the stack. Default: that of the networks.
 
     Raises:
-        CannotVectorise: torch cannot batch what the network does.
+        CannotVectorise: torch cannot batch the network.
     """
-    first, found = rounds[0], [dict[str, list[Moments]]() for _ in rounds]
+    first, by_client = rounds[0], [dict[str, list[Moments]]() for _ in rounds]
     template = _template(first, device)
-    on, left = inputs_like(template).device, {row: iter(own) for row, own in enumerate(inputs)}
+    on, iterators = inputs_like(template).device, {row: iter(own) for row, own in enumerate(inputs)}
 
     def answer(model: nn.Module, x: Tensor) -> Tensor:
         forward(model, x)
         return x.new_zeros(())
 
-    with _refused(), torch.no_grad(), measuring(template, first.asked) as observed:
+    with _refused(), torch.no_grad(), measuring(template, first.statistics_pass) as observed:
         stack = Stack([round.model for round in rounds], template)
-        while now := {row: (x,) for row, own in left.items() if (x := next(own, None)) is not None}:
-            for rows, (x,) in groups(now):
+        while batches := {row: (x,) for row, own in iterators.items() if (x := next(own, None)) is not None}:
+            for rows, (x,) in groups(batches):
                 _, seen = stack.run(rows, answer, (x.to(on),), observed)
-                _add(found, rows, seen)
-    for round, own in zip(rounds, found, strict=True):
+                _add(by_client, rows, seen)
+    for round, own in zip(rounds, by_client, strict=True):
         round.moments = {layer: moments.to(inputs_like(round.model).device) for layer, moments in pooled(own).items()}
 
 
@@ -196,12 +214,24 @@ def train_together(
     scheduler: MakeScheduler,
     device: torch.device | None = None,
 ) -> list[Trained]:
-    """``train`` for all of ``rounds``, each on its own ``batches``, inside their ``open``; maintained momentum is loaded and kept.
+    """Train all ``rounds``, each on its own batches, as ``client_round.train`` does for one client.
 
-    ``optimizer`` makes that of one round, which then steps the stacked parameters; ``scheduler`` the rate's, if there is one.
+    It opens the rounds itself. Maintained momentum is loaded before, and stored afterwards.
+
+    Args:
+        rounds: The clients' rounds.
+        batches: The batches of each client.
+        task: Reads a batch and computes its loss.
+        optimizer: Makes the optimiser of one round, which then steps the stacked parameters.
+        scheduler: Makes the scheduler of the rate; its result may be None.
+        device: The device of the stack. Default: that of the networks.
+
+    Returns:
+        The result of training for each round.
 
     Raises:
-        CannotVectorise: torch cannot batch what the network or the task does, or the optimiser mixes numbers of several clients.
+        CannotVectorise: torch cannot batch the network or the task, or the optimiser mixes numbers of several
+            clients.
     """
     with ExitStack() as opened, _refused():
         for round in rounds:
@@ -218,7 +248,10 @@ def train_together(
 
 
 class _Training:
-    """Stacked training of ``rounds``, those with the most ``batches`` first, so that those still at work are the first rows."""
+    """Train ``rounds`` as a stack.
+
+    Those with the most batches come first, so that the active clients are the first rows.
+    """
 
     def __init__(
         self,
@@ -262,7 +295,7 @@ class _Training:
         self.done: list[tuple[list[int], Tensors, Tensors, dict[str, Tensors]]] = []
 
     def step(self) -> None:
-        """One local step of every client that has a batch left."""
+        """Make one local step of every client that has a batch left."""
         now = {row: next(self.batches[row]) for row, length in enumerate(self.lengths) if self.number < length}
         if self.number == 0:
             self.first_batches = {row: len(y) for row, (_, y) in now.items()}
@@ -278,11 +311,11 @@ class _Training:
         if self.scheduler is not None:
             self.scheduler.step()
         self.number += 1
-        if left := [row for row, length in enumerate(self.lengths) if length == self.number]:
-            self._leave(left)
+        if finished := [row for row, length in enumerate(self.lengths) if length == self.number]:
+            self._leave(finished)
 
     def _forward(self, now: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
-        """The sum of the clients' losses, whose gradient is each one's own."""
+        """Return the sum of the clients' losses. Its gradient for a client is that of the client's own loss."""
         losses = []
         for rows, (x, y) in groups(now):
             x, y = to_input(x.to(self.like.device), self.dtype), y.to(self.like.device)
@@ -296,7 +329,7 @@ class _Training:
 
     @contextmanager
     def _exchanging(self, now: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """FedTAN's first local step is one on the union of the batches."""
+        """Let the clients exchange in FedTAN's first local step, a step on the union of their batches."""
         if self.first.phase is not Phase.EXCHANGE or self.number > 0:
             yield
             return
@@ -309,7 +342,7 @@ class _Training:
 
     @contextmanager
     def _observing(self) -> Iterator[dict[str, list[Moments]]]:
-        """Observe the template where the method reports moments of this step's batches."""
+        """Observe the template in this block, if the method reports moments of this step's batches."""
         reports = self.first.method.reports(self.first.phase)
         if reports in (StatisticsReport.BATCHES, StatisticsReport.MOVING) or (reports is StatisticsReport.FIRST and self.number == 0):
             with observe(self.stack.template, counts=lambda layer, x: layer.training) as observed:
@@ -318,7 +351,7 @@ class _Training:
             yield {}
 
     def _load_momentum(self) -> None:
-        """A client without a buffer starts from zeros, which is SGD's start."""
+        """Load maintained buffers. A client without a buffer starts from zeros, as SGD does."""
         if self.settings.maintain == "reset":
             return
         for key in SECTIONS[self.settings.optimizer]:
@@ -328,7 +361,7 @@ class _Training:
                 self.optimizer.state[parameter] = {key: torch.stack(rows)}
 
     def _leave(self, rows: list[int]) -> None:
-        """Take the tensors of clients that are done, before the next step moves their rows on."""
+        """Take the tensors of finished clients, before the next step changes their rows."""
         kinds = SECTIONS[self.settings.optimizer] if self.settings.maintain != "reset" else {}
         gradients = {
             name: p.grad for name, p in self.stack.parameters.items() if p.grad is not None and self.settings.update == "gradients"
@@ -342,7 +375,7 @@ class _Training:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Give every round what it would have if its client had trained alone."""
+        """Load into every round the result that it would have if its client had trained alone."""
         device = inputs_like(self.first.model).device
         for rows, tensors, gradients, buffers in self.done:
             for place, row in enumerate(rows):
@@ -361,19 +394,22 @@ def _template(round: LocalRound, device: torch.device | None) -> nn.Module:
     return copied(round.model).to(device or inputs_like(round.model).device)
 
 
-def _add(found: Sequence[dict[str, list[Moments]]], rows: Sequence[int], seen: Seen) -> None:
+def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], seen: Seen) -> None:
     for layer, parts in seen.items():
         for row, moments in zip(rows, parts, strict=True):
-            found[row].setdefault(layer, []).extend(moments)
+            by_client[row].setdefault(layer, []).extend(moments)
 
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Whatever goes wrong inside is a reason to go on one by one, where the user's own mistakes are raised as they are."""
+    """Raise CannotVectorise for any error in this block.
+
+    The clients are then computed one by one, which raises a user's own mistakes unchanged.
+    """
     try:
         yield
     except CannotVectorise:
         raise
     except Exception as error:
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise CannotVectorise(f"torch cannot batch this network or task over clients ({type(error).__name__}: {said})") from error
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise CannotVectorise(f"torch cannot batch this network or task over clients ({type(error).__name__}: {line})") from error
