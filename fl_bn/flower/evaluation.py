@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Send = Callable[[list[Message]], list[Message]]
 
 
-class SaidOnce:
+class LogOnce:
     """Warns of the clients that were refused, once in a run for each client and reason. ``line``: with places for these two."""
 
     def __init__(self, line: str, called: ClientNames) -> None:
@@ -42,7 +42,7 @@ class EvaluationsAtClients:
     """Puts the evaluations of one run together, by the metrics of ``task``."""
 
     def __init__(self, task: Task, called: ClientNames) -> None:
-        self.task, self._called, self._say = task, called, SaidOnce("%s did not evaluate: %s", called)
+        self.task, self._called, self._say = task, called, LogOnce("%s did not evaluate: %s", called)
 
     def in_the_clear(self, replies: Iterable[Decoded], reading: Reading) -> tuple[MetricRecord | None, dict[int, dict[str, float]]]:
         """Put the ``replies`` together.
