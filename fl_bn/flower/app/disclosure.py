@@ -44,8 +44,8 @@ FEW = 8
 """The log warns of a statistic of fewer samples than this.
 
 One sample's mean is the sample. Two samples' mean and variance give both. From three on, values are mixed channel by channel. The rule is
-that of small cells in published tables, whose least counts are 5 to 11 from one statistical office to another. It is no proof of safety: the
-means of thousands of channels may show whether a known sample is among far more than eight (Homer et al., Resolving Individuals
+that of small cells in published tables, whose least counts are 5 to 11 from one statistical office to another. It is no proof of safety:
+the means of thousands of channels may show whether a known sample is among far more than eight (Homer et al., Resolving Individuals
 Contributing Trace Amounts of DNA to Highly Complex Mixtures, PLoS Genetics 2008).
 """
 NAMED = 10  # clients that a round's warnings name
@@ -188,7 +188,9 @@ class DisclosureReport:
             return f"moments of {_batches(steps)}, pooled", samples
         if report is StatisticsReport.MOVING:
             words = f"moving averages over {_batches(steps)}"
-            return (f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (words, samples)
+            if not self._last_counts:
+                return words, samples
+            return f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))
         subset = min(self._method.statistics_pass.samples or client.samples, client.samples)
         if phase is not Phase.MEASURE:
             normalisers = self._method.statistics_pass.measured == NORMALISERS
@@ -209,7 +211,9 @@ class DisclosureReport:
             words = f"running means and variances after {batches}"
             if steps == 1:
                 return f"{words}, whose own can be computed back", samples
-            return (f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))) if self._last_counts else (words, samples)
+            if not self._last_counts:
+                return words, samples
+            return f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))
         if section == "steps":
             return "the optimiser's step counts", 0
         name = OTHERS.get(section, f"section {printable(section)}")

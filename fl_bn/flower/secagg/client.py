@@ -142,9 +142,9 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
         return Plan(0, 0, 0)
     phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
     if phase is Phase.MEASURE:
-        asked = client.asked(TO_MEASURE.of_configs(message.content))
-        measured = min(asked.samples or n, n)
-        return Plan(0, 0, 0) if asked.measured == NORMALISERS and measured < 2 else Plan(n, measured, 0)
+        requested = client.requested_pass(TO_MEASURE.of_configs(message.content))
+        samples = min(requested.samples or n, n)
+        return Plan(0, 0, 0) if requested.measured == NORMALISERS and samples < 2 else Plan(n, samples, 0)
     rng, least = seeded(client.seed, client.site.client, header.round, BATCHES), fewest(client.model, client.method, phase)
     try:
         batches = settings.draw(n, rng, least)
