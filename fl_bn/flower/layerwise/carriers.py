@@ -239,8 +239,8 @@ class ReplayCarrier(Carrier):
         """
         requests: dict[int, tuple[int, Local]] = {}
         replies: dict[int, Message] = {}
-        for reply in self._replies(grid, sent, session, timeout):
-            replies.setdefault(reply.metadata.src_node_id, reply)  # the first counts
+        for answer in self._replies(grid, sent, session, timeout):
+            replies.setdefault(answer.metadata.src_node_id, answer)  # the first counts
         for client, message in sent.items():
             reply = replies.get(message.metadata.dst_node_id)
             if reply is None:

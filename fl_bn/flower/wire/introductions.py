@@ -1,4 +1,4 @@
-"""How many clients there are, where the server is not told: what nodes say of themselves, compared. One node alone decides nothing."""
+"""Find the number of clients by comparing the introductions of all nodes. One node alone decides nothing."""
 
 from __future__ import annotations
 
@@ -26,20 +26,23 @@ POLL = 1.0
 
 
 def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: int = 0) -> tuple[int, Introductions]:
-    """Ask every node who it is, until all clients are there, or ``least`` of them and nobody else within ``PATIENCE`` seconds.
+    """Ask every node who it is, until all clients are here.
+
+    ``least`` clients suffice if no other one comes within ``PATIENCE`` seconds.
 
     Args:
-        grid: whose nodes are asked.
-        least: nodes with the right model that suffice.
+        grid: Flower's grid.
+        least: the smallest number of nodes with the right model.
         timeout: seconds for ``least`` nodes to come.
-        signature: of the server's model and method; nodes with another one have no vote.
-        clients: how many there are; 0: as many as most nodes say.
+        signature: of the server's model and method. Nodes with another one have no vote.
+        clients: the number of clients. 0: the number that most nodes say.
 
     Returns:
-        The number of clients, and what the nodes said.
+        The number of clients, and the nodes' introductions.
 
     Raises:
-        RunFailed: too few may take part, or as many nodes say one number as say another. The message names a node, and says what to do.
+        RunFailed: too few nodes may take part, or two numbers have equally many votes. The message names a
+            node, and advises what to do.
     """
     begin, replies, addressees = time.monotonic(), dict[int, Message](), set[int]()
     complete = isinstance(grid, InProcessGrid)  # nobody else will ever come
@@ -81,7 +84,7 @@ def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: 
 
 
 def _votes(replies: Mapping[int, Message], signature: str) -> tuple[Counter[int], str]:
-    """How many clients there are, as the nodes with the right model say; and what is wrong with the first of the others."""
+    """Return the nodes' votes on the number of clients, and the problem of the first node without a vote."""
     votes, first = Counter[int](), ""
     for node, reply in replies.items():
         try:
@@ -92,13 +95,17 @@ def _votes(replies: Mapping[int, Message], signature: str) -> tuple[Counter[int]
 
 
 def _most(votes: Counter[int]) -> int:
-    """The number that more nodes say than any other; 0: there is none."""
+    """Return the number with more votes than any other; 0 without one."""
     (number, count), (_, next_count) = [*votes.most_common(2), (0, 0), (0, 0)][:2]
     return number if count > next_count else 0
 
 
 def _number(node: int, reply: Message, signature: str) -> int:
-    """How many clients there are, as ``node`` says. Raises RunFailed with the reason why it may not take part."""
+    """Return the number of clients that ``node`` says.
+
+    Raises:
+        RunFailed: the node may not take part, for the reason in the message.
+    """
     if reply.has_error():
         raise RunFailed(_missing(reply.error.reason))
     try:
@@ -109,8 +116,8 @@ def _number(node: int, reply: Message, signature: str) -> int:
         raise RunFailed(f"client {introduction['client']} cannot take part: {other}")
     if introduction["signature"] != signature:
         raise RunFailed(
-            f"client {introduction['client']} has another model, method or version of fl-bn (signature {printable(introduction['signature'])}, here "
-            f"{signature}): name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy). "
+            f"client {introduction['client']} has another model, method or version of fl-bn (signature "
+            f"{printable(introduction['signature'])}, here {signature}): name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy). "
             f"{COMPARE}"
         )
     return int(introduction["clients"])

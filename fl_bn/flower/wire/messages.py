@@ -1,7 +1,8 @@
-"""Every field of every message, both ways, and of every file that a run goes on from: declared here, checked where it enters.
+"""Declare every field of every message, both ways, and of every file that a run goes on from.
 
-Arrays are declared in ``schema``, by model, method and phase; the layer-wise exchange's requests in ``exchange.proto`` and, what they may
-hold, in ``exchange.session``. All else that one side reads of what the other sent is a field below.
+Each is checked where it enters. Arrays are declared in ``schema``, by model, method and phase. The requests of
+the layer-wise exchange are declared in ``exchange.proto``, and their limits in ``exchange.session``. Every
+other value that one side reads of the other's is a field below.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fl_bn.task import Task
 
 REQUIRED = "secure-aggregation"  # in the run config, or in a client's own node config: answer nothing in the clear
 RECORD_KEY_CONFIGS = "secaggplus_configs"  # Flower's name for SecAgg+'s record, here so that a plain run loads nothing of SecAgg+
-CLASSES, LAYERS, NODES, CLIENTS = 65_536, 10_000, 10_000, 100_000  # the most of each that a message may name
+CLASSES, LAYERS, NODES, CLIENTS = 65_536, 10_000, 10_000, 100_000  # the largest number of each in a message
 KEY, SHARE = 1024, 4096  # bytes of a public key, of an encrypted pair of shares, at most
 
 HEADER = Form(
@@ -55,7 +56,7 @@ EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": w
 
 
 def evaluated(task: Task) -> Form:
-    """``EVALUATED`` with the metrics that ``task`` declares, of which the client must send the one that tables show."""
+    """Return ``EVALUATED`` with the metrics that ``task`` declares. Tables show one of them, which clients must send."""
     ranges = task.declared()
     fields = {name: measured(*ends, default=NEEDED if name == task.metric else None) for name, ends in ranges.items() if name[-1] != "-"}
     series = {name: measured(*ends) for name, ends in ranges.items() if name[-1] == "-"}
