@@ -33,7 +33,7 @@ from fl_bn.flower.handlers import Request
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import question
 from fl_bn.flower.log import log
-from fl_bn.flower.secagg.told import to_write
+from fl_bn.flower.secagg.instruction_history import to_write
 from fl_bn.flower.wire.gate import enough
 from fl_bn.flower.wire.messages import TO_SAVE
 from fl_bn.methods import INPUTS, Method, StatisticsPass

@@ -150,7 +150,7 @@ def test_a_run_goes_on_without_evaluations_and_says_so_once(log: pytest.LogCaptu
     ran = run(METHODS["fedbn"](), DATA, 5, grid=asked, model=network(), policy={"evaluate_every": 1})
     assert [bool(record.evaluation) for record in ran.records] == [True, True, False, False, False]
     assert all(record.aggregated for record in ran.records)
-    assert log.text.count("client 0 did not evaluate: error: code 2: Refused: this site answers 2 evaluations in a run") == 1
+    assert log.text.count("client 0 did not evaluate: error: code 2: Refused: this site has answered the 2 evaluations that it allows in a run") == 1
 
 
 # samples behind a number
@@ -354,7 +354,7 @@ def test_with_noise_no_client_evaluates_and_the_log_says_so_once(log: pytest.Log
     policy = {"evaluate_every": 1, "client_weights": "uniform"}
     ran = run(METHODS["fedbn"](), people, 3, model=network(), secure=secure, policy=policy)
     assert all(record.aggregated and not record.evaluation for record in ran.records)
-    assert log.text.count("client 0 did not evaluate: dp-noise bounds what updates and statistics tell") == 1
+    assert log.text.count("client 0 did not evaluate: dp-noise limits what updates and statistics disclose") == 1
     assert not any(m.metadata.message_type == "evaluate" for m in ran.grid.sent)
 
 

@@ -117,8 +117,8 @@ def _number(node: int, reply: Message, signature: str) -> int:
     if introduction["signature"] != signature:
         raise RunFailed(
             f"client {introduction['client']} has another model, method or version of fl-bn (signature "
-            f"{printable(introduction['signature'])}, here {signature}): name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy). "
-            f"{COMPARE}"
+            f"{printable(introduction['signature'])}, here {signature}): name the same network and method in client_app.py (answer, "
+            f"training) and in server_app.py (the strategy). {COMPARE}"
         )
     return int(introduction["clients"])
 

@@ -104,11 +104,11 @@ SECURE = Form(
     },
     others=True,
 )
-ROUNDS_TOLD, TOLD_IN = "secagg-rounds", "secagg-told"  # rounds, and a hash of what was told in each: see told
+HISTORY_ROUNDS, HISTORY_HASHES = "secagg-rounds", "secagg-told"  # rounds, and a hash of each one's instruction: see instruction_history
 ROUNDS = 2**16  # the most of them
-HASHES = {ROUNDS_TOLD: wholes(ROUNDS, default=None), TOLD_IN: data(32 * ROUNDS, default=None)}
+HASHES = {HISTORY_ROUNDS: wholes(ROUNDS, default=None), HISTORY_HASHES: data(32 * ROUNDS, default=None)}
 WEIGHTS = Form("config", dict.fromkeys(WEIGHED, whole()), others=True)  # where a masked vector is asked for
-ALL_TOLD = Form("config", HASHES, others=True)
+COMBINED_HISTORY = Form("config", HASHES, others=True)
 NOISE = Form("config", {"dp-clip": number(0), "dp-statistics-clip": number(0), "dp-noise": number(0)}, others=True)
 TO_TRAIN = Form(
     "config", {"learning-rate": number(0), "rate-share": number(0, 1, default=1.0), "counted": whole(default=None)}, others=True
@@ -125,7 +125,7 @@ LAYOUT = Form("config", {"layout": text(2**24)})  # of the arrays beside it, for
 # secure aggregation, stage by stage; see secure (the server's checks of what depends on the stage before) and secure_client
 
 PLAN = Form("plan", {"samples": whole(), "passes": whole(), "steps": whole()})
-TOLD = Form("told", HASHES)
+OWN_HISTORY = Form("told", HASHES)
 KEYS = Form(RECORD_KEY_CONFIGS, {"pk1": data(KEY, 1), "pk2": data(KEY, 1)})
 SHARES_OUT = Form(RECORD_KEY_CONFIGS, {"dsts": wholes(NODES), "ctxts": blobs(NODES, SHARE)})
 UNREADABLE = Form(RECORD_KEY_CONFIGS, {"unreadable": wholes(NODES, default=None)})  # in place of a masked vector
