@@ -71,7 +71,7 @@ SECAGG_SERVER = "flwr.server.workflow.secure_aggregation.secaggplus_workflow"
 
 
 class WrongFlower(ValueError):
-    """The installed Flower lacks what a caller needs; the message says which version has it."""
+    """Report that the installed Flower lacks what a caller needs; the message says which version has it."""
 
 
 def __getattr__(name: str) -> Any:

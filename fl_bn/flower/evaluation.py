@@ -45,7 +45,7 @@ class LogOnce:
 
 
 class EvaluationsAtClients:
-    """The evaluations of one run, by the metrics of its task.
+    """Combine the evaluations of one run, by the metrics of its task.
 
     Args:
         task: declares the metrics.

@@ -31,7 +31,7 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class GridTransport(Transport):
-    """The transport of one run of a strategy over a grid.
+    """Carry one run of a strategy over a grid.
 
     Args:
         strategy: makes the messages, and reads the replies.

@@ -32,7 +32,7 @@ COUNTS = ("steps", "batch", "measured", "kept", "drift-layer", "fewest", "count"
 
 @dataclass(frozen=True)
 class Request:
-    """The checked content of a message to one client.
+    """Hold the checked content of a message to one client.
 
     Attributes:
         header: the message's header, which the reply repeats.

@@ -39,13 +39,13 @@ App = TypeVar("App")
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its grid describes it to Flower."""
+    """Describe a run to Flower."""
 
     run_id: int
 
 
 class InProcessGrid(Grid):
-    """A grid whose nodes live in this process. It answers each message when that is pushed.
+    """Serve nodes that live in this process. A message is answered when it is pushed.
 
     Args:
         app: the ClientApp, or its import path ``module:name``.

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Site:
-    """The data and the device of one client.
+    """Describe one client: its data and its device.
 
     Attributes:
         client: the client's index, from 0.
@@ -71,7 +71,7 @@ class Site:
 
 
 class LocalClient:
-    """A client that trains, measures and evaluates one model as its method says.
+    """Train, measure and evaluate one model as its method says.
 
     It takes a ``Request`` and returns a ``Reply``. It knows neither messages nor lists. The arguments are those
     of ``BatchNormClient``.

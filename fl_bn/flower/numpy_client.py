@@ -20,7 +20,7 @@ from fl_bn.methods import Phase
 
 
 class BatchNormClient(LocalClient, NumPyClient):
-    """A client that trains, measures and evaluates one model as its method says, as a ``NumPyClient``.
+    """Train, measure and evaluate one model as its method says, as Flower's ``NumPyClient``.
 
     A list of arrays has no names. So ``layout`` in the config holds them, as JSON that ``codec.flatten`` makes.
     The other fields of a config are those of the message's header and config. ``make_client_app`` speaks to the

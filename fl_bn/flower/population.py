@@ -23,7 +23,7 @@ from fl_bn.support.wire import WireError, printable, reason
 
 
 class RunFailed(Exception):
-    """The run cannot go on; the message advises what to do.
+    """Report that the run cannot go on; the message advises what to do.
 
     It is no RuntimeError: Flower 1.25 takes a RuntimeError for its own, reports the run as rejected, and leaves
     it running.
@@ -32,7 +32,7 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True)
 class Client:
-    """One client as it introduced itself.
+    """Describe one client as it introduced itself.
 
     Attributes:
         index: its partition, from 0.
@@ -49,7 +49,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Introductions:
-    """The nodes' introductions before there is a ``Population``.
+    """Hold the nodes' introductions before there is a ``Population``.
 
     Attributes:
         nodes: the nodes that were asked. A node without a reply was silent.
@@ -69,7 +69,7 @@ def sample_cohort(population: Sequence[int], size: int, rng: random.Random) -> l
 
 
 class Population:
-    """All clients of a run, by index. Flower's node ids are random, so only an index makes a run reproducible.
+    """Track all clients of a run, by index. Flower's node ids are random, so only an index is reproducible.
 
     ``clients`` holds those that have introduced themselves. ``everyone`` returns those of them whose first
     round has come.

@@ -15,7 +15,7 @@ from fl_bn.options import options_by_key
 
 
 class OfMethod(BatchNormStrategy):
-    """A strategy that takes a method's options, with the method's own defaults, beside those of ``BatchNormStrategy``.
+    """Run a method with its own options and defaults, beside the options of ``BatchNormStrategy``.
 
     Args:
         model: any torch network, unconverted.

@@ -55,7 +55,7 @@ NOTHING = "a run of 0 rounds measures statistics alone: set calibrate to -1, or 
 
 
 class BatchNormStrategy(Strategy):
-    """A strategy that trains a model by a method over the clients of a grid.
+    """Train a model by a method over the clients of a grid.
 
     The record ``arrays`` holds every shared tensor: weights, affine and running statistics, by state_dict name.
 

@@ -20,7 +20,7 @@ from fl_bn.flower.secagg import rounds as secure_rounds
 from fl_bn.flower.secagg import stages as secure_stages
 from fl_bn.flower.secagg.instruction_history import History, history_of, problem, put_together, telling, to_write
 from fl_bn.flower.wire.codec import to_record
-from fl_bn.flower.wire.messages import HISTORY_ROUNDS, HISTORY_HASHES
+from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS
 from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import people, what
@@ -56,7 +56,8 @@ class Earlier(WatchedGrid):
             if self.says is not None and HISTORY_ROUNDS in config:
                 history = self.says(node, self.seen["told"])
                 config |= {HISTORY_ROUNDS: list(history), HISTORY_HASHES: b"".join(history.values())}
-                message.content["config"] = ConfigRecord({k: v for k, v in config.items() if history or k not in (HISTORY_ROUNDS, HISTORY_HASHES)})
+                fields = {k: v for k, v in config.items() if history or k not in (HISTORY_ROUNDS, HISTORY_HASHES)}
+                message.content["config"] = ConfigRecord(fields)
         return super()._answer(message)
 
 
@@ -129,7 +130,8 @@ def test_whoever_was_told_something_else_than_the_server_says_of_round_1_sends_n
 ) -> None:
     grid = Earlier(OTHERS, says, seen)
     ran(grid)
-    refused = {m.metadata.src_node_id for m in grid.received if m.has_error() and "the others got another instruction in round 1" in str(m.error.reason)}
+    why = "the others got another instruction in round 1"
+    refused = {m.metadata.src_node_id for m in grid.received if m.has_error() and why in str(m.error.reason)}
     assert sorted(refused) == refuse
     assert len(vectors_of_round_2(seen)) == 5 - len(refuse)
 
@@ -208,6 +210,7 @@ def test_a_round_whose_numbers_were_not_finite_is_in_the_history_too(monkeypatch
     grid = WatchedGrid(client_app(FEDBN, people(), TWO_STEPS), 5)
     rates = {1: 0.1, 2: 1e30, 3: 0.1}
     run(FEDBN, people(), 3, grid=grid, secure=SecureAggregation(), may_fail=True, policy={"rate": lambda round, rounds: rates[round]})
-    said = [m.content.config_records["told"][HISTORY_ROUNDS] for m in grid.received if m.has_content() and "told" in m.content.config_records]
+    records = [m.content.config_records for m in grid.received if m.has_content()]
+    said = [configs["told"][HISTORY_ROUNDS] for configs in records if "told" in configs]
     assert [1, 2] in said
     assert all(rounds in ([1], [1, 2], [1, 2, 3]) for rounds in said)

@@ -20,7 +20,7 @@ FORMAT = "fl-bn checkpoint/1"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after ``round``.
+    """Hold the state of a run after ``round``.
 
     Calendar and schedules depend on the round alone. Cohorts, batches and dropout depend on the seed and the
     round. The generators of Python, NumPy and torch are stored for random numbers that a user's own code draws.

@@ -28,7 +28,7 @@ Sections = Mapping[str, Mapping[str, Tensor]]
 
 
 class StateStore(Protocol):
-    """A store of tensors that never leave the client, by round and section."""
+    """Keep tensors that never leave the client, by round and section."""
 
     def read(self, before: int) -> ClientState:
         """Return the newest state from a round before ``before``."""
@@ -44,7 +44,7 @@ PREVIOUS = "previous/"  # prefix of the sections kept before the newest
 
 
 class MemoryState:
-    """A store in Flower's ``context.state``, with the newest state and the one before.
+    """Keep the newest state and the one before it, in Flower's ``context.state``.
 
     The older state serves a client that gets the newest round's message again.
 
@@ -87,7 +87,7 @@ class MemoryState:
 
 
 class FileState:
-    """A store of one file per round, for one client in one run.
+    """Keep one file per round, for one client in one run.
 
     Files to which no run can go back are deleted. A file that is damaged is renamed, logged and not used. So is
     a file of another client, model or method.

@@ -65,7 +65,7 @@ OTHERS = {
 
 
 class DisclosureReport:
-    """The disclosures of one run.
+    """Record the disclosures of one run.
 
     ``note``, ``evaluations`` and ``masked`` record them. ``enter`` puts all that are new into a round's record.
 

@@ -30,7 +30,7 @@ _named: set[str] = set()  # nodes that are lost, as was said in the log
 
 
 class NoProcess(Exception):
-    """All processes for clients are gone; the message advises what to do."""
+    """Report that all processes for clients are gone; the message advises what to do."""
 
 
 def repair(pool: Any = None) -> None:

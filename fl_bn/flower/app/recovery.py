@@ -21,7 +21,7 @@ from fl_bn.support.client_names import UNNAMED, ClientNames
 
 
 class Recovery:
-    """The checkpoints of one run, and the rounds in which its clients kept tensors.
+    """Write the checkpoints of one run, and track the rounds in which its clients kept tensors.
 
     Args:
         name: of the run.

@@ -32,7 +32,7 @@ POLL = 0.1  # seconds between looks for replies
 
 
 class Carrier(ABC):
-    """A way to carry a round's exchange.
+    """Carry a round's exchange.
 
     ``messages`` is the number of Flower messages that one client got in the last round.
     """
@@ -97,7 +97,7 @@ class Carrier(ABC):
 
 
 class LocalCarrier(Carrier):
-    """A carrier for ``InProcessGrid``, whose clients take turns."""
+    """Carry the exchange within ``InProcessGrid``, whose clients take turns."""
 
     name = "local"
 
@@ -113,7 +113,7 @@ class LocalCarrier(Carrier):
 
 
 class GrpcCarrier(Carrier):
-    """A carrier by a gRPC service in this process.
+    """Carry the exchange by a gRPC service in this process.
 
     Address, authority and tokens travel in the train messages, over Flower's own channel.
 
@@ -197,7 +197,7 @@ class GrpcCarrier(Carrier):
 
 
 class ReplayCarrier(Carrier):
-    """A carrier by one Flower message per exchange.
+    """Carry the exchange by one Flower message per exchange.
 
     The answers so far travel to the clients. Each client computes its round again until it needs the next
     answer.

@@ -35,7 +35,7 @@ GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exch
 
 @dataclass(frozen=True)
 class ExchangeAddresses:
-    """The hosts to which a client may connect, as HOST or HOST:PORT.
+    """List the hosts to which a client may connect, as HOST or HOST:PORT.
 
     Attributes:
         named: the entries of the node config. None: it has none. Then a deployed client connects nowhere, since
@@ -85,7 +85,10 @@ def deployed() -> bool:
 
 
 class SiteExchange(GrpcExchange):
-    """An exchange whose errors tell the server nothing of this client's network. The client's own log has the details."""
+    """Exchange by gRPC, with errors that tell the server nothing of this client's network.
+
+    The client's own log has the details.
+    """
 
     def _ask(self, request: Request, dtype: torch.dtype) -> Answer:
         try:

@@ -29,7 +29,7 @@ BY_PASSES = "Statistics are measured by passes instead"
 
 
 class Exchanges:
-    """The layer-wise exchanges of one run.
+    """Run the layer-wise exchanges of one run.
 
     Args:
         settings: the carrier, the deadlines and the policy for missing clients.

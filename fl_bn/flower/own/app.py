@@ -54,7 +54,7 @@ Batches = Callable[[Context], Iterable[Any]]
 
 
 class OwnRound:
-    """One round at one client: the value that ``training`` yields.
+    """Compute one round at one client: the value that ``training`` yields.
 
     Your loop trains ``model``. After the block, ``message`` makes the reply.
 
@@ -106,7 +106,7 @@ class OwnRound:
 
 
 class RoundGoesOn(Exception):
-    """The round needs one more answer of the server's before it can go on, in FedTAN's exchange by replay.
+    """Report that the round needs one more answer of the server's, in FedTAN's exchange by replay.
 
     ``replayed`` catches this exception and sends the question.
 

@@ -51,7 +51,7 @@ RATES = ("lr", "learning_rate")
 
 
 class _Rounds(BatchNormStrategy):
-    """A strategy for which clients evaluate with any metrics (``evaluation_of_own_app``).
+    """Run rounds in which clients evaluate with any metrics (``evaluation_of_own_app``).
 
     Args:
         args: as ``BatchNormStrategy``.
@@ -122,7 +122,7 @@ class _Rounds(BatchNormStrategy):
 
 
 class OwnAppStrategy(Strategy):
-    """A strategy that trains your model by a method, over a Flower app of your own.
+    """Train your model by a method, over a Flower app of your own.
 
     The app's ClientApp uses ``fl_bn.flower.answer`` and ``fl_bn.flower.training``.
 

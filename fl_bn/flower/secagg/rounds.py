@@ -77,7 +77,7 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
 
 
 class SecureRounds:
-    """The secure aggregation of one run. ``accountant`` counts the privacy budget, if the settings ask for privacy.
+    """Aggregate securely in one run. ``accountant`` counts the privacy budget, if the settings ask for privacy.
 
     Args:
         settings: of secure aggregation.

@@ -55,7 +55,7 @@ CURVE = "secp384r1"  # of Flower's keys
 
 @dataclass
 class Stages:
-    """The grid that Flower's workflow uses.
+    """Serve Flower's workflow as its grid.
 
     Its messages get this project's records and time to live. It checks every reply, so that Flower's stages see
     checked values alone.

@@ -37,7 +37,7 @@ REFERENCE = "reference"  # section of a message: what deviations are from, where
 
 @dataclass(frozen=True)
 class Plan:
-    """The counts of one client for a round, sent to the server in the clear before the round.
+    """Count one client's work in a round. It is sent to the server in the clear before the round.
 
     Attributes:
         samples: the number of different samples; 0 if the client sits out.
@@ -52,7 +52,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Weighting:
-    """The counts that weigh 1 in a sum, per section: the largest of any client in the cohort.
+    """Hold the counts that weigh 1 in a sum, per section: the largest of any client in the cohort.
 
     Privacy needs all sections to weigh 1 at every client.
 

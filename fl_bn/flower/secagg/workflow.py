@@ -38,7 +38,7 @@ MASKED_STILL = "the masks did not cancel (server and clients with different vers
 
 
 class SumFailed(Exception):
-    """There is no sum, and nothing was revealed.
+    """Report that there is no sum, and that nothing was revealed.
 
     Args:
         reason: why.
@@ -52,7 +52,7 @@ class SumFailed(Exception):
 
 @dataclass(frozen=True)
 class Summand:
-    """The server's knowledge of one client in a sum: its counts.
+    """Hold the server's knowledge of one client in a sum: its counts.
 
     Attributes:
         client: the client.
@@ -69,7 +69,7 @@ class Summand:
 
 @dataclass(frozen=True)
 class Sum:
-    """A secure sum.
+    """Hold a secure sum.
 
     Attributes:
         mean: (d,), float64, the mean of the weighted vectors of ``parts``.
@@ -113,7 +113,7 @@ def _workflow(settings: SecureAggregation, clients: int, timeout: float) -> Any:
 
 
 class _Legacy(FedAvg):
-    """The strategy that Flower's workflow uses: it names the nodes, and takes the average out."""
+    """Serve Flower's workflow as its strategy: name the nodes, and take the average out."""
 
     def __init__(self, grid: Grid, nodes: Sequence[int]) -> None:
         super().__init__()

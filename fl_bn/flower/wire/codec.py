@@ -37,7 +37,7 @@ LONGEST_HEAD = 4096  # bytes of an array before its values
 
 @dataclass(frozen=True)
 class Header:
-    """The purpose of a payload. A reply repeats the header of its instruction.
+    """Name the purpose of a payload. A reply repeats the header of its instruction.
 
     Attributes:
         method: the method's name.
@@ -102,7 +102,7 @@ def header_for(shared: SharedModel, round: int, phase: Phase, payload: str = AS_
 
 
 class LazyArray(Array):
-    """A Flower array that is encoded only when its bytes are read. Within a process nobody reads them.
+    """Encode a Flower array only when its bytes are read. Within a process nobody reads them.
 
     On the wire it is an ``Array`` like any other.
 

@@ -27,7 +27,7 @@ def metrics_of(content: RecordDict) -> MetricRecord | None:
 
 
 class Form(fields.Form):
-    """A form that finds its record in a message."""
+    """Find a record in a message, and read it."""
 
     def of_configs(self, content: RecordDict) -> Values:
         """Read the config record of this form's name."""

@@ -48,16 +48,16 @@ _entered: ContextVar[bool] = ContextVar("entered", default=False)
 
 
 class Refused(ValueError):
-    """The gate refuses a message or a reply."""
+    """Report that the gate refuses a message or a reply."""
 
 
 class Insecure(Refused):
-    """The server asked for a reply that would show one client's numbers."""
+    """Report that the server asked for a reply that would show one client's numbers."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of message, and what its reply may hold.
+    """Describe a kind of message, and what its reply may hold.
 
     Attributes:
         records: the names of config and metric records in the reply.
@@ -87,7 +87,7 @@ SUM = Kind(frozenset({RECORD_KEY_CONFIGS, "plan", "told", "fitres.metrics", "fit
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits that a site sets.
+    """Hold the limits that a site sets.
 
     Attributes:
         secure: whether the site requires secure aggregation.
@@ -117,7 +117,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Gate:
-    """A Flower mod that checks an app's messages and replies: ``ClientApp(mods=[Gate()])``.
+    """Check an app's messages and replies, as a Flower mod: ``ClientApp(mods=[Gate()])``.
 
     Attributes:
         kinds: the kinds of messages that may enter, by Flower's message type. Default: those of fl-bn's

@@ -132,7 +132,7 @@ class _Lost:
 
 
 class Mailbox:
-    """The messages of one call of ``receive``, and their replies so far.
+    """Send the messages of one call of ``receive``, and collect their replies.
 
     Args:
         grid: Flower's grid.

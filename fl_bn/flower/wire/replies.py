@@ -22,7 +22,7 @@ from fl_bn.support.wire import Absent, WireError, reason
 
 @dataclass(frozen=True)
 class Decoded:
-    """A reply that is decoded and not yet checked.
+    """Hold a reply that is decoded and not yet checked.
 
     Attributes:
         node: the node that sent it.
@@ -96,7 +96,7 @@ def _read(header: Header, expected: Expected, rounding: PayloadDtype, reply: Dec
 
 
 class Reading:
-    """The check of a round's replies, one by one.
+    """Check a round's replies, one by one.
 
     A reply counts as refused, with the reason, in these cases: it has no samples (the client sat out), it is an
     error, or it is late or missing. ``refused`` holds the reasons by client. ``wrong`` holds the refused

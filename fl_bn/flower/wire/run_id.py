@@ -21,7 +21,7 @@ NAME = re.compile(rf"{FOLDER}/state-[0-9a-f]{{8}}")
 
 @dataclass(frozen=True)
 class RunId:
-    """A run and its resumes.
+    """Name a run and its resumes.
 
     Attributes:
         run: NAME/state-XXXXXXXX, unique to the run.

@@ -20,7 +20,7 @@ ADVICE = 'install the server\'s version at every site (docs, "Upgrade the server
 
 
 class OtherVersion(RuntimeError):
-    """The other side runs another version of fl-bn."""
+    """Report that the other side runs another version of fl-bn."""
 
 
 @cache
