@@ -39,7 +39,7 @@ Tensors = dict[str, Tensor]
 Rounds = list[Tensors]
 Door = Callable[..., Rounds]
 Seen = Callable[[int, int, nn.Module], None]
-RATE = 0.1  # the rate that the application and the strategies have by default
+RATE = 0.1  # of all doors
 sgd = partial(SGD, lr=RATE, momentum=0.9)
 
 
@@ -121,7 +121,8 @@ def own_loop(
     ``fresh``: how clients build their networks, where these are not the server's; ``seen(client, round, model)``: called after training.
     """
     loaders = [SeededBatches(client.x, client.y, size) for client in clients]
-    state, found = server_state(model, method, rounds, clients=len(clients), defence=defence, objective=objective), Rounds()
+    state = server_state(model, method, rounds, clients=len(clients), defence=defence, objective=objective, rate=same_rate)
+    found = Rounds()
     kept: list[ClientState] = [NOTHING] * len(clients)
     for number in range(1, rounds + 1):
         asked, tokens, session = state.instruction(), dict[int, str](), None
@@ -149,6 +150,11 @@ def own_loop(
         assert record.round == number
         found.append(copy.deepcopy(state.shared.tensors()))
     return found
+
+
+def same_rate(round: int, rounds: int) -> float:
+    """Return the rate of every door in every round."""
+    return RATE
 
 
 def session_of(state: Server, clients: int) -> Session:
@@ -197,6 +203,7 @@ def flower(
         calibrate=AS_METHOD if passes else 0,
         unit_scale=passes,
         defence=defence,
+        rate=same_rate,
         objective=objective,
         exchange=ExchangeSettings(carrier),
         **options,

@@ -19,7 +19,7 @@ from fl_bn.flower.wire import messaging as module
 from fl_bn.flower.wire.messaging import LOOK, PASSING, POLL, SAY, send_and_receive
 from fl_bn.methods import METHODS, Method
 from tests.flower.test_recovery import with_files
-from tests.in_process import WatchedGrid, client_app, identical, run
+from tests.in_process import WatchedGrid, a_tenth, client_app, identical, run
 from tests.kept import Kept
 from tests.networks import seeded_network
 
@@ -278,7 +278,7 @@ def test_a_run_whose_nodes_die_and_come_back_is_the_same_to_the_bit(
 def played(grid: Grid, method: Method = FBN, **policy: Any) -> list[RoundRecord]:
     records: list[RoundRecord] = []
     plain = {"clients": 3, "wait": 30.0, "timeout": 60.0, "calibrate": 0, "unit_scale": False}  # as ``run`` has it
-    rounds = Rounds(**{**plain, **policy})
+    rounds = Rounds(**{**plain, "rate": a_tenth, **policy})
     strategy = BatchNormStrategy(seeded_network("cnn"), method, rounds, callbacks=[Kept(records)])
     result = strategy.start(grid, num_rounds=3)
     records.append(result)  # type: ignore[arg-type]
