@@ -1,4 +1,7 @@
-"""The only package that imports Flower: strategies, the client, the wire format between them, and the in-process engine."""
+"""Connect fl-bn to Flower: strategies, the client, the wire format between them, and the in-process engine.
+
+No other package of fl-bn imports Flower.
+"""
 
 from fl_bn.federation.rounds import Rounds
 from fl_bn.flower.app.client_app import make_client_app

@@ -1,10 +1,10 @@
-"""All that depends on Flower's version: names of Flower's that are private or have moved, and the version that deployments need.
+"""Find whatever depends on Flower's version: names that are private or have moved, and the version that deployments need.
 
-``from fl_bn.flower.compat import Stage`` looks for ``Stage`` where each version of Flower keeps it, and not before. Everything else that
-this package imports of Flower is public, and has been in the same place since the oldest version (``tests/test_architecture.py`` has the
-list).
+``from fl_bn.flower.compat import Stage`` looks for ``Stage`` where each version of Flower keeps it, and not
+before. All other names that this package imports of Flower are public. They have had the same place since the
+oldest version (``tests/test_architecture.py`` lists them).
 
-Imports nothing but the standard library, so that ``superlink.py`` can load it by its path.
+This module imports nothing but the standard library, so that ``superlink.py`` can load it by its path.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ SECAGG_SERVER = "flwr.server.workflow.secure_aggregation.secaggplus_workflow"
 
 
 class WrongFlower(ValueError):
-    """The installed Flower cannot do what is asked for; the message says which one can."""
+    """Report that the installed Flower lacks what a caller needs; the message says which version has it."""
 
 
 def __getattr__(name: str) -> Any:
@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
 
 
 def find(name: str) -> Any:
-    """The object ``name`` of ``PLACES``.
+    """Return the object ``name`` of ``PLACES``.
 
     Raises:
         ImportError: the installed Flower has it at none of its places.
@@ -98,12 +98,15 @@ def find(name: str) -> Any:
 
 
 def simulated() -> bool:
-    """Whether this process runs Flower's simulation on Ray."""
+    """Tell whether this process runs Flower's simulation on Ray."""
     return SIMULATION in sys.modules
 
 
 def identify(run_id: int) -> None:
-    """Let this process make messages, if it cannot already: later versions of Flower (1.42, not yet 1.34) ask in whose name it does."""
+    """Let this process make messages in the name of the run ``run_id``.
+
+    Later versions of Flower need that (1.42, not yet 1.34). An identity that is set already stays.
+    """
     try:
         identity = find("TaskIdentity")
     except ImportError:
@@ -115,28 +118,31 @@ def identify(run_id: int) -> None:
 
 
 def address(message: Any, run_id: int, message_id: str) -> None:
-    """Write into an outgoing message what Flower's own grids do: the run, which is also the sender, and the message's id."""
+    """Write the run, which is also the sender, and the message's id into an outgoing message, as Flower's own grids do."""
     message.metadata.__dict__.update(_run_id=run_id, _src_node_id=run_id, _message_id=message_id)
 
 
 def answering(reply: Any, message_id: str) -> Any:
-    """``reply``, with the id of the message that it answers written into it."""
+    """Write the id of the message that ``reply`` answers into it, and return it."""
     reply.metadata.__dict__.update(_reply_to_message_id=message_id)
     return reply
 
 
 def fill(record: Any, items: Mapping[str, Any]) -> None:
-    """``record.update(items)`` for a new record of Flower's, and items known to be of its kind: Flower checks each one's type, slowly."""
+    """Do the same as ``record.update(items)``, for a new record of Flower's and items of a valid type.
+
+    Flower's own method checks the type of each item, slowly.
+    """
     vars(record).get("_data", record).update(items)
 
 
 def simulates(grid: Any) -> bool:
-    """Whether ``grid`` is that of Flower's simulation, whose clients share the workers of one machine."""
+    """Tell whether ``grid`` is that of Flower's simulation, whose clients share the workers of one machine."""
     return type(grid).__name__ == "InMemoryGrid"
 
 
 def copy_of(name: str) -> ModuleType:
-    """Flower's module ``name``, loaded once more under a name of its own: to change it changes nothing for others.
+    """Load Flower's module ``name`` once more, under a name of its own. Changes to this copy affect nobody else.
 
     Raises:
         ImportError: the installed Flower has no such module.
@@ -151,7 +157,14 @@ def copy_of(name: str) -> ModuleType:
 
 
 def check_deployed(what: str) -> None:
-    """Raises WrongFlower where ``what``, a part of a deployment, would start on another version of Flower than it is made for."""
+    """Check that the installed Flower is the version for deployments.
+
+    Args:
+        what: the part of a deployment that is about to start, for the message.
+
+    Raises:
+        WrongFlower: another version is installed.
+    """
     if not f"{(here := version('flwr'))}.".startswith(f"{DEPLOYED}."):
         raise WrongFlower(f"{what} needs Flower {DEPLOYED}, but flwr {here} is installed: {_advice(DEPLOYED)}")
 
@@ -161,5 +174,5 @@ def _advice(wanted: str) -> str:
 
 
 def prints(handler: logging.Handler) -> bool:
-    """Whether Flower made this handler of its log, to print it."""
+    """Tell whether ``handler`` of Flower's log is Flower's own, which prints the log."""
     return isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("flwr.")

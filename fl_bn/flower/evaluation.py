@@ -1,4 +1,4 @@
-"""Put together what the clients' own evaluations say, in the clear or as a secure sum."""
+"""Combine the clients' own evaluations, in the clear or as a secure sum."""
 
 from __future__ import annotations
 
@@ -25,45 +25,72 @@ if TYPE_CHECKING:
 Send = Callable[[list[Message]], list[Message]]
 
 
-class SaidOnce:
-    """Warns of the clients that were refused, once in a run for each client and reason. ``line``: with places for these two."""
+class LogOnce:
+    """Warn of refused clients, once in a run for each client and reason.
+
+    Args:
+        line: the line of the log, with places for the client's name and the reason.
+        called: the clients' names.
+    """
 
     def __init__(self, line: str, called: ClientNames) -> None:
-        self._line, self._called, self._said = line, called, set[tuple[int, str]]()
+        self._line, self._called, self._logged = line, called, set[tuple[int, str]]()
 
     def __call__(self, refused: Mapping[int, str]) -> None:
+        """Warn of the ``refused`` clients, given with their reasons."""
         for index, why in sorted(refused.items()):
-            if (index, why) not in self._said:
-                self._said.add((index, why))
+            if (index, why) not in self._logged:
+                self._logged.add((index, why))
                 log(logging.WARNING, self._line, self._called.client(index), why)
 
 
 class EvaluationsAtClients:
-    """Puts the evaluations of one run together, by the metrics of ``task``."""
+    """Combine the evaluations of one run, by the metrics of its task.
+
+    Args:
+        task: declares the metrics.
+        called: the clients' names in the log.
+    """
 
     def __init__(self, task: Task, called: ClientNames) -> None:
-        self.task, self._called, self._say = task, called, SaidOnce("%s did not evaluate: %s", called)
+        self.task, self._called, self._say = task, called, LogOnce("%s did not evaluate: %s", called)
 
     def in_the_clear(self, replies: Iterable[Decoded], reading: Reading) -> tuple[MetricRecord | None, dict[int, dict[str, float]]]:
-        """Put the ``replies`` together.
+        """Combine the replies of an evaluation in the clear.
+
+        Args:
+            replies: the clients' replies.
+            reading: checks them.
 
         Returns:
-            What ``over_clients`` makes of the clients' metrics, None where there are none; and each client's own loss and metric.
+            The metrics over all clients (``over_clients``), None without any, and each client's own loss and
+                metric.
         """
-        came, refused, _ = read_replies(replies, reading)
+        checked, refused, _ = read_replies(replies, reading)
         self._say(refused)
         metric = self.task.metric
-        measured = {reply.client: reply.metrics for reply in came if fits(self.task, metric, reply.metrics[metric])}  # NaN: no label
-        if not measured:
+        metrics = {reply.client: reply.metrics for reply in checked if fits(self.task, metric, reply.metrics[metric])}  # NaN: no label
+        if not metrics:
             return None, {}
-        own = {index: {k: m[k] for k in ("loss", metric)} for index, m in measured.items()}
-        return MetricRecord({**over_clients(self.task, [dict(m) for m in measured.values()])}), own
+        own = {index: {k: m[k] for k in ("loss", metric)} for index, m in metrics.items()}
+        return MetricRecord({**over_clients(self.task, [dict(m) for m in metrics.values()])}), own
 
     def as_a_sum(
         self, secure: SecureRounds, grid: Grid, instructions: Sequence[Message], clients: Sequence[Client], timeout: float, send: Send
     ) -> MetricRecord | None:
-        """The means over ``clients``, of whom the server sees none alone. ``instructions``: the evaluate messages; where they ask to save
-        a model, that is asked by messages of its own, which ``send`` sends: those who have no part in the sum save theirs, too."""
+        """Return the means over ``clients``, of whom the server sees none alone; None where there is no mean.
+
+        Where the messages ask to save a model, that is asked by separate messages. So clients that have no part
+        in the sum save theirs, too.
+
+        Args:
+            secure: makes the sum.
+            grid: Flower's grid.
+            instructions: the evaluate messages.
+            clients: the clients that evaluate.
+            timeout: seconds for the replies.
+            send: sends messages, and returns the replies.
+        """
         if not instructions:
             return None
         if any(message.content.config_records["config"]["save"] for message in instructions):

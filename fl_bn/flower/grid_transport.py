@@ -1,4 +1,4 @@
-"""The transport over a Flower grid: messages out, replies in, with the strategy's own hooks between."""
+"""Carry a run over a Flower grid: messages to clients and their replies, with the strategy's own hooks between."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class GridTransport(Transport):
-    """One run of a strategy over a grid.
+    """Carry one run of a strategy over a grid.
 
     Args:
-        strategy: Makes the messages, and reads the replies.
-        grid: Flower's.
-        timeout: Seconds that the replies of a round have.
-        train_config: Values of every train message.
-        evaluate_config: Values of every evaluate message.
-        evaluate_fn: Evaluates at the server, too: ``evaluate_fn(round, arrays)``.
+        strategy: makes the messages, and reads the replies.
+        grid: Flower's grid.
+        timeout: seconds for the replies of a round.
+        train_config: values for every train message.
+        evaluate_config: values for every evaluate message.
+        evaluate_fn: evaluates at the server, too: ``evaluate_fn(round, arrays)``.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class GridTransport(Transport):
         raise NotImplementedError
 
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Have everyone who is there measure, or the round's cohort, as the method wants it."""
+        """Return the measurements of all clients that are here, or of the round's cohort, as the method wants it."""
         strategy, everyone = self.strategy, self._measuring(instruction)
         sent = strategy.messages(STATISTICS, instruction, everyone, {"measured": instruction.measured})
         who = [client.index for client in everyone]
@@ -90,7 +90,10 @@ class GridTransport(Transport):
         return RoundReplies(who, *self._read(strategy.overheard(replies), instruction, everyone, sent))
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
-        """Have clients measure by one message and an exchange per layer; None where not everyone with data took part to the end."""
+        """Return the clients' measurements by one message and an exchange per layer.
+
+        None where a client with data took no part, or did not stay to the end.
+        """
         strategy = self.strategy
         policy, exchanges = strategy.rounds, strategy.exchanges
         if strategy.secure is not None or strategy.method.adversary is not None or policy.recalibration == "passes":
@@ -103,10 +106,10 @@ class GridTransport(Transport):
         if not carrier:
             return None
         parts, refused, wrong = self._read(strategy.overheard(replies, without_training=True), instruction, clients, sent)
-        missing = refused | {c.index: "it sat the exchange out" for c in clients if c.index not in exchanges.session.taking_part}
+        missing = refused | {c.index: "it sat out" for c in clients if c.index not in exchanges.session.taking_part}
         if missing:
             index, reason = next(iter(sorted(missing.items())))
-            log(logging.WARNING, "the exchange layer by layer went without %s: %s. %s", policy.called.client(index), reason, BY_PASSES)
+            log(logging.WARNING, "%s took no part in the exchange layer by layer: %s. %s", policy.called.client(index), reason, BY_PASSES)
             return None
         empty = {client.index: "it has no samples" for client in everyone if client not in clients}
         return RoundReplies([client.index for client in everyone], parts, empty, wrong, exchanges.session, carrier)
@@ -139,7 +142,7 @@ class GridTransport(Transport):
         return metrics
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """After the last round, ask clients for the layers that they keep, where unseen clients are to get their average."""
+        """Ask clients for the layers that they keep, after the last round and if unseen clients shall get their average."""
         strategy = self.strategy
         if not (strategy.rounds.unseen and strategy.method.personal and number == self.server.rounds):
             return
@@ -149,7 +152,7 @@ class GridTransport(Transport):
         strategy.unseen = average_kept(population.grid, who, strategy.shared, number, strategy.rounds, run_id, overheard)
 
     def _secure_round(self, messages: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Carry out a round of which the server sees the sum alone."""
+        """Carry out a round in which the server sees the sum alone."""
         strategy = self.strategy
         assert strategy.secure is not None
         changed, parts = strategy.secure.train(self.grid, messages, strategy.cohort, self.timeout)

@@ -1,6 +1,6 @@
-"""Flower's messages to and from the values of a round: here an instruction is read out of a message, and a reply put into one.
+"""Translate between Flower's messages and the values of a round: read an instruction, and make a reply.
 
-fl-bn's own application, a Flower app of one's own and secure aggregation all read and answer through these functions.
+fl-bn's own application, a Flower app of your own and secure aggregation all use these functions.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ COUNTS = ("steps", "batch", "measured", "kept", "drift-layer", "fewest", "count"
 
 @dataclass(frozen=True)
 class Request:
-    """What a message asks of one client, checked.
+    """Hold the checked content of a message to one client.
 
     Attributes:
-        header: of the message; the reply repeats it.
-        instruction: of the client's round. An evaluation is asked for as a phase that trains nothing (``Phase.MEASURE``).
+        header: the message's header, which the reply repeats.
+        instruction: the instruction for the client's round. For an evaluation, its phase trains nothing
+            (``Phase.MEASURE``).
         config: the checked values of the message's config.
         rounding: the type in which weights travel, in both directions.
-        transcript: the answers so far, of a layer-wise exchange by replay.
+        transcript: the answers so far in a layer-wise exchange by replay.
     """
 
     header: Header
@@ -50,34 +51,39 @@ class Request:
 
     @property
     def trains(self) -> bool:
-        """Whether the client is to train."""
+        """Return whether the client is to train."""
         return self.instruction.phase is not Phase.MEASURE
 
     def kept(self, store: StateStore) -> ClientState:
-        """Return the state that the client goes on from: of the rounds before, or, where it does not train, of this one, too."""
+        """Return the state from which the client goes on.
+
+        It is the state after the rounds before this one. Where the client does not train, the state after this
+        round is used, if there is one.
+        """
         kept = store.read(before=self.instruction.round + (not self.trains))
         if not self.trains:
             return kept
         return replace(kept, counted=int(self.config.get("counted", kept.round)) >= kept.round)
 
     def connect(self, addresses: ExchangeAddresses) -> Connect | None:
-        """Return how the client joins the layer-wise exchange of its round; None where there is none."""
+        """Return the function by which the client joins the layer-wise exchange of its round; None without an exchange."""
         if self.instruction.phase is Phase.EXCHANGE or (not self.trains and self.config.get("exchange")):
             return partial(connect, addresses, self.config, self.transcript)
         return None
 
 
 def read(message: Message, network: Network, form: Form | None = None, header: Header | None = None) -> Request:
-    """Read what ``message`` asks of a client.
+    """Read a server's message.
 
     Args:
-        message: from the server.
-        network: the client's; the message must be for this model and method.
-        form: of the config; None: to train or to measure, as the header's phase says.
-        header: of the message, where it was read before.
+        message: the server's message.
+        network: the client's network. The message must be for its model and method.
+        form: the form of the message's config. None: the form to train or to measure, as the header's phase
+            says.
+        header: the message's header, if it was read before.
 
     Raises:
-        WireError: for the first thing that is not as expected.
+        WireError: a field or an array is not as expected. The error names the first one.
     """
     content = message.content
     header = header or header_of(content)
@@ -87,16 +93,17 @@ def read(message: Message, network: Network, form: Form | None = None, header: H
 
 
 def request_of(header: Header, payload: Payload, config: Values, network: Network) -> Request:
-    """Return what a header, the arrays beside it and the values of a config ask of a client.
+    """Return the request in a header, its arrays and the values of a config.
 
     Args:
-        header: of the instruction.
+        header: the instruction's header.
         payload: its arrays as they travel. A transcript is taken out of them.
         config: its checked values. Their form says whether the client is to train, to measure or to evaluate.
-        network: the client's.
+        network: the client's network.
 
     Raises:
-        WireError: they are for another phase, model or method, or an array has another type than the header says.
+        WireError: they are for another phase, model or method, or an array has another type than the header
+            says.
     """
     phase, form = Phase(header.phase), config.form
     if form is TO_TRAIN and phase is Phase.MEASURE:
@@ -121,12 +128,12 @@ def _instruction(round: int, phase: Phase, sections: dict[str, Any], config: Val
 
 
 def reply_to(message: Message, header: Header, reply: Reply, rounding: PayloadDtype = EXACT) -> Message:
-    """Make the message that answers ``message`` by ``reply``.
+    """Return the message that answers ``message`` by ``reply``.
 
     Args:
         message: the instruction.
-        header: of the instruction, which the answer repeats.
-        reply: of the client; without tensors and samples it says that the client sat out.
+        header: the instruction's header, which the answer repeats.
+        reply: the client's reply. Without tensors and samples it says that the client sat out.
         rounding: the type in which weights travel.
 
     Raises:
@@ -139,5 +146,5 @@ def reply_to(message: Message, header: Header, reply: Reply, rounding: PayloadDt
 
 
 def metrics_of(reply: Reply) -> Mapping[str, int | float]:
-    """Return the metrics of ``reply``, counts as whole numbers."""
+    """Return the metrics of ``reply``, with counts as whole numbers."""
     return {name: int(value) if name in COUNTS else float(value) for name, value in reply.metrics.items()}

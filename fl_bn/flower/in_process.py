@@ -1,8 +1,8 @@
-"""Flower on one machine: a ``Grid`` that calls the ClientApp directly, and ``run_in_process``.
+"""Run Flower on one machine: a ``Grid`` that calls the ClientApp directly, and ``run_in_process``.
 
-The same ServerApp and ClientApp as ``flwr run``, without sockets and without Ray: for tests, sweeps, notebooks and one GPU. Clients run
-one after the other (FedTAN's take turns), or in several worker processes. On the CPU the numbers are those of a simulation on Ray, bit
-for bit.
+ServerApp and ClientApp are the same as under ``flwr run``, without sockets and without Ray. That serves tests,
+sweeps, notebooks and a single GPU. Clients run one after the other (FedTAN's take turns), or in several worker
+processes. On the CPU the numbers are those of a simulation on Ray, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,23 +32,26 @@ from fl_bn.flower.compat import address, identify
 from fl_bn.flower.log import log
 from fl_bn.support.user_code import OWN
 
-OWNER = {"allow-modules": OWN}  # who runs all of it in one process may name modules of their own
+OWNER = {"allow-modules": OWN}  # the user owns this process, so the run config may name modules
 CLIENT_APP_RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 App = TypeVar("App")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a grid tells of the run it serves."""
+    """Describe a run to Flower."""
 
     run_id: int
 
 
 class InProcessGrid(Grid):
-    """Every node is a ``Context``; a message that is pushed is answered at once.
+    """Serve nodes that live in this process. A message is answered when it is pushed.
 
-    ``app``: a ClientApp, or its import path. ``workers``: processes that answer messages; None: this process does. ``run_config``'s
-    ``engine`` says whether a cohort's clients are one program.
+    Args:
+        app: the ClientApp, or its import path ``module:name``.
+        clients: the number of nodes, 1 or more.
+        run_config: the run config. Its ``engine`` says whether a cohort's clients are one batched program.
+        workers: the processes that answer messages. None: this process answers them.
     """
 
     def __init__(self, app: ClientApp | str, clients: int, run_config: Mapping[str, Any], workers: Workers | None = None) -> None:
@@ -72,37 +75,43 @@ class InProcessGrid(Grid):
 
     @property
     def one_program(self) -> bool:
-        """Whether the clients of a cohort are one batched program."""
+        """Return whether the clients of a cohort are one batched program."""
         return self._fallback is not None
 
     def set_run(self, run_id: Any) -> None:
-        """Serve the run with this number, or, in later versions, this run of Flower's."""
+        """Serve the run with this number. Later versions of Flower pass the run itself."""
         self._run = Run(int(getattr(run_id, "run_id", run_id)))
 
     @property
     def run(self) -> Any:
+        """Return the run."""
         return self._run
 
     def create_message(self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None) -> Message:
+        """Make a message of the given type for one node."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of all nodes."""
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Compute the answers to ``messages``, keep them, and return the messages' ids."""
         messages = self._addressed(messages)
         ids = [message.metadata.message_id for message in messages]
         self._answers.update(zip(ids, self._answered(messages), strict=True))
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the answers to the messages with these ids, each once."""
         return [self._answers.pop(identity) for identity in list(message_ids) if identity in self._answers]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
-        """The replies, in the order of ``messages``; a client is computed when its reply is asked for, and none before.
+        """Yield the replies in the order of ``messages``, each computed when the caller asks for it.
 
-        So a reply that was used and let go of is out of memory before the next is there. Clients that are one program or exchange with each
-        other reply together; ``workers`` go on while a reply is used.
+        So a reply that the caller has released is out of memory before the next one exists. Clients that are
+        one program, or exchange with each other, reply together. ``workers`` compute the next replies while the
+        caller uses one.
         """
         messages = list(messages)
         exchanging = any(_exchange_token(message) for message in messages)
@@ -120,7 +129,7 @@ class InProcessGrid(Grid):
         return messages
 
     def _answered(self, messages: list[Message]) -> Iterable[Message]:
-        """The answers in order."""
+        """Return the answers in order."""
         if any(_exchange_token(message) for message in messages):
             if self._fallback is not None:
                 self._fallback.say(CannotVectorise("in a run, statistics are exchanged within a step through the server"))
@@ -142,15 +151,18 @@ class InProcessGrid(Grid):
         return _answer_of(self._app, message, self._contexts[message.metadata.dst_node_id])
 
     def _answered_by(self, workers: Workers, messages: list[Message]) -> Iterator[Message]:
-        """What a client keeps travels with its message, and comes back with the reply. Workers compute the next ones meanwhile."""
+        """Yield the answers that ``workers`` compute. They compute the next ones meanwhile.
+
+        A client's state travels with its message, and comes back with the reply.
+        """
         contexts = [self._contexts[message.metadata.dst_node_id] for message in messages]
         tasks = [(self._app, *task) for task in zip(messages, contexts, strict=True)]
-        for done, message, context in zip(workers.run(_in_worker, tasks), messages, contexts, strict=True):
-            if done.error is not None:
-                log(logging.ERROR, "client %s: %s", context.node_config["partition-id"], done.error)
-                yield Message(Error(CLIENT_APP_RAISED, f"{type(done.error).__name__}: {done.error}"), reply_to=message)
+        for result, message, context in zip(workers.run(_in_worker, tasks), messages, contexts, strict=True):
+            if result.error is not None:
+                log(logging.ERROR, "client %s: %s", context.node_config["partition-id"], result.error)
+                yield Message(Error(CLIENT_APP_RAISED, f"{type(result.error).__name__}: {result.error}"), reply_to=message)
             else:
-                answer, context.state = done.value
+                answer, context.state = result.value
                 yield answer
 
     def close(self) -> None:
@@ -166,12 +178,24 @@ def run_in_process(
     client_app: ClientApp | str = "fl_bn.apps.client:app",
     workers: Workers | None = None,
 ) -> Path | None:
-    """Run the ServerApp and ClientApp in this process and return the run directory the ServerApp names, if any.
+    """Run the ServerApp and ClientApp in this process.
 
-    ``config`` is the run config (the keys of ``[tool.flwr.app.config]``); ``clients`` of it is the number of nodes, ``workers`` that of the
-    processes that compute clients. The apps are objects, or import paths as in pyproject. ``workers``: such processes that were
-    started before; they end with the run. What the ServerApp raises is raised here. torch's
-    number of threads is left as it was.
+    torch's number of threads is the same afterwards.
+
+    Args:
+        config: the run config (the keys of ``[tool.flwr.app.config]``). ``clients`` in it is the number of
+            nodes, and ``workers`` the number of processes that compute clients.
+        server_app: the ServerApp, or its import path ``module:name``.
+        client_app: the ClientApp, or its import path ``module:name``.
+        workers: processes that were started before. They end with the run.
+
+    Returns:
+        The run directory that the ServerApp names, if any.
+
+    Raises:
+        Exception: the ServerApp's own, whatever it raises.
+        ValueError: there is no app at an import path.
+        TypeError: the object at an import path is no app of this kind.
     """
     server = _loaded(server_app, ServerApp)
     _loaded(client_app, ClientApp)
@@ -201,13 +225,16 @@ def _in_worker(app: ClientApp | str, message: Message, context: Context) -> tupl
 
 
 def _exchange_token(message: Message) -> str:
-    """The token of a client of the local exchange, empty for any other message."""
+    """Return the token of a client in the local exchange; empty for any other message."""
     config = message.content.config_records.get("config")
     return str(config.get("exchange-token", "")) if config is not None and config.get("exchange") == "local" else ""
 
 
 def _loaded(app: App | str, kind: type[App]) -> App:
-    """``app``, or what the import path ``module:name`` leads to; as in ``flwr run``, modules may lie in the working directory."""
+    """Return ``app``, or the object at the import path ``module:name``.
+
+    As in ``flwr run``, modules may lie in the working directory.
+    """
     if not isinstance(app, str):
         return app
     module, _, name = app.partition(":")

@@ -1,4 +1,4 @@
-"""One client of fl-bn's application: it trains, measures and evaluates, by the values of a round."""
+"""Compute one client's part of a round in fl-bn's application: it trains, measures and evaluates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fl_bn.flower.handlers import Request
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import question
 from fl_bn.flower.log import log
-from fl_bn.flower.secagg.told import to_write
+from fl_bn.flower.secagg.instruction_history import to_write
 from fl_bn.flower.wire.gate import enough
 from fl_bn.flower.wire.messages import TO_SAVE
 from fl_bn.methods import INPUTS, Method, StatisticsPass
@@ -44,11 +44,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Site:
-    """What one client has: its index among ``clients``, its data, its device.
+    """Describe one client: its data and its device.
 
-    ``folder``: for the model that it saves at the end. ``state``: for what it keeps between rounds, below a folder of the run's name;
-    without one that is in Flower's ``context.state``, as long as the simulation or the SuperNode lives. ``exchange``: the addresses of a
-    layer-wise exchange that it connects to.
+    Attributes:
+        client: the client's index, from 0.
+        clients: the number of clients.
+        train: the training samples.
+        test: the test samples.
+        device: the device to compute on.
+        folder: the folder for the model that the client saves at the end; None: it saves none.
+        label_counts: the number of training samples per label, if the client tells it.
+        state: the folder for tensors that the client keeps between rounds, below a folder of the run's name.
+            None: they are kept in Flower's ``context.state``, as long as the simulation or the SuperNode lives.
+        exchange: the addresses of a layer-wise exchange to which the client may connect.
     """
 
     client: int
@@ -63,10 +71,10 @@ class Site:
 
 
 class LocalClient:
-    """Trains, measures and evaluates one model as its method says.
+    """Train, measure and evaluate one model as its method says.
 
-    It takes what a message asks (``Request``) and returns a ``Reply``; it knows neither messages nor lists. The arguments are those of
-    ``BatchNormClient``.
+    It takes a ``Request`` and returns a ``Reply``. It knows neither messages nor lists. The arguments are those
+    of ``BatchNormClient``.
     """
 
     def __init__(
@@ -89,11 +97,11 @@ class LocalClient:
 
     @property
     def model(self) -> nn.Module:
-        """The pristine network. Do not change it."""
+        """Return the pristine network. Do not change it."""
         return self.network.original
 
     def introduce(self) -> dict[str, int | str]:
-        """Say who this client is; the server asks once, when it first sees the client."""
+        """Return who this client is. The server asks once, when it first sees the client."""
         return {
             "client": self.site.client,
             "clients": self.site.clients,
@@ -103,16 +111,16 @@ class LocalClient:
         }
 
     def compute(self, request: Request, pack: Callable[[Reply], T]) -> T:
-        """Train or measure as ``request`` says, and keep what the method keeps.
+        """Train or measure as ``request`` says, and keep the tensors that stay with this client.
 
         Args:
-            request: what a message asks.
-            pack: makes of the reply what is sent. Only after that is anything kept: a client whose weights do not fit the type in which
-                they travel (``Overflow``) sits the round out.
+            request: the checked content of a message.
+            pack: makes the outgoing message from the reply. Tensors are kept only after that. A client whose
+                weights do not fit the type in which they travel (``Overflow``) sits the round out.
 
         Returns:
-            What ``pack`` makes of the reply. The reply has no samples where the client sits out, or where its round needs an answer first
-            (an exchange by replay).
+            The result of ``pack``. The reply has no samples where the client sits out, or where its round needs
+                an answer first (an exchange by replay).
         """
         instruction, store = request.instruction, self.store(request.config)
         kept, joins = request.kept(store), request.connect(self.site.exchange)
@@ -140,27 +148,35 @@ class LocalClient:
         return Reply(self.site.client, {}, 0, 0)
 
     def test(self, request: Request) -> dict[str, float]:
-        """Return the loss and other metrics on this client's test data, with its own local tensors; save the model if it is asked for."""
+        """Return the loss and other metrics on this client's test data, with its own local tensors.
+
+        Save the model, too, if the request names a folder for it.
+        """
         with self._own_model(request) as model:
             metrics = evaluate(model, self.site.test, task=self.task).result()
             self._save(model, str(request.config["save"]))
         return metrics
 
     def evaluation(self, request: Request, least: int = 0) -> Reply:
-        """Return the metrics of ``test`` as a reply. Numbers behind which there are fewer than ``least`` samples are withheld."""
+        """Return the metrics of ``test`` as a reply.
+
+        Args:
+            request: the checked content of an evaluate message.
+            least: the smallest number of samples behind a metric. Metrics of fewer samples are withheld.
+        """
         metrics, samples = self.test(request), len(self.site.test)
         loss = metrics.pop("loss")
         metrics, fewest = enough(metrics, samples, self.task.samples_behind(self.site.test.y), least)
         return Reply(self.site.client, {}, samples, samples, {"loss": loss, "fewest": fewest, **metrics})
 
     def save(self, request: Request) -> None:
-        """Save the model that ``test`` would evaluate under the site's folder, as ``save`` of the message's config names it."""
+        """Save the model that ``test`` would evaluate in the folder that the request names, below the site's folder."""
         with self._own_model(request) as model:
             self._save(model, str(request.config["save"]))
 
     @contextmanager
     def _own_model(self, request: Request) -> Iterator[nn.Module]:
-        """Return what the server sent with this client's own local tensors."""
+        """Yield the network with the server's tensors and this client's own."""
         kept = request.kept(self.store(request.config))
         with self.network.lend() as lent:
             yield LocalRound(lent, self.method, request.instruction, kept).model
@@ -178,26 +194,29 @@ class LocalClient:
         """Return scale, shift and statistics that this client keeps after ``round``, for the average that unseen clients get.
 
         Raises:
-            PermissionError: this client does not tell.
+            PermissionError: this client does not share them.
         """
         if not self.tells:
-            raise PermissionError("this client tells nothing of the layers that it keeps: unseen-client is off in its run config")
+            raise PermissionError("this client does not share the layers that it keeps: unseen-client is off in its run config")
         kept, state = self.kept(config, round + 1).get("local"), self.model.state_dict()
         names = schema.kept_layers(self.model, self.method).sections[schema.KEPT]
         return {name: kept.get(name, state[name]) for name in names}
 
-    def asked(self, config: Mapping[str, Any]) -> StatisticsPass:
-        """Return the pass that the message of a statistics-only exchange asks for."""
+    def requested_pass(self, config: Mapping[str, Any]) -> StatisticsPass:
+        """Return the statistics pass that the message of a statistics-only exchange asks for."""
         return StatisticsPass.for_exchange(str(config.get("measured", INPUTS)), self.method.statistics_pass.samples)
 
     def meet(self, config: Mapping[str, Any]) -> None:
-        """Join the exchange and leave it again: the server wants to know whether all of a cohort can be there at once."""
+        """Join the layer-wise exchange and leave it again.
+
+        So the server learns whether all clients of a cohort can be there at once.
+        """
         connect(self.site.exchange, config, [], 1).close()
 
     def kept(self, config: Mapping[str, Any], before: int) -> ClientState:
-        """Return what this client keeps from the rounds before ``before``, of the run that ``config`` names."""
+        """Return this client's state from the rounds before ``before``, of the run that ``config`` names."""
         return self.store(config).read(before)
 
     def store(self, config: Mapping[str, Any]) -> StateStore:
-        """Return where this client keeps its tensors between the rounds of the run that ``config`` names."""
+        """Return the store of this client's tensors between the rounds of the run that ``config`` names."""
         return store_of(self._context_state, self.site.state, config, self.site.client, self.signature)

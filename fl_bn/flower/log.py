@@ -1,4 +1,4 @@
-"""Flower's log, in which a run tells its story; by its name, which is the same in every version of Flower."""
+"""Write to Flower's log by its name, which is the same in every version of Flower."""
 
 import logging
 
@@ -8,5 +8,5 @@ DETAIL = "detail"  # attribute of a log record that has a long form, too: of the
 
 
 def say_round(line: str, detail: str) -> None:
-    """The short ``line`` of a round; ``detail`` is for run.log and ``fl-bn run --verbose``."""
+    """Log the short ``line`` of a round, with its long form ``detail`` for run.log and ``fl-bn run --verbose``."""
     log(logging.INFO, "%s", line, extra={DETAIL: detail})

@@ -1,4 +1,4 @@
-"""The client as Flower's ``NumPyClient``: lists of arrays in front of a ``LocalClient``."""
+"""Serve a ``LocalClient`` as Flower's ``NumPyClient``, by lists of arrays."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ from fl_bn.methods import Phase
 
 
 class BatchNormClient(LocalClient, NumPyClient):
-    """Trains, measures and evaluates one model as its method says, as a ``NumPyClient``.
+    """Train, measure and evaluate one model as its method says, as Flower's ``NumPyClient``.
 
-    A list of arrays has no names, so a config has them: its field ``layout`` is the JSON that ``codec.flatten`` makes. The other fields of
-    a config are those of the message's header and config. ``make_client_app`` speaks to the client by values, and makes no list: override
-    ``compute``, not ``fit``, to change what it does.
+    A list of arrays has no names. So ``layout`` in the config holds them, as JSON that ``codec.flatten`` makes.
+    The other fields of a config are those of the message's header and config. ``make_client_app`` speaks to the
+    client by values, and makes no list: override ``compute``, not ``fit``, to change the training.
 
-    All that is drawn at random depends on ``seed``, the client and the round alone.
+    All random numbers depend on ``seed``, the client and the round alone.
 
     Args:
-        model: converted already and pristine; it is copied, never changed. Clients of one process may share a ``Network``, and train one
-            copy by turns.
-        method: of the run.
-        settings: of local training.
+        model: the converted, pristine network. It is copied, never changed. Clients of one process may share a
+            ``Network``, and train one copy by turns.
+        method: the run's method.
+        settings: the settings of local training.
         site: the client's data and device.
         state: Flower's ``context.state``.
-        seed: of the run.
+        seed: the run's seed.
         tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
-        shares_drift: whether it tells how far statistics that stay at home moved in a round. One of these numbers is an element of its own
-            statistics.
-        task: what the model learns.
+        shares_drift: whether it reports how far statistics that stay at home moved in a round. One of these
+            numbers is an element of its own statistics.
+        task: the model's task.
+
+    Raises:
+        ValueError: method and settings do not go together.
     """
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,8 +52,11 @@ class BatchNormClient(LocalClient, NumPyClient):
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
         """Return scale, shift and statistics that this client keeps, in the order of ``schema.kept_layers``.
 
+        Args:
+            config: the number of the round as ``round``, and the run's name.
+
         Raises:
-            PermissionError: this client does not tell.
+            PermissionError: this client does not share them.
         """
         return list(to_numpy(self.kept_layers(config, int(config["round"]))).values())
 
@@ -59,10 +65,12 @@ class BatchNormClient(LocalClient, NumPyClient):
 
         Args:
             parameters: the arrays of the instruction.
-            config: ``layout``, the fields of its header, and those of its config, such as ``learning-rate``.
+            config: ``layout``, the fields of the instruction's header, and those of its config, such as
+                ``learning-rate``.
 
         Returns:
-            The arrays of the reply, the number of different samples trained on, and metrics with the reply's ``layout``.
+            The arrays of the reply, the number of different samples trained on, and metrics with the reply's
+                ``layout``.
         """
         request = self._request(parameters, config, TO_MEASURE if config["phase"] == Phase.MEASURE.value else TO_TRAIN)
 
@@ -73,7 +81,13 @@ class BatchNormClient(LocalClient, NumPyClient):
         return self.compute(request, listed)
 
     def evaluate(self, parameters: list[np.ndarray], config: Mapping[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Return the loss on this client's test data, their number, and other metrics; ``save``: file name under the site's folder."""
+        """Return the loss on this client's test data, the number of test samples, and other metrics.
+
+        Args:
+            parameters: the arrays of the instruction.
+            config: ``layout``, the fields of the instruction's header, and those of its config. ``save`` in it
+                names a folder below the site's, in which the client saves the model.
+        """
         metrics = self.test(self._request(parameters, config, TO_EVALUATE))
         return metrics.pop("loss"), len(self.site.test), metrics
 

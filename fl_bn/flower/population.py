@@ -1,4 +1,4 @@
-"""Who is there: Flower's nodes by the client index they serve, waited for, and sampled in an order that the seed alone decides."""
+"""Know the clients of a run: wait for them, match Flower's nodes to clients, and sample cohorts by the seed alone."""
 
 from __future__ import annotations
 
@@ -23,15 +23,23 @@ from fl_bn.support.wire import WireError, printable, reason
 
 
 class RunFailed(Exception):
-    """The run cannot go on; the message says what to do.
+    """Report that the run cannot go on; the message advises what to do.
 
-    No RuntimeError: Flower 1.25 takes these for its own, says that the run was rejected, and leaves it running.
+    It is no RuntimeError: Flower 1.25 takes a RuntimeError for its own, reports the run as rejected, and leaves
+    it running.
     """
 
 
 @dataclass(frozen=True)
 class Client:
-    """One client as it introduced itself. ``index``: its partition; ``node``: Flower's random id."""
+    """Describe one client as it introduced itself.
+
+    Attributes:
+        index: its partition, from 0.
+        node: Flower's random id of its node.
+        samples: the number of its training samples.
+        label_counts: the number of samples per label, if it tells.
+    """
 
     index: int
     node: int
@@ -41,9 +49,14 @@ class Client:
 
 @dataclass(frozen=True)
 class Introductions:
-    """What the nodes ``asked`` have said of themselves before there was a ``Population``. Who is in no reply was silent."""
+    """Hold the nodes' introductions before there is a ``Population``.
 
-    asked: frozenset[int] = frozenset()
+    Attributes:
+        nodes: the nodes that were asked. A node without a reply was silent.
+        replies: their replies.
+    """
+
+    nodes: frozenset[int] = frozenset()
     replies: tuple[Message, ...] = ()
 
 
@@ -51,20 +64,28 @@ NOBODY = Introductions()
 
 
 def sample_cohort(population: Sequence[int], size: int, rng: random.Random) -> list[int]:
-    """``size`` of the population's indices, sorted."""
+    """Return ``size`` of the population's indices, sorted."""
     return sorted(rng.sample(sorted(population), size))
 
 
 class Population:
-    """All clients of a run. Flower's node ids are random: only the client's own index makes a run reproducible.
+    """Track all clients of a run, by index. Flower's node ids are random, so only an index is reproducible.
 
-    ``clients`` have introduced themselves; of these the ones whose round has come take part (``everyone``). ``round``: the next one, at
-    first the one with which the run starts or goes on.
+    ``clients`` holds those that have introduced themselves. ``everyone`` returns those of them whose first
+    round has come.
 
-    An index is a node's own word. Where the operator names the node of each client (``rounds.nodes``), no other node is believed.
-    Elsewhere the node that served an index first has it, whenever it is online; while it is offline another node may serve it. Of
-    several nodes that claim an index which none of them served before, none gets it; where ``clients_are_nodes``, each gets an index of its
-    own (``seats``). ``introductions``: of nodes that were asked already.
+    An index is a node's own claim. Where the operator names the node of each client (``rounds.nodes``), no
+    other node has that index. Elsewhere the first node of an index serves it whenever it is online. While it is
+    offline, another node may serve the index. If several nodes claim an index that none of them served before,
+    none gets it. With ``clients_are_nodes``, each of them gets an index of its own (``seats``).
+
+    Args:
+        grid: Flower's grid.
+        rounds: the server's policy.
+        signature: of the server's model and method. Clients must have the same.
+        round: the next round: the one with which the run starts or goes on.
+        introductions: of the nodes that were asked already.
+        clients_are_nodes: whether nodes that claim one index get an index each.
     """
 
     def __init__(
@@ -92,21 +113,22 @@ class Population:
         self._joined: set[int] = set()  # took part in a round, or were asked to
 
     def gather(self) -> None:
-        """Wait until all clients that may take part in the next round have introduced themselves, or as many as suffice for a start.
+        """Wait for all clients that may take part in the next round, or for as many as suffice for a start.
 
         Raises:
-            RunFailed: fewer came within ``wait`` seconds, or too few and one of them says why it cannot take part.
+            RunFailed: fewer came within ``wait`` seconds, or too few are here and one of them says why it
+                cannot take part.
         """
         wait, starting = self.rounds.wait, self.rounds.starting(self.round)
-        end, told, needed = time.monotonic() + wait, -1, self.rounds.at_start or len(starting)
+        end, logged, needed = time.monotonic() + wait, -1, self.rounds.at_start or len(starting)
         while True:
             problem = self.greet()
             if (here := len(self.everyone())) >= needed:
                 break
             if problem:
                 raise RunFailed(problem)
-            if here != told:
-                told = here
+            if here != logged:
+                logged = here
                 log(logging.INFO, "waiting for clients: %d of %d are here", here, needed)
             if time.monotonic() > end:
                 missing = self.called.clients(sorted(starting - set(self.clients)))
@@ -123,7 +145,7 @@ class Population:
             log(logging.INFO, "starting with %d clients; %s may join later", here, self.called.clients(later))
 
     def wait_for(self, least: int, round: int) -> None:
-        """Give ``least`` clients ``wait`` seconds to come (back) before ``round``; say who joins in it."""
+        """Wait up to ``wait`` seconds for ``least`` clients before ``round``, and log who joins in it."""
         self.round, wait = round, self.rounds.wait
         self.greet()
         end = time.monotonic() + wait
@@ -138,10 +160,11 @@ class Population:
                 log(logging.INFO, "%s joins in round %s", self.called.client(client.index), round)
 
     def greet(self) -> str:
-        """Ask every node not seen before who it is; forget clients whose node is gone.
+        """Ask every new node who it is, and forget clients whose node is gone.
 
-        Returns what is wrong with a node that could take part otherwise, and what to do: its data cannot be read, say, or two nodes
-        claim one index. Empty: nothing.
+        Returns:
+            The problem of a node that could take part otherwise, with advice: its data cannot be read, for
+                example, or two nodes claim one index. Empty without any.
         """
         online = frozenset(self.grid.get_node_ids())
         if online == self._online and len(self._claims) + len(self._refused) == len(online):
@@ -154,14 +177,14 @@ class Population:
         self._refused &= online
         new = online - set(self._claims) - self._refused
         known, self._introductions = self._introductions, NOBODY
-        ask = sorted(new - known.asked)
-        messages = [Message(greeting(), node, client_app.HELLO, ttl=self.rounds.timeout, group_id="0") for node in ask]
+        addressees = sorted(new - known.nodes)
+        messages = [Message(greeting(), node, client_app.HELLO, ttl=self.rounds.timeout, group_id="0") for node in addressees]
         patience, silent, problem = min(self.rounds.timeout, max(self.rounds.wait, 1.0)), set(new), ""
         for reply in [*known.replies, *send_and_receive(self.grid, messages, patience, called=self.called)]:
             node = reply.metadata.src_node_id
             silent -= {node} if node in new else new  # Flower's own errors do not say whose they are
             if node in self._claims:
-                log(logging.WARNING, "%s introduced itself twice: what it said first counts", self.called.node(node))
+                log(logging.WARNING, "%s introduced itself twice: its first introduction counts", self.called.node(node))
             elif reply.has_error():
                 if reply.error.code in PASSING:
                     log(
@@ -177,13 +200,17 @@ class Population:
                 wrong = self._admit(node, reply)
                 problem = problem or wrong
         for node in silent if self._joined else ():  # before the start they are waited for
-            self._refuse(node, f"it did not say within {patience:.0f} s who it is; it is asked again when it was offline")
+            self._refuse(node, f"it did not introduce itself within {patience:.0f} s; it is asked again once it was offline")
         self._problem = self._assign()
         self._order = [self.clients[index] for index in sorted(self.clients)]
         return self._problem or problem
 
     def _assign(self) -> str:
-        """Let one of the nodes that claim an index serve it. Returns what is wrong where none can be preferred."""
+        """Let one of the nodes that claim an index serve it.
+
+        Returns:
+            The problem where none can be preferred; else empty.
+        """
         claims: dict[int, list[int]] = {}
         seats = self._seats()
         for node, client in sorted(seats.items()):
@@ -211,19 +238,19 @@ class Population:
         return problem
 
     def _seats(self) -> dict[int, Client]:
-        """Return the clients by node, each with the index that it claims, or with the one that it was given."""
-        said = {node: client.index for node, client in self._claims.items()}
+        """Return the clients by node, each with its claimed index, or with a reassigned one."""
+        claims = {node: client.index for node, client in self._claims.items()}
         if not self._clients_are_nodes:
             return self._claims
         before = dict(self._given)
         if not self._joined:
-            self._given = {node: (index, said[node]) for node, index in seated(said, self.rounds.clients).items()}
-        for node in sorted(said.keys() - self._given.keys() - set(self._last.values())) if self._joined else ():
-            online = {client.index for client in self.clients.values() if client.node in said}
-            other = seat_of_newcomer(said[node], online, self.rounds.clients, self._given, self._first)
-            self._given |= {node: (other, said[node])} if other != said[node] else {}
+            self._given = {node: (index, claims[node]) for node, index in seated(claims, self.rounds.clients).items()}
+        for node in sorted(claims.keys() - self._given.keys() - set(self._last.values())) if self._joined else ():
+            online = {client.index for client in self.clients.values() if client.node in claims}
+            other = seat_of_newcomer(claims[node], online, self.rounds.clients, self._given, self._first)
+            self._given |= {node: (other, claims[node])} if other != claims[node] else {}
         for node, (index, claimed) in self._given.items():
-            if node in said and before.get(node) != (index, claimed):
+            if node in claims and before.get(node) != (index, claimed):
                 who, has = self.called.client(claimed), self.called.client(index)
                 log(logging.WARNING, "node %s calls itself %s, as another node does: it takes part as %s", node, who, has)
         return {n: replace(client, index=self._given[n][0]) if n in self._given else client for n, client in self._claims.items()}
@@ -247,14 +274,18 @@ class Population:
             log(logging.INFO, "%s is back", self.called.client(index))
 
     def _admit(self, node: int, reply: Message) -> str:
-        """Note whom the node claims to be, or refuse it. Returns what to do where the whole run may have been set up wrongly."""
+        """Note which client a node claims to be, or refuse the node.
+
+        Returns:
+            Advice where the whole run may have been set up wrongly; else empty.
+        """
         try:
-            said = HELLO.of_configs(reply.content)
+            introduction = HELLO.of_configs(reply.content)
         except WireError as error:
             self._refuse(node, f"its introduction cannot be read ({error})")
             return ""
-        index, clients, expected = said["client"], said["clients"], self.rounds.clients
-        if other := client_differs(said["version"]):
+        index, clients, expected = introduction["client"], introduction["clients"], self.rounds.clients
+        if other := client_differs(introduction["version"]):
             self._refuse(node, other)
             return f"{self.called.node(node)} cannot take part: {other}"
         if clients != expected:
@@ -265,11 +296,11 @@ class Population:
                 f'--run-config "clients={clients}" or --federation-config "options.num-supernodes={expected}"'
             )
         if index >= expected:
-            self._refuse(node, f"it calls itself client {index} of {clients}")
-        elif said["signature"] != self.signature:
+            self._refuse(node, f"it calls itself client {index}, but the {clients} clients are 0..{clients - 1}")
+        elif introduction["signature"] != self.signature:
             self._refuse(
                 node,
-                f"{self.called.client(index)} has another model, method or version of fl-bn ({printable(said['signature'])}, here "
+                f"{self.called.client(index)} has another model, method or version of fl-bn ({printable(introduction['signature'])}, here "
                 f"{self.signature}; a strategy takes the model as it is, a client convert(model, method)). {COMPARE}",
             )
         elif self.rounds.nodes and self.rounds.nodes[index] != node:
@@ -278,7 +309,7 @@ class Population:
             self._refuse(node, other)
             return f"{self.called.node(node)} cannot take part: {other}"
         else:
-            self._claims[node] = Client(index, node, said["samples"], said["label-counts"])
+            self._claims[node] = Client(index, node, introduction["samples"], introduction["label-counts"])
         return ""
 
     def _refuse(self, node: int, reason: str) -> None:
@@ -286,17 +317,25 @@ class Population:
         log(logging.WARNING, "%s refused: %s", self.called.node(node), reason)
 
     def cohort(self, fraction: float, seed: int, round: int, least: int = 1) -> list[Client]:
-        """The clients of ``round``, by index, ``least`` or more if there are: the same for the same seed, whatever the node ids."""
+        """Return the clients of ``round``, by index. The same seed draws the same ones, whatever the node ids.
+
+        Args:
+            fraction: the share of the clients that are here, 0..1.
+            seed: the run's seed.
+            round: the round's number.
+            least: the smallest number of clients, if so many are here.
+        """
         here = [client.index for client in self.everyone()]
         size = min(len(here), max(least, round_half_up(fraction * len(here))))
         chosen = sample_cohort(here, size, random.Random(f"{seed}/{round}"))
         return [self.clients[index] for index in chosen]
 
     def everyone(self) -> list[Client]:
-        """Those who are here and whose round has come, by index."""
+        """Return the clients that are here and whose first round has come, by index."""
         joining = self.rounds.joining
         return [client for client in self._order if joining.get(client.index, 1) <= self.round] if joining else list(self._order)
 
 
 def round_half_up(x: float) -> int:
+    """Round to the nearest whole number, halves up."""
     return int(x + 0.5)

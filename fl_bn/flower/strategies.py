@@ -1,4 +1,4 @@
-"""The strategies by name: each binds a method, whose options become its own, by name."""
+"""Provide one strategy per method, by name, with the method's options as arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from fl_bn.options import options_by_key
 
 
 class OfMethod(BatchNormStrategy):
-    """A strategy that takes the options of a method, with the method's own defaults, beside those of ``BatchNormStrategy``."""
+    """Run a method with its own options and defaults, beside the options of ``BatchNormStrategy``.
+
+    Args:
+        model: any torch network, unconverted.
+        rounds: the server's policy.
+        options: the options of the method and of ``BatchNormStrategy``, by name.
+    """
 
     of: ClassVar[str]
 
@@ -25,38 +31,67 @@ class OfMethod(BatchNormStrategy):
 
 
 def _take(method: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``options`` that are the method's, which they then lack."""
+    """Remove the method's options from ``options``, and return them."""
     return {name: options.pop(name) for name, _ in options_by_key(METHODS[method]).values() if name in options}
 
 
 class FedAvgBNStrategy(OfMethod):
-    """FedAvg with plainly averaged running statistics: the baseline."""
+    """FedAvg with plainly averaged running statistics: the baseline.
+
+    Args:
+        model: any torch network, unconverted.
+        rounds: the server's policy.
+        options: as in ``methods.fedavg`` and ``BatchNormStrategy``, by name.
+    """
 
     of = "fedavg"
 
 
 class FixBNStrategy(OfMethod):
-    """FixBN: statistics frozen after round ``freeze_after``; options as in ``methods.fixbn``."""
+    """FixBN: the statistics are frozen after round ``freeze_after``.
+
+    Args:
+        model: any torch network, unconverted.
+        rounds: the server's policy.
+        options: as in ``methods.fixbn`` and ``BatchNormStrategy``, by name.
+    """
 
     of = "fixbn"
 
 
 class FedBNStrategy(OfMethod):
-    """FedBN: every BatchNorm tensor stays on its client."""
+    """FedBN: every BatchNorm tensor stays on its client.
+
+    Args:
+        model: any torch network, unconverted.
+        rounds: the server's policy.
+        options: as in ``methods.fedbn`` and ``BatchNormStrategy``, by name.
+    """
 
     of = "fedbn"
 
 
 class SiloBNStrategy(OfMethod):
-    """SiloBN: running statistics stay on their client, scale and shift are shared."""
+    """SiloBN: running statistics stay on their client, scale and shift are shared.
+
+    Args:
+        model: any torch network, unconverted.
+        rounds: the server's policy.
+        options: as in ``methods.silobn`` and ``BatchNormStrategy``, by name.
+    """
 
     of = "silobn"
 
 
 class HBNStrategy(BatchNormStrategy):
-    """HBN: a learnable mix of batch and pooled global statistics.
+    """HBN: a learnable mix of batch statistics and pooled global statistics.
 
-    Options as in ``methods.hbn``, but for ``fraction``, which ``rounds`` has, and ``evaluate``, here ``evaluate_with``.
+    Args:
+        model: any torch network, unconverted.
+        rounds: the server's policy. Its ``fraction`` is the method's, too.
+        evaluate: maps the global model to metrics, as in ``BatchNormStrategy``. The method's own option of this
+            name is ``evaluate_with`` here.
+        options: as in ``methods.hbn`` and ``BatchNormStrategy``, by name.
     """
 
     def __init__(
@@ -69,15 +104,30 @@ class HBNStrategy(BatchNormStrategy):
 
 
 class FBNStrategy(OfMethod):
-    """FBN: shared running statistics with the variance corrected; options as in ``methods.fbn``."""
+    """FBN: shared running statistics with the variance corrected.
+
+    Args:
+        model: any torch network, unconverted.
+        rounds: the server's policy.
+        options: as in ``methods.fbn`` and ``BatchNormStrategy``, by name.
+    """
 
     of = "fbn"
 
 
 class RobustFBNStrategy(FBNStrategy):
-    """FBN against ``f`` Byzantine clients (FBN, section 5): NNM, then the coordinate-wise median, on the statistics and on the updates.
+    """FBN against Byzantine clients (FBN, section 5), with robust rules for the statistics and for the updates.
 
-    The rules are those of ``robust.rule_named``, e.g. ``"nnm+trimmed-mean"``; the other options as in ``methods.fbn``.
+    The default rules are NNM, then the coordinate-wise median.
+
+    Args:
+        model: any torch network, unconverted.
+        rounds: the server's policy.
+        f: the number of Byzantine clients that the rules withstand, 0 or more.
+        statistics_rule: the rule for statistics, as ``robust.rule_named`` takes it, such as
+            ``"nnm+trimmed-mean"``.
+        update_rule: the rule for updates, likewise.
+        options: as in ``methods.fbn`` and ``BatchNormStrategy``, by name.
     """
 
     def __init__(
@@ -94,18 +144,36 @@ class RobustFBNStrategy(FBNStrategy):
 
 
 class FedTANStrategy(OfMethod):
-    """FedTAN: the first local step of every round is the centralised one; options as in ``methods.fedtan``."""
+    """FedTAN: the first local step of every round is the centralised one.
+
+    Args:
+        model: any torch network, unconverted.
+        rounds: the server's policy.
+        options: as in ``methods.fedtan`` and ``BatchNormStrategy``, by name.
+    """
 
     of = "fedtan"
 
 
 class FedTAN2Strategy(OfMethod):
-    """FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen; options as in ``methods.fedtan2``."""
+    """FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen.
+
+    Args:
+        model: any torch network, unconverted.
+        rounds: the server's policy.
+        options: as in ``methods.fedtan2`` and ``BatchNormStrategy``, by name.
+    """
 
     of = "fedtan2"
 
 
 class FedAvgAlg2Strategy(OfMethod):
-    """FedAvg with FedTAN's forward exchange alone; options as in ``methods.fedavg_alg2``."""
+    """FedAvg with FedTAN's forward exchange alone.
+
+    Args:
+        model: any torch network, unconverted.
+        rounds: the server's policy.
+        options: as in ``methods.fedavg_alg2`` and ``BatchNormStrategy``, by name.
+    """
 
     of = "fedavg-alg2"

@@ -1,4 +1,4 @@
-"""The strategy: one server loop for every method."""
+"""Run any method's rounds over a Flower grid, as a Flower strategy."""
 
 from __future__ import annotations
 
@@ -55,17 +55,28 @@ NOTHING = "a run of 0 rounds measures statistics alone: set calibrate to -1, or 
 
 
 class BatchNormStrategy(Strategy):
-    """Trains ``model`` by ``method`` over the clients of a grid.
+    """Train a model by a method over the clients of a grid.
 
-    ``model`` is any torch network, unconverted; its tensors are the start of the run. ``optimizer`` steps on the pseudo-gradient of
-    the shared weights (default: the average itself). ``callbacks`` are called after every round and at the end; ``evaluate`` maps the
-    global model to metrics. ``save_clients``: name of the run's folder, in which clients with models of their own save them at the end,
-    none if empty. ``keep_checkpoint`` stores a ``Checkpoint`` and returns the oldest round that the run can still go back to.
-    ``secure``: SecAgg+.
-    ``defence``: robust rules for statistics and updates, against how many Byzantine clients; the statistics' rule serves the layer-wise
-    exchange (FedTAN), too. ``task``: whose metrics clients with models of their own evaluate, and the log shows.
+    The record ``arrays`` holds every shared tensor: weights, affine and running statistics, by state_dict name.
 
-    What travels as ``arrays`` is everything shared: weights, affine and running statistics, by state_dict name.
+    Args:
+        model: any torch network, unconverted. Its tensors are the start of the run.
+        method: the method, the same as the clients'.
+        rounds: the server's policy.
+        optimizer: steps on the pseudo-gradient of the shared weights. Default: the average itself.
+        evaluate: maps the global model to metrics, at the server.
+        callbacks: called after every round and at the end.
+        save_clients: the name of the run's folder, in which clients with models of their own save these at the
+            end. Empty: they save none.
+        defence: the robust rules for statistics and updates. The statistics' rule serves the layer-wise
+            exchange (FedTAN), too.
+        keep_checkpoint: stores a ``Checkpoint``, and returns the oldest round that the run can still go back
+            to.
+        secure: the settings of secure aggregation (SecAgg+). None: updates travel in the clear.
+        task: the task whose metrics clients evaluate, and the log shows.
+
+    Raises:
+        ValueError: the arguments do not go together.
     """
 
     def __init__(
@@ -103,36 +114,51 @@ class BatchNormStrategy(Strategy):
 
     @property
     def record(self) -> RoundRecord:
-        """Of the round that is under way, or was the last."""
+        """Return the record of the current round, or of the last one."""
         return self.server.record
 
     # The parts of a round, as Flower names them
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """One train message per client of the cohort, in client order."""
+        """Make one train message per client of the cohort, in client order.
+
+        Args:
+            server_round: the round's number, from 1.
+            arrays: the shared tensors.
+            config: values for every message.
+            grid: Flower's grid.
+        """
         self.shared.load(tensors_of(arrays))
-        asked = self.server.begin(server_round)
+        instruction = self.server.begin(server_round)
         self.clients_of(grid).wait_for(self.rounds.min_cohort, server_round)
         self.cohort = self.clients_of(grid).cohort(self.rounds.fraction, self.rounds.seed, server_round, self.rounds.min_cohort)
-        if owing := self.exchanges.owing(grid):
-            who = self.rounds.called.clients(sorted(owing))
-            log(logging.WARNING, "round %s: left out until an earlier round is answered: %s", server_round, who)
-            self.cohort = [client for client in self.cohort if client.index not in owing]
-        messages = self.messages("train", asked, self.cohort, self._train_config(config, asked))
+        if late := self.exchanges.late_clients(grid):
+            who = self.rounds.called.clients(sorted(late))
+            log(logging.WARNING, "round %s: left out, since their replies to an earlier round are missing: %s", server_round, who)
+            self.cohort = [client for client in self.cohort if client.index not in late]
+        messages = self.messages("train", instruction, self.cohort, self._train_config(config, instruction))
         return self.recovery.tell(messages, self.cohort)
 
-    def _train_config(self, config: Mapping[str, Any], asked: Instruction) -> dict[str, Any]:
-        """``config`` of the train messages, and the round's learning rate."""
-        share = {} if asked.rate_share == 1 else {"rate-share": asked.rate_share}
-        return {**config, "learning-rate": asked.learning_rate, **share}
+    def _train_config(self, config: Mapping[str, Any], instruction: Instruction) -> dict[str, Any]:
+        """Return ``config`` with the round's learning rate."""
+        share = {} if instruction.rate_share == 1 else {"rate-share": instruction.rate_share}
+        return {**config, "learning-rate": instruction.learning_rate, **share}
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Read the replies, and leave the rest to the server's half of the round. ``(None, None)`` if too few were usable."""
+        """Read the replies, and combine them by the server's half of the round.
+
+        Args:
+            server_round: the round's number.
+            replies: the replies to the train messages.
+
+        Returns:
+            The shared tensors and the metrics, or ``(None, None)`` where too few replies are usable.
+        """
         phase = Phase(self.record.phase)
         expected = self.server.expects(server_round, phase, {client.index: client.samples for client in self.cohort})
         header = header_for(self.shared, server_round, phase, self.rounds.payload)
         reading = Reading(self.cohort, with_header(header, expected, self.server.rounding), self._sent)
-        round_replies = self._taken_in(self.overheard(replies), reading)
+        round_replies = self._read_replies(self.overheard(replies), reading)
         changed = self.server.conclude(round_replies)
         accepted = {client.client for client in self.record.accepted}
         counted = [part for part in round_replies.parts if part.client in accepted]
@@ -143,8 +169,11 @@ class BatchNormStrategy(Strategy):
         samples = sum(client.samples for client in self.record.accepted)
         return arrays_of(self.shared.tensors()), MetricRecord({"loss": self.record.loss, "samples": samples})
 
-    def _taken_in(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
-        """Read the replies to train messages. Where they are not needed all at once, add each to the average at once, and free it."""
+    def _read_replies(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
+        """Read the replies to train messages.
+
+        Where they are not needed all at once, add each to the average immediately, and free it.
+        """
         who = [client.index for client in self.cohort]
         if (intake := self.server.intake({client.index: client.samples for client in self.cohort})) is None:
             parts, refused, wrong = read_replies(replies, reading)
@@ -165,35 +194,50 @@ class BatchNormStrategy(Strategy):
         return RoundReplies(who, parts, reading.refused, reading.wrong, partial=partial)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """One evaluate message per client, where clients have models, or test data, of their own; none otherwise.
+        """Make one evaluate message per client, where clients have models or test data of their own; none otherwise.
 
-        Of clients with models of their own, the evaluations of those count that have trained. The others are asked where they save models.
+        Where clients have models of their own, only the evaluations of those count that have trained. The
+        others get a message only if models are to be saved.
+
+        Args:
+            server_round: the round's number.
+            arrays: the shared tensors.
+            config: values for every message.
+            grid: Flower's grid.
         """
         if not self.at_clients or not self._due(server_round):
             return []
         self.shared.load(tensors_of(arrays))
         save = self.save_clients if server_round == self.server.rounds and self.shared.personal else ""
-        asked = self.shared.instruction(server_round, Phase.TRAIN)
+        instruction = self.shared.instruction(server_round, Phase.TRAIN)
         everyone = self.clients_of(grid).everyone()
         self.evaluating = self.with_models(everyone)
         if len(self.evaluating) < len(everyone):
-            said = "round %s: %d of %d clients have trained so far, and evaluate models of their own"
-            log(logging.INFO, said, server_round, len(self.evaluating), len(everyone))
-        return self.messages("evaluate", asked, everyone if save else self.evaluating, {**config, "save": save})
+            line = "round %s: %d of %d clients have trained so far, and evaluate models of their own"
+            log(logging.INFO, line, server_round, len(self.evaluating), len(everyone))
+        return self.messages("evaluate", instruction, everyone if save else self.evaluating, {**config, "save": save})
 
     def with_models(self, clients: list[Client]) -> list[Client]:
-        """Those of ``clients`` that have models of their own; all where nobody has one."""
+        """Return those of ``clients`` that have models of their own, or all where none has one."""
         return [client for client in clients if self.method.personal and self.recovery.keeps(client.index)] or clients
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Mean, standard deviation and minimum of the clients' accuracies, each client counted once."""
+        """Return mean, standard deviation and worst value of the clients' metrics, each client counted once.
+
+        Args:
+            server_round: the round's number.
+            replies: the replies to the evaluate messages.
+
+        Returns:
+            The metrics, or None where clients do not evaluate in this round.
+        """
         if not self.at_clients or not self._due(server_round) or self.population is None:
             return None
         header = header_for(self.shared, server_round, Phase.TRAIN)
         expected = Expected(header.round, header.signature, Schema({}), evaluated(self.task))
         reading = Reading(self.evaluating, with_header(header, expected), self._sent)
-        noted = self.disclosures.evaluations(replies, self.everyone())
-        metrics, by_client = self.evaluations.in_the_clear(noted, reading)
+        decoded = self.disclosures.evaluations(replies, self.everyone())
+        metrics, by_client = self.evaluations.in_the_clear(decoded, reading)
         self.server.record = replace(self.record, client_evaluation=by_client)
         return metrics
 
@@ -203,12 +247,17 @@ class BatchNormStrategy(Strategy):
         return SecureRounds(settings, self.server, self.disclosures.masked)
 
     def summary(self) -> None:
-        """Log the policy, and every normalisation layer by type."""
+        """Log what the method does with every normalisation layer."""
         say_layers(self.server.source, self.shared.model, self.method)
 
     def save(self, path: str | Path) -> None:
-        """The shared model as evaluated last, as safetensors, by the names of the unconverted network's state_dict: all of it, but for
-        tensors that the clients keep. ``result.arrays`` has what travels alone."""
+        """Save the shared model of the last evaluation as safetensors, by the names of the unconverted network's state_dict.
+
+        The file has all tensors but those that the clients keep. ``result.arrays`` has only those that travel.
+
+        Args:
+            path: of the file.
+        """
         save_file(self.shared.whole(self.shared.tensors(), self._batches), str(path))
 
     # The loop
@@ -224,15 +273,28 @@ class BatchNormStrategy(Strategy):
         evaluate_fn: EvaluateFn | None = None,
         resume: Checkpoint | None = None,
     ) -> Result:
-        """Run ``num_rounds`` rounds from ``initial_arrays`` (default: the model's own tensors), or those after the one of ``resume``.
+        """Run the rounds. With ``num_rounds=0``, measure the statistics alone, as ``rounds.calibrate`` says.
 
-        The result's arrays are those of the last evaluation. Flower's own loop (``Strategy.start``) runs with this strategy, too, but knows
-        neither the length of a run, on which calendars and schedules depend, nor the exchange before an evaluation: use this one.
+        Flower's own loop (``Strategy.start``) runs with this strategy, too. But it does not know the length of
+        a run, on which calendars and schedules depend, nor the statistics-only exchange before an evaluation.
+        So use this one.
 
-        With 0 rounds the statistics alone are measured, as ``rounds.calibrate`` says.
+        Args:
+            grid: Flower's grid.
+            initial_arrays: the tensors to start from. Default: the model's own.
+            num_rounds: the number of rounds, 0 or more.
+            timeout: seconds for the replies of a round. Default: that of ``rounds``.
+            train_config: values for every train message.
+            evaluate_config: values for every evaluate message.
+            evaluate_fn: evaluates at the server, too: ``evaluate_fn(round, arrays)``.
+            resume: a checkpoint. The run goes on after its round.
+
+        Returns:
+            Flower's result, with the arrays of the last evaluation.
 
         Raises:
-            RunFailed: Clients are missing at the start, too many rounds in a row failed, or there is nothing to measure.
+            RunFailed: clients are missing at the start, too many rounds in a row failed, or there is nothing to
+                measure.
         """
         if simulated():
             from fl_bn.flower.app import lost_actors  # imports Ray
@@ -262,11 +324,11 @@ class BatchNormStrategy(Strategy):
         return transport.result
 
     def _run(self, transport: GridTransport, rounds: int, begin: Start) -> None:
-        """Go through the calendar, and tell of every round when it is over."""
+        """Run the calendar, and report every round at its end."""
         server, result, failed = self.server, transport.result, begin.failed
 
         def show(measured: Measured) -> None:
-            """Evaluate and tell of a pass of a run of no rounds, as of a round."""
+            """Evaluate and report a pass, in a run of 0 rounds, as a round."""
             server.record, result.arrays, number = measured.record, arrays_of(measured.tensors), measured.record.round
             if measured.last or number % self.rounds.evaluate_every == 0:
                 evaluation = transport.evaluate(number, measured.tensors)
@@ -289,7 +351,7 @@ class BatchNormStrategy(Strategy):
             raise RunFailed(f"none of the {failed} rounds had enough usable replies, so nothing was trained; {WHY}")
 
     def clients_of(self, grid: Grid) -> Population:
-        """Return who is there; the first call waits for the clients that the run starts with."""
+        """Return the population. The first call waits for the clients with which the run starts."""
         if self.population is None:
             self.population = self._population(grid)
             self.population.gather()
@@ -308,13 +370,13 @@ class BatchNormStrategy(Strategy):
 
         Args:
             kind: Flower's message type.
-            instruction: To all of them.
-            clients: Whom it goes to.
-            config: Further values of the message's config.
-            steps: Parts of the answer, each of which has the round's timeout.
+            instruction: the instruction, the same for all.
+            clients: the addressees.
+            config: further values for the messages' config.
+            steps: parts of the answer, each of which has the round's timeout.
 
         Raises:
-            RunFailed: The weights do not fit the type in which they are to travel.
+            RunFailed: the weights do not fit the type in which they are to travel.
         """
         self._rounding = self.server.rounding if kind == "train" else EXACT
         try:
@@ -328,19 +390,26 @@ class BatchNormStrategy(Strategy):
         return self._sent
 
     def overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Decoded]:
-        """Decode and note the replies, and rewrite them where the method's adversary has Byzantine clients, which know all the others'."""
+        """Decode the replies and record their disclosures.
+
+        If the method has an adversary, rewrite the replies of its Byzantine clients, which know all others.
+
+        Args:
+            replies: the clients' replies.
+            without_training: whether the layer-wise exchange was of statistics alone.
+        """
         clients = self.everyone()
-        noted = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)
+        decoded = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)
         if self.method.adversary is None or self.method.adversary.flips_labels:
-            return noted
-        return corrupt(list(noted), clients, self.rounds.clients, self.method.adversary, self.defence, self._down, self._rounding)
+            return decoded
+        return corrupt(list(decoded), clients, self.rounds.clients, self.method.adversary, self.defence, self._down, self._rounding)
 
     def everyone(self) -> list[Client]:
-        """Return all clients that are there."""
+        """Return all clients that are here."""
         return self.cohort if self.population is None else self.population.everyone()
 
     def _tell(self, record: RoundRecord) -> None:
-        """Log what became of a round, and call the callbacks."""
+        """Log the result of a round, and call the callbacks."""
         self._batches += batches_trained([record])
         rounds, called = self.server.rounds, self.rounds.called
         long = describe_round(record, rounds, self.task, self.method, self.shared.model, called)

@@ -21,7 +21,7 @@ from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import MEMORY_FORMATS
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.settings import LocalTraining, seeded
-from fl_bn.federation.sources import AUGMENT, BATCHES, DROPOUT, IndexBatches, alone, drawn
+from fl_bn.federation.sources import AUGMENT, BATCHES, DROPOUT, IndexBatches, alone, training_batches
 from fl_bn.flower.population import round_half_up, sample_cohort
 from fl_bn.methods import MOMENTS, Method, Phase, Refresh
 from fl_bn.roles import inputs_like
@@ -135,7 +135,7 @@ def _batches(config: RunConfig, local: LocalRound) -> tuple[Merged | IndexBatche
     number, cohort = local.instruction.round, max(1, round_half_up(config.fraction * config.clients))
     if config.update == "gradients":
         chosen = sample_cohort(range(config.clients), cohort, random.Random(f"{config.seed}/{number}"))
-        own = [drawn(local, client_samples(config, client)[0], config.seed, client) for client in chosen]
+        own = [training_batches(local, client_samples(config, client)[0], config.seed, client) for client in chosen]
         return Merged(own), own
     data = dataset(config)
     samples, size = Samples(data.x_train, data.y_train), cohort * config.batch_size

@@ -172,7 +172,7 @@ def test_the_host_hands_the_policy_s_limits_to_the_gate(tmp_path: Path, monkeypa
     for _ in range(4):
         app_host.answer(site, request, asked.grid._app)
     assert [reply.has_error() for reply in replies] == [False, False, True, True]
-    assert "answers 2 evaluations in a run" in str(replies[-1].error.reason)
+    assert "answered the 2 evaluations that it allows in a run" in str(replies[-1].error.reason)
     assert all("max-evaluations" not in node for node in contexts)  # what the SuperNode keeps is as it was
 
 

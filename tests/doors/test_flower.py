@@ -90,7 +90,7 @@ def test_hbn_without_its_batches_says_what_to_give(caplog: pytest.LogCaptureFixt
     method = METHODS["hbn"]()
     with pytest.raises(RunFailed):
         trained(my_app(method, give=False), OwnAppStrategy(make_net(), method, fraction_evaluate=0))
-    assert "give training(..., batches=trainloader)" in caplog.text
+    assert "call training(..., batches=trainloader)" in caplog.text
 
 
 def test_scaffold_must_be_named_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:

@@ -104,7 +104,7 @@ def test_another_strategy_s_message_is_named(written: Any, capsys: pytest.Captur
     folder = written("fixbn")
     (folder / "server_app.py").write_text(source("before", "server_app.py"))
     assert ran(folder, capsys) == {}  # Flower's own strategies go on without replies
-    assert "in server_app.py start one of fl_bn.flower's" in caplog.text
+    assert "start one of fl_bn.flower's in server_app.py" in caplog.text
 
 
 def moved_in_frozen_rounds(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[bool]:

@@ -100,7 +100,7 @@ def drill(
             ran.models[round] = arrays_of(arrays)
             meanwhile(ran)
             end = time.monotonic() + NO_HANG
-            while round == 3 and restarts and ran.strategy.exchanges.owing(grid) and time.monotonic() < end:  # until Flower has noticed
+            while round == 3 and restarts and ran.strategy.exchanges.late_clients(grid) and time.monotonic() < end:  # Flower notices late
                 time.sleep(0.05)
                 meanwhile(ran)
 

@@ -48,7 +48,7 @@ def test_the_short_line_of_a_round() -> None:
     assert in_short(made, 60) == "[round 2/60] 1/1 clients  loss 0.5000  accuracy 51.2%  min 40.0%  1.2 s"
     failed = RoundRecord(3, "train", 0.05, [ClientRecord(0, refused="late")])
     assert in_short(failed, 60) == "[round 3/60] 0/1 clients  loss nan  nothing changed  0.0 s"
-    assert in_short(RoundRecord(0, "measure", 0.0), 0) == "[pass 0] the statistics as they came  0.0 s"
+    assert in_short(RoundRecord(0, "measure", 0.0), 0) == "[pass 0] the statistics before any pass  0.0 s"
 
 
 @pytest.mark.parametrize("drift", [Drift(0.1, "norm", 1.0, 11.0), Drift(11.0, "norm", 1.0, 1.0), Drift(float("nan"), "norm", 1.0, 1.0)])

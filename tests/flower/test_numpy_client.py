@@ -112,7 +112,7 @@ def test_what_a_client_keeps_is_the_same_by_lists_and_by_messages(clients: list[
     names = list(kept_layers(client.model, method).sections[KEPT])
     ours = ran.grid.states()[0].array_records["local"]
     assert identical(dict(zip(names, kept, strict=True)), {name: ours[name].numpy() for name in names})
-    with pytest.raises(PermissionError, match="tells nothing of the layers that it keeps"):
+    with pytest.raises(PermissionError, match="does not share the layers that it keeps"):
         client_of(method, clients, 0).get_parameters({"round": 1})
 
 

@@ -112,7 +112,7 @@ def test_what_a_node_says_first_counts(clients: list[Samples], log: pytest.LogCa
 
     ran = run(FBN, clients, 1, grid=Twice(client_app(FBN, clients), 3))
     assert [c.client for c in ran.records[0].accepted] == [0, 1, 2]
-    assert log.text.count("node 2 introduced itself twice: what it said first counts") == 1
+    assert log.text.count("node 2 introduced itself twice: its first introduction counts") == 1
 
 
 class TwinGrid(WatchedGrid):

@@ -38,7 +38,7 @@ HOSTILE = {
 
 @listed("case", HOSTILE)
 def test_a_name_that_is_none_is_refused(case: str) -> None:
-    with pytest.raises(ValueError, match="expected a run NAME/state-XXXXXXXX, but the server calls it"):
+    with pytest.raises(ValueError, match="expected a run NAME/state-XXXXXXXX, but the server's message names"):
         RunId.of({"run": HOSTILE[case]})
     assert RunId.of({"run": "run/state-00000000"}).run == "run/state-00000000"  # control
 

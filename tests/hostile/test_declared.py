@@ -60,7 +60,7 @@ def test_records_as_they_came_are_read_in_few_places() -> None:
     assert reads_records("x = reply.content.metric_records['metrics']")  # control
 
 
-EITHER = messages.TO_TRAIN.and_also(messages.TO_MEASURE, messages.TO_EVALUATE, messages.ALL_TOLD)  # a secure sum
+EITHER = messages.TO_TRAIN.and_also(messages.TO_MEASURE, messages.TO_EVALUATE, messages.COMBINED_HISTORY)  # a secure sum
 EXPECTED: dict[tuple[str, bool], dict[str, Form]] = {  # by what a message asks for, and whether it is the reply
     ("query.hello", False): {"config": messages.TO_GREET},
     ("query.hello", True): {"hello": messages.HELLO},
@@ -73,7 +73,7 @@ EXPECTED: dict[tuple[str, bool], dict[str, Form]] = {  # by what a message asks 
     ("query.kept", False): {"header": messages.HEADER, "config": messages.TO_TELL},
     ("query.kept", True): {"header": messages.HEADER, "metrics": messages.REPLIED},
     ("train setup", False): {"secaggplus_configs": messages.SET_UP, "header": messages.HEADER, "config": EITHER},
-    ("train setup", True): {"secaggplus_configs": messages.KEYS, "plan": messages.PLAN, "told": messages.TOLD},
+    ("train setup", True): {"secaggplus_configs": messages.KEYS, "plan": messages.PLAN, "told": messages.OWN_HISTORY},
     ("train share_keys", False): {"secaggplus_configs": messages.SHARE_KEYS, "header": messages.HEADER, "config": EITHER},
     ("train share_keys", True): {"secaggplus_configs": messages.SHARES_OUT},
     ("train collect_masked_vectors", False): {

@@ -18,9 +18,9 @@ from fl_bn.federation.values import ClientState
 from fl_bn.flower.secagg import client as secure_client
 from fl_bn.flower.secagg import rounds as secure_rounds
 from fl_bn.flower.secagg import stages as secure_stages
-from fl_bn.flower.secagg.told import History, history_of, problem, put_together, telling, to_write
+from fl_bn.flower.secagg.instruction_history import History, history_of, problem, put_together, telling, to_write
 from fl_bn.flower.wire.codec import to_record
-from fl_bn.flower.wire.messages import ROUNDS_TOLD, TOLD_IN
+from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS
 from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
 from tests.hostile.liars import people, what
@@ -53,10 +53,11 @@ class Earlier(WatchedGrid):
             if message.content.config_records["header"]["round"] == 1 and node in self.told:
                 message.content["start"] = to_record(DEAD | COUNTERS)
             config = dict(message.content.config_records["config"])
-            if self.says is not None and ROUNDS_TOLD in config:
+            if self.says is not None and HISTORY_ROUNDS in config:
                 history = self.says(node, self.seen["told"])
-                config |= {ROUNDS_TOLD: list(history), TOLD_IN: b"".join(history.values())}
-                message.content["config"] = ConfigRecord({k: v for k, v in config.items() if history or k not in (ROUNDS_TOLD, TOLD_IN)})
+                config |= {HISTORY_ROUNDS: list(history), HISTORY_HASHES: b"".join(history.values())}
+                fields = {k: v for k, v in config.items() if history or k not in (HISTORY_ROUNDS, HISTORY_HASHES)}
+                message.content["config"] = ConfigRecord(fields)
         return super()._answer(message)
 
 
@@ -77,7 +78,7 @@ def lying(patched: pytest.MonkeyPatch) -> dict[str, Any]:
         return {}
 
     patched.setattr(secure_rounds.SecureRounds, "_unmasked", whole)
-    patched.setattr(secure_stages.Stages, "_told_otherwise_before", at_odds)
+    patched.setattr(secure_stages.Stages, "_other_histories", at_odds)
     return seen
 
 
@@ -129,7 +130,8 @@ def test_whoever_was_told_something_else_than_the_server_says_of_round_1_sends_n
 ) -> None:
     grid = Earlier(OTHERS, says, seen)
     ran(grid)
-    refused = {m.metadata.src_node_id for m in grid.received if m.has_error() and "told something else in round 1" in str(m.error.reason)}
+    why = "the others got another instruction in round 1"
+    refused = {m.metadata.src_node_id for m in grid.received if m.has_error() and why in str(m.error.reason)}
     assert sorted(refused) == refuse
     assert len(vectors_of_round_2(seen)) == 5 - len(refuse)
 
@@ -159,7 +161,7 @@ def test_what_others_were_told_without_a_client_it_cannot_know_and_its_site_may_
     done = run(FEDBN, people(), 2, grid=grid, secure=SecureAggregation(), policy={"joining": {VICTIM - 1: 2}})
     assert [c.client + 1 for c in done.records[0].clients] == [*OTHERS]
     assert (VICTIM - 1 in [c.client for c in done.records[1].accepted]) == part
-    said = "this site has max-unknown-rounds = 0, but the others keep what came of rounds [1] without it"
+    said = "this site has max-unknown-rounds = 0, but the others' states are of rounds [1] without it"
     assert any(said in str(m.error.reason) for m in grid.received if m.has_error()) != part
 
 
@@ -169,7 +171,7 @@ def test_an_honest_server_leaves_out_by_name_who_was_told_something_else() -> No
     for record in done.records[1:]:
         assert record.aggregated
         assert [c.client + 1 for c in record.accepted] == [*OTHERS]
-        assert "expected what most clients were told in round 1" in record.clients[VICTIM - 1].refused
+        assert "expected the instruction that most clients got in round 1" in record.clients[VICTIM - 1].refused
 
 
 @pytest.mark.parametrize("name", ["fedbn", "silobn", "hbn"])
@@ -208,6 +210,7 @@ def test_a_round_whose_numbers_were_not_finite_is_in_the_history_too(monkeypatch
     grid = WatchedGrid(client_app(FEDBN, people(), TWO_STEPS), 5)
     rates = {1: 0.1, 2: 1e30, 3: 0.1}
     run(FEDBN, people(), 3, grid=grid, secure=SecureAggregation(), may_fail=True, policy={"rate": lambda round, rounds: rates[round]})
-    said = [m.content.config_records["told"][ROUNDS_TOLD] for m in grid.received if m.has_content() and "told" in m.content.config_records]
+    records = [m.content.config_records for m in grid.received if m.has_content()]
+    said = [configs["told"][HISTORY_ROUNDS] for configs in records if "told" in configs]
     assert [1, 2] in said
     assert all(rounds in ([1], [1, 2], [1, 2, 3]) for rounds in said)

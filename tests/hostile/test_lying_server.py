@@ -109,7 +109,7 @@ STAGES: dict[str, tuple[str, Change, str]] = {
     "a range that is none": ("setup", sets(clipping_range=float("nan")), "clipping_range: expected a finite number"),
     "a range that is a whole number": ("setup", sets(clipping_range=8), "clipping_range: expected a finite number"),
     "a parameter of another type": ("setup", sets(threshold="3"), "threshold: expected a whole number"),
-    "other keys for this client": ("share_keys", of_victim(0, another_key), "other keys for this client than its own"),
+    "other keys for this client": ("share_keys", of_victim(0, another_key), "false keys for this client"),
     "without this client's keys": ("share_keys", without(VICTIM), "expected the keys of 5 clients"),
     "keys of fewer clients": ("share_keys", without(3), "expected the keys of 5 clients, this one among them"),
     "keys of more clients": ("share_keys", lambda r, s: {**r, "9": [another_key(), another_key()]}, "expected the keys of 5 clients"),
@@ -125,9 +125,9 @@ STAGES: dict[str, tuple[str, Change, str]] = {
     "one client again and again": ("unmask", sets(active_nids=[2, 3, 3], dead_nids=[1, 4, 5]), "more than once"),
     "one lost client twice": ("unmask", sets(active_nids=[1, 2, 3, 4], dead_nids=[5, 5]), "more than once"),
     "the client itself among the lost": ("unmask", sets(active_nids=[1, 3, 4, 5], dead_nids=[2]), "among the lost"),
-    "fewer clients than sent shares": ("unmask", sets(active_nids=[1, 2, 3, 4], dead_nids=[]), "expected to be asked for the shares of"),
-    "a client that sent no share": ("unmask", sets(active_nids=[1, 2, 3, 4, 5], dead_nids=[9]), "expected to be asked for the shares of"),
-    "most of them lost": ("unmask", sets(active_nids=[2, 3], dead_nids=[1, 4, 5]), "only 2 clients are in the sum"),
+    "fewer clients than sent shares": ("unmask", sets(active_nids=[1, 2, 3, 4], dead_nids=[]), "expected a request for the shares of"),
+    "a client that sent no share": ("unmask", sets(active_nids=[1, 2, 3, 4, 5], dead_nids=[9]), "expected a request for the shares of"),
+    "most of them lost": ("unmask", sets(active_nids=[2, 3], dead_nids=[1, 4, 5]), "only 2 are in it"),
     "node ids of another type": ("unmask", sets(active_nids=["2"]), "active_nids: expected a list"),
 }
 

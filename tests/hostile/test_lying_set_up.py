@@ -107,7 +107,7 @@ class TwoFaced(WatchedGrid):
 def spying(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What passes inside: each client's plain vector, in client order, and the mean that the server got, masked still or not."""
     seen: dict[str, Any] = {"plain": [], "mean": None}
-    honest, bound, digests = secure_client.to_vector, secure_stages.Stages._told_otherwise, dict[bytes, bytes]()
+    honest, bound, digests = secure_client.to_vector, secure_stages.Stages._other_instructions, dict[bytes, bytes]()
 
     def plain(parts: Any, shapes: Any) -> np.ndarray:
         seen["plain"].append(honest(parts, shapes))
@@ -133,7 +133,7 @@ def spying(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(masks.server_half, "factor_extract", lambda summed: (len(NODES) * 2**22, summed[1:]))
     monkeypatch.setattr(secure_client, "to_vector", plain)
     monkeypatch.setattr(secure_rounds.SecureRounds, "_unmasked", keep)
-    monkeypatch.setattr(secure_stages.Stages, "_told_otherwise", lambda self, nodes: bound(self, nodes) and {})
+    monkeypatch.setattr(secure_stages.Stages, "_other_instructions", lambda self, nodes: bound(self, nodes) and {})
     return seen
 
 

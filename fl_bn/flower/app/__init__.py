@@ -1,1 +1,1 @@
-"""What the application adds to a round: the ClientApp, what it keeps, checkpoints, the reports of layers and disclosures."""
+"""Provide what the application adds to a round: the ClientApp, client state, checkpoints, and the reports."""

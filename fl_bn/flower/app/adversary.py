@@ -1,6 +1,7 @@
-"""Byzantine clients in an experiment: their replies are rewritten when all have come, since they know the honest ones.
+"""Simulate Byzantine clients in an experiment: their replies are rewritten once all replies are here.
 
-Only what came is rewritten, before anything is checked: what the server refuses of it, it would refuse of a real attacker.
+The attackers know the honest replies. The rewriting precedes every check: the server refuses a rewritten reply
+as it would refuse a real attacker's.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ def corrupt(
 ) -> list[Decoded]:
     """Return the ``replies`` with those of the Byzantine clients rewritten, as ``adversary`` says.
 
-    The Byzantine ones are the last ``adversary.f`` of ``population`` clients. An error, or a reply that cannot be read, stays. Honest
-    replies that are not finite will be refused, so no lie follows from them; with no other, the lies stay as they came.
+    The Byzantine clients are the last ``adversary.f`` of ``population`` clients. An error stays as it is, and
+    so does a reply that cannot be read. Honest replies with numbers that are not finite will be refused, so
+    they do not count here. If no honest reply counts, the Byzantine ones stay as they are, too.
 
     Args:
-        replies: of all clients.
+        replies: the replies of all clients.
         cohort: the clients.
-        population: how many clients there are.
+        population: the number of clients in the run.
         adversary: the attack.
-        defence: which the attackers know.
-        sent: what all clients got.
-        rounding: how both carry weights and gradients.
+        defence: the server's defence, which the attackers know.
+        sent: the tensors that all clients got.
+        rounding: the type in which weights and gradients travel.
     """
     if adversary.flips_labels:
         return list(replies)
@@ -91,7 +93,7 @@ def _finite(payload: Payload) -> bool:
 def _updates(
     section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence, sent: Payload
 ) -> None:
-    """All tensors of an update are one vector: gradients, or differences from the weights sent."""
+    """Rewrite the updates. All tensors of an update are one vector: gradients, or differences from the weights sent."""
     names = [name for name, array in truths[0][section].items() if array.dtype.kind == "f"]
     origin = _flat(sent["weights"], names) if section == "weights" else 0.0
     honest = np.stack([_flat(truth[section], names) for truth in truths]) - origin
@@ -113,7 +115,10 @@ def _updates(
 
 
 def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence) -> None:
-    """Layer by layer: the means and variances are one vector; variances below 0 would be refused, so they stop there."""
+    """Rewrite the statistics layer by layer, with means and variances as one vector.
+
+    Variances below 0 would be refused, so they are raised to 0.
+    """
     mean, var = VARIANCES[section]
     combine = pool if section == "moments" else plain_average
     for layer in [name.rpartition(".")[0] for name in truths[0][section] if name.rpartition(".")[2] == mean]:
@@ -132,7 +137,10 @@ Combine = Callable[[Sequence[Moments]], Moments]
 
 
 def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
-    """How far the combined statistics are from the honest ones: means in standard deviations, variances as logarithms of their ratio."""
+    """Return a function that measures how far a lie moves the combined statistics from the honest ones.
+
+    Means count in standard deviations, variances as logarithms of their ratio.
+    """
     known = [_moments(row) for row in honest]
     want = truth(known)
     scale = want.var + 1e-5

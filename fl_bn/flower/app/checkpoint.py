@@ -1,4 +1,4 @@
-"""All that the server needs to go on as if nothing had happened: one file, whole or absent."""
+"""Store all that the server needs to go on from a round, in one file that is whole or absent."""
 
 from __future__ import annotations
 
@@ -20,14 +20,23 @@ FORMAT = "fl-bn checkpoint/1"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after ``round``.
+    """Hold the state of a run after ``round``.
 
-    ``arrays``: everything shared, by state_dict name; ``optimizer``: the server optimiser's buffers; ``auxiliary``: what travels beside
-    the weights, by section and name; ``failed``: rounds that failed in a row; ``kept``: the round in which each client last kept something,
-    ``counted``: in which its reply last changed the model; ``releases``: what the privacy accountant has counted; ``history``: lengths in
-    bytes of the files that grow with the run.
-    Calendar and schedules depend on the round alone, cohorts, batches and dropout on the seed and the round; the generators of
-    Python, NumPy and torch are here for what a user's own code draws.
+    Calendar and schedules depend on the round alone. Cohorts, batches and dropout depend on the seed and the
+    round. The generators of Python, NumPy and torch are stored for random numbers that a user's own code draws.
+
+    Attributes:
+        round: the last round that is in this state.
+        run_id: the run.
+        arrays: all shared tensors, by state_dict name.
+        optimizer: the server optimizer's buffers.
+        failed: the number of failed rounds in a row.
+        kept: by client, the last round in which it kept tensors of its own.
+        history: by file that grows with the run, its length in bytes.
+        generators: the generators' states as JSON.
+        auxiliary: the tensors that travel beside the weights, by section and name.
+        counted: by client, the last round in which its reply changed the model.
+        releases: the number of releases that the privacy accountant has counted.
     """
 
     round: int
@@ -43,7 +52,11 @@ class Checkpoint:
     releases: int = 0
 
     def save(self, path: Path) -> None:
-        """Raises OSError, and leaves what was at ``path``, where it cannot be written."""
+        """Write this state to ``path``, in place of the file that was there.
+
+        Raises:
+            OSError: the file cannot be written. The old file is unchanged then.
+        """
         tensors = {f"arrays/{name}": tensor for name, tensor in self.arrays.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizer.items()}
         tensors |= {f"auxiliary/{name}": tensor for name, tensor in self.auxiliary.items()}
@@ -55,7 +68,11 @@ class Checkpoint:
 
     @classmethod
     def load(cls, path: Path) -> Checkpoint:
-        """Raises Damaged for a file that is not whole, or no checkpoint."""
+        """Read a state from ``path``.
+
+        Raises:
+            Damaged: the file is not whole, or it is no checkpoint.
+        """
         tensors, about = durable.load_tensors(path)
         if about.get("format") != FORMAT:
             raise durable.Damaged(f"{path}: expected {FORMAT}, but got {about.get('format', 'a file without a format')!r}")
@@ -87,7 +104,7 @@ class Checkpoint:
 
 
 def generators() -> str:
-    """The state of the global generators of Python, NumPy and torch, as JSON."""
+    """Return the states of the global generators of Python, NumPy and torch, as JSON."""
     name, keys, *rest = np.random.get_state(legacy=True)
     version, state, gauss = random.getstate()
     return json.dumps(
@@ -100,7 +117,7 @@ def generators() -> str:
 
 
 def set_generators(states: str) -> None:
-    """The inverse of ``generators``."""
+    """Set the global generators to ``states``, as ``generators`` returned them; an empty text changes nothing."""
     if not states:
         return
     loaded = json.loads(states)

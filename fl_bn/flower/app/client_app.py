@@ -1,4 +1,4 @@
-"""The ClientApp: Flower's message handlers in front of a ``LocalClient``."""
+"""Make the ClientApp: Flower's message handlers in front of a ``LocalClient``."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ SAVE = "query.save"
 
 
 def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
-    """Make a ClientApp that answers train, evaluate, and the queries ``statistics``, ``kept``, ``hello``, ``rendezvous`` and ``save``, all
-    through the ``Gate``.
+    """Make a ClientApp that answers the server's messages through the ``Gate``.
+
+    It answers train and evaluate messages, and the queries ``statistics``, ``kept``, ``hello``, ``rendezvous``
+    and ``save``.
 
     Args:
-        build: makes the client, a ``BatchNormClient`` say, from Flower's context of a message.
+        build: makes the client from Flower's context of a message: a ``BatchNormClient``, for example.
     """
     app = ClientApp(mods=[Gate()])
 
@@ -60,8 +62,8 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
         return reply_to(message, header, Reply(client.site.client, {KEPT: layers}, samples, samples))
 
     def hello(message: Message, context: Context) -> Message:
-        told = {**build(context).introduce(), "version": here()} | ({"label-counts": "[]"} if Limits.of(context).secure else {})
-        return Message(RecordDict({"hello": ConfigRecord({**told})}), reply_to=message)
+        introduction = {**build(context).introduce(), "version": here()} | ({"label-counts": "[]"} if Limits.of(context).secure else {})
+        return Message(RecordDict({"hello": ConfigRecord({**introduction})}), reply_to=message)
 
     def rendezvous(message: Message, context: Context) -> Message:
         build(context).meet(TO_MEET.of_configs(message.content))
@@ -78,9 +80,10 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
 
 
 def _within_its_time(handle: Handler) -> Handler:
-    """``handle``; in a deployment, where each message has a process of its own, that process ends when nobody waits for it any longer.
+    """Return ``handle``, in a deployment with a time limit: the message's own time to live.
 
-    One that hangs (on a dead network drive, say) would keep its client from every later round. Where it hung is printed to stderr.
+    Each message has a process of its own there. A process that hangs (on a dead network drive, for example)
+    would keep its client from every later round. At the limit it ends, and prints its traceback to stderr.
     """
     if not deployed():
         return handle

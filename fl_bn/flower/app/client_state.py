@@ -1,7 +1,7 @@
-"""What a client keeps between its rounds: local tensors and optimiser momentum, in Flower's ``context.state`` or in files.
+"""Keep a client's tensors between its rounds, in Flower's ``context.state`` or in files.
 
-``context.state`` lives in the memory of the simulation or of the SuperNode. Files outlive both, and a run that is resumed finds in
-them the state of the round it goes back to.
+These are local tensors and optimizer momentum. ``context.state`` lives in the memory of the simulation or of
+the SuperNode. Files outlive both: a resumed run finds in them the state of the round that it goes back to.
 """
 
 from __future__ import annotations
@@ -28,25 +28,36 @@ Sections = Mapping[str, Mapping[str, Tensor]]
 
 
 class StateStore(Protocol):
-    """Sections of tensors that never leave the client, by round."""
+    """Keep tensors that never leave the client, by round and section."""
 
     def read(self, before: int) -> ClientState:
-        """What was kept last before round ``before``."""
+        """Return the newest state from a round before ``before``."""
 
     def write(self, round: int, sections: Sections) -> None:
-        """Keep ``sections`` after ``round``, all at once. The last statement of a round: where training fails, nobody rolls back."""
+        """Keep ``sections`` after ``round``, all at once.
+
+        Call it last in a round: a write is never rolled back if training fails.
+        """
 
 
 PREVIOUS = "previous/"  # prefix of the sections kept before the newest
 
 
 class MemoryState:
-    """The newest state, and the one before for a client that is asked again, in Flower's ``context.state``."""
+    """Keep the newest state and the one before it, in Flower's ``context.state``.
+
+    The older state serves a client that gets the newest round's message again.
+
+    Args:
+        state: Flower's ``context.state``.
+        signature: of model and method. Tensors of another signature are not used.
+    """
 
     def __init__(self, state: RecordDict, signature: str) -> None:
         self._state, self._signature = state, signature
 
     def read(self, before: int) -> ClientState:
+        """Return the newest state from a round before ``before``."""
         try:
             owner = KEPT_FOR.of_configs(self._state)
         except WireError:
@@ -65,6 +76,7 @@ class MemoryState:
         return NOTHING
 
     def write(self, round: int, sections: Sections) -> None:
+        """Keep ``sections`` after ``round``, and the state before it."""
         before = self.read(round)
         for section in list(self._state.array_records):
             del self._state[section]
@@ -75,9 +87,16 @@ class MemoryState:
 
 
 class FileState:
-    """One file per round, below ``folder``, of one client in one run; those that nobody can go back to are deleted.
+    """Keep one file per round, for one client in one run.
 
-    A file that is damaged, or of another client, model or method, is renamed, said in the log, and not used.
+    Files to which no run can go back are deleted. A file that is damaged is renamed, logged and not used. So is
+    a file of another client, model or method.
+
+    Args:
+        folder: the folder in which the run's folder lies.
+        run_id: the run.
+        client: the client's index.
+        signature: of model and method.
     """
 
     def __init__(self, folder: Path, run_id: RunId, client: int, signature: str) -> None:
@@ -85,12 +104,14 @@ class FileState:
         self._owner = {"run": run_id.run, "client": str(client), "signature": signature}
 
     def read(self, before: int) -> ClientState:
+        """Return the newest state from a round before ``before`` that still counts in this run."""
         for round, attempt, path in self._files():
             if round < before and self.run_id.counts(round, attempt) and (sections := self._load(path)) is not None:
                 return ClientState(round, sections)
         return NOTHING
 
     def write(self, round: int, sections: Sections) -> None:
+        """Keep ``sections`` after ``round``, and delete the files that are needed no more."""
         tensors = {f"{section}/{name}": tensor for section, part in sections.items() for name, tensor in part.items()}
         path = self.folder / f"round-{round:06}.{self.run_id.attempt}{durable.SUFFIX}"
         durable.save_tensors(
@@ -104,7 +125,7 @@ class FileState:
             needed = needed and not (on_the_line and kept <= self.run_id.durable)
 
     def _files(self) -> list[tuple[int, str, Path]]:
-        """(round, attempt, path) of every state, the newest round first."""
+        """Return round, attempt and path of every state, the newest round first."""
         names = {path: re.fullmatch(rf"round-(\d+)\.(\w+){re.escape(durable.SUFFIX)}", path.name) for path in self.folder.glob("round-*")}
         return sorted(((int(name[1]), name[2], path) for path, name in names.items() if name), reverse=True)
 
@@ -130,14 +151,15 @@ class FileState:
 
 
 def store_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], client: int, signature: str) -> StateStore:
-    """Return where a client keeps its tensors between rounds.
+    """Return the store that keeps a client's tensors between rounds.
 
     Args:
-        state: Flower's ``context.state``, which has them where there is no ``folder``, or no run to name files by.
-        folder: for files.
-        config: of a message, which names the run.
-        client: its number.
-        signature: of model and method; tensors of another are not used.
+        state: Flower's ``context.state``. It keeps the tensors if there is no ``folder``, or if ``config``
+            names no run.
+        folder: the folder for files; None: no files.
+        config: a message's config, which names the run.
+        client: the client's index.
+        signature: of model and method. Tensors of another signature are not used.
     """
     run_id = RunId.of(config)
     if folder is None or not run_id.run:

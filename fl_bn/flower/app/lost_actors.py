@@ -1,9 +1,11 @@
-"""Lost nodes of Flower's simulation on Ray: a client whose process died is asked again in another one.
+"""Send a client's message again if its process dies in Flower's simulation on Ray.
 
-Flower 1.25 returns an actor to its pool after any error, even if the actor's process or its node is gone. A dead actor fails every message
-faster than the others answer, so one lost node ends the run. Here a dead actor leaves the pool. Its client is asked again: what a client
-does depends on the message and on its state, which the driver holds, so the answer has the same bits. Ray starts a replacement where a node
-has room, also on a node that joins later.
+Flower 1.25 returns an actor to its pool after any error, even if the actor's process or its node is gone. A
+dead actor fails every message faster than the others answer, so one lost node ends the run. Here a dead actor
+leaves the pool, and another actor gets its message.
+
+The answer has the same bits: it depends on the message and on the client's state, which the driver holds. Ray
+starts a replacement on a node with room, also on one that joins later.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ _named: set[str] = set()  # nodes that are lost, as was said in the log
 
 
 class NoProcess(Exception):
-    """All processes for clients are gone; the message says what to do."""
+    """Report that all processes for clients are gone; the message advises what to do."""
 
 
 def repair(pool: Any = None) -> None:
-    """Let Flower's ``BasicActorPool``, or ``pool`` in its place, give up the actors that died."""
+    """Let Flower's ``BasicActorPool``, or ``pool`` in its place, discard actors that died."""
     kind = find("BasicActorPool") if pool is None else pool
     kind.submit, kind.add_actor_back_to_pool, kind.fetch_result_and_return_actor_to_pool = submit, give_back, fetch
 
 
 def submit(self: Any, ask: Any, job: tuple[Any, Any, str, Any]) -> Any:
-    """Send ``job`` (app, message, client, context) to a free actor and return Ray's future. Waits while all are busy.
+    """Send ``job`` (app, message, client, context) to a free actor, and return Ray's future. Wait while all are busy.
 
     Raises:
         NoProcess: no actor is left, and none was started for a minute.
@@ -65,9 +67,11 @@ def give_back(self: Any, future: Any) -> None:
 
 
 def fetch(self: Any, future: Any) -> tuple[Any, Any]:
-    """The reply and the client's new context; of another actor if the first died.
+    """Return the reply and the client's new context, from another actor if the first died.
 
-    Raises whatever the ClientApp raises, and Ray's error where ``ATTEMPTS`` actors died of the message.
+    Raises:
+        Exception: the ClientApp's own, whatever it raises.
+        RayError: ``ATTEMPTS`` actors died of the message.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -87,11 +91,11 @@ def fetch(self: Any, future: Any) -> tuple[Any, Any]:
 
 
 def _lose(self: Any, future: Any, error: Exception) -> tuple[Any, Any]:
-    """Say which client was lost, and where; end its actor, and ask Ray for another. Returns what to submit again."""
+    """Log which client was lost, end its actor, and ask Ray for another. Return the job to submit again."""
     with _free:
         actor, ask, job = self._future_to_actor.pop(future)
         self.num_actors -= 1
-        left = self.num_actors
+        remaining = self.num_actors
     _, message, client, _ = job
     log(
         logging.WARNING,
@@ -100,7 +104,7 @@ def _lose(self: Any, future: Any, error: Exception) -> tuple[Any, Any]:
         message.metadata.group_id,
         message.metadata.message_type,
         type(error).__name__,
-        left,
+        remaining,
     )
     threading.Thread(target=_name_lost_nodes, daemon=True).start()
     ray.kill(actor)  # Ray may only have lost sight of it
@@ -126,7 +130,7 @@ def _replace(self: Any) -> None:
 
 
 def _name_lost_nodes(patience: float = 30.0) -> None:
-    """Say which nodes are gone, once for each. Ray notices it some seconds after their processes died."""
+    """Log the lost nodes, each once. Ray notices them some seconds after their processes died."""
     end = time.monotonic() + patience
     while time.monotonic() < end:
         try:
@@ -138,7 +142,7 @@ def _name_lost_nodes(patience: float = 30.0) -> None:
             gone = sorted(name for name, alive in nodes.items() if not alive and name not in _named)
             _named.update(gone)
         if gone:
-            left = sorted(name for name, alive in nodes.items() if alive)
-            log(logging.WARNING, "nodes %s are lost; nodes left: %s", ", ".join(gone), ", ".join(left) or "none")
+            remaining = sorted(name for name, alive in nodes.items() if alive)
+            log(logging.WARNING, "nodes %s are lost; nodes left: %s", ", ".join(gone), ", ".join(remaining) or "none")
             return
         time.sleep(1.0)

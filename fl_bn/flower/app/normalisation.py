@@ -1,4 +1,4 @@
-"""What was done with every normalisation layer, said out loud."""
+"""Describe in the log what happens to every normalisation layer."""
 
 from __future__ import annotations
 
@@ -23,13 +23,22 @@ RUNAWAY_DRIFT = 10.0  # a mean, in standard deviations
 
 
 def layers_by_type(model: nn.Module) -> str:
-    """For example ``3 BatchNorm2d, 1 BatchNorm1d``; ``no normalisation layer`` if there is none."""
-    found = Counter(type(module).__name__ for module in model.modules() if isinstance(module, NORM_LAYERS))
-    return ", ".join(f"{count} {name}" for name, count in found.items()) or "no normalisation layer"
+    """Count the normalisation layers by type: ``3 BatchNorm2d, 1 BatchNorm1d``, for example, or ``no normalisation layer``."""
+    layers = Counter(type(module).__name__ for module in model.modules() if isinstance(module, NORM_LAYERS))
+    return ", ".join(f"{count} {name}" for name, count in layers.items()) or "no normalisation layer"
 
 
 def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
-    """The policy: layers found and what became of them, what each role's tensors do, what is reported."""
+    """Describe what a method does with a model, line by line.
+
+    The lines name the layers before and after conversion, the use of each role's tensors, and the clients'
+    reports.
+
+    Args:
+        source: the network before conversion.
+        model: the network after conversion.
+        method: the method.
+    """
     before, after = layers_by_type(source), layers_by_type(model)
     yield f"method {method.name}: found {before}" + ("" if before == after else f", trained as {after}")
     present = Counter(roles(model).values())
@@ -53,23 +62,30 @@ def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iter
 
 
 def say_layers(source: nn.Module, model: nn.Module, method: Method) -> None:
-    """Log the policy."""
+    """Log the lines of ``describe_layers``."""
     for line in describe_layers(source, model, method):
         log(logging.INFO, "\t%s", line)
 
 
 def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> str:
-    """A round in one short line: ``[round 3/20] 3/3 clients  loss 2.2450  accuracy 15.8%  1.2 s``."""
-    found, metric, worst = record.evaluation, task.metric, task.worst()
-    came = f"{len(record.accepted)}/{len(record.clients)} clients"
+    """Describe a round in one short line: ``[round 3/20] 3/3 clients  loss 2.2450  accuracy 15.8%  1.2 s``.
+
+    Args:
+        record: the round.
+        rounds: the number of rounds of the run.
+        task: names and formats the metric.
+        called: the clients' names.
+    """
+    evaluation, metric, worst = record.evaluation, task.metric, task.worst()
+    clients = f"{len(record.accepted)}/{len(record.clients)} clients"
     if record.phase == Phase.MEASURE.value:
-        parts = [f"[pass {record.round}] {came if record.clients else 'the statistics as they came'}"]
+        parts = [f"[pass {record.round}] {clients if record.clients else 'the statistics before any pass'}"]
     else:
-        parts = [f"[round {record.round}/{rounds}] {came}", f"loss {record.loss:.4f}"]
-    if metric in found:
-        parts.append(f"{metric} {task.format_metric(found[metric])}")
-    if f"{metric}-{worst}" in found:
-        parts.append(f"{worst} {task.format_metric(found[f'{metric}-{worst}'])}")
+        parts = [f"[round {record.round}/{rounds}] {clients}", f"loss {record.loss:.4f}"]
+    if metric in evaluation:
+        parts.append(f"{metric} {task.format_metric(evaluation[metric])}")
+    if f"{metric}-{worst}" in evaluation:
+        parts.append(f"{worst} {task.format_metric(evaluation[f'{metric}-{worst}'])}")
     if record.clients and not record.aggregated:
         parts.append("nothing changed")
     if record.far:
@@ -78,27 +94,36 @@ def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, call
 
 
 def describe_round(record: RoundRecord, rounds: int, task: Task, method: Method, model: nn.Module, called: ClientNames = UNNAMED) -> str:
-    """A round in one long line: training, then normalisation."""
-    found, metric, worst = record.evaluation, task.metric, task.worst()
-    shown = f", {metric} {task.format_metric(found[metric])}" if metric in found else ""
-    if f"{metric}-std" in found:
-        spread, extreme = (task.format_metric(found[f"{metric}-{suffix}"]) for suffix in ("std", worst))
-        shown += f" (std {spread}, {worst} {extreme} over clients)"
+    """Describe a round in one long line: first training, then normalisation.
+
+    Args:
+        record: the round.
+        rounds: the number of rounds of the run.
+        task: names and formats the metric.
+        method: the method.
+        model: the converted network.
+        called: the clients' names.
+    """
+    evaluation, metric, worst = record.evaluation, task.metric, task.worst()
+    score = f", {metric} {task.format_metric(evaluation[metric])}" if metric in evaluation else ""
+    if f"{metric}-std" in evaluation:
+        spread, extreme = (task.format_metric(evaluation[f"{metric}-{suffix}"]) for suffix in ("std", worst))
+        score += f" (std {spread}, {worst} {extreme} over clients)"
     if record.phase == Phase.MEASURE.value and not record.clients:
-        return f"[pass {record.round}] the statistics as they came{shown}"
-    training = f"[pass {record.round}] {len(record.accepted)}/{len(record.clients)} clients{shown}"
+        return f"[pass {record.round}] the statistics before any pass{score}"
+    training = f"[pass {record.round}] {len(record.accepted)}/{len(record.clients)} clients{score}"
     if record.phase != Phase.MEASURE.value:
         training = (
             f"[round {record.round}/{rounds}] {len(record.accepted)}/{len(record.clients)} clients, "
-            f"lr {record.learning_rate:.4g}, loss {record.loss:.4f}{shown}"
+            f"lr {record.learning_rate:.4g}, loss {record.loss:.4f}{score}"
         )
     phase = Phase(record.phase)
     policy = f"{method.name} {phase.value}, {layers_by_type(model)}, reports {method.reports(phase).value}"
-    moved = "nothing changed"
+    drift = "nothing changed"
     if record.aggregated:
-        moved = "no running statistics" if method.shares(Role.STATISTIC) else "running statistics stay at their clients"
+        drift = "no running statistics" if method.shares(Role.STATISTIC) else "running statistics stay at their clients"
     if record.drift is not None:
-        moved = (
+        drift = (
             f"min var {record.drift.min_var:.3g}, largest drift of a mean {record.drift.largest:.3g} sd ({record.drift.layer or 'model'})"
         )
     traffic = (
@@ -111,12 +136,16 @@ def describe_round(record: RoundRecord, rounds: int, task: Task, method: Method,
         traffic += f"; {record.exchanges} exchanges by {record.carrier} ({up} up){longest}"
     if record.far:
         training += f", far from the others: {called.clients(record.far)}"
-    return f"{training} | normalisation: {policy}; {traffic}; {moved}"
+    return f"{training} | normalisation: {policy}; {traffic}; {drift}"
 
 
 def watch(record: RoundRecord) -> Iterator[str]:
-    """Warnings about statistics that run away: with shared constants in training, many steps at a high rate feed on themselves."""
-    if record.phase == Phase.MEASURE.value:  # nobody trained: far is how far the statistics were off
+    """Warn of statistics that run away, and of a loss that is not finite.
+
+    Statistics run away where training normalises with shared constants: many steps at a high rate amplify their
+    own effect.
+    """
+    if record.phase == Phase.MEASURE.value:  # nobody trained: a large drift means that the statistics were far off before
         return
     drift = record.drift if record.aggregated and record.round > 1 else None
     if drift and (drift.growth > RUNAWAY_GROWTH or drift.largest > RUNAWAY_DRIFT or not math.isfinite(drift.largest)):
@@ -125,13 +154,13 @@ def watch(record: RoundRecord) -> Iterator[str]:
             f"({drift.layer or 'model'}) in one round. The statistics no longer follow the weights: lower the learning rate or the local "
             "steps"
         )
-    masked = "masked" in record.bytes_up  # who diverges sends no summand; a loss unknown is withheld for privacy
+    masked = "masked" in record.bytes_up  # a client that diverges sends no summand; privacy withholds the loss
     if record.aggregated and not masked and not math.isfinite(record.loss):
         yield f"round {record.round}: the training loss is {record.loss}: training diverged; lower the learning rate"
 
 
 def size(nbytes: float) -> str:
-    """Bytes as B, kB or MB (1 MB = 1024 * 1024 bytes)."""
+    """Format a number of bytes as B, kB or MB (1 MB = 1024 * 1024 bytes)."""
     if nbytes < 1024:
         return f"{nbytes:.0f} B"
     return f"{nbytes / 1024:.1f} kB" if nbytes < 1024**2 else f"{nbytes / 1024**2:.2f} MB"

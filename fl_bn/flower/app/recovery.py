@@ -1,4 +1,4 @@
-"""How a run goes on after its server died: checkpoints out, one back in, and clients that lost what they kept."""
+"""Resume a run whose server died: write checkpoints, restore one, and find clients that lost their tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,16 @@ from fl_bn.support.client_names import UNNAMED, ClientNames
 
 
 class Recovery:
-    """For one run of ``name``. ``store`` keeps a checkpoint every ``every`` rounds (0: never; after the last
-    there are the results); it returns the oldest round that the run can still go back to."""
+    """Write the checkpoints of one run, and track the rounds in which its clients kept tensors.
+
+    Args:
+        name: of the run.
+        every: rounds from one checkpoint to the next; 0: no checkpoints. There is none after the last round,
+            whose results are stored anyway.
+        store: stores a checkpoint, and returns the oldest round that the run can still go back to.
+        accountant: counts the privacy budget, if there is one.
+        called: the clients' names in the log.
+    """
 
     def __init__(
         self,
@@ -40,6 +48,16 @@ class Recovery:
     def after_round(
         self, round: int, rounds: int, arrays: ArrayRecord, shared: SharedModel, optimizer: ServerOptimizer, failed: int
     ) -> None:
+        """Store a checkpoint after ``round``, if one is due.
+
+        Args:
+            round: the round's number.
+            rounds: the number of rounds of the run.
+            arrays: the shared tensors.
+            shared: the shared model, with its auxiliary tensors.
+            optimizer: the server optimizer.
+            failed: the number of failed rounds in a row.
+        """
         if self._store is None or not self._every:
             self.run_id = replace(self.run_id, durable=round)
         elif round % self._every == 0 and round < rounds:
@@ -58,25 +76,31 @@ class Recovery:
             self.run_id = replace(self.run_id, durable=self._store(state))
 
     def keeps(self, client: int) -> bool:
-        """Whether ``client`` has trained in a round that counted, and kept tensors of its own."""
+        """Tell whether ``client`` keeps tensors of its own, from training in a round that counted."""
         return client in self._kept
 
     def tell(self, messages: list[Message], clients: Sequence[Client]) -> list[Message]:
-        """Let ``messages``, one for each of ``clients``, say in which round the client's last reply was counted."""
+        """Add to ``messages``, one for each of ``clients``, the last round in which the client's reply was counted."""
         for message, client in zip(messages, clients, strict=True):
             config = message.content.config_records["config"]
             message.content["config"] = ConfigRecord({**config, "counted": self._counted.get(client.index, 0)})
         return messages
 
     def count(self, round: int, replies: Sequence[Reply]) -> None:
-        """The round has changed the model: with these."""
+        """Note the clients whose ``replies`` changed the model in ``round``."""
         self._counted |= dict.fromkeys((part.client for part in replies), round)
 
     def go_back(self, checkpoint: Checkpoint, rounds: int, shared: SharedModel, optimizer: ServerOptimizer) -> None:
-        """Let everything be as after ``checkpoint``.
+        """Restore the state of ``checkpoint``.
+
+        Args:
+            checkpoint: the state.
+            rounds: the number of rounds of the run.
+            shared: the shared model to restore.
+            optimizer: the server optimizer to restore.
 
         Raises:
-            RunFailed: it is not of this model, or of the last round.
+            RunFailed: the checkpoint is of another model or method, or no round is left after it.
         """
         if checkpoint.round >= rounds:
             raise RunFailed(f"nothing is left to do: the checkpoint is of round {checkpoint.round}, and the run has {rounds}")
@@ -93,21 +117,21 @@ class Recovery:
         log(logging.INFO, "going on after round %s of %s", checkpoint.round, rounds)
 
     def check(self, round: int, replies: Sequence[Reply]) -> None:
-        """Say which clients trained from older tensors of their own than they kept before."""
+        """Warn of clients that trained from older tensors of their own than they had kept."""
         for part in replies:
             if "kept" not in part.metrics:
                 continue
             index, kept, known = part.client, int(part.metrics["kept"]), self._kept.get(part.client, 0)
             if kept < known:
-                came = f"those of round {kept}" if kept else "none"
-                lost = "the later ones were lost with its process or disk (state-dir in the node config keeps them in files)"
+                tensors = f"those of round {kept}" if kept else "none"
+                advice = "the later ones were lost with its process or disk (state-dir in the node config keeps them in files)"
                 log(
                     logging.WARNING,
                     "round %s: %s kept tensors in round %s, but started from %s: %s",
                     round,
                     self._called.client(index),
                     known,
-                    came,
-                    lost,
+                    tensors,
+                    advice,
                 )
             self._kept[index] = round

@@ -1,6 +1,7 @@
-"""What a client that was not in the training can be given of layers that stay at home: the average of the known clients', asked once.
+"""Average the layers that stay at clients, for a client that was not in the training.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix G.
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001),
+appendix G.
 """
 
 from __future__ import annotations
@@ -36,7 +37,17 @@ def average_kept(
     run_id: RunId,
     overheard: Callable[[Iterable[Message]], Iterable[Decoded]],
 ) -> dict[str, Tensor]:
-    """The uniform average of what ``clients``, those that have trained, keep, by state_dict name; empty if nobody answered."""
+    """Return the uniform average of the tensors that clients keep, by state_dict name; empty without any reply.
+
+    Args:
+        grid: Flower's grid.
+        clients: the clients that have trained.
+        shared: the shared model.
+        round: the round's number.
+        rounds: the server's policy.
+        run_id: the run.
+        overheard: decodes the replies, and records their disclosures.
+    """
     header = header_for(shared, round, Phase.MEASURE)
     samples = {client.index: client.samples for client in clients}
     expected = Expected(round, shared.signature, kept_layers(shared.model, shared.method), REPLIED, samples)

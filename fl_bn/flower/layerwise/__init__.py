@@ -1,1 +1,1 @@
-"""The layer-wise exchange (FedTAN) over Flower: sessions, carriers, addresses, transcripts."""
+"""Carry the layer-wise exchange (FedTAN) over Flower: sessions, carriers, addresses, transcripts."""

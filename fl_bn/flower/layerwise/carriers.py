@@ -1,4 +1,4 @@
-"""The server's side of the exchange's carriers: each takes a round's train messages to the cohort and brings the replies back."""
+"""Carry the exchange at the server: a carrier takes a round's train messages to the cohort and returns the replies."""
 
 from __future__ import annotations
 
@@ -32,33 +32,43 @@ POLL = 0.1  # seconds between looks for replies
 
 
 class Carrier(ABC):
-    """Brings a round's exchange about. ``messages`` is how many Flower messages one client got in the last round."""
+    """Carry a round's exchange.
+
+    ``messages`` is the number of Flower messages that one client got in the last round.
+    """
 
     name: str
 
     def __init__(self) -> None:
         self.messages = 1
-        self._owed: dict[str, tuple[int, Message]] = {}  # client and message: dropped, and its reply not come yet
+        self._late: dict[str, tuple[int, Message]] = {}  # dropped clients, by message, whose replies are missing
 
     @abstractmethod
     def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
-        """Send the messages (by client), have the session run, return the replies.
+        """Send the messages, run the session, and return the replies.
 
-        ``timeout`` (s): for all of it; where it may take ``longest`` in all, from one exchange to the next.
+        Args:
+            grid: Flower's grid.
+            messages: the train messages, by client.
+            session: the round's exchange.
+            timeout: seconds for the whole round.
+            longest: if above 0, ``timeout`` is the time from one exchange to the next, and ``longest`` seconds
+                are the limit for the round.
         """
 
-    def owing(self, grid: Grid) -> set[int]:
-        """Clients that have not answered the message of the round that dropped them."""
-        for reply in pulled(grid, {identity: message for identity, (_, message) in self._owed.items()}):
-            self._owed.pop(reply.metadata.reply_to_message_id, None)
-        return {client for client, _ in self._owed.values()}
+    def late_clients(self, grid: Grid) -> set[int]:
+        """Return the clients that have still not answered the message of the round that dropped them."""
+        for reply in pulled(grid, {identity: message for identity, (_, message) in self._late.items()}):
+            self._late.pop(reply.metadata.reply_to_message_id, None)
+        return {client for client, _ in self._late.values()}
 
     def _replies(
         self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0
     ) -> list[Message]:
-        """All replies, but not waiting for clients that the session has dropped.
+        """Return the replies, without waiting for clients that the session has dropped.
 
-        A client whose reply is an error is dropped at once, so that the others do not wait for it until the deadline.
+        A client whose reply is an error is dropped immediately, so that the others do not wait for it until the
+        deadline.
         """
         pushed, begin, seen = set(grid.push_messages(messages.values())), time.monotonic(), session.exchanges
         end = begin + timeout
@@ -70,28 +80,29 @@ class Carrier(ABC):
         while set(waiting.values()) - session.dropped.keys() and time.monotonic() < end:
             if session.exchanges > seen:
                 seen, end = session.exchanges, max(end, min(begin + longest, time.monotonic() + timeout))
-            came = list(pulled(grid, {identity: sent[identity] for identity in waiting}))
-            replies += came
-            for reply in came:
+            new = list(pulled(grid, {identity: sent[identity] for identity in waiting}))
+            replies += new
+            for reply in new:
                 client = waiting.pop(reply.metadata.reply_to_message_id, -1)  # -1: answered twice
                 if client >= 0 and reply.has_error():
                     session.leave(client, f"code {reply.error.code}: {reason(reply.error.reason)}")
-            if not came:
+            if not new:
                 time.sleep(POLL)
-        self._owed |= {identity: (client, sent[identity]) for identity, client in waiting.items()}
+        self._late |= {identity: (client, sent[identity]) for identity, client in waiting.items()}
         return replies
 
     def stop(self) -> None:
-        """Release what was held; most hold nothing."""
+        """Release sockets and threads; most carriers have none."""
         return
 
 
 class LocalCarrier(Carrier):
-    """Clients of ``InProcessGrid`` take turns."""
+    """Carry the exchange within ``InProcessGrid``, whose clients take turns."""
 
     name = "local"
 
     def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
+        """Send the messages to clients in this process, and return the replies."""
         tokens = local.admit(session)
         try:
             for client, message in messages.items():
@@ -102,7 +113,15 @@ class LocalCarrier(Carrier):
 
 
 class GrpcCarrier(Carrier):
-    """A gRPC service in this process; address, authority and tokens travel in the train messages, over Flower's own channel."""
+    """Carry the exchange by a gRPC service in this process.
+
+    Address, authority and tokens travel in the train messages, over Flower's own channel.
+
+    Args:
+        settings: where the service listens, and its certificates.
+        layers: the exchanged layers, which limit the size of a request.
+        called: the clients' names in the log.
+    """
 
     name = "grpc"
 
@@ -116,10 +135,12 @@ class GrpcCarrier(Carrier):
 
     @property
     def address(self) -> str:
+        """Return the address by which clients reach the service, as HOST:PORT."""
         host = self.settings.host
         return f"{f'[{host}]' if ':' in host else host}:{self.service.port}"
 
     def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
+        """Send the messages, serve the clients' requests meanwhile, and return the replies."""
         tokens, certificates = self.service.open(session), self.settings.certificates
         common: dict[str, str | float | bytes] = {
             "exchange": "grpc",
@@ -136,10 +157,19 @@ class GrpcCarrier(Carrier):
             self.service.close(session)
 
     def meet(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> str:
-        """Have the whole cohort join at once, without training; how to make that possible where it is not, else empty.
+        """Test whether the whole cohort can join at once, without training.
+
+        Args:
+            grid: Flower's grid.
+            cohort: the clients.
+            timeout: seconds for the test.
+
+        Returns:
+            Advice on how to make that possible, or an empty text where it is possible.
 
         Raises:
-            RunFailed: a client cannot reach the service, or does not trust it, and under the policy ``abort`` all rounds would fail for it.
+            RunFailed: a client cannot reach the service, or does not trust it, and the policy ``abort`` would
+                fail every round for it.
         """
         messages = {c.index: Message(RecordDict(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
         settings = self.settings
@@ -162,15 +192,21 @@ class GrpcCarrier(Carrier):
         )
 
     def stop(self) -> None:
+        """Stop the service."""
         self.service.stop()
 
 
 class ReplayCarrier(Carrier):
-    """Every exchange is one Flower message: the answers so far go down, and each client runs again until it needs the next one."""
+    """Carry the exchange by one Flower message per exchange.
+
+    The answers so far travel to the clients. Each client computes its round again until it needs the next
+    answer.
+    """
 
     name = "replay"
 
     def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
+        """Send the messages again with each new answer, until all clients have finished, and return the last replies."""
         transcript: list[tuple[Key, Answer]] = []
         final: dict[int, Message] = {}
         down = dict.fromkeys(messages, 0)
@@ -197,11 +233,14 @@ class ReplayCarrier(Carrier):
     def _requests(
         self, grid: Grid, sent: Mapping[int, Message], session: Session, timeout: float, final: dict[int, Message]
     ) -> dict[int, tuple[int, Local]]:
-        """What each client needs an answer to; those who need none are added to ``final``, and leave the session."""
+        """Return the request of each client that needs an answer.
+
+        The reply of a client that needs none is added to ``final``, and the client leaves the session.
+        """
         requests: dict[int, tuple[int, Local]] = {}
         replies: dict[int, Message] = {}
-        for came in self._replies(grid, sent, session, timeout):
-            replies.setdefault(came.metadata.src_node_id, came)  # the first counts
+        for answer in self._replies(grid, sent, session, timeout):
+            replies.setdefault(answer.metadata.src_node_id, answer)  # the first counts
         for client, message in sent.items():
             reply = replies.get(message.metadata.dst_node_id)
             if reply is None:
@@ -222,7 +261,10 @@ class ReplayCarrier(Carrier):
 
 
 def _simulation_hint(clients: int, cpus: int) -> str:
-    """How to get ``clients`` workers: Flower 1.25 starts one per share of a CPU, but runs at most CPUs + 4 of them, and 32, at a time."""
+    """Return advice on how to get ``clients`` workers in Flower's simulation.
+
+    Flower 1.25 starts one per share of a CPU, but runs at most CPUs + 4 of them, and at most 32, at a time.
+    """
     if clients > (most := min(32, cpus + 4)):
         return f"In simulation it needs {clients} workers, but Flower runs at most {most} at a time on {cpus} CPUs: use `fl-bn run`"
     share = math.floor(100 * cpus / clients) / 100

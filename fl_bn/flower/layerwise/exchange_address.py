@@ -1,6 +1,7 @@
-"""Where a client connects to for the layer-wise exchange: the server names an address, and the site's node config says which it may name.
+"""Connect a client to the layer-wise exchange, if its site allows the address that the server names.
 
-Without that a server could have every site look into the site's own network, and learn from the errors which ports are open.
+The node config lists the allowed addresses. Otherwise a server could make every site probe the site's own
+network, and learn from the errors which ports are open.
 """
 
 from __future__ import annotations
@@ -34,19 +35,21 @@ GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exch
 
 @dataclass(frozen=True)
 class ExchangeAddresses:
-    """The hosts, or HOST:PORT, that a client connects to. ``named``: as its node config says; None: it says nothing.
+    """List the hosts to which a client may connect, as HOST or HOST:PORT.
 
-    Then a client that was deployed connects to none, since it knows no SuperLink, and one of a simulation to its own machine alone.
+    Attributes:
+        named: the entries of the node config. None: it has none. Then a deployed client connects nowhere, since
+            it knows no SuperLink, and a client in a simulation connects only to its own machine.
     """
 
     named: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, node_config: Mapping[str, Any]) -> ExchangeAddresses:
-        """Read the line of a node config.
+        """Read the addresses in a node config.
 
         Raises:
-            ValueError: it is no list of hosts.
+            ValueError: the entry is no list of hosts.
         """
         if KEY not in node_config:
             return cls()
@@ -57,7 +60,11 @@ class ExchangeAddresses:
         return cls(named)
 
     def check(self, address: str) -> None:
-        """Raises ExchangeFailed, which does not repeat it, where this client may not connect to ``address``. Its own log does."""
+        """Check that this client may connect to ``address``.
+
+        Raises:
+            ExchangeFailed: it may not. The error does not repeat the address; only this client's log does.
+        """
         host = address.rpartition(":")[0]
         if re.fullmatch(ADDRESS, address) and self._allows(host.lower(), address.lower()):
             return
@@ -73,12 +80,15 @@ class ExchangeAddresses:
 
 
 def deployed() -> bool:
-    """Tell whether this process is that of a SuperNode's ClientApp, which is on another machine than the server."""
+    """Tell whether this process runs a SuperNode's ClientApp, which is on another machine than the server."""
     return Path(sys.argv[0]).name == DEPLOYED
 
 
 class SiteExchange(GrpcExchange):
-    """An exchange whose errors tell the server nothing of this client's network: what happened is in the client's own log."""
+    """Exchange by gRPC, with errors that tell the server nothing of this client's network.
+
+    The client's own log has the details.
+    """
 
     def _ask(self, request: Request, dtype: torch.dtype) -> Answer:
         try:
@@ -92,14 +102,14 @@ def connect(addresses: ExchangeAddresses, config: Mapping[str, Any], transcript:
     """Join the layer-wise exchange that a message names.
 
     Args:
-        addresses: to which this client connects.
-        config: of the message, checked.
-        transcript: the answers so far, of an exchange by replay.
-        batch: samples in this client's batch.
+        addresses: the addresses to which this client may connect.
+        config: the message's checked config.
+        transcript: the answers so far in an exchange by replay.
+        batch: the number of samples in this client's batch.
 
     Raises:
-        ExchangeFailed: the address is none of ``addresses``, or the exchange cannot be joined. The error tells nothing of this client's
-            network.
+        ExchangeFailed: the address is none of ``addresses``, or the exchange cannot be joined. The error tells
+            nothing of this client's network.
         WireError: the message lacks a field that this carrier needs.
     """
     carrier = config.get("exchange")

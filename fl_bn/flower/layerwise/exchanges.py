@@ -1,6 +1,7 @@
-"""The server's side of a layer-wise exchange: opens a session per round, and picks the carrier that the grid allows.
+"""Run layer-wise exchanges at the server: open a session per round, and choose a carrier that the grid allows.
 
-A round of FedTAN needs one. A statistics-only exchange goes layer by layer where its clients can meet; where they cannot, there are passes.
+A round of FedTAN needs one. A statistics-only exchange goes layer by layer where its clients can meet.
+Otherwise it takes a pass per layer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ BY_PASSES = "Statistics are measured by passes instead"
 
 
 class Exchanges:
-    """Carries the layer-wise exchanges of one run. ``average`` combines what the clients send; see ``Session`` for the others."""
+    """Run the layer-wise exchanges of one run.
+
+    Args:
+        settings: the carrier, the deadlines and the policy for missing clients.
+        model: the converted network.
+        average: combines the clients' moments.
+        believing: whether the session uses the counts that clients claim, see ``Session``.
+        called: the clients' names in the log.
+    """
 
     def __init__(
         self,
@@ -48,19 +57,25 @@ class Exchanges:
 
     @property
     def carrier(self) -> str:
-        """The carrier's name, once it is chosen."""
+        """Return the carrier's name; empty before it is chosen."""
         return "" if self._carrier is None else self._carrier.name
 
     @property
     def messages(self) -> int:
-        """How many Flower messages one client got in the last round."""
+        """Return the number of Flower messages that one client got in the last round."""
         return 1 if self._carrier is None else self._carrier.messages
 
     def round(self, grid: Grid, cohort: Sequence[Client], messages: Iterable[Message], timeout: float) -> list[Message]:
-        """Send a round's train messages and carry its exchange; the replies. ``session`` then says what happened.
+        """Send a round's train messages, carry its exchange, and return the replies. ``session`` then has the details.
+
+        Args:
+            grid: Flower's grid.
+            cohort: the clients.
+            messages: one train message per client.
+            timeout: seconds for the round.
 
         Raises:
-            RunFailed: in the first round, where the carrier asked for cannot serve this grid and cohort.
+            RunFailed: in the first round, the chosen carrier cannot serve this grid and cohort.
         """
         if self._carrier is None:
             self._carrier = self._choose(grid, cohort, timeout)
@@ -70,11 +85,21 @@ class Exchanges:
     def measure(
         self, grid: Grid, clients: Sequence[Client], messages: Iterable[Message], timeout: float, memory: int, simulated: bool
     ) -> tuple[list[Message], str]:
-        """Send the messages of a statistics-only exchange that goes layer by layer, and carry it: the replies, and the carrier's name.
+        """Send the messages of a statistics-only exchange that goes layer by layer, and carry it.
 
-        ``timeout`` (s): from one exchange to the next. ``memory``: bytes of activations that the clients of one process may keep;
-        ``simulated``: a simulation's clients are asked, too. Empty, with the reason in the log, where they cannot meet, and from then on.
-        ``session`` says what happened.
+        ``session`` then has the details. If the clients cannot meet, the log gives the reason, and no later
+        call tries again.
+
+        Args:
+            grid: Flower's grid.
+            clients: the clients.
+            messages: one message per client.
+            timeout: seconds from one exchange to the next.
+            memory: bytes of activations that the clients of one process may keep.
+            simulated: whether to try this in a simulation, too.
+
+        Returns:
+            The replies and the carrier's name, both empty where the clients cannot meet.
         """
         if self._cannot_meet:
             return [], ""
@@ -92,16 +117,22 @@ class Exchanges:
         return replies, carrier.name
 
     def _lasting(self) -> str:
-        """Why the clients of the last session could not meet, where that would be so again: none took part, or one was kept away."""
+        """Return why the clients of the last session could not meet, if that would happen again; else empty.
+
+        It would if no client took part, or if one was kept from joining.
+        """
         session = self.session
         if session.batches:
             return ""
         kept_away = any(NOT_JOINED in why or ExchangeFailed.__name__ in why for why in session.dropped.values())
         return session.failure if kept_away else "" if session.failure else "no client took part"
 
-    def owing(self, grid: Grid) -> set[int]:
-        """Clients dropped in an earlier round that have still not answered its message: dead or hanging, so not to be waited for again."""
-        return set().union(*(carrier.owing(grid) for carrier in {self._carrier, self._grpc} if carrier is not None))
+    def late_clients(self, grid: Grid) -> set[int]:
+        """Return clients dropped in an earlier round that have still not answered its message.
+
+        They are dead or hanging, so no round waits for them again.
+        """
+        return set().union(*(carrier.late_clients(grid) for carrier in {self._carrier, self._grpc} if carrier is not None))
 
     def stop(self) -> None:
         """Close sockets and threads."""
@@ -125,13 +156,18 @@ class Exchanges:
         )
 
     def _service(self) -> GrpcCarrier:
-        """One for the run. Raises OSError and ValueError where it cannot listen, or its certificates are wrong."""
+        """Return the run's gRPC carrier.
+
+        Raises:
+            OSError: it cannot listen.
+            ValueError: its certificates are wrong.
+        """
         if self._grpc is None:
             self._grpc = GrpcCarrier(self.settings, self.layers, self.called)
         return self._grpc
 
     def _meeting(self, grid: Grid, clients: Sequence[Client], simulated: bool) -> tuple[Carrier | None, str]:
-        """The carrier for a statistics-only exchange of ``clients``, or why there is none."""
+        """Return the carrier for a statistics-only exchange of ``clients``, or the reason why there is none."""
         wanted, here = self.settings.carrier, isinstance(grid, InProcessGrid)
         if isinstance(grid, InProcessGrid) and grid.one_program:
             return None, "engine='vectorised' measures all clients at once, a pass at a time"

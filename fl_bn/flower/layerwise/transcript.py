@@ -1,4 +1,4 @@
-"""The exchange in Flower's messages, for replay: a transcript goes down, the first unanswered request comes up."""
+"""Carry the exchange in Flower's messages, for replay: send a transcript down, and the first unanswered request up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Transcript = Sequence[tuple[Key, Answer]]
 
 
 def attach(content: RecordDict, transcript: Transcript) -> int:
-    """Put ``transcript`` into a train message; returns the bytes of its values."""
+    """Put ``transcript`` into a train message, and return the bytes of its values."""
     arrays = [answer.values.numpy() for _, answer in transcript]
     keys = [[key.layer, key.quantity.value, key.call, answer.count, answer.batch] for key, answer in transcript]
     content[TRANSCRIPT] = to_record({str(i): array for i, array in enumerate(arrays)})
@@ -54,7 +54,7 @@ def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answe
 
 def _key_of(layer: object, quantity: object, call: object, count: object, batch: object) -> tuple[Key, int, int]:
     if type(layer) is not str or type(call) is not int or type(count) is not int or type(batch) is not int or min(call, count, batch) < 0:
-        raise TypeError("an entry is no layer, quantity, call, count and batch")
+        raise TypeError("expected entries of layer, quantity, call, count and batch, with whole numbers of 0 or more")
     return Key(layer, Quantity(quantity), call), count, batch
 
 
@@ -66,23 +66,23 @@ def question(pending: Unanswered, client: int = 0) -> Reply:
 
 
 def read_request(reply: Message, header: Header) -> tuple[int, Local] | None:
-    """``(batch, request)`` of a client that needs an answer; None if the reply is a round's last.
+    """Return batch size and request of a client that needs an answer; None if the reply is a round's last.
 
     Raises:
         WireError: the reply is an error, or cannot be read.
     """
     if reply.has_error():
         raise WireError("error", "", f"code {reply.error.code}: {reason(reply.error.reason)}")
-    payload, came = from_records(reply.content)
+    payload, repeated = from_records(reply.content)
     if REQUEST not in payload:
         return None
-    header.check(came)
+    header.check(repeated)
     metrics = REQUESTED.of_metrics(reply.content)
     names = list(payload[REQUEST])
-    if len(names) != 1 or (found := NAMED.fullmatch(names[0])) is None:
+    if len(names) != 1 or (match := NAMED.fullmatch(names[0])) is None:
         raise WireError(REQUEST, "", f"expected one vector 'quantity/call/layer', but got {excerpt(names)}")
     try:
         values = torch.from_numpy(np.array(payload[REQUEST][names[0]]))
     except (ValueError, TypeError) as error:
         raise WireError(REQUEST, names[0], f"expected numbers, but got {payload[REQUEST][names[0]].dtype}") from error
-    return metrics["batch"], Local(Key(found[3], Quantity(found[1]), int(found[2])), values, metrics["count"])
+    return metrics["batch"], Local(Key(match[3], Quantity(match[1]), int(match[2])), values, metrics["count"])

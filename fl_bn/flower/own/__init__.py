@@ -1,1 +1,1 @@
-"""Door 3: strategies and handlers for a Flower app of one's own."""
+"""Join a Flower app of your own to fl-bn: strategies for its server, handlers for its clients."""

@@ -1,4 +1,4 @@
-"""The door for a Flower app of your own: your handlers and your training loop, with the client's half of the round around them.
+"""Put the client's half of a round around your own handlers and training loop, in a Flower app of your own.
 
 In client_app.py::
 
@@ -11,7 +11,7 @@ In client_app.py::
             loss = my_training_loop(round.model, trainloader)
         return round.message(len(trainloader.dataset), loss)
 
-In server_app.py the strategy is ``fl_bn.flower.FixBN(Net())`` (``own_strategies``) in place of ``FedAvg()``.
+In server_app.py the strategy is ``fl_bn.flower.FixBN(Net())`` (``own.strategies``) in place of ``FedAvg()``.
 """
 
 from __future__ import annotations
@@ -50,17 +50,19 @@ from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
 Batches = Callable[[Context], Iterable[Any]]
-"""The training batches of the client whose Flower context it is: a DataLoader, say."""
+"""Returns the training batches of the client with this Flower context: a DataLoader, for example."""
 
 
 class OwnRound:
-    """What ``training`` yields. ``model`` is what the loop trains; ``message`` makes the reply, after the block.
+    """Compute one round at one client: the value that ``training`` yields.
+
+    Your loop trains ``model``. After the block, ``message`` makes the reply.
 
     Args:
-        message: the server's.
-        request: what it asks.
+        message: the server's message.
+        request: the checked content of that message.
         local: the client's half of the round.
-        store: where the client keeps its tensors between rounds.
+        store: keeps the client's tensors between rounds.
     """
 
     def __init__(self, message: Message, request: Request, local: LocalRound, store: StateStore) -> None:
@@ -68,43 +70,70 @@ class OwnRound:
 
     @property
     def local(self) -> LocalRound:
-        """The client's half of the round in plain torch: ``backward``, ``measure``, ``steps``."""
+        """Return the client's half of the round in plain torch, with ``backward``, ``measure`` and ``steps``."""
         return self._local
 
     @property
     def rate_share(self) -> float:
-        """The share of your learning rate that this round is to step with: below 1 where the method has frozen the statistics.
+        """Return the factor, in (0, 1], for your learning rate in this round. It is below 1 where the statistics are frozen.
 
-        A rate that your loop reads from ``lr`` or ``learning_rate`` of the message's config has fallen already; multiply any other.
+        A rate that your loop reads from ``lr`` or ``learning_rate`` of the message's config includes the factor
+        already. Multiply any other rate by it.
         """
         return self.local.instruction.rate_share
 
     @property
     def model(self) -> nn.Module:
-        """The network, converted for the method, with what the server sent and what this client kept; in training mode."""
+        """Return the network to train, in training mode.
+
+        It is converted for the method. It holds the tensors that the server sent and those that this client
+        kept.
+        """
         return self.local.model
 
     def message(self, samples: int, loss: float = 0.0) -> Message:
-        """The reply of a round over ``samples`` different samples, whose mean training loss was ``loss``."""
+        """Return the reply to the server's message, and keep the client's own tensors.
+
+        Args:
+            samples: the number of different samples that the round trained on, 0 or more.
+            loss: the mean training loss.
+        """
         reply, kept = self.local.reply(samples, float(loss))
-        made = reply_to(self._message, self._request.header, reply, self._request.rounding)
+        answer = reply_to(self._message, self._request.header, reply, self._request.rounding)
         if kept.sections and kept.round == reply.round:  # else the state before stays
             self._store.write(kept.round, kept.sections)
-        return made
+        return answer
 
 
 class RoundGoesOn(Exception):
-    """FedTAN's exchange by replay needs an answer of the server's before the round can go on; ``replayed`` sends the question."""
+    """Report that the round needs one more answer of the server's, in FedTAN's exchange by replay.
+
+    ``replayed`` catches this exception and sends the question.
+
+    Args:
+        question: the message that asks the server.
+    """
 
     def __init__(self, question: Message) -> None:
         self.question = question
-        super().__init__("the exchange goes by replay: write @app.train(mods=[fl_bn.flower.replayed]) in client_app.py")
+        super().__init__(
+            "FedTAN's exchange needs several messages for this round: write @app.train(mods=[fl_bn.flower.replayed]) in client_app.py"
+        )
 
 
 def replayed(message: Message, context: Context, handler: Callable[[Message, Context], Message]) -> Message:
-    """A Flower mod for a train handler whose rounds may come to it in several messages: ``@app.train(mods=[replayed])``.
+    """Answer train messages by ``handler``, whose round may take several messages: ``@app.train(mods=[replayed])``.
 
-    FedTAN needs it where a cohort is larger than what can run at once (``ExchangeSettings``, carrier ``replay``).
+    This is a Flower mod. FedTAN needs it where a cohort is larger than the number of clients that can run at
+    once (``ExchangeSettings``, carrier ``replay``).
+
+    Args:
+        message: the server's message.
+        context: Flower's context of the client.
+        handler: your train handler, which uses ``training``.
+
+    Returns:
+        The handler's reply, or the round's next question to the server.
     """
     try:
         return handler(message, context)
@@ -114,7 +143,15 @@ def replayed(message: Message, context: Context, handler: Callable[[Message, Con
 
 @contextmanager
 def _repeatable(seed: int, model: nn.Module, everything: bool) -> Iterator[None]:
-    """Shuffling and dropout draw the same whenever this round is computed; by replay that is once per answer."""
+    """Seed shuffling and dropout, so that a repeated computation of this round draws the same numbers.
+
+    By replay a round is computed once per answer.
+
+    Args:
+        seed: of the round.
+        model: on whose device torch's generator is seeded.
+        everything: whether to seed the generators of Python and NumPy, too.
+    """
     before = random.getstate(), np.random.get_state()
     with torch_seed(seed, inputs_like(model).device):
         if not everything:
@@ -140,21 +177,34 @@ def training(
     task: Task = CLASSIFICATION,
     objective: Objective = PLAIN,
 ) -> Iterator[OwnRound]:
-    """The client's half of a round inside a train handler of your own.
+    """Run the client's half of a round around your own training loop, inside a train handler.
 
-    ``model``: your network, unconverted. ``batches``: for HBN, whose pass before training measures them. ``objective``: FedProx, SCAFFOLD
-    or FedSAM; then call ``round.local.backward(lambda: loss_of(x), x)`` in place of ``loss.backward()``. What the client keeps between
-    its rounds is in ``context.state``, or below ``state-dir`` of the node config. In FedTAN's rounds torch's generator is seeded from run,
-    client and round (by replay NumPy's and Python's, too), since a round may be computed more than once.
+    In FedTAN's rounds torch's generator is seeded from run, client and round, since a round may be computed
+    more than once. By replay, NumPy's and Python's generators are seeded, too. The client's tensors stay in
+    ``context.state`` between rounds, or below ``state-dir`` of the node config.
+
+    Args:
+        message: the server's message.
+        context: Flower's context of the client.
+        model: your network, unconverted.
+        method: the method, the same as the server's.
+        batches: the training batches. Only HBN needs them: it measures them before training.
+        task: reads the batches for that measurement.
+        objective: FedProx, SCAFFOLD or FedSAM. Then call ``round.local.backward(lambda: loss_of(x), x)`` in
+            place of ``loss.backward()``.
+
+    Yields:
+        The round: train its ``model``, then return its ``message(samples, loss)``.
 
     Raises:
         ValueError: the server's message is for another model or method, or ``batches`` are missing.
+        RoundGoesOn: the round needs one more answer of the server's (``replayed``).
     """
     converted = convert(model, method)
     request = _read(message, context, converted, method, TO_TRAIN)
     instruction, store = request.instruction, _store(context, request, converted, method)
     if method.reports(instruction.phase) is StatisticsReport.PASS and batches is None:
-        raise ValueError(f"{method.name} measures the training data before training: give training(..., batches=trainloader)")
+        raise ValueError(f"{method.name} measures the training data before training: call training(..., batches=trainloader)")
     kept, joins = request.kept(store), request.connect(ExchangeAddresses.of(context.node_config))
     repeatable = ExitStack()
     if instruction.phase is Phase.EXCHANGE:
@@ -170,7 +220,19 @@ def training(
 
 
 def evaluating(message: Message, context: Context, model: nn.Module, method: Method) -> nn.Module:
-    """The network that an evaluate handler of your own tests: converted, with what the server sent and what this client kept."""
+    """Return the network to test in an evaluate handler of your own, in evaluation mode.
+
+    It is converted for the method. It holds the tensors that the server sent and those that this client kept.
+
+    Args:
+        message: the server's message.
+        context: Flower's context of the client.
+        model: your network, unconverted.
+        method: the method, the same as the server's.
+
+    Raises:
+        ValueError: the server's message is for another model or method.
+    """
     converted = convert(model, method)
     request = _read(message, context, converted, method, TO_EVALUATE)
     LocalRound(converted, method, request.instruction, request.kept(_store(context, request, converted, method)))
@@ -178,10 +240,17 @@ def evaluating(message: Message, context: Context, model: nn.Module, method: Met
 
 
 def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batches: Batches, *, task: Task = CLASSIFICATION) -> None:
-    """Let ``app`` answer what the server asks beside training: who it is, and the statistics of its data.
+    """Let ``app`` answer the server's queries beside training: who the client is, and the statistics of its data.
 
-    ``model()`` makes your network, unconverted. ``batches(context)``: the training batches. What these answer passes a ``Gate``. Your own
-    handlers do, too, in an app that is made with one: ``ClientApp(mods=[Gate()])``.
+    These answers pass a ``Gate``. Your own handlers do, too, where the app has one:
+    ``ClientApp(mods=[Gate()])``.
+
+    Args:
+        app: your ClientApp.
+        model: makes your network, unconverted.
+        method: the method, the same as the server's.
+        batches: returns the training batches of the client with a given context.
+        task: reads the batches.
     """
     gate = Gate()
 
@@ -189,7 +258,7 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
     def hello(message: Message, context: Context) -> Message:
         data, loader = convert(model(), method), batches(context)
         samples = _count(loader, task)
-        said: dict[str, int | str] = {
+        introduction: dict[str, int | str] = {
             "client": _index(context),
             "clients": int(_needed(context, "num-partitions")),
             "samples": samples,
@@ -197,7 +266,7 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
             "label-counts": "[]",
             "version": here(),
         }
-        return Message(RecordDict({"hello": ConfigRecord({**said})}), reply_to=message)
+        return Message(RecordDict({"hello": ConfigRecord({**introduction})}), reply_to=message)
 
     @app.query(STATISTICS.removeprefix("query."), mods=[gate])
     def statistics(message: Message, context: Context) -> Message:
@@ -216,17 +285,18 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
 
 
 def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Form) -> Request:
-    """Let ``message`` in, and read what it asks. ``form``: of its config."""
+    """Check that ``message`` may enter, and return its request. ``form`` is the form of its config."""
     admit_own(message, context, evaluates=form is TO_EVALUATE)
     if "header" not in message.content:
         raise ValueError(
-            "this message is of another strategy: in server_app.py start one of fl_bn.flower's (FixBN, FedBN, HBN, FBN, FedTAN, ...)"
+            "expected a message of an fl-bn strategy, but this one has no header: start one of fl_bn.flower's in server_app.py (FixBN, "
+            "FedBN, HBN, FBN, FedTAN, ...)"
         )
     return read(message, Network(converted, method), form)
 
 
 def _store(context: Context, request: Request, converted: nn.Module, method: Method) -> StateStore:
-    """Return where this client keeps its tensors between rounds."""
+    """Return the store that keeps this client's tensors between rounds."""
     folder = Path(str(context.node_config["state-dir"])) if "state-dir" in context.node_config else None
     return store_of(context.state, folder, request.config, _index(context), signature(converted, method))
 

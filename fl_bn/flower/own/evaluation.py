@@ -1,4 +1,4 @@
-"""What the evaluations of an app of one's own say together: any metrics, each checked before it counts."""
+"""Combine the clients' evaluations in an app of your own: any metrics, each checked before it counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flwr.app import Message
 
 from fl_bn.federation.fields import number
 from fl_bn.federation.values import Reply
-from fl_bn.flower.evaluation import SaidOnce
+from fl_bn.flower.evaluation import LogOnce
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.messages import OWN_METRICS
@@ -24,7 +24,7 @@ from fl_bn.support.wire import WireError, excerpt, printable
 Ranges = Mapping[str, tuple[float, float]]
 RANGES: Ranges = MappingProxyType({"accuracy": (0.0, 1.0)})
 LONGEST_NAME, MOST_NAMES = 100, 1000
-NOT_COUNTED = "%s's evaluation is not counted: %s"  # for ``SaidOnce``
+NOT_COUNTED = "%s's evaluation is not counted: %s"  # for ``LogOnce``
 
 
 def evaluation_of_own_app(
@@ -33,31 +33,34 @@ def evaluation_of_own_app(
     sent: Iterable[Message],
     ranges: Ranges = RANGES,
     *,
-    say: SaidOnce,
+    say: LogOnce,
     alike: bool = False,
     called: ClientNames = UNNAMED,
 ) -> dict[str, float]:
-    """Average the metrics over ``clients``, weighted by ``num-examples``; empty where nothing can be averaged.
+    """Average the metrics over ``clients``, weighted by ``num-examples``.
 
-    A metric counts that more than half of the clients send. A client is left out, and named, where a number of its is not finite or out of
-    ``ranges``, where a name cannot be printed, or where it lacks a metric that counts. No client weighs more than all others together.
-    Lists are not averaged.
+    A metric counts if more than half of the clients send it. Three faults exclude a client, and the log names
+    it: a number that is not finite or outside its range, a metric's name that cannot be printed, or the lack of
+    a metric that counts. No client weighs more than all others together. Lists are not averaged.
 
     Args:
-        replies: to the messages ``sent``; each client's first counts.
-        clients: who was asked.
-        sent: the messages.
+        replies: the replies to ``sent``. Each client's first reply counts.
+        clients: the clients to which the messages went.
+        sent: the evaluate messages.
         ranges: the smallest and the largest value of a metric, by name.
-        say: tells the log who is not counted (``NOT_COUNTED``).
-        alike: whether all clients weigh alike, whatever ``num-examples`` says: under a defence.
-        called: what the log calls the clients.
+        say: logs the excluded clients (``NOT_COUNTED``).
+        alike: whether all clients weigh alike, whatever their ``num-examples``. A defence needs that.
+        called: the clients' names in the log.
+
+    Returns:
+        The averages by name; empty where nothing can be averaged.
     """
     parts, refused, _ = read_replies(replies, Reading(clients, partial(_read, ranges), sent))
     senders = Counter(name for part in parts for name in part.metrics)
     names = [name for name, count in senders.items() if 2 * count > len(parts)]
     for part in parts:
-        if lacking := [name for name in names if name not in part.metrics]:
-            refused[part.client] = f"metrics/{lacking[0]}: missing, but more than half of the clients send it"
+        if missing := [name for name in names if name not in part.metrics]:
+            refused[part.client] = f"metrics/{missing[0]}: missing, but more than half of the clients send it"
     say(refused)
     if few := sorted(senders.keys() - set(names)):
         log(logging.WARNING, "not averaged, since no more than half of the clients send them: %s", ", ".join(map(printable, few[:5])))
@@ -70,7 +73,7 @@ def evaluation_of_own_app(
 
 
 def _read(ranges: Ranges, reply: Decoded, client: Client) -> Reply:
-    """Check one evaluation. An app of one's own repeats no header: which message it answers is Flower's word."""
+    """Check one evaluation. An app of your own repeats no header, so Flower alone tells which message the reply answers."""
     metrics = OWN_METRICS.read(reply.metrics)
     examples: int = metrics.pop("num-examples")
     if len(metrics) > MOST_NAMES:
@@ -90,11 +93,11 @@ def _read(ranges: Ranges, reply: Decoded, client: Client) -> Reply:
 
 
 def _weights(parts: Sequence[Reply], called: ClientNames) -> list[int]:
-    """Each client's ``num-examples``, but no more than those of all others together."""
+    """Return each client's ``num-examples``, but no more than those of all others together."""
     total, weights = sum(part.samples for part in parts), [part.samples for part in parts]
     for i, part in enumerate(parts):
         if len(parts) > 1 and part.samples > (others := total - part.samples):
             weights[i] = others
-            more = "%s says that it tested on %d examples, more than all others together (%d): it counts as they do"
+            more = "%s reports %d test examples, more than all others together (%d): it weighs as much as these"
             log(logging.WARNING, more, called.client(part.client), part.samples, others)
     return weights

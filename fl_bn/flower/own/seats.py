@@ -1,7 +1,8 @@
-"""Which number a node has in an app of one's own, where several nodes say the same one: clients are nodes there.
+"""Choose the number of each node in an app of your own, where several nodes may claim the same number.
 
-A number is a node's own word, and the server uses it for names and order alone: which data a client has, it decides by itself. So where two
-nodes say one number and another number is left, both take part. Who lied gets the number that it did not say, which nobody else says.
+Clients are nodes there. A number is a node's own claim. The server uses it for names and order alone, since
+each node chooses its data itself. So where two nodes claim one number and another number is free, both take
+part. A node with a false claim gets a number that no other node claims.
 """
 
 from __future__ import annotations
@@ -9,23 +10,24 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 
-def seated(said: Mapping[int, int], clients: int) -> dict[int, int]:
-    """Return the numbers of those nodes that cannot have the number that they said, by node; none where numbers are fewer than nodes.
+def seated(claims: Mapping[int, int], clients: int) -> dict[int, int]:
+    """Return new numbers for the nodes whose claimed number belongs to another node, by node.
 
-    Of several nodes that say one number, the smallest node id has it: Flower draws these at random. The others get, in order, the smallest
-    numbers that nobody says.
+    Of several nodes that claim one number, the smallest node id has it: Flower draws these ids at random. The
+    others get, in order, the smallest numbers that nobody claims. The result is empty where there are more
+    nodes than numbers.
 
     Args:
-        said: the numbers, by node.
+        claims: the claimed number of each node.
         clients: how many numbers there are.
     """
-    if len(said) > clients:
+    if len(claims) > clients:
         return {}
     first: dict[int, int] = {}
-    for node in sorted(said):
-        first.setdefault(said[node], node)
-    free = iter(sorted(set(range(clients)) - set(said.values())))
-    return {node: next(free) for node in sorted(said) if first[said[node]] != node}
+    for node in sorted(claims):
+        first.setdefault(claims[node], node)
+    free = iter(sorted(set(range(clients)) - set(claims.values())))
+    return {node: next(free) for node in sorted(claims) if first[claims[node]] != node}
 
 
 def seat_of_newcomer(
@@ -33,20 +35,21 @@ def seat_of_newcomer(
 ) -> int:
     """Return the number of a node that comes after the start.
 
-    It gets the ``number`` that it says, if no node that is online has it. Else it gets the number of a node that is gone and said the same:
-    it may be that one, restarted. Or it gets one that was given to nobody, where another's was given to a node that is online.
+    It gets the ``number`` that it claims, if no online node has that. Otherwise it may be a restarted node, so
+    it gets the number of an offline node that claimed the same. Where there is none, and its ``number`` was
+    reassigned, it gets a number that was never used. Otherwise it keeps its ``number``, which is then disputed.
 
     Args:
-        number: that it says.
-        online: the numbers that nodes have.
+        number: the number that the node claims.
+        online: the numbers of the nodes that are online.
         clients: how many numbers there are.
-        given: the numbers that were given, and those that their nodes said, by node.
-        served: numbers that some node has had since the start.
+        given: the reassigned number and the claimed number, by node.
+        served: the numbers that some node has had since the start.
     """
     if number not in online:
         return number
-    if gone := sorted(has for has, said in given.values() if said == number and has not in online):
-        return gone[0]
-    if number not in {has for has, _ in given.values()}:
+    if offline := sorted(seat for seat, claim in given.values() if claim == number and seat not in online):
+        return offline[0]
+    if number not in {seat for seat, _ in given.values()}:
         return number
     return min(set(range(clients)) - set(online) - set(served), default=number)

@@ -1,9 +1,9 @@
-"""The strategies for a Flower app of your own: Flower's own arguments, ``start`` included, and a method's options.
+"""Provide the strategies for a Flower app of your own, with Flower's own arguments and a method's options.
 
     strategy = FixBN(Net(), freeze_after=10, fraction_train=0.5)
     result = strategy.start(grid, initial_arrays, num_rounds=20, train_config=ConfigRecord({"lr": 0.1}))
 
-An argument of Flower's ``FedAvg`` that would be ignored here is no argument here.
+Arguments of Flower's ``FedAvg`` that would have no effect here are left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.schema import START
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Instruction
-from fl_bn.flower.evaluation import SaidOnce
+from fl_bn.flower.evaluation import LogOnce
 from fl_bn.flower.own.evaluation import NOT_COUNTED, RANGES, Ranges, evaluation_of_own_app
 from fl_bn.flower.population import Introductions, Population, RunFailed
 from fl_bn.flower.strategy import BatchNormStrategy
@@ -47,23 +47,31 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 RATES = ("lr", "learning_rate")
-"""Under which a ``train_config`` has the clients' learning rate, in Flower's own examples and elsewhere."""
+"""The names that a ``train_config`` may have for the clients' learning rate, in Flower's own examples and elsewhere."""
 
 
 class _Rounds(BatchNormStrategy):
-    """Evaluates at the clients with any metrics (``evaluation_of_own_app``), whose values are in ``ranges``.
+    """Run rounds in which clients evaluate with any metrics (``evaluation_of_own_app``).
 
-    ``introductions``: what the nodes have said of themselves already.
+    Args:
+        args: as ``BatchNormStrategy``.
+        evaluates: whether clients evaluate.
+        ranges: the smallest and the largest value of a metric, by name.
+        introductions: the nodes' introductions so far.
+        options: as ``BatchNormStrategy``.
     """
 
     def __init__(self, *args: Any, evaluates: bool, ranges: Ranges, introductions: Introductions, **options: Any) -> None:
         super().__init__(*args, **options)
         self.evaluates, self.ranges, self.introductions = evaluates, ranges, introductions
-        self._say = SaidOnce(NOT_COUNTED, self.rounds.called)
+        self._say = LogOnce(NOT_COUNTED, self.rounds.called)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """One train message per client of the cohort. A client that keeps nothing yet is sent the start of what it will keep: your app
-        builds its network anew, and not from the weights that the server has."""
+        """Make one train message per client of the cohort.
+
+        A client without kept tensors gets their start along with the message. Your app builds its network anew,
+        and not from the weights that the server has.
+        """
         messages = [*super().configure_train(server_round, arrays, config, grid)]
         start = self.shared.start()
         self._started = {client.index: nbytes(start) for client in self.cohort if start and not self.recovery.keeps(client.index)}
@@ -73,29 +81,32 @@ class _Rounds(BatchNormStrategy):
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        done, record = super().aggregate_train(server_round, replies), self.record
+        """Aggregate the replies, and add the bytes of those starts to the round's record."""
+        result, record = super().aggregate_train(server_round, replies), self.record
         if self._started:
             down = {**record.bytes_down, START: max(self._started.values())}
             clients = [replace(c, bytes_down=c.bytes_down + self._started.get(c.client, 0)) for c in record.clients]
             self.server.record = replace(record, bytes_down=down, clients=clients)
-        return done
+        return result
 
-    def _train_config(self, config: Mapping[str, Any], asked: Instruction) -> dict[str, Any]:
-        """The rates that ``config`` names fall with the method's share in frozen rounds: the clients' loops read them there."""
-        made = super()._train_config(config, asked)
+    def _train_config(self, config: Mapping[str, Any], instruction: Instruction) -> dict[str, Any]:
+        """Multiply the rates in ``config`` by the method's share in frozen rounds. The clients' loops read them there."""
+        values = super()._train_config(config, instruction)
         for name in RATES:
-            if asked.rate_share != 1 and isinstance(made.get(name), float):
-                made[name] *= asked.rate_share
-        return made
+            if instruction.rate_share != 1 and isinstance(values.get(name), float):
+                values[name] *= instruction.rate_share
+        return values
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        """Make one evaluate message per client, if clients evaluate."""
         self.at_clients = self.evaluates
         return super().configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Average the clients' metrics; None without any."""
         if not self.evaluates:
             return None
-        found = evaluation_of_own_app(
+        metrics = evaluation_of_own_app(
             self.disclosures.evaluations(replies, self.everyone()),
             self.evaluating,
             self._sent,
@@ -104,24 +115,46 @@ class _Rounds(BatchNormStrategy):
             alike=self.defence.active,
             called=self.rounds.called,
         )
-        return MetricRecord({**found}) if found else None
+        return MetricRecord({**metrics}) if metrics else None
 
     def _population(self, grid: Grid) -> Population:
         return Population(grid, self.rounds, self.shared.signature, introductions=self.introductions, clients_are_nodes=True)
 
 
 class OwnAppStrategy(Strategy):
-    """Trains ``model`` (unconverted) by ``method`` over a Flower app of your own, whose ClientApp uses ``fl_bn.flower.answer`` and
-    ``fl_bn.flower.training``.
+    """Train your model by a method, over a Flower app of your own.
 
-    ``fraction_train``, ``fraction_evaluate`` (0 or 1), ``min_train_nodes`` and ``min_available_nodes`` as in Flower's ``FedAvg``. ``rate``:
-    the learning rate by ``(round, rounds)``, which FBN's tracking follows; default: what ``train_config`` names (``RATES``), from which
-    your clients learn theirs. In rounds with frozen statistics it falls there, too (``Method.learning_rate``). ``objective``:
-    the one that your ``training`` names (SCAFFOLD's control variates travel). ``exchange``: how FedTAN's is carried. ``payload``:
-    the type in which weights travel while clients train, ``float32``, ``bfloat16`` or ``float16``.
-    ``callbacks`` are called after every round and at the end. ``clients``: how many there are; 0: as many as most nodes say
-    (``num-partitions``). A node that says another number is refused by name, as is one that cannot take part, and the run goes on with the
-    others, if these are ``min_available_nodes``. ``ranges``: the smallest and the largest value of a metric that clients evaluate, by name.
+    The app's ClientApp uses ``fl_bn.flower.answer`` and ``fl_bn.flower.training``.
+
+    A node that claims another number of clients is refused, and the log names it. So is a node that cannot take
+    part. The run goes on with the others, if there are at least ``min_available_nodes``.
+
+    Args:
+        model: your network, unconverted.
+        method: the method, the same as the clients'.
+        fraction_train: the share of the clients that train in a round, 0..1, as in Flower's ``FedAvg``.
+        fraction_evaluate: 1: all clients evaluate; 0: none does.
+        min_train_nodes: the smallest number of clients in a round.
+        min_available_nodes: the smallest number of clients for the run to start.
+        seed: decides the cohorts.
+        rate: maps ``(round, rounds)`` to the learning rate, which FBN's tracking follows. Default: the rate
+            that ``train_config`` names (``RATES``), from which your clients read theirs. In rounds with frozen
+            statistics that rate falls, too (``Method.learning_rate``).
+        calibrate: the number of statistics-only exchanges before round 1. -1: as many as make all layers exact;
+            -2: as the method wants.
+        unit_scale: whether the weights are rescaled after that.
+        exchange: how FedTAN's exchange is carried.
+        payload: the type in which weights travel while clients train: ``float32``, ``bfloat16`` or ``float16``.
+            Default: the model's type.
+        optimizer: steps on the average at the server. Default: the average itself.
+        defence: the robust rules against Byzantine clients.
+        objective: the objective that your ``training`` names. SCAFFOLD's control variates travel.
+        callbacks: called after every round and at the end.
+        clients: the number of clients, 0..100000. 0: the number that most nodes say (``num-partitions``).
+        ranges: the smallest and the largest value of a metric that clients evaluate, by name.
+
+    Raises:
+        ValueError: an argument is out of its range, or the arguments do not go together.
     """
 
     def __init__(
@@ -163,29 +196,42 @@ class OwnAppStrategy(Strategy):
 
     @property
     def rounds(self) -> BatchNormStrategy:
-        """What runs the rounds, once ``start`` knows the clients."""
+        """Return the strategy that runs the rounds.
+
+        Raises:
+            RunFailed: ``start`` was not called yet, so the clients are not known.
+        """
         if self._rounds is None:
-            raise RunFailed("the clients are known once start was called: call strategy.start(grid, ...)")
+            raise RunFailed("the clients are not known before the start: call strategy.start(grid, ...) first")
         return self._rounds
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        """Make one train message per client of the cohort."""
         return self.rounds.configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Combine the replies to the train messages."""
         return self.rounds.aggregate_train(server_round, replies)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        """Make one evaluate message per client, if clients evaluate."""
         return self.rounds.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Average the clients' metrics; None without any."""
         return self.rounds.aggregate_evaluate(server_round, replies)
 
     def summary(self) -> None:
+        """Log what the method does with every normalisation layer."""
         if self._rounds is not None:
             self._rounds.summary()
 
     def save(self, path: str | Path) -> None:
-        """The model that ``start`` left, as safetensors: see ``BatchNormStrategy.save``."""
+        """Save the model at the end of ``start`` as safetensors, as ``BatchNormStrategy.save`` does.
+
+        Args:
+            path: of the file.
+        """
         self.rounds.save(path)
 
     def start(
@@ -198,10 +244,23 @@ class OwnAppStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
-        """Run ``num_rounds`` rounds from ``initial_arrays`` (default: the model's own tensors), as ``Strategy.start`` does.
+        """Run the rounds, as Flower's ``Strategy.start`` does.
+
+        Args:
+            grid: Flower's grid.
+            initial_arrays: the tensors to start from. Default: the model's own.
+            num_rounds: the number of rounds, 0 or more.
+            timeout: seconds for the clients to come, and for the replies of a round.
+            train_config: values for every train message, such as ``lr``.
+            evaluate_config: values for every evaluate message.
+            evaluate_fn: evaluates at the server, too: ``evaluate_fn(round, arrays)``.
+
+        Returns:
+            Flower's result, with the arrays of the last evaluation.
 
         Raises:
-            RunFailed: the clients are missing, or their app does not answer; the message says which line it lacks.
+            RunFailed: clients are missing, or their app does not answer. The message names the line that the
+                app lacks.
         """
         wanted = signature(convert(self.model, self.method), self.method)
         clients, introductions = introduced(grid, self.min_available_nodes, timeout, wanted, self.clients)
@@ -241,9 +300,9 @@ def _always(rate: float, round: int, rounds: int) -> float:
 
 
 def _named_rate(config: ConfigRecord | None) -> float:
-    """The learning rate that ``config`` names, 0 where it names none."""
-    found = [] if config is None else [config[name] for name in RATES if name in config]
-    return next((value for value in found if isinstance(value, float) and value > 0), 0.0)
+    """Return the learning rate that ``config`` names; 0 without one."""
+    values = [] if config is None else [config[name] for name in RATES if name in config]
+    return next((value for value in values if isinstance(value, float) and value > 0), 0.0)
 
 
 def _named(method: str) -> Callable[..., OwnAppStrategy]:
@@ -251,7 +310,12 @@ def _named(method: str) -> Callable[..., OwnAppStrategy]:
         own = {name: options.pop(name) for name in [*options] if name in _OPTIONS}
         return OwnAppStrategy(model, METHODS[method](**options), **own)
 
-    make.__doc__ = f"``{method}`` for a Flower app of your own: its options (``fl_bn.methods``), and those of ``OwnAppStrategy``."
+    make.__doc__ = f"""Return a strategy that trains by ``{method}`` over a Flower app of your own.
+
+    Args:
+        model: your network, unconverted.
+        options: the options of ``{method}`` (``fl_bn.methods``), and the arguments of ``OwnAppStrategy``, by name.
+    """
     return make
 
 

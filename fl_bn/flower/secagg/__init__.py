@@ -1,1 +1,1 @@
-"""Secure aggregation: Flower's SecAgg+ over this project's messages, and what goes into one sum."""
+"""Aggregate securely: Flower's SecAgg+ over this project's messages, and the content of a sum."""

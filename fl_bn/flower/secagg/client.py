@@ -1,7 +1,7 @@
-"""The client's half of secure aggregation: Flower's SecAgg+ mod around the handlers that train and measure.
+"""Take part in secure sums as a client: Flower's SecAgg+ mod around the handlers that train and measure.
 
-The plain reply never leaves this file: it becomes a vector (``sums``), with noise if
-privacy is asked for, and Flower's mod quantises and masks it. What is told in the clear are counts: samples, batches, activations per
+The plain reply never leaves this file. It becomes a vector (``sums``), with noise if privacy is asked for.
+Flower's mod quantises and masks that. Only counts travel in the clear: samples, batches, activations per
 sample.
 """
 
@@ -32,6 +32,7 @@ from fl_bn.flower.local_client import LocalClient
 from fl_bn.flower.log import log
 from fl_bn.flower.secagg import evaluation as secure_evaluation
 from fl_bn.flower.secagg.instruction_digest import instruction_digest, training_digest
+from fl_bn.flower.secagg.instruction_history import from_config, history_of, problem, telling, to_config
 from fl_bn.flower.secagg.masks import client_half, secagg_mod
 from fl_bn.flower.secagg.sums import (
     REFERENCE,
@@ -46,13 +47,12 @@ from fl_bn.flower.secagg.sums import (
     references,
     to_vector,
 )
-from fl_bn.flower.secagg.told import from_config, history_of, problem, telling, to_config
 from fl_bn.flower.wire.codec import Header, arrays_in, header_of
 from fl_bn.flower.wire.fields import records_of
 from fl_bn.flower.wire.gate import Handler, Insecure, Limits, evaluations_left, sums_evaluations
 from fl_bn.flower.wire.messages import (
-    ALL_TOLD,
     COLLECT,
+    COMBINED_HISTORY,
     KEY,
     NOISE,
     RECORD_KEY_CONFIGS,
@@ -76,13 +76,13 @@ ROUNDING = 100  # purpose of a seeded generator, beside those in client.py
 
 
 def secured(build: Callable[[Context], LocalClient]) -> Handler:
-    """Return the handler of train messages with a record of SecAgg+, which the ``Gate`` has let in: a stage of a secure sum.
+    """Return the handler of train messages with a record of SecAgg+: each is a stage of a secure sum.
+
+    The ``Gate`` has let these messages in. The handler raises ``Insecure`` where the protocol's parameters, or
+    the requested shares, would undo the masks.
 
     Args:
         build: makes the client from Flower's context of a message.
-
-    Raises (in the handler):
-        Insecure: the protocol's parameters, or the shares asked for, would undo the masks.
     """
 
     def secure(message: Message, context: Context) -> Message:
@@ -100,7 +100,7 @@ def secured(build: Callable[[Context], LocalClient]) -> Handler:
             if unreadable := check_collect(COLLECT.of_configs(content), _state(context), context.node_id):
                 del context.state[RECORD_KEY_STATE]
                 return Message(RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({"unreadable": unreadable})}), reply_to=message)
-            history = from_config(_config(message), ALL_TOLD)
+            history = from_config(_config(message), COMBINED_HISTORY)
             client, header = build(context), header_of(content)
             if why := problem(kept_in(client, message, header), history, Limits.of(context).unknown_rounds):
                 raise Insecure(why)
@@ -126,13 +126,20 @@ def secured(build: Callable[[Context], LocalClient]) -> Handler:
 
 
 def _no_vector(message: Message, context: Context) -> Message:
-    raise Insecure("expected this stage of SecAgg+ to need no vector of this client")
+    raise Insecure("expected that this stage of SecAgg+ needs no vector of this client")
 
 
 def plan_of(client: LocalClient, message: Message, header: Header, context: Context) -> Plan:
-    """Return what this client will do in the round of ``message``. Its batches are drawn from the run's seed, so they are counted before.
+    """Return what this client will do in the round of ``message``.
 
-    Of an evaluation the test samples: none where they are too few, or where this site's evaluations are spent.
+    The run's seed decides its batches, so they are counted in advance. An evaluation counts the test samples, 0
+    where they are too few or where this site's evaluations are spent.
+
+    Args:
+        client: the client.
+        message: the server's message.
+        header: the message's header.
+        context: Flower's context of the client.
     """
     if sums_evaluations(message):
         tested, limits = len(client.site.test), Limits.of(context)
@@ -142,9 +149,9 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
         return Plan(0, 0, 0)
     phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
     if phase is Phase.MEASURE:
-        asked = client.asked(TO_MEASURE.of_configs(message.content))
-        measured = min(asked.samples or n, n)
-        return Plan(0, 0, 0) if asked.measured == NORMALISERS and measured < 2 else Plan(n, measured, 0)
+        requested = client.requested_pass(TO_MEASURE.of_configs(message.content))
+        samples = min(requested.samples or n, n)
+        return Plan(0, 0, 0) if requested.measured == NORMALISERS and samples < 2 else Plan(n, samples, 0)
     rng, least = seeded(client.seed, client.site.client, header.round, BATCHES), fewest(client.model, client.method, phase)
     try:
         batches = settings.draw(n, rng, least)
@@ -156,18 +163,28 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
 
 
 def kept_in(client: LocalClient, message: Message, header: Header) -> ClientState:
-    """Return the state from which this client computes its part of the sum of ``message``; an evaluation, and statistics, are of the state
-    after the round."""
+    """Return the state from which this client computes its part of the sum of ``message``.
+
+    For an evaluation and for statistics it is the state after the round.
+    """
     after = sums_evaluations(message) or header.phase == Phase.MEASURE.value
     return client.kept(RUN.of_configs(message.content), header.round + after)
 
 
 def _config(message: Message) -> ConfigRecord | None:
-    return records_of(message.content, ConfigRecord).get(ALL_TOLD.record)
+    return records_of(message.content, ConfigRecord).get(COMBINED_HISTORY.record)
 
 
 def check_setup(configs: Mapping[str, Any], node: int) -> None:
-    """Raises Insecure where the parameters leave a client alone in its sum, its keys to a minority, or this client's ``node`` out."""
+    """Check the protocol's parameters.
+
+    Args:
+        configs: the parameters.
+        node: this client's node.
+
+    Raises:
+        Insecure: they leave a client alone in its sum, give its keys to a minority, or leave this client out.
+    """
     clients, shares, threshold = configs["sample_num"], configs["share_num"], configs["threshold"]
     if clients < LEAST or not LEAST <= shares <= clients:
         raise Insecure(f"SecAgg+ needs at least {LEAST} clients and shares, but got {shares} shares among {clients} clients")
@@ -183,7 +200,11 @@ def check_setup(configs: Mapping[str, Any], node: int) -> None:
 
 
 def _check_order(stage: str, context: Context) -> None:
-    """Raises Insecure for a stage that does not follow the one before: shares leave once, and for one masked vector."""
+    """Check that a stage follows the one before. So shares leave once, and for one masked vector.
+
+    Raises:
+        Insecure: it does not.
+    """
     last = _state(context).current_stage
     order = Stage.all()
     if stage not in order or (stage != Stage.SETUP and order.index(stage) != (order.index(last) + 1) % len(order)):
@@ -195,7 +216,16 @@ def _state(context: Context) -> Any:
 
 
 def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
-    """Raises Insecure where the keys are not those of as many clients as there are shares, this one among them, each with its own."""
+    """Check the public keys of all clients, as the server shows them.
+
+    Args:
+        configs: two keys by node.
+        state: this client's state of SecAgg+.
+        node: this client's node.
+
+    Raises:
+        Insecure: there are not as many clients as shares, this one is missing, or two keys are the same.
+    """
     keys = {name: pair for name, pair in configs.items() if name != Key.STAGE}
     nodes = [int(name) for name in keys if name.isascii() and name.isdigit() and str(int(name[:24])) == name]
     if len(nodes) != len(keys) or len(nodes) != state.share_num or node not in nodes:
@@ -206,14 +236,19 @@ def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
     if any(type(pem) is not bytes or len(pem) > KEY for pem in pems) or len(set(pems)) != len(pems):
         raise Insecure("expected two keys of each client, all of them different")
     if keys[str(node)] != [state.pk1, state.pk2]:
-        raise Insecure("the server shows the others other keys for this client than its own")
+        raise Insecure("the server shows the other clients false keys for this client")
 
 
 def check_collect(configs: Mapping[str, Any], state: Any, node: int) -> list[int]:
-    """The nodes whose shares cannot be read: theirs, or the server's, fault.
+    """Return the nodes whose shares cannot be read, by their fault or the server's.
+
+    Args:
+        configs: the encrypted shares, with the nodes that made them.
+        state: this client's state of SecAgg+.
+        node: this client's node.
 
     Raises:
-        Insecure: the shares are not those of every client whose keys came, once each.
+        Insecure: the shares are not exactly one from each client whose keys were shown.
     """
     sources, ciphertexts, wanted = configs["srcs"], configs["ctxts"], set(state.public_keys_dict) - {node}
     if len(sources) != len(wanted) or set(sources) != wanted or len(ciphertexts) != len(sources):
@@ -224,17 +259,26 @@ def check_collect(configs: Mapping[str, Any], state: Any, node: int) -> list[int
 
 def _readable(sealed: bytes, key: bytes, source: int, node: int) -> bool:
     try:
-        come_from, meant_for, mask_share, key_share = share_keys_plaintext_separate(decrypt(key, sealed))
+        sender, recipient, mask_share, key_share = share_keys_plaintext_separate(decrypt(key, sealed))
     except (InvalidToken, ValueError, TypeError):
         return False
-    return (come_from, meant_for) == (source, node) and all(len(share) >= 20 and len(share) % 16 == 4 for share in (mask_share, key_share))
+    return (sender, recipient) == (source, node) and all(len(share) >= 20 and len(share) % 16 == 4 for share in (mask_share, key_share))
 
 
 def check_unmask(configs: Mapping[str, Any], state: Any, node: int) -> None:
-    """Raises Insecure where the answer would serve for more than removing the masks of this sum.
+    """Check that the requested shares serve only to remove the masks of this sum.
 
-    Shares of one secret of each client, and of no other, leave this one: together the two of a client remove every mask of its vector, and
-    so do those of one secret at too many others. Flower's mod answers such requests.
+    One secret's share of each client leaves this one, and none of another client. Shares of both secrets of a
+    client would remove every mask of its vector. So would shares of one secret of too many other clients.
+    Flower's mod answers such requests.
+
+    Args:
+        configs: the nodes whose shares are requested.
+        state: this client's state of SecAgg+.
+        node: this client's node.
+
+    Raises:
+        Insecure: the shares would serve for more.
     """
     active, dead = configs["active_nids"], configs["dead_nids"]
     if both := set(active) & set(dead):
@@ -243,25 +287,35 @@ def check_unmask(configs: Mapping[str, Any], state: Any, node: int) -> None:
         raise Insecure("shares of one node were asked for more than once")
     if node not in active:
         raise Insecure("the server counts this client, which sent its masked vector, among the lost")
-    if (asked := {*active, *dead}) != (held := set(state.rd_seed_share_dict)):
-        others = f"but was for those of {excerpt(sorted(asked))}"
-        raise Insecure(f"expected to be asked for the shares of nodes {excerpt(sorted(held))}, {others}")
+    if (requested := {*active, *dead}) != (held := set(state.rd_seed_share_dict)):
+        nodes = f"nodes {excerpt(sorted(held))}, but got one for those of nodes {excerpt(sorted(requested))}"
+        raise Insecure(f"expected a request for the shares of {nodes}")
     if len(active) < state.threshold:
-        raise Insecure(f"only {len(active)} clients are in the sum, but fewer than {state.threshold} hide nobody")
+        raise Insecure(f"a sum needs {state.threshold} clients to hide each of them, but only {len(active)} are in it")
 
 
 def check_weights(weighting: Weighting, sections: Iterable[str], plan: Plan, levels: int) -> None:
-    """Raises Insecure for a weight beside which this client's own part would fill less than one level of the quantiser, or exceed 1."""
+    """Check that this client's part of the sum fills at least one level of the quantiser, and that its weight is at most 1.
+
+    Args:
+        weighting: the weights, as the server has them.
+        sections: the sections of the vector.
+        plan: this client's counts.
+        levels: the quantiser's number of levels.
+
+    Raises:
+        Insecure: a weight is too small or too large.
+    """
     for section in sections:
         if not 2 / levels <= (weight := weighting.of(section, plan)) <= 1:
             raise Insecure(
-                f"expected {section} to weigh between 2 / {levels} and 1 here, but with {asdict(plan)} it would weigh {weight:g} as the "
-                f"server has it ({asdict(weighting)})"
+                f"expected {section} to weigh between 2 / {levels} and 1 here, but with {asdict(plan)} and the server's weights "
+                f"({asdict(weighting)}) it would weigh {weight:g}"
             )
 
 
 def _summand(client: LocalClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
-    """Return the reply as Flower's mod wants it: one vector, weight 1, and the counts.
+    """Return the reply in the form that Flower's mod takes: one vector, weight 1, and the counts.
 
     Raises:
         WireError: the instruction has no weights for the sum, or noise without its clips.
@@ -278,8 +332,10 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
     noise = NOISE.of_configs(message.content) if "dp-noise" in SECURE.of_configs(message.content) else None
     with telling(training_digest(message, context.run_config)):
         reply = client.compute(request, _as_it_is)
-    if (did := (reply.samples, reply.steps)) != (plan.samples, plan.steps):
-        raise ValueError(f"client {client.site.client} planned {plan.samples} samples and {plan.steps} steps, but did {did}")
+    if (reply.samples, reply.steps) != (plan.samples, plan.steps):
+        raise ValueError(
+            f"client {client.site.client} planned {plan.samples} samples and {plan.steps} steps, but made {reply.samples} and {reply.steps}"
+        )
     trained, private = phase is not Phase.MEASURE, noise is not None
     shapes = layout(schema.reply(client.model, client.method, phase, client.settings.update), loss=trained and not private, cut=not private)
     weighting = Weighting(*(weights[name] for name in WEIGHED))
@@ -302,15 +358,15 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
 
 
 def _as_it_is(reply: Reply) -> Reply:
-    """Return a reply that does not travel: in this process it becomes a vector."""
+    """Return ``reply`` itself. It does not travel: in this process it becomes a vector."""
     return reply
 
 
 def _evaluated(client: LocalClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
-    """Return the evaluation as Flower's mod wants it: one vector, weight 1, and the counts."""
+    """Return the evaluation in the form that Flower's mod takes: one vector, weight 1, and the counts."""
     plan = plan_of(client, message, header, context)
     if not plan.samples:
-        raise Insecure("this client's evaluations are spent, or its test samples too few, since the sum began")
+        raise Insecure("since the sum began, this client's evaluations were spent, or its test samples became too few")
     reply = client.evaluation(read(message, client.network, TO_EVALUATE, header), Limits.of(context).min_samples)
     limit = float(context.state.config_records[RECORD_KEY_STATE][Key.CLIPPING_RANGE])  # type: ignore[arg-type]
     numbers = {name: value for name, value in reply.metrics.items() if isinstance(value, float)}
@@ -320,7 +376,7 @@ def _evaluated(client: LocalClient, header: Header, digest: bytes, message: Mess
 
 
 def _seed_rounding(client: LocalClient, round: int, purpose: int) -> None:
-    """Let the quantiser round by the run's seed: sums of integers are exact, so that a run is reproducible, bit for bit."""
+    """Let the quantiser round by the run's seed. Sums of integers are exact, so a run is reproducible bit for bit."""
     rng = seeded(client.seed, client.site.client, round, ROUNDING, purpose)
     np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
 
@@ -332,19 +388,19 @@ def _vector_reply(message: Message, vector: np.ndarray, counts: Mapping[str, Any
 
 
 def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> Sections:
-    """Update and statistics, each clipped as one vector and with this client's share of its noise."""
-    done: Sections = {section: {} for section in parts}
+    """Return update and statistics, each clipped as one vector and with this client's share of its noise."""
+    noised: Sections = {section: {} for section in parts}
     for statistics, key in ((False, "dp-clip"), (True, "dp-statistics-clip")):
         vector = {f"{s}/{k}": t for s, part in parts.items() if (s in STATISTICS) == statistics for k, t in part.items()}
         clip = float(config[key])
         for name, tensor in noisy(clipped(vector, clip), clip, float(config["dp-noise"]), contributors).items():
             section, _, key_of = name.partition("/")
-            done[section][key_of] = tensor
-    return done
+            noised[section][key_of] = tensor
+    return noised
 
 
 def _warn(client: LocalClient, round: int, statistics: Mapping[str, int], values: Mapping[str, int], limit: float) -> None:
-    """Say here what is cut off: the server sees the sum alone, and in it how many clients cut anything."""
+    """Log here which values are cut off. The server sees only the sum, and how many clients cut anything."""
     who = f"client {client.site.client}, round {round}"
     for layer, count in statistics.items():
         text = (

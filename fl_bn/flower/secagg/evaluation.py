@@ -1,10 +1,11 @@
-"""Evaluations in a secure sum: two numbers of each client, its loss and the task's own metric, of which the server gets the means.
+"""Evaluate in a secure sum: the server gets the means of the clients' losses and of the task's own metric.
 
-Each client counts once, as in evaluations in the clear. Standard deviation, worst client and accuracies per class are not there: of three
-clients, mean and standard deviation nearly give each one's number, and a class may have few samples.
+Each client counts once, as in evaluations in the clear. Standard deviation, worst client and accuracies per
+class are left out. Of three clients, mean and standard deviation nearly give each one's number, and a class may
+have few samples.
 
-Both numbers travel as shares of a range: the one that the task declares, ``-LOSS_RANGE`` to ``LOSS_RANGE`` where that is open. What lies
-beyond is cut off.
+Both numbers travel as shares of a range. This is the range that the task declares, with ``-LOSS_RANGE`` and
+``LOSS_RANGE`` for an open end. Values beyond it are cut off.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ SECTION, LOSS = "evaluation", "loss"
 
 
 def layout(task: type[Task] | Task) -> Layout:
-    """Shapes by section and name of what is summed."""
+    """Return the shapes of the summed values, by section and name."""
     return {SECTION: {LOSS: (1,), task.metric: (1,)}, "check": {"check": (len(CHECK),)}}
 
 
 def parts_of(metrics: Mapping[str, float], task: Task, limit: float) -> Sections:
-    """A client's numbers in units that fit a quantiser of ``[-limit, limit]``, by section of ``layout``.
+    """Return a client's numbers in units that fit a quantiser of ``[-limit, limit]``, by section of ``layout``.
+
+    Args:
+        metrics: the client's numbers, by name.
+        task: the task, which declares the metric and its range.
+        limit: the quantiser's range.
 
     Raises:
-        ValueError: one of them is NaN (no label, or a model that diverged): the client has no part in the mean.
+        ValueError: a number is NaN (no label, or a model that diverged), so the client has no part in the mean.
     """
     shares = {}
     for name in (LOSS, task.metric):
@@ -42,12 +48,12 @@ def parts_of(metrics: Mapping[str, float], task: Task, limit: float) -> Sections
 
 
 def values_of(average: Sections, task: Task, limit: float) -> dict[str, float]:
-    """The inverse, of an average over clients. A rounding beyond the range is cut off."""
-    found = {}
+    """Return the numbers in an average over clients, the inverse of ``parts_of``. A rounding beyond the range is cut off."""
+    values = {}
     for name, mean in average[SECTION].items():
         low, high = _range(name, task)
-        found[name] = low + min(max(float(mean) / limit, 0.0), 1.0) * (high - low)
-    return found
+        values[name] = low + min(max(float(mean) / limit, 0.0), 1.0) * (high - low)
+    return values
 
 
 def _range(name: str, task: Task) -> tuple[float, float]:

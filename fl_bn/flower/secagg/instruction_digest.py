@@ -1,18 +1,21 @@
-"""A hash of all that a client was told before it masks its vector: the key of every mask is made with it.
+"""Hash a client's instruction before the client masks its vector: the key of every mask depends on the hash.
 
-A server could tell one client one thing and the others another: weights of 2^53, say, beside which their vectors vanish from the sum, so
-that the sum is the one client's vector. With this hash in the keys, the masks of clients that were told different things do not cancel, and
-the sum is noise. What is hashed:
+A server could send one client one instruction and the others another. With weights of 2^53, for example, the
+others' vectors vanish from the sum, so that the sum is the one client's vector. With this hash in the keys, the
+masks of clients with different instructions do not cancel, and the sum is noise. These are hashed:
 
-* the set-up of SecAgg+: the number of clients, of shares, the threshold, clipping range, levels, modulus, weight, and the cohort's nodes,
+* the set-up of SecAgg+: the number of clients, of shares, the threshold, clipping range, levels, modulus,
+weight, and the cohort's nodes,
 * the header: method, phase, round, signature of the model, format, type of the payload,
-* the config, with the weights of the sum, the learning rate, the clips and the noise, and with fields that nobody declared,
-* what all were told in the rounds before that made the states that clients keep (``told``),
+* the config, with the weights of the sum, the learning rate, the clips and the noise, and with undeclared
+fields,
+* the instructions to all clients in the rounds that formed their states (``instruction_history``),
 * all arrays: names, types, shapes, bytes,
 * the run config, which decides how a client trains.
 
-What may differ from client to client is left out, and cannot make one client's vector stand out: ``counted`` (which of its own states a
-client goes on from), the keys and shares of its neighbours (masks that do not fit do not cancel either), and its own node config.
+Values that may differ from client to client are left out. They cannot make one client's vector stand out. These
+are ``counted`` (the client's own state to go on from), the keys and shares of its neighbours (masks that do not
+fit do not cancel either), and its own node config.
 """
 
 from __future__ import annotations
@@ -27,10 +30,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from fl_bn.flower.wire.codec import decoded
 from fl_bn.flower.wire.fields import records_of
-from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS, ROUNDS_TOLD, TOLD_IN, WEIGHED
+from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS, RECORD_KEY_CONFIGS, WEIGHED
 
 PER_CLIENT = ("counted",)  # fields of the config that honest servers set for each client
-OF_ONE_SUM = (*PER_CLIENT, *WEIGHED, ROUNDS_TOLD, TOLD_IN)
+OF_ONE_SUM = (*PER_CLIENT, *WEIGHED, HISTORY_ROUNDS, HISTORY_HASHES)
 SET_UP = (
     "sample_num",
     "share_num",
@@ -44,15 +47,15 @@ SET_UP = (
 
 
 def instruction_digest(message: Message, run_config: Mapping[str, Any], state: Any) -> bytes:
-    """Hash what this client was told.
+    """Hash this client's instruction.
 
     Args:
         message: the instruction to send a masked vector.
-        run_config: the run's, as this client has it.
-        state: of SecAgg+ at this client, with the fields ``SET_UP``.
+        run_config: the run config, as this client has it.
+        state: this client's state of SecAgg+, with the fields ``SET_UP``.
 
     Returns:
-        32 bytes, the same at every client that was told the same.
+        32 bytes, the same at every client with the same instruction.
 
     Raises:
         WireError: an array cannot be read.
@@ -61,22 +64,23 @@ def instruction_digest(message: Message, run_config: Mapping[str, Any], state: A
 
 
 def training_digest(message: Message, run_config: Mapping[str, Any]) -> bytes:
-    """Hash what makes the state that this client keeps after a round: all that it was told, but for what belongs to one sum.
+    """Hash the instruction that forms this client's state after a round, without the fields of a single sum.
 
-    A sum may begin again without a client. Its set-up and its weights are others then, and what clients keep is the same.
+    A sum may begin again without a client. Then its set-up and its weights differ, and the clients' states do
+    not.
     """
     return _digest(_parts(message, run_config, OF_ONE_SUM))
 
 
 def _digest(parts: Iterable[bytes]) -> bytes:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(len(part).to_bytes(8, "little") + part)
-    return found.digest()
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
 
 
 def _parts(message: Message, run_config: Mapping[str, Any], without: Collection[str]) -> Iterator[bytes]:
-    """``without``: fields of the config that are left out."""
+    """Yield the parts to hash; ``without`` are the fields of the config that are left out."""
     yield _text(run_config)
     for name, record in sorted(records_of(message.content, ConfigRecord).items()):
         if name != RECORD_KEY_CONFIGS:
@@ -95,5 +99,5 @@ def _text(values: Mapping[str, Any]) -> bytes:
 
 
 def _written(value: Any) -> dict[str, str]:
-    """A value that JSON has no words for, so that it is no other value's."""
+    """Return a text for a value that JSON cannot represent, different from every other value's."""
     return {type(value).__name__: value.hex() if isinstance(value, bytes) else repr(value)}

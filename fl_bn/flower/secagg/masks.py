@@ -1,12 +1,14 @@
-"""Flower's two halves of SecAgg+ (its client mod and its server workflow), unchanged but for what the masks are made of.
+"""Load Flower's two halves of SecAgg+ (its client mod and its server workflow) with stronger masks.
 
-Flower (1.25 to 1.42) folds every 32-byte seed of a mask into the 32 bits that seed a Mersenne Twister (``pseudo_rand_gen``). Of the
-pairwise seeds, which are base64 text, 28 bits are left: a server that has removed the private masks, as it must, can search them. Here a
-mask is the key stream of AES-256 in counter mode, keyed by SHA-256 of the whole seed and of what the client was told
-(``instruction_digest``); keys, shares, encryption and stages stay Flower's.
+Flower (1.25 to 1.42) folds every 32-byte seed of a mask into the 32 bits that seed a Mersenne Twister
+(``pseudo_rand_gen``). Of the pairwise seeds, which are base64 text, 28 bits remain. A server that has removed
+the private masks, as it must, can search them. Here a mask is the key stream of AES-256 in counter mode. Its
+key is the SHA-256 of the whole seed and of the client's instruction (``instruction_digest``). Keys, shares,
+encryption and stages are Flower's.
 
-The two modules are loaded a second time, under names of their own, so that Flower's stay as they are for everyone else. Others reach the
-client's half through ``secagg_mod``: a handler that is pickled takes a module along by its name, and would find Flower's there.
+The two modules are loaded a second time, under names of their own, so that Flower's are unchanged for everyone
+else. Other modules reach the client's half through ``secagg_mod``: a handler that is pickled names its module,
+and would find Flower's there.
 
 Reference: Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, Bell et al., CCS 2020.
 """
@@ -41,12 +43,18 @@ def bound_to(digest: bytes) -> Iterator[None]:
 
 
 def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...]]) -> list[np.ndarray]:
-    """Masks of the shapes asked for, int64, uniform in ``[0, num_range)``; a drop-in for Flower's ``pseudo_rand_gen``.
+    """Return masks of the given shapes, int64, uniform in ``[0, num_range)``.
 
-    A key stream serves one seed and digest, and so one mask: seeds are fresh in every run of the protocol, hence the constant counter.
+    This replaces Flower's ``pseudo_rand_gen``. A key stream serves one seed and digest, and so one mask. Seeds
+    are fresh in every run of the protocol, so the counter may be constant.
+
+    Args:
+        seed: 32 bytes.
+        num_range: a power of 2, up to 2**32.
+        dimensions_list: the shapes.
 
     Raises:
-        ValueError: ``num_range`` is no power of 2 up to 2**32; any other would make the masks uneven.
+        ValueError: ``num_range`` is another number, which would make the masks uneven.
         LookupError: no digest binds the masks (``bound_to``).
     """
     if num_range.bit_count() != 1 or num_range > 2**32:
@@ -74,7 +82,14 @@ server_half: Any = _strengthened(SECAGG_SERVER)
 
 
 def secagg_mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message], digest: bytes = b"") -> Message:
-    """Flower's client mod with the masks of this file. ``digest``: of the instruction, in the stage that masks."""
+    """Run Flower's client mod with the masks of this file.
+
+    Args:
+        message: the server's message.
+        context: Flower's context of the client.
+        call_next: makes the vector.
+        digest: the instruction's digest, in the stage that masks.
+    """
     if not digest:
         return _answered(message, context, call_next)
     with bound_to(digest):

@@ -1,4 +1,4 @@
-"""Rounds and statistics exchanges of which the server sees the sum alone."""
+"""Run rounds and statistics exchanges in which the server sees the sum alone."""
 
 from __future__ import annotations
 
@@ -42,12 +42,16 @@ from fl_bn.task import Task
 
 Note = Callable[[Sequence[Reply], bool], None]
 """Takes the parts of a sum, and whether they are evaluations."""
-NO_BUDGET = "dp-noise bounds what updates and statistics tell, and evaluations would add to that: none is made at clients"
+NO_BUDGET = "dp-noise limits what updates and statistics disclose, and evaluations would exceed that: clients make none"
 REPEATS = 6  # exchanges for one measurement, where the reference is far off
 
 
 def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, defence: Defence) -> None:
-    """Raises ValueError for what cannot work on sums."""
+    """Check that method, policy and defence work on sums.
+
+    Raises:
+        ValueError: one of them does not.
+    """
     settings.check(max(rounds.min_cohort, round_half_up(rounds.fraction * rounds.clients)))
     settings.check(rounds.clients)
     if defence.active or method.adversary is not None:
@@ -73,7 +77,13 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
 
 
 class SecureRounds:
-    """Secure aggregation for one run. ``accountant`` has the cost so far where its settings ask for privacy."""
+    """Aggregate securely in one run. ``accountant`` counts the privacy budget, if the settings ask for privacy.
+
+    Args:
+        settings: of secure aggregation.
+        server: the server's half of a round.
+        note: records the parts of a sum, and whether they are evaluations.
+    """
 
     def __init__(self, settings: SecureAggregation, server: Server, note: Note = lambda parts, evaluates: None) -> None:
         self.settings, self.server, self.shared, self.rounds = settings, server, server.shared, server.policy
@@ -84,12 +94,21 @@ class SecureRounds:
     def measure(
         self, grid: Grid, messages: Iterable[Message], clients: Sequence[Client], timeout: float
     ) -> tuple[list[Reply], dict[int, str]]:
-        """A statistics-only exchange: store what all clients measured together; none contributed, with a warning, where nothing came about.
+        """Measure the statistics of all clients together in a statistics-only exchange, and store them.
 
-        Returns the contributions, of which only counts are known, and who is not among them, with the reason.
+        The shared statistics are the reference. If they are too far from the data, the exchange is repeated
+        with the measured ones as reference, up to ``REPEATS`` times. With privacy it is never repeated, since
+        each exchange would cost. The data are normalised as the messages say every time.
 
-        Where the shared statistics are too far from the data as a reference, the same is measured again about what was found, up to
-        ``REPEATS`` times (with privacy never: each would cost). The data are normalised as the messages say every time.
+        Args:
+            grid: Flower's grid.
+            messages: one message per client.
+            clients: the clients.
+            timeout: seconds for the replies.
+
+        Returns:
+            The contributions, of which only counts are known, and the reasons of the other clients by index. If
+                the exchange fails there are no contributions, and the log has a warning.
         """
         shared, before, messages = self.shared, self.shared.statistics(), list(messages)
         reference = references(shared.sections().get("statistics", {}))
@@ -121,9 +140,20 @@ class SecureRounds:
         return [_entry(part, float("nan"), total.mean.size) for part in total.parts], total.refused
 
     def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
-        """One round of training: whether it changed the model (where not, with a warning), and who is in the sum, of whom counts are known.
+        """Train for one round.
 
-        In the record every client's loss is the cohort's mean, as that is all there is; NaN with privacy, which has no budget for it.
+        In the record every client's loss is the cohort's mean, since no other is known. With privacy, which has
+        no budget for it, it is NaN.
+
+        Args:
+            grid: Flower's grid.
+            messages: one train message per client.
+            cohort: the clients.
+            timeout: seconds for the replies.
+
+        Returns:
+            Whether the round changed the model (if not, the log has a warning), and the contributions in the
+                sum, of which only counts are known.
         """
         shared, server, record = self.shared, self.server, self.server.record
         phase, who = Phase(record.phase), [client.index for client in cohort]
@@ -162,10 +192,18 @@ class SecureRounds:
     def evaluate(
         self, grid: Grid, messages: Iterable[Message], clients: Sequence[Client], timeout: float, task: Task
     ) -> tuple[dict[str, float], dict[int, str]]:
-        """The mean loss and metric of ``task`` over the clients, each counted once; empty where no sum came about.
+        """Return the mean loss and metric of ``task`` over the clients, each counted once.
+
+        Args:
+            grid: Flower's grid.
+            messages: one evaluate message per client.
+            clients: the clients.
+            timeout: seconds for the replies.
+            task: the task.
 
         Returns:
-            The means by name, and who is not in them, with the reason.
+            The means by name, empty if the sum fails, and the reasons of clients that are not in them, by
+                index.
         """
         messages, shapes = list(messages), secure_evaluation.layout(task)
         if self.settings.privacy is not None:
@@ -193,20 +231,20 @@ class SecureRounds:
         return secure_evaluation.values_of(from_vector(total.mean, shapes), task, self.settings.clipping_range), total.refused
 
     def _sum(self, grid: Grid, messages: Sequence[Message], cohort: Sequence[Client], timeout: float, phase: Phase) -> tuple[Sum, Sections]:
-        """The sum, and the weighted averages in it by section and name, in the units of ``sums.layout``."""
+        """Return the sum, and the weighted averages in it by section and name, in the units of ``sums.layout``."""
         shared, privacy, trains = self.shared, self.settings.privacy, phase is not Phase.MEASURE
         shapes: Layout = layout(
             schema.reply(shared.model, shared.method, phase, self.rounds.update), loss=trains and privacy is None, cut=privacy is None
         )
         if privacy is not None:
-            told = {"dp-clip": privacy.clip, "dp-statistics-clip": privacy.statistics_clip, "dp-noise": privacy.noise}
+            noise = {"dp-clip": privacy.clip, "dp-statistics-clip": privacy.statistics_clip, "dp-noise": privacy.noise}
             for message in messages:
-                message.content["config"] = ConfigRecord({**dict(message.content.config_records["config"]), **told})
+                message.content["config"] = ConfigRecord({**dict(message.content.config_records["config"]), **noise})
         if self.accountant is not None:  # before: a sum that fails late may have shown something, and a server that dies must not forget it
             try:
                 self.accountant.spend(sums.releases(shapes))
             except OSError as error:
-                raise SumFailed(f"what it costs in privacy cannot be kept ({error}), so nothing may be released: make room", {}) from error
+                raise SumFailed(f"its privacy cost cannot be stored ({error}), so nothing may be released: make room", {}) from error
         least = max(LEAST, self.settings.threshold_of(len(cohort)))
         if trains:
             least = max(least, self.rounds.min_cohort, math.ceil(self.rounds.min_replies * len(cohort)))
@@ -232,7 +270,7 @@ class SecureRounds:
         return total, {s: {k: t / total.weight(s) for k, t in part.items()} for s, part in average.items()}
 
     def _unmasked(self, shapes: Layout) -> Callable[[np.ndarray], bool]:
-        """Whether a mean can be one: its two constants come out again when all masks are gone."""
+        """Return a function that tells whether a mean has no masks: its two constants have the right values then."""
 
         def whole(mean: np.ndarray) -> bool:
             constants = from_vector(mean, shapes)["check"]["check"] / self.settings.clipping_range
@@ -241,10 +279,11 @@ class SecureRounds:
         return whole
 
     def _moments(self, total: Sum, average: Sections, reference: Mapping[str, Running]) -> dict[str, Moments]:
-        """Of all clients together, by layer.
+        """Return the moments of all clients together, by layer.
 
         Raises:
-            WireError: the clients' layers see different numbers of activations per sample, so that samples do not weigh them.
+            WireError: the clients' layers see different numbers of activations per sample, so samples cannot
+                weigh them.
         """
         counted = {tuple(sorted(part.activations.items())) for part in total.parts}
         if len(counted) != 1:
@@ -267,7 +306,7 @@ class SecureRounds:
         return moments
 
     def _imprecise(self, total: Sum, average: Sections, moments: Mapping[str, Moments], reference: Mapping[str, Running]) -> str:
-        """Why measured statistics should be measured once more; empty if they need not."""
+        """Return why measured statistics should be measured once more; empty if they need not."""
         if cut := _clients(total, average, "statistics", self.settings.clipping_range):
             return f"{cut} of {len(total.parts)} clients had to cut theirs to the quantiser's range"
         error, limit = total.error("moments", self.settings), self.settings.clipping_range
@@ -282,7 +321,7 @@ class SecureRounds:
                 log(logging.WARNING, f"round %s: {what}", round, cut, len(total.parts), key, self.settings.clipping_range)
 
     def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
-        """The shared statistics after the round: the method's own rule of one report, by everyone."""
+        """Return the shared statistics after the round, by the method's own rule for one report of all clients."""
         shared, method = self.shared.statistics(), self.shared.method
         new, by_passes = dict(shared), method.report is not StatisticsReport.RUNNING
         weights = [float(part.plan.passes if by_passes else part.plan.samples) for part in total.parts]
@@ -305,21 +344,22 @@ class SecureRounds:
 
 
 def _entry(part: Summand, loss: float, size: int) -> Reply:
-    """For the record: counts, and the size of the masked vector (int64)."""
+    """Return a contribution for the record: counts, and the size of the masked vector (int64)."""
     masked = {"masked": {"vector": torch.zeros((), dtype=torch.int64).expand(size)}}
     return Reply(part.client.index, masked, part.plan.samples, part.plan.samples, part.metrics | {"loss": loss})
 
 
 def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
-    """How many clients cut something: their flags were summed, too."""
+    """Return the number of clients that cut something, from the sum of their flags."""
     return round(float(average["cut"][key][0]) / limit * len(total.parts))
 
 
 def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], limit: float) -> dict[str, Moments]:
-    """``moments`` as the next reference, wide enough for what was cut: a mean that was cut says where the data lie, but hides their spread.
+    """Return ``moments`` as the next reference, wide enough for the values that were cut.
 
-    A channel near the range counts as cut. It gets ``limit`` squared times the standard deviation; where that is too much, the next
-    measurement finds the right one.
+    A mean that was cut shows where the data lie, but hides their spread. A channel near the range counts as
+    cut. Its standard deviation is multiplied by ``limit`` squared. Where that is too much, the next measurement
+    finds the right one.
     """
     wide = {}
     for layer, m in moments.items():
@@ -330,9 +370,9 @@ def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], l
 
 
 def _arrays(moments: Mapping[str, Moments], reference: Mapping[str, Running]) -> ArrayRecord:
-    """``moments`` as a reference on the wire, float32; of a layer that nobody ran, the old one."""
-    found = {layer: Running(m.mean, m.var) if m.count else reference[layer] for layer, m in moments.items()}
+    """Return ``moments`` as a reference on the wire, float32. A layer that nobody ran keeps the old one."""
+    running = {layer: Running(m.mean, m.var) if m.count else reference[layer] for layer, m in moments.items()}
     named = {
-        tensor_name(k, key): getattr(r, key.removeprefix("running_")) for k, r in found.items() for key in ("running_mean", "running_var")
+        tensor_name(k, key): getattr(r, key.removeprefix("running_")) for k, r in running.items() for key in ("running_mean", "running_var")
     }
     return to_record({name: tensor.float().numpy() for name, tensor in named.items()})

@@ -1,6 +1,7 @@
-"""What clients reply in SecAgg+'s stages, checked: Flower's workflow gets records that are put together here, and nothing as it came.
+"""Check the clients' replies in SecAgg+'s stages. Flower's workflow gets only records that are made here.
 
-Forms say what a field may hold (``messages``); here is what depends on the stage before, on the other clients, and on the model's size.
+Forms declare what a field may hold (``messages``). This file checks what depends on the stage before, on the
+other clients, and on the model's size.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from flwr.serverapp import Grid
 from fl_bn.flower.compat import Key, Stage, fitres_to_recorddict
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
+from fl_bn.flower.secagg.instruction_history import History, from_config, put_together
 from fl_bn.flower.secagg.sums import Plan
-from fl_bn.flower.secagg.told import History, from_config, put_together
 from fl_bn.flower.wire.codec import LONGEST_HEAD, Header, array_from, header_from
 from fl_bn.flower.wire.fields import records_of
 from fl_bn.flower.wire.messages import (
+    HISTORY_HASHES,
+    HISTORY_ROUNDS,
     KEYS,
     MASKED,
+    OWN_HISTORY,
     PLAN,
     RECORD_KEY_CONFIGS,
     RESULT,
-    ROUNDS_TOLD,
     SHARES_BACK,
     SHARES_OUT,
     STATUS,
-    TOLD,
-    TOLD_IN,
     UNREADABLE,
     WEIGHT,
 )
@@ -54,13 +55,34 @@ CURVE = "secp384r1"  # of Flower's keys
 
 @dataclass
 class Stages:
-    """What Flower's workflow takes for a grid: its messages get this project's records and time to live, and what is wrong with a reply
-    is found here: Flower's stages see checked values alone.
+    """Serve Flower's workflow as its grid.
 
-    ``layers``: whose activations a client counts; ``most_steps`` that one of so many samples may plan, 0: unknown; ``evaluates``: the sum
-    is one of evaluations, whose samples are others than those that clients introduced themselves with; ``levels``: of the quantiser, of
-    which each client's part fills at least two; ``once``: statistics are of one batch, or of one pass. ``shares``: the replies of the last
-    stage, of which ``without`` withholds one. ``called``: what the log calls clients and nodes.
+    Its messages get this project's records and time to live. It checks every reply, so that Flower's stages see
+    checked values alone.
+
+    Attributes:
+        grid: Flower's grid.
+        header: the instruction's header.
+        clients: the clients, by node.
+        instructions: the plain instructions, by node.
+        timeout: seconds for the replies of a stage.
+        size: the length of the vector.
+        layers: the layers whose activations a client counts.
+        most_steps: the largest number of steps for a client's number of samples; 0: unknown.
+        evaluates: whether this is a sum of evaluations, which count test samples.
+        levels: the quantiser's number of levels, of which each client's part fills at least two.
+        once: whether statistics are of one batch, or of one pass.
+        plans: the clients' plans, by node.
+        activations: the activations per sample, by node and layer.
+        refused: the reasons of refused clients, by index.
+        complaints: pairs of nodes of which one cannot read the other's shares.
+        shares: the replies of the last stage, by node.
+        without: the node whose reply is withheld in the last stage; -1: none.
+        histories: each client's hashes of its earlier instructions, as it says at the start.
+        history: the hashes that most clients have.
+        digests: the hash of each client's instruction, as it says with its masked vector.
+        digest: the hash of most clients' instruction, to which the masks in the sum are bound.
+        called: the names of clients and nodes in the log.
     """
 
     grid: Grid
@@ -78,23 +100,26 @@ class Stages:
     activations: dict[int, dict[str, int]] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     complaints: set[frozenset[int]] = field(default_factory=set)
-    shares: dict[int, Message] = field(default_factory=dict)  # replies of the last stage
+    shares: dict[int, Message] = field(default_factory=dict)
     without: int = -1
-    told: dict[int, History] = field(default_factory=dict)  # what each client was told in earlier rounds, as it says at the start
-    history: History = field(default_factory=dict)  # what most were told
-    digests: dict[int, str] = field(default_factory=dict)  # of each client's instruction, as it says with its masked vector
-    digest: str = ""  # of most clients' instruction, to which the masks in the sum are bound
+    histories: dict[int, History] = field(default_factory=dict)
+    history: History = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+    digest: str = ""
     called: ClientNames = UNNAMED
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Replies for Flower's stages. Each holds what this file has checked and put together, and nothing else of what came."""
-        given = list(messages)
-        everyone = sorted(message.metadata.dst_node_id for message in given)
-        sent = [self._ours(message, everyone) for message in given]
+        """Send a stage's messages, and return replies for Flower's workflow.
+
+        Each reply holds only values that this file has checked.
+        """
+        originals = list(messages)
+        everyone = sorted(message.metadata.dst_node_id for message in originals)
+        sent = [self._ours(message, everyone) for message in originals]
         stage = str(sent[0].content.config_records[RECORD_KEY_CONFIGS][Key.STAGE]) if sent else ""
-        if stage == Stage.UNMASK and self.shares:  # asked already, and to be tried without someone
+        if stage == Stage.UNMASK and self.shares:  # a further try without one of them
             return [reply for node, reply in self.shares.items() if node != self.without]
-        asked = {m.metadata.dst_node_id: dict(m.content.config_records[RECORD_KEY_CONFIGS]) for m in sent}
+        requests = {m.metadata.dst_node_id: dict(m.content.config_records[RECORD_KEY_CONFIGS]) for m in sent}
         checked = dict[int, RecordDict]()
         replies = dict[int, Message]()
         for reply in send_and_receive(self.grid, sent, self.timeout, called=self.called):
@@ -103,16 +128,16 @@ class Stages:
                 continue
             replies[node] = reply
             try:
-                checked[node] = self._checked(reply, node, stage, asked[node])
+                checked[node] = self._checked(reply, node, stage, requests[node])
             except WireError as error:
                 self.refuse(node, str(error), stage)
         for node, why in self._at_odds(stage, checked).items():
             del checked[node]
             self.refuse(node, why, stage)
-        for node in asked:
+        for node in requests:
             if node not in replies:
                 self.refuse(node, f"no reply in stage {stage!r} before the deadline", stage)
-        good = {node: copy.copy(replies[node]) for node in checked}  # what came stays as it came
+        good = {node: copy.copy(replies[node]) for node in checked}  # the originals are not changed
         for node, reply in good.items():
             reply.content = checked[node]
         if stage == Stage.UNMASK:
@@ -120,13 +145,17 @@ class Stages:
         return list(good.values())
 
     def refuse(self, node: int, why: str, stage: str) -> None:
+        """Note why the client of ``node`` is refused in ``stage``."""
         client = self.clients[node].index
         if stage == Stage.UNMASK:
             log(logging.WARNING, "%s's shares are not used: %s", self.called.client(client), why)
         self.refused.setdefault(client, why)
 
     def _ours(self, message: Message, everyone: list[int]) -> Message:
-        """With records of its own: Flower's stages share one, and its mod takes it apart. Set-up also names ``everyone`` it goes to."""
+        """Return a message with records of its own, since Flower's stages share one and its mod takes it apart.
+
+        The set-up also names all nodes that it goes to (``everyone``).
+        """
         node = message.metadata.dst_node_id
         m, content = self.instructions[node], RecordDict()
         for key, record in message.content.items():
@@ -137,11 +166,11 @@ class Stages:
             content.config_records[RECORD_KEY_CONFIGS]["cohort"] = everyone
         return Message(content, node, "train", ttl=m.metadata.ttl, group_id=m.metadata.group_id)
 
-    def _checked(self, reply: Message, node: int, stage: str, asked: Mapping[str, Any]) -> RecordDict:
-        """What Flower's stage may see of a reply. ``asked``: the stage's record, as it was sent to this node.
+    def _checked(self, reply: Message, node: int, stage: str, request: Mapping[str, Any]) -> RecordDict:
+        """Return the checked content of a reply for Flower's stage; ``request`` is the record that was sent to this node.
 
         Raises:
-            WireError: the reply is an error, or not what the stage asks for.
+            WireError: the reply is an error, or not as the stage expects.
         """
         if reply.has_error():
             raise WireError("error", "", f"stage {stage!r}: code {reply.error.code}: {reason(reply.error.reason)}")
@@ -153,29 +182,29 @@ class Stages:
             for name in ("pk1", "pk2"):
                 _check_key(name, keys[name])
             self.plans[node] = self._plan(PLAN.of_metrics(content), node)
-            self.told[node] = from_config(records_of(content, ConfigRecord).get(TOLD.record), TOLD)
-            if beyond := [round for round in self.told[node] if not 1 <= round <= self.header.round]:
-                raise WireError(TOLD.record, ROUNDS_TOLD, f"expected rounds 1..{self.header.round}, but got {excerpt(beyond)}")
+            self.histories[node] = from_config(records_of(content, ConfigRecord).get(OWN_HISTORY.record), OWN_HISTORY)
+            if beyond := [round for round in self.histories[node] if not 1 <= round <= self.header.round]:
+                raise WireError(OWN_HISTORY.record, HISTORY_ROUNDS, f"expected rounds 1..{self.header.round}, but got {excerpt(beyond)}")
             return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(keys))})
         if stage == Stage.SHARE_KEYS:
-            shares, others = SHARES_OUT.of_configs(content), {int(key) for key in asked if key != Key.STAGE} - {node}
+            shares, others = SHARES_OUT.of_configs(content), {int(key) for key in request if key != Key.STAGE} - {node}
             _same_nodes("dsts", shares["dsts"], others)
             if len(shares["ctxts"]) != len(shares["dsts"]):
                 raise WireError(RECORD_KEY_CONFIGS, "ctxts", f"expected {len(shares['dsts'])}, but got {len(shares['ctxts'])}")
             return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(shares))})
         if stage == Stage.COLLECT_MASKED_VECTORS:
             if "unreadable" in (complaint := UNREADABLE.of_configs(content)):
-                return self._complain(node, complaint["unreadable"], asked)
+                return self._complain(node, complaint["unreadable"], request)
             return self._result(content, node)
         back = SHARES_BACK.of_configs(content)
-        _same_nodes("nids", back["nids"], {*asked[Key.ACTIVE_NODE_ID_LIST], *asked[Key.DEAD_NODE_ID_LIST]})
+        _same_nodes("nids", back["nids"], {*request[Key.ACTIVE_NODE_ID_LIST], *request[Key.DEAD_NODE_ID_LIST]})
         if len(back["shares"]) != len(back["nids"]) or any(len(share) < 20 or len(share) % 16 != 4 for share in back["shares"]):
             problem = f"expected {len(back['nids'])} of 4 + 16 n bytes, but got {excerpt(back['shares'])}"
             raise WireError(RECORD_KEY_CONFIGS, "shares", problem)
         return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(back))})
 
-    def _plan(self, told: Mapping[str, Any], node: int) -> Plan:
-        plan, limit = Plan(told["samples"], told["passes"], told["steps"]), self.clients[node].samples
+    def _plan(self, counts: Mapping[str, Any], node: int) -> Plan:
+        plan, limit = Plan(counts["samples"], counts["passes"], counts["steps"]), self.clients[node].samples
         if plan.samples > limit and not self.evaluates:
             raise WireError("plan", "samples", f"expected at most {limit}, as the client said of itself, but got {plan.samples}")
         if 0 < (most := self.most_steps(limit)) < plan.steps:
@@ -186,46 +215,47 @@ class Stages:
         return plan
 
     def _result(self, content: RecordDict, node: int) -> RecordDict:
-        told, weight, status = RESULT.of_configs(content), WEIGHT.of_metrics(content), STATUS.of_configs(content)
-        self.header.check(header_from(told))
-        if (plan := self._plan(told, node)) != self.plans[node]:
+        counts, weight, status = RESULT.of_configs(content), WEIGHT.of_metrics(content), STATUS.of_configs(content)
+        self.header.check(header_from(counts))
+        if (plan := self._plan(counts, node)) != self.plans[node]:
             raise WireError("fitres.metrics", "samples", f"expected {self.plans[node]}, as the client said at the start, but got {plan}")
-        if told["activations"].keys() != self.layers:
-            problem = f"expected a number for each of {len(self.layers)} layers, but got {excerpt(list(told['activations']))}"
+        if counts["activations"].keys() != self.layers:
+            problem = f"expected a number for each of {len(self.layers)} layers, but got {excerpt(list(counts['activations']))}"
             raise WireError("fitres.metrics", "activations", problem)
         masked = MASKED.of_configs(content)["masked_params"]
         _check_masked(masked, self.size)
-        self.digests[node] = told["digest"]
-        self.activations[node] = told["activations"]
+        self.digests[node] = counts["digest"]
+        self.activations[node] = counts["activations"]
         result = FitRes(Status(Code(status["code"]), ""), ndarrays_to_parameters([]), weight["num_examples"], {})
         checked: RecordDict = fitres_to_recorddict(result, keep_input=False)
         checked[RECORD_KEY_CONFIGS] = ConfigRecord({Key.MASKED_PARAMETERS: masked})
         return checked
 
-    def _complain(self, node: int, about: Sequence[int], asked: Mapping[str, Any]) -> RecordDict:
-        if not about or not set(about) <= set(asked[Key.SOURCE_LIST]):
+    def _complain(self, node: int, about: Sequence[int], request: Mapping[str, Any]) -> RecordDict:
+        if not about or not set(about) <= set(request[Key.SOURCE_LIST]):
             raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"expected some of the nodes whose shares it got, but got {excerpt(about)}")
         self.complaints |= {frozenset((node, other)) for other in about}
         raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"it cannot read the shares of nodes {excerpt(sorted(about))}")
 
     def _at_odds(self, stage: str, checked: Mapping[int, RecordDict]) -> dict[int, str]:
-        """Replies that are right each, but do not go together, by node, with the reason."""
+        """Return the nodes whose valid replies do not go together with the others', with the reason."""
         if stage == Stage.SETUP:
             keys = {node: list(content.config_records[RECORD_KEY_CONFIGS].values()) for node, content in checked.items()}
             times = Counter(key for own in keys.values() for key in own)
             why = f"{RECORD_KEY_CONFIGS}/pk1: expected keys of its own, but one of them came twice"
             twice = {node: why for node, own in keys.items() if any(times[key] > 1 for key in own)}
             odd = twice | self._far_plans(checked.keys() - twice.keys())
-            return odd | self._told_otherwise_before(checked.keys() - odd.keys())
+            return odd | self._other_histories(checked.keys() - odd.keys())
         if stage == Stage.COLLECT_MASKED_VECTORS and checked:
-            odd = self._told_otherwise(checked)
+            odd = self._other_instructions(checked)
             return odd | self._of_other_sizes([node for node in checked if node not in odd])
         return {}
 
     def _far_plans(self, nodes: Collection[int]) -> dict[int, str]:
-        """Those beside whose counts another client's part would vanish, or whose own would. That client would refuse the sum, rightly.
+        """Return the nodes with counts too far from the others' for one sum, with the reason.
 
-        Of the largest and the smallest count, that which is farther from the median is the odd one.
+        Beside the largest count, the smallest client's part would vanish. That client would rightly refuse the
+        sum. Of the largest and the smallest count, the one farther from the median is refused.
         """
         odd: dict[int, str] = {}
         for name in ("samples", "passes"):
@@ -236,21 +266,27 @@ class Stages:
                 odd[node] = f"plan/{name}: {counts.pop(node)} and the others' are too far apart for one sum of {self.levels} levels"
         return odd
 
-    def _told_otherwise_before(self, nodes: Collection[int]) -> dict[int, str]:
-        """Those that keep a state which another instruction has made; what the others were told is told to all."""
-        self.history, at_odds = put_together({node: self.told[node] for node in sorted(nodes)})
-        why = "expected what most clients were told in round {}, but this one was told something else, and keeps what came of it"
-        return {node: f"told/{TOLD_IN}: {why.format(round)}" for node, round in at_odds.items()}
+    def _other_histories(self, nodes: Collection[int]) -> dict[int, str]:
+        """Return the nodes with a state that another instruction formed. The others' hashes are sent to all."""
+        self.history, at_odds = put_together({node: self.histories[node] for node in sorted(nodes)})
+        why = "expected the instruction that most clients got in round {}, but this client got another, which formed its state"
+        return {node: f"told/{HISTORY_HASHES}: {why.format(round)}" for node, round in at_odds.items()}
 
-    def _told_otherwise(self, nodes: Collection[int]) -> dict[int, str]:
-        """Those whose masks do not cancel with the others', since they are bound to another instruction; all where most do not agree."""
+    def _other_instructions(self, nodes: Collection[int]) -> dict[int, str]:
+        """Return the nodes whose masks do not cancel with the others', since they are bound to another instruction.
+
+        These are all nodes where no majority agrees.
+        """
         (self.digest, votes), *_ = Counter(self.digests[node] for node in nodes).most_common()
         usual = self.digest if 2 * votes > len(nodes) else ""
         why = "fitres.metrics/digest: expected the instruction that most clients got, but it got another (model, config or run config)"
         return {node: why for node in nodes if self.digests[node] != usual}
 
     def _of_other_sizes(self, nodes: Collection[int]) -> dict[int, str]:
-        """Those whose inputs are of another size than most clients'; nobody where there is no telling, and ``_moments`` says so."""
+        """Return the nodes whose inputs are of another size than most clients'.
+
+        There are none where no majority agrees; ``_moments`` then raises the error.
+        """
         counted = {node: tuple(sorted(self.activations[node].items())) for node in nodes}
         (usual, votes), *_ = Counter(counted.values()).most_common() or [((), 0)]
         if 2 * votes <= len(counted):
@@ -259,21 +295,25 @@ class Stages:
         return {node: why for node, own in counted.items() if own != usual}
 
     def leaving(self) -> set[int]:
-        """Whom to go on without, since shares could not be read: who is in most complaints first; of two alone, nobody knows who lies."""
-        left, gone = set(self.complaints), set[int]()
-        while left:
-            (most, times), *_ = Counter(node for pair in left for node in sorted(pair)).most_common()
-            gone |= {most} if times > 1 else {node for pair in left for node in pair}
-            left = {pair for pair in left if not pair & gone}
+        """Return the nodes to go on without, since shares could not be read.
+
+        The node in most complaints leaves first. Where two complain of each other alone, nobody knows which one
+        lies, so both leave.
+        """
+        remaining, gone = set(self.complaints), set[int]()
+        while remaining:
+            (most, times), *_ = Counter(node for pair in remaining for node in sorted(pair)).most_common()
+            gone |= {most} if times > 1 else {node for pair in remaining for node in pair}
+            remaining = {pair for pair in remaining if not pair & gone}
         self.complaints.clear()
         for node in gone:
             self.refused.setdefault(self.clients[node].index, "shares of its secrets could not be read, or it says so of others'")
         return gone
 
 
-def _same_nodes(name: str, came: Sequence[int], wanted: set[int]) -> None:
-    if len(came) != len(wanted) or set(came) != wanted:
-        raise WireError(RECORD_KEY_CONFIGS, name, f"expected each of {excerpt(sorted(wanted))} once, but got {excerpt(came)}")
+def _same_nodes(name: str, actual: Sequence[int], expected: set[int]) -> None:
+    if len(actual) != len(expected) or set(actual) != expected:
+        raise WireError(RECORD_KEY_CONFIGS, name, f"expected each of {excerpt(sorted(expected))} once, but got {excerpt(actual)}")
 
 
 def _check_key(name: str, pem: bytes) -> None:

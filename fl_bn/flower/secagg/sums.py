@@ -1,9 +1,14 @@
-"""From a reply to one vector that may be summed, and from the average of such vectors to what a server may know.
+"""Turn a reply into one vector for a sum, and the average of such vectors into the server's values.
 
-The vector (d,) holds, in the order of ``layout``: weights as differences to those that went down (gradients as they are), statistics as
-standardised deviations from a public reference (``secure.additive``), the training loss, whether anything of the statistics and of
-the update was cut off to fit the quantiser, and two constants. It has no names on the wire: both sides derive the layout from model, method
-and phase.
+The vector (d,) holds, in the order of ``layout``:
+
+* weights as differences from those that were sent, or gradients as they are,
+* statistics as standardised deviations from a public reference (``secure.additive``),
+* the training loss,
+* whether values of the statistics and of the update were cut off to fit the quantiser,
+* two constants.
+
+It has no names on the wire: both sides derive the layout from model, method and phase.
 """
 
 from __future__ import annotations
@@ -25,16 +30,19 @@ from fl_bn.support.wire import WireError
 
 Layout = dict[str, dict[str, tuple[int, ...]]]
 STATISTICS = ("statistics", "moments")
-LOSS_RANGE = 64.0  # of a training loss in a sum, whatever the quantiser's range
-CHECK = (0.5, -0.25)  # of the quantiser's range: sent by everyone, so that it comes out again if the masks cancelled
+LOSS_RANGE = 64.0  # the largest loss in a sum, whatever the quantiser's range
+CHECK = (0.5, -0.25)  # two shares of the quantiser's range that everyone sends: their mean is the same if the masks cancelled
 REFERENCE = "reference"  # section of a message: what deviations are from, where that is not its statistics
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one client is about to do in a round; counts only, told to the server in the clear.
+    """Count one client's work in a round. It is sent to the server in the clear before the round.
 
-    ``samples``: different samples, 0 if it sits out; ``passes``: samples that its statistics count, repeats included; ``steps``: batches.
+    Attributes:
+        samples: the number of different samples; 0 if the client sits out.
+        passes: the number of samples that its statistics count, repeats included.
+        steps: the number of batches.
     """
 
     samples: int
@@ -44,9 +52,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Weighting:
-    """What weighs 1 in a sum, per section: the most that any client of the cohort has. ``update`` 0: all updates weigh 1.
+    """Hold the counts that weigh 1 in a sum, per section: the largest of any client in the cohort.
 
     Privacy needs all sections to weigh 1 at every client.
+
+    Attributes:
+        update: samples for updates; 0: all updates weigh 1.
+        statistics: samples for statistics; 0: all statistics weigh 1.
+        samples: samples for the loss.
     """
 
     update: int
@@ -54,7 +67,7 @@ class Weighting:
     samples: int
 
     def of(self, section: str, plan: Plan) -> float:
-        """A client's weight, in (0, 1]."""
+        """Return the weight of a client with ``plan`` in ``section``, in (0, 1]."""
         if section in ("cut", "check"):
             return 1.0
         if section in STATISTICS:
@@ -65,7 +78,15 @@ class Weighting:
 
 
 def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
-    """Shapes by section and name of all that is summed. Counts are not: they are public, and weigh the rest."""
+    """Return the shapes of all summed values, by section and name.
+
+    Counts are not summed: they are public, and weigh the rest.
+
+    Args:
+        expected: the tensors of a plain reply.
+        loss: whether the loss is summed.
+        cut: whether the flags of cut values are summed.
+    """
     shapes: Layout = {}
     for section, specs in expected.sections.items():
         counts = {name for name in specs if section == "moments" and name.rpartition(".")[2] == "count"}
@@ -79,26 +100,36 @@ def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
 
 
 def releases(shapes: Layout) -> int:
-    """How many vectors with noise of their own a sum has: of the update, and of the statistics. Constants (``check``) are none."""
+    """Return the number of vectors with noise of their own in a sum: the update and the statistics. Constants are none."""
     return len({"statistics" if section in STATISTICS else "update" for section in shapes if section != "check"})
 
 
 def length(shapes: Layout) -> int:
+    """Return the length of the vector."""
     return sum(math.prod(shape) for section in shapes.values() for shape in section.values())
 
 
 def references(tensors: Named) -> dict[str, Running]:
-    """Running statistics by layer, from tensors by state_dict name."""
+    """Return running statistics by layer, from tensors by state_dict name."""
     layers = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "running_mean"]
     return {k: Running(tensors[tensor_name(k, "running_mean")], tensors[tensor_name(k, "running_var")]) for k in layers}
 
 
 def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], limit: float) -> tuple[Sections, dict[str, int]]:
-    """A client's reply as deviations from the ``weights`` that went down and from ``reference``, float64, by section of ``layout``; and
-    how many channels' statistics were cut to fit a quantiser of ``[-limit, limit]``, by layer.
+    """Return a client's reply in a form that may be summed, and the number of cut channels by layer.
+
+    Args:
+        reply: the tensors of the plain reply.
+        weights: the weights that were sent to the client.
+        reference: the public statistics by layer.
+        limit: the range of the quantiser: ``[-limit, limit]``.
+
+    Returns:
+        Deviations from ``weights`` and from ``reference``, float64, by section of ``layout``. And, by layer,
+            how many channels' statistics were cut to fit the range.
 
     Raises:
-        WireError: a value is not finite, or statistics are reported for a layer whose reference did not travel.
+        WireError: a value is not finite, or the reference of a layer did not travel.
     """
     parts: Sections = {}
     cut: dict[str, int] = {}
@@ -117,26 +148,26 @@ def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], 
 
 
 def _statistics(section: str, tensors: Named, reference: Mapping[str, Running], limit: float, cut: dict[str, int]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}
     if section == "moments":
         for layer, moments in decode_moments(tensors).items():
             first, second, cut[layer] = within(*deviations(moments, _reference(section, layer, reference)), limit)
-            found |= {tensor_name(layer, "mean"): first, tensor_name(layer, "var"): second}
-        return found
+            parts |= {tensor_name(layer, "mean"): first, tensor_name(layer, "var"): second}
+        return parts
     for layer, running in references(tensors).items():
         mean, var, cut[layer] = running_within(*running_deviations(running, _reference(section, layer, reference)), limit)
-        found |= {tensor_name(layer, "running_mean"): mean, tensor_name(layer, "running_var"): var}
-    return found
+        parts |= {tensor_name(layer, "running_mean"): mean, tensor_name(layer, "running_var"): var}
+    return parts
 
 
 def _reference(section: str, layer: str, reference: Mapping[str, Running]) -> Running:
     if layer not in reference:
-        raise WireError(section, layer, "its shared statistics did not travel, and deviations need them as a reference")
+        raise WireError(section, layer, "the server did not send its shared statistics, which deviations need as a reference")
     return reference[layer]
 
 
 def activations(reply: Sections, plan: Plan) -> dict[str, int]:
-    """Activations per channel and sample of each layer, of a client's moments; 0: the layer did not run.
+    """Return the activations per channel and sample of each layer, from a client's moments; 0: the layer did not run.
 
     Raises:
         WireError: a count is no multiple of the samples that passed.
@@ -152,7 +183,15 @@ def activations(reply: Sections, plan: Plan) -> dict[str, int]:
 
 
 def flags(loss: float, weight: float, statistics: bool, update: bool, limit: float) -> Sections:
-    """The loss, whether statistics and update were cut, and ``CHECK``, in units that fit a quantiser of ``[-limit, limit]``."""
+    """Return loss, flags of cut values and ``CHECK``, in units that fit a quantiser of ``[-limit, limit]``.
+
+    Args:
+        loss: the training loss.
+        weight: the client's weight for the loss.
+        statistics: whether statistics were cut.
+        update: whether the update was cut.
+        limit: the range of the quantiser.
+    """
     share = min(loss / LOSS_RANGE, 1.0) * limit * weight
     cut = {"statistics": limit * statistics, "update": limit * update}
     check = torch.tensor(CHECK, dtype=torch.float64) * limit
@@ -160,13 +199,13 @@ def flags(loss: float, weight: float, statistics: bool, update: bool, limit: flo
 
 
 def to_vector(parts: Sections, shapes: Layout) -> np.ndarray:
-    """Float64 (d,), in the order of ``shapes``."""
+    """Return ``parts`` as one float64 vector (d,), in the order of ``shapes``."""
     flat = [parts[section][name].double().reshape(-1).numpy() for section, names in shapes.items() for name in names]
     return np.concatenate(flat) if flat else np.zeros(0)
 
 
 def from_vector(vector: np.ndarray, shapes: Layout) -> Sections:
-    """The inverse of ``to_vector``."""
+    """Return the tensors in ``vector``, the inverse of ``to_vector``."""
     parts: Sections = {}
     start = 0
     for section, names in shapes.items():
@@ -179,7 +218,7 @@ def from_vector(vector: np.ndarray, shapes: Layout) -> Sections:
 
 
 def update_of(average: Sections, weights: Named) -> Sections:
-    """The averaged weights, or gradients, in float64; no section where all weights stay home."""
+    """Return the averaged weights, or gradients, in float64; empty where all weights stay home."""
     if "weights" in average:
         return {"weights": {name: weights[name].double() + difference for name, difference in average["weights"].items()}}
     return {"gradients": dict(average["gradients"])} if "gradients" in average else {}
@@ -188,9 +227,14 @@ def update_of(average: Sections, weights: Named) -> Sections:
 def moments_of(
     average: Sections, reference: Mapping[str, Running], samples: int, counts: Mapping[str, int], limit: float
 ) -> tuple[dict[str, Moments], int]:
-    """One ``Moments`` per layer for all clients together, and the channels whose variance was set to 0.
+    """Return the moments of all clients together by layer, and the number of channels whose variance was set to 0.
 
-    ``samples``: of running statistics, which count as so many; ``counts``: of moments, by layer.
+    Args:
+        average: the average vector, by section and name.
+        reference: the public statistics by layer.
+        samples: the count of running statistics.
+        counts: the counts of moments, by layer.
+        limit: the range of the quantiser.
     """
     merged: dict[str, Moments] = {}
     negative = 0
@@ -209,4 +253,5 @@ def moments_of(
 
 
 def dump(counts: Mapping[str, int]) -> str:
+    """Return ``counts`` as JSON."""
     return json.dumps(counts)

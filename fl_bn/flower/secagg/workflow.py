@@ -1,11 +1,12 @@
-"""The server's half of secure aggregation: Flower's SecAgg+ workflow, stage by stage, over this project's own messages.
+"""Run the server's half of secure aggregation: Flower's SecAgg+ workflow, stage by stage, over this project's messages.
 
-Four messages per client and sum: setup (keys; the client says how much it will count), share keys, collect masked vectors (the only one
-with the model), unmask. Clients lost in the first two stages are left out and the others begin again; one lost after its keys were shared
-is taken out of the sum by the shares that the others hold; with fewer than ``threshold`` of them nothing is revealed.
+There are four messages per client and sum: setup (keys, and the client's counts), share keys, collect masked
+vectors (the only one with the model), and unmask. If a client is lost in the first two stages, the others begin
+again without it. If one is lost after its keys were shared, the shares of the others remove it from the sum.
+With fewer than ``threshold`` of them nothing is revealed.
 
-What the server gets: the sum of the vectors, and of each client its counts. The protocol protects against a server that is curious, not
-against one that invents clients.
+The server gets the sum of the vectors, and each client's counts. The protocol protects against a curious
+server. It does not protect against a server that invents clients.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from flwr.serverapp import Grid
 from fl_bn.federation.rounds import unbounded
 from fl_bn.flower.compat import GridClientProxy, Stage, parameters_to_arrayrecord
 from fl_bn.flower.population import Client
+from fl_bn.flower.secagg.instruction_history import to_config
 from fl_bn.flower.secagg.masks import bound_to, server_half
 from fl_bn.flower.secagg.stages import Stages
 from fl_bn.flower.secagg.sums import Plan, Weighting
-from fl_bn.flower.secagg.told import to_config
 from fl_bn.flower.wire.codec import Header
 from fl_bn.secure.additive import average_error
 from fl_bn.secure.settings import LEAST, MODULUS, SecureAggregation
@@ -37,7 +38,12 @@ MASKED_STILL = "the masks did not cancel (server and clients with different vers
 
 
 class SumFailed(Exception):
-    """No sum came about, and nothing was revealed; ``refused``: what is known of which client, by index."""
+    """Report that there is no sum, and that nothing was revealed.
+
+    Args:
+        reason: why.
+        refused: the known reasons of clients, by index.
+    """
 
     def __init__(self, reason: str, refused: Mapping[int, str]) -> None:
         self.refused = dict(refused)
@@ -46,7 +52,14 @@ class SumFailed(Exception):
 
 @dataclass(frozen=True)
 class Summand:
-    """What the server knows of one client in a sum: its counts. ``activations``: per sample, by layer."""
+    """Hold the server's knowledge of one client in a sum: its counts.
+
+    Attributes:
+        client: the client.
+        plan: its counts for the round.
+        activations: its activations per sample, by layer.
+        metrics: its number of steps.
+    """
 
     client: Client
     plan: Plan
@@ -56,7 +69,14 @@ class Summand:
 
 @dataclass(frozen=True)
 class Sum:
-    """``mean`` (d,) of the weighted vectors of the ``parts``, float64; ``refused``: who is not in it, and why."""
+    """Hold a secure sum.
+
+    Attributes:
+        mean: (d,), float64, the mean of the weighted vectors of ``parts``.
+        parts: the clients in the sum.
+        weighting: the counts that weigh 1.
+        refused: the reasons of the other clients, by index.
+    """
 
     mean: np.ndarray
     parts: list[Summand]
@@ -64,17 +84,21 @@ class Sum:
     refused: dict[int, str]
 
     def weight(self, section: str) -> float:
-        """Sum of the clients' weights in ``section`` over their number: divides ``mean`` there."""
+        """Return the sum of the clients' weights in ``section`` over their number, by which ``mean`` is to be divided there."""
         return sum(self.weighting.of(section, part.plan) for part in self.parts) / len(self.parts)
 
     def error(self, section: str, settings: SecureAggregation) -> float:
-        """Worst-case error of the average in ``section``, by quantisation alone, in the units of the vector."""
+        """Return the largest error of the average in ``section`` by quantisation alone, in the units of the vector."""
         weights = [self.weighting.of(section, part.plan) for part in self.parts]
         return average_error(settings.clipping_range, settings.quantization_range, weights, 1.0)
 
 
 def _workflow(settings: SecureAggregation, clients: int, timeout: float) -> Any:
-    """Flower's own, with the same weight for everyone: how much a client counts is in its vector. Raises ValueError: see ``check``."""
+    """Return Flower's own workflow with the same weight for everyone: a client's weight is in its vector.
+
+    Raises:
+        ValueError: the settings do not suit so many clients, see ``check``.
+    """
     settings.check(clients)
     shares, threshold = settings.shares_of(clients), settings.threshold_of(clients)
     return server_half.SecAggPlusWorkflow(
@@ -89,7 +113,7 @@ def _workflow(settings: SecureAggregation, clients: int, timeout: float) -> Any:
 
 
 class _Legacy(FedAvg):
-    """What Flower's workflow takes for a strategy: names the nodes, and takes the average out."""
+    """Serve Flower's workflow as its strategy: name the nodes, and take the average out."""
 
     def __init__(self, grid: Grid, nodes: Sequence[int]) -> None:
         super().__init__()
@@ -124,13 +148,25 @@ def secure_sum(
     whole: Callable[[np.ndarray], bool] = lambda mean: True,
     called: ClientNames = UNNAMED,
 ) -> Sum:
-    """Sum the cohort's vectors (``size``,) without seeing any.
+    """Sum the cohort's vectors without seeing any.
 
-    ``messages``: the plain instruction of each client, with a ``config`` record. ``least``: the fewest clients that may be in the sum.
-    ``weighted``: whether updates, and statistics, weigh by samples; ``statistics_by_passes``: or statistics by all samples that passed.
-    ``layers``: whose activations are counted; ``most_steps`` that a client of so many samples may plan; ``evaluates``: it is a sum of
-    evaluations; ``once``: statistics are of one batch or pass. ``whole``: whether a mean can be one, so that all
-    masks are gone. ``called``: what the log calls clients and nodes.
+    Args:
+        grid: Flower's grid.
+        messages: the plain instruction of each client, with a ``config`` record.
+        cohort: the clients.
+        header: the instructions' header.
+        settings: of secure aggregation.
+        timeout: seconds for the replies of a stage.
+        size: the length of a vector.
+        least: the smallest number of clients in the sum.
+        weighted: whether updates, and whether statistics, weigh by samples.
+        statistics_by_passes: whether statistics weigh by all samples that passed, repeats included.
+        layers: the layers whose activations are counted.
+        most_steps: the largest number of steps for a client's number of samples; 0: unknown.
+        once: whether statistics are of one batch or pass.
+        evaluates: whether this is a sum of evaluations.
+        whole: tells whether a mean has no masks.
+        called: the names of clients and nodes in the log.
 
     Raises:
         SumFailed: too few clients came, answered in time, or kept the shares of the others.
@@ -174,9 +210,9 @@ def secure_sum(
                 break
             present -= stages.leaving()
         nodes = [node for node in nodes if node in present]
-    sampled, came = len(nodes), len(state.active_node_ids)
-    if not enough or came < least:
-        raise SumFailed(f"only {came} of {sampled} masked vectors came (threshold {state.threshold}, needed {least})", stages.refused)
+    sampled, vectors = len(nodes), len(state.active_node_ids)
+    if not enough or vectors < least:
+        raise SumFailed(f"only {vectors} of {sampled} masked vectors came (threshold {state.threshold}, needed {least})", stages.refused)
     _unmask(workflow, stages, context, state, legacy, whole)
     parts = [_summand(by_node[n], stages, n) for n in nodes if n in legacy.results]
     there = {part.client.index for part in parts}
@@ -184,26 +220,26 @@ def secure_sum(
 
 
 def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[bool, bool], by_passes: bool) -> Weighting:
-    """What weighs 1 in this sum, which the instructions then tell everyone."""
+    """Return the counts that weigh 1 in this sum, and add them to everyone's instruction."""
     plans = [stages.plans[node] for node in nodes]
     passes = max(p.passes if by_passes else p.samples for p in plans)
     most = max(p.samples for p in plans)
     weighting = Weighting(most if weighted[0] else 0, passes if weighted[1] else 0, most)
-    told = {f"secagg-{key}-weight": value for key, value in asdict(weighting).items()} | to_config(stages.history)
+    values = {f"secagg-{key}-weight": value for key, value in asdict(weighting).items()} | to_config(stages.history)
     state.nid_to_fitins = {}
     for node in nodes:
         content = RecordDict(dict(stages.instructions[node].content.items()))
-        content["config"] = ConfigRecord({**dict(content.config_records["config"]), **told})
+        content["config"] = ConfigRecord({**dict(content.config_records["config"]), **values})
         stages.instructions[node].content["config"] = content["config"]
         state.nid_to_fitins[node] = content
     return weighting
 
 
 def _unmask(workflow: Any, stages: Stages, context: Any, state: Any, legacy: _Legacy, whole: Callable[[np.ndarray], bool]) -> None:
-    """The last stage. Where the masks do not come off, it is tried without each of those who sent shares: one of them may have lied.
+    """Run the last stage. If the masks do not cancel, try again without each sender of shares: one of them may have lied.
 
     Raises:
-        SumFailed: too few sent shares, or more than one of them false ones.
+        SumFailed: too few clients sent shares, or several of them sent false ones.
     """
     active, summed = set(state.active_node_ids), list(state.aggregate_ndarrays)
     neighbours = {node: set(of) for node, of in state.nid_to_neighbours.items()}
@@ -214,8 +250,8 @@ def _unmask(workflow: Any, stages: Stages, context: Any, state: Any, legacy: _Le
         state.nid_to_neighbours = {node: set(of) for node, of in neighbours.items()}
         try:
             with np.errstate(all="ignore"), bound_to(bytes.fromhex(stages.digest)):
-                done = workflow.unmask_stage(stages, context, state)
-            if not done:
+                enough = workflow.unmask_stage(stages, context, state)
+            if not enough:
                 problem = problem or f"too few clients kept the others' shares to remove the masks (threshold {state.threshold})"
             elif whole(legacy.mean):
                 if without in stages.clients:

@@ -1,1 +1,1 @@
-"""Flower's messages: how records are read, checked, sent and received, and who may send which."""
+"""Read, check, send and receive Flower's messages, and decide who may send which."""

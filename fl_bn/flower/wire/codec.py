@@ -1,7 +1,8 @@
-"""Named arrays on the wire: the only place that knows an order.
+"""Encode named arrays for the wire, and decode them. No other module knows their order.
 
-Domain code sees ``{section: {name: array}}``. On Flower's wire each section is an ``ArrayRecord`` keyed by name, beside a ``header``
-that says what the payload is for. ``NumPyClient`` speaks lists: ``flatten`` and ``unflatten`` translate, with the layout as JSON.
+Other code sees ``{section: {name: array}}``. On Flower's wire each section is an ``ArrayRecord`` keyed by name.
+Beside them is a ``header`` with the purpose of the payload. ``NumPyClient`` speaks lists: ``flatten`` and
+``unflatten`` translate, with the layout as JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +37,16 @@ LONGEST_HEAD = 4096  # bytes of an array before its values
 
 @dataclass(frozen=True)
 class Header:
-    """What a payload is for, and the type in which its weights travel. A reply repeats the header of its instruction."""
+    """Name the purpose of a payload. A reply repeats the header of its instruction.
+
+    Attributes:
+        method: the method's name.
+        phase: the round's phase.
+        round: the round's number.
+        signature: of model and method.
+        format: the version of the wire format.
+        payload: the type in which weights travel.
+    """
 
     method: str
     phase: str
@@ -46,42 +56,58 @@ class Header:
     payload: str = AS_THE_MODEL
 
     def values(self) -> dict[str, Any]:
-        """The fields by name; ``asdict``, which copies deeply, takes longer."""
+        """Return the fields by name. ``asdict``, which copies deeply, takes longer."""
         return dict(vars(self))
 
     def check(self, other: Header) -> None:
+        """Check that ``other`` has the same fields.
+
+        Raises:
+            WireError: a field differs.
+        """
         for key, expected in self.values().items():
-            if (came := getattr(other, key)) != expected:
+            if (actual := getattr(other, key)) != expected:
                 hint = " (different model, method or version of fl-bn on the two sides)" if key in ("signature", "format") else ""
-                raise WireError("header", key, f"expected {expected!r}, but got {came!r}{hint}")
+                raise WireError("header", key, f"expected {expected!r}, but got {actual!r}{hint}")
 
 
-def check_header(expected: Header, came: Header, ours: Schema, payload: Payload) -> None:
+def check_header(expected: Header, actual: Header, ours: Schema, payload: Payload) -> None:
     """Check the header of a message.
 
     Args:
-        expected: what this side is for.
-        came: the message's.
+        expected: the header that this side expects.
+        actual: the message's header.
         ours: the tensors that this side expects.
         payload: the message's tensors.
 
     Raises:
         WireError: a field differs. Where it is the signature, the error names the first tensor that differs.
     """
-    if came.signature != expected.signature and came.method == expected.method and came.format == expected.format:
-        found = difference(ours, payload, dtypes=came.payload == AS_THE_MODEL)
-        raise WireError("header", "signature", f"expected {expected.signature!r}, but got {came.signature!r}: {found}")
-    expected.check(came)
+    if actual.signature != expected.signature and actual.method == expected.method and actual.format == expected.format:
+        problem = difference(ours, payload, dtypes=actual.payload == AS_THE_MODEL)
+        raise WireError("header", "signature", f"expected {expected.signature!r}, but got {actual.signature!r}: {problem}")
+    expected.check(actual)
 
 
 def header_for(shared: SharedModel, round: int, phase: Phase, payload: str = AS_THE_MODEL) -> Header:
+    """Return the header of a message in ``round``.
+
+    Args:
+        shared: the shared model, with its method and signature.
+        round: the round's number.
+        phase: the round's phase.
+        payload: the type in which weights travel.
+    """
     return Header(shared.method.name, phase.value, round, shared.signature, payload=payload)
 
 
 class LazyArray(Array):
-    """A Flower array that is encoded when somebody asks for its bytes: within a process nobody does.
+    """Encode a Flower array only when its bytes are read. Within a process nobody reads them.
 
-    ``array`` must not change any more. On the wire it is an ``Array`` like any other.
+    On the wire it is an ``Array`` like any other.
+
+    Args:
+        array: the values, which must not change any more.
     """
 
     array: np.ndarray
@@ -93,9 +119,11 @@ class LazyArray(Array):
 
     @cached_property
     def data(self) -> bytes:  # type: ignore[override]
+        """Return the array's bytes in NumPy's .npy format."""
         return Array(np.asarray(self.array, order="C")).data
 
     def numpy(self) -> np.ndarray:
+        """Return the array itself, read-only."""
         return self.array
 
     def __reduce__(self) -> tuple[Callable[[np.ndarray], LazyArray], tuple[np.ndarray]]:
@@ -106,16 +134,19 @@ LazyArray.__qualname__ = Array.__qualname__  # by which Flower names an object's
 
 
 def lazily(array: np.ndarray) -> LazyArray:
+    """Return ``array`` as a ``LazyArray``; pickle calls this by name."""
     return LazyArray(array)
 
 
 def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+    """Return a record of arrays, none of which is copied."""
     record = ArrayRecord()  # of arrays given at once Flower makes copies, and asks for their bytes
     fill(record, {name: LazyArray(array) for name, array in arrays.items()})
     return record
 
 
 def to_records(payload: Payload, header: Header) -> RecordDict:
+    """Return a message's content: the header, and a record of arrays per section."""
     content = RecordDict({"header": ConfigRecord(header.values())})
     for section, arrays in payload.items():
         content[section] = to_record(arrays)
@@ -123,7 +154,7 @@ def to_records(payload: Payload, header: Header) -> RecordDict:
 
 
 def from_records(content: RecordDict) -> tuple[Payload, Header]:
-    """The payload and header of a message.
+    """Return payload and header of a message.
 
     Raises:
         WireError: the header or an array cannot be read.
@@ -133,24 +164,36 @@ def from_records(content: RecordDict) -> tuple[Payload, Header]:
 
 
 def payload_of(content: RecordDict) -> Payload:
-    """Return the arrays of a message, by section and name. Raises WireError for the first that cannot be read."""
+    """Return the arrays of a message, by section and name.
+
+    Raises:
+        WireError: an array cannot be read. The error names the first one.
+    """
     return {section: arrays_in(record, section) for section, record in records_of(content, ArrayRecord).items()}
 
 
 def arrays_in(record: ArrayRecord, section: str) -> dict[str, np.ndarray]:
-    """Return the arrays of one ``section`` by name. Raises WireError for the first that cannot be read."""
+    """Return the arrays of one ``section``, by name.
+
+    Raises:
+        WireError: an array cannot be read. The error names the first one.
+    """
     return {name: decoded(array, section, name) for name, array in record.items()}
 
 
 def header_of(content: RecordDict) -> Header:
-    """Raises WireError where there is none, or one of its fields is missing or not what it should be."""
+    """Return the header of a message.
+
+    Raises:
+        WireError: there is no header, or one of its fields is missing or not as expected.
+    """
     if "header" not in records_of(content, ConfigRecord):
         raise WireError("header", "", f"expected a record 'header' of {FORMAT}, but got records {excerpt(sorted(content))}")
     return header_from(HEADER.of_configs(content))
 
 
 def header_from(values: Mapping[str, Any]) -> Header:
-    """From checked values, among others."""
+    """Return the header whose fields are among the checked ``values``."""
     return Header(**{field.name: values[field.name] for field in fields(Header) if field.name in values})
 
 
@@ -159,16 +202,18 @@ DTYPES = frozenset(map(np.dtype, "?bBhHiIqQefd"))
 
 
 def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
-    """The array of NumPy's .npy ``data``, read-only and without a copy: an array takes no more memory than its bytes.
+    """Return the array in NumPy's .npy ``data``, read-only and without a copy.
+
+    So an array takes no more memory than its bytes.
 
     Raises:
-        WireError: they are none, of objects, or not as many as the shape they tell.
+        WireError: ``data`` is no array of numbers, or its length does not match its shape.
     """
     try:
         shape, fortran, dtype, begin = _head(data[: 10 + int.from_bytes(data[8:10], "little")])
         count, rest = math.prod(shape), len(data) - begin
         if count * dtype.itemsize != rest:
-            raise ValueError(f"{rest} bytes, where shape {excerpt(shape)} of {dtype} has others")
+            raise ValueError(f"{rest} bytes, where shape {excerpt(shape)} of {dtype} has {count * dtype.itemsize}")
         if count == 0:
             return np.empty(shape, dtype)
         return np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if fortran else "C")
@@ -178,7 +223,11 @@ def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Shape, order, dtype and length of a head of version 1.0, which is what NumPy writes. Raises whatever NumPy's parsers do."""
+    """Return shape, order, dtype and length of a head of version 1.0, which is the one that NumPy writes.
+
+    Raises:
+        Exception: any that NumPy's parsers raise.
+    """
     if len(head) > LONGEST_HEAD:
         raise ValueError(f"a head of {len(head)} bytes")
     stream = io.BytesIO(head)
@@ -193,7 +242,11 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
 
 
 def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
-    """What ``array`` holds, read-only and without a copy. Raises WireError."""
+    """Return the values of ``array``, read-only and without a copy.
+
+    Raises:
+        WireError: they cannot be read.
+    """
     if isinstance(array, LazyArray):
         return array.array
     if array.stype != NUMPY:
@@ -202,13 +255,13 @@ def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
 
 
 def flatten(payload: Payload) -> tuple[list[np.ndarray], str]:
-    """``(arrays, layout)``: the arrays in the payload's order, and the names in that order as JSON."""
+    """Return the arrays in the payload's order, and their layout: the names in that order, as JSON."""
     layout = [[section, list(arrays)] for section, arrays in payload.items()]
     return [array for arrays in payload.values() for array in arrays.values()], json.dumps(layout)
 
 
 def unflatten(arrays: list[np.ndarray], layout: str) -> Payload:
-    """The inverse of ``flatten``.
+    """Return the payload of these arrays, as ``flatten`` described it in ``layout``.
 
     Raises:
         WireError: the layout does not describe these arrays.
@@ -224,8 +277,10 @@ def unflatten(arrays: list[np.ndarray], layout: str) -> Payload:
 
 
 def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    """Return a record of ``tensors``."""
     return to_record(to_numpy(tensors))
 
 
 def tensors_of(record: ArrayRecord) -> dict[str, Tensor]:
+    """Return the tensors in a record, by name."""
     return views({name: array.numpy() for name, array in record.items()})  # each decoded into memory of its own

@@ -1,4 +1,4 @@
-"""Flower's records: which of them a message has, and a ``Form`` that reads one."""
+"""Find a message's records by kind and name, and read one by a ``Form``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 
 
 def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
-    """A message's records of one kind, by name.
+    """Return a message's records of one kind, by name.
 
-    Flower's properties (``array_records`` ...) make objects that refer to themselves and to the message: they keep a
-    reply's arrays in memory until Python looks for such circles.
+    Flower's properties (``array_records`` ...) make objects that refer to themselves and to the message. They
+    keep a reply's arrays in memory until Python looks for such circles.
     """
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 
@@ -27,7 +27,7 @@ def metrics_of(content: RecordDict) -> MetricRecord | None:
 
 
 class Form(fields.Form):
-    """A form that finds its record in a message."""
+    """Find a record in a message, and read it."""
 
     def of_configs(self, content: RecordDict) -> Values:
         """Read the config record of this form's name."""

@@ -1,17 +1,21 @@
-"""The gate of a client's app: every message enters through it, and every reply leaves through it.
+"""Guard a client's app: every message enters through the gate, and every reply leaves through it.
 
-It is a Flower mod around all handlers of an app, so that no handler sends around it. It knows the kinds of messages, the node config, the
-site's policy (whose lines ``app_host`` puts into the node config) and how often this client has evaluated. A kind that it does not know is
-refused: whoever adds a handler says here what its replies may hold.
+The gate is a Flower mod around all handlers of an app, so that no handler sends around it. It knows the kinds
+of messages, the node config, the site's policy (whose lines ``app_host`` puts into the node config) and how
+often this client has evaluated. It refuses a kind that it does not know. So whoever adds a handler declares
+here what its replies may hold.
 
-``secure-aggregation`` in the node config or the run config means that nothing which summarises data leaves in the clear. Such a client
-answers who it is and how many samples it has, saves its model, and takes part in secure sums; all else is refused.
+``secure-aggregation`` in the node config or the run config means that no summary of data leaves in the clear.
+Such a client introduces itself, tells its number of samples, saves its model, and takes part in secure sums. It
+refuses everything else.
 
-Whether such a client fails, and with which words, may depend on its data, too: weights may overflow for some samples alone. It says that it
-failed and no more, and after ``MOST_FAILURES`` of them it takes part in no secure sum of the run.
+The failure of such a client, and the words of its error, may depend on its data, too: weights may overflow for
+some samples alone. So it reports the failure without a reason. After ``MOST_FAILURES`` failures it takes part
+in no secure sum of the run.
 
-An evaluation is a disclosure. With weights of the server's choice, an accuracy answers any question of yes and no about the samples:
-``max-evaluations`` bounds how many are answered in a run, ``min-samples`` how few samples a number may summarise.
+An evaluation is a disclosure. With weights of the server's choice, an accuracy answers any yes-or-no question
+about the samples. ``max-evaluations`` limits the number of evaluations in a run, and ``min-samples`` is the
+smallest number of samples that a metric may summarise.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from fl_bn.support.durable import append
 from fl_bn.support.wire import WireError, excerpt, printable
 
 Handler = Callable[[Message, Context], Message]
-COUNTS = ("samples", "num-examples", "fewest")  # under which an evaluation says how many samples are behind its numbers
+COUNTS = ("samples", "num-examples", "fewest")  # the names that an evaluation has for the number of samples behind its metrics
 SPENT = "evaluations"  # record of Flower's context.state, and folder below state-dir
 FAILURES, MOST_FAILURES = "failures", 3
 MASKING = "collect_masked_vectors"  # Flower's name of the stage whose reply depends on the data
@@ -44,18 +48,22 @@ _entered: ContextVar[bool] = ContextVar("entered", default=False)
 
 
 class Refused(ValueError):
-    """The gate lets a message not in, or its reply not out."""
+    """Report that the gate refuses a message or a reply."""
 
 
 class Insecure(Refused):
-    """The server asked for something that would show one client's numbers."""
+    """Report that the server asked for a reply that would show one client's numbers."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a reply of one kind may hold: ``records`` of configs and metrics by name, and ``arrays`` or none.
+    """Describe a kind of message, and what its reply may hold.
 
-    ``open``: a client that requires secure aggregation answers, too, since nothing in the reply summarises data.
+    Attributes:
+        records: the names of config and metric records in the reply.
+        arrays: whether the reply may hold arrays.
+        open: whether a client that requires secure aggregation answers, too, since nothing in the reply
+            summarises data.
     """
 
     records: frozenset[str] = frozenset()
@@ -79,8 +87,15 @@ SUM = Kind(frozenset({RECORD_KEY_CONFIGS, "plan", "told", "fitres.metrics", "fit
 
 @dataclass(frozen=True)
 class Limits:
-    """What a site allows. ``min_samples``: behind a number of an evaluation; ``max_evaluations``: in a run, None: any number;
-    ``unknown_rounds``: of which the states of others in a secure sum come, and in which this client took no part; None: any number."""
+    """Hold the limits that a site sets.
+
+    Attributes:
+        secure: whether the site requires secure aggregation.
+        min_samples: the smallest number of samples behind a number of an evaluation.
+        max_evaluations: the largest number of evaluations in a run. None: any number.
+        unknown_rounds: the largest number of rounds that formed other clients' states and in which this client
+            took no part. None: any number.
+    """
 
     secure: bool
     min_samples: int
@@ -89,10 +104,10 @@ class Limits:
 
     @classmethod
     def of(cls, context: Context) -> Limits:
-        """From the node config, which the policy's lines are in; ``REQUIRED`` may stand in the run config, too.
+        """Read the limits in the node config, which includes the policy's lines. ``REQUIRED`` may be in the run config, too.
 
         Raises:
-            WireError: a line of the node config is no such number.
+            WireError: a value in the node config is no such number.
         """
         given = LIMITS.read(context.node_config)
         secure = any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config))
@@ -102,11 +117,27 @@ class Limits:
 
 @dataclass(frozen=True)
 class Gate:
-    """A Flower mod: ``ClientApp(mods=[Gate()])``. ``kinds``: of messages that it lets in, by Flower's message type."""
+    """Check an app's messages and replies, as a Flower mod: ``ClientApp(mods=[Gate()])``.
+
+    Attributes:
+        kinds: the kinds of messages that may enter, by Flower's message type. Default: those of fl-bn's
+            application.
+    """
 
     kinds: Mapping[str, Kind] = field(default_factory=lambda: KINDS)
 
     def __call__(self, message: Message, context: Context, handle: Handler) -> Message:
+        """Check ``message``, let ``handle`` answer it, and check the reply.
+
+        Args:
+            message: the server's message.
+            context: Flower's context of the client.
+            handle: answers the message.
+
+        Raises:
+            Refused: the message may not enter, or the reply may not leave.
+            OtherVersion: the server has another version of fl-bn.
+        """
         kind, limits, name = admit(message, context, self.kinds), Limits.of(context), message.metadata.message_type
         evaluates = name == "evaluate" or sums_evaluations(message)
         masks = kind is SUM and _config(message.content, RECORD_KEY_CONFIGS).get("stage") == MASKING
@@ -136,10 +167,15 @@ class Gate:
 
 
 def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS) -> Kind:
-    """The kind of a message that may enter.
+    """Check that a message may enter, and return its kind.
+
+    Args:
+        message: the server's message.
+        context: Flower's context of the client.
+        kinds: the known kinds, by Flower's message type.
 
     Raises:
-        Refused: it is of no known kind, or what the site's settings exclude.
+        Refused: the message is of no known kind, or the site's settings exclude it.
         OtherVersion: the server has another version of fl-bn.
     """
     check_server(message)
@@ -153,17 +189,23 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
         raise Insecure(f"{REQUIRED} is on, so this client answers no {name} message in the clear")
     if kind is SUM and limits.secure and _failures(context) >= MOST_FAILURES:
         raise Refused(
-            f"this client failed in {MOST_FAILURES} secure sums of this run, and takes part in no more: when it fails tells of its data"
+            f"this client failed in {MOST_FAILURES} secure sums of this run, and takes part in no more: its failures may depend on its data"
         )
-    if (kind is SUM or limits.secure) and (went := _exchange(message)):
-        raise Insecure(f"{went} would show this client's moments to the server: no secure sum has one")
+    if (kind is SUM or limits.secure) and (exchange := _exchange(message)):
+        raise Insecure(f"{exchange} would show this client's moments to the server: no secure sum has one")
     return kind
 
 
 def admit_own(message: Message, context: Context, evaluates: bool) -> None:
-    """Let a message into a handler of one's own (``training``, ``evaluating``), which answers in the clear.
+    """Check that a message may enter a handler of your own (``training``, ``evaluating``), which answers in the clear.
 
-    Without a ``Gate`` around the app, what leaves is not seen: where the handler ``evaluates``, that is counted here, before.
+    Without a ``Gate`` around the app nobody sees the reply. So an evaluation is counted here, before it is
+    made.
+
+    Args:
+        message: the server's message.
+        context: Flower's context of the client.
+        evaluates: whether the handler evaluates.
 
     Raises:
         Refused: as ``admit``, and where this client requires secure aggregation.
@@ -177,12 +219,12 @@ def admit_own(message: Message, context: Context, evaluates: bool) -> None:
 
 
 def evaluations_left(context: Context, limits: Limits) -> bool:
-    """Whether this client may answer one more evaluation in this run."""
+    """Tell whether this client may answer one more evaluation in this run."""
     return limits.max_evaluations is None or _spent(context) < limits.max_evaluations
 
 
 def spend(context: Context, limits: Limits) -> None:
-    """Count an evaluation, durably where the client has a ``state-dir``, before it leaves.
+    """Count an evaluation before it leaves, durably where the client has a ``state-dir``.
 
     Raises:
         Refused: this site's evaluations in this run are spent, or cannot be counted.
@@ -194,26 +236,28 @@ def spend(context: Context, limits: Limits) -> None:
         try:
             append(file, b"1")
         except OSError as error:
-            raise Refused(f"this site counts its evaluations, and cannot ({error}): none is answered") from error
+            raise Refused(f"this site cannot count its evaluations ({error}), so it answers none") from error
         spent = max(spent, _lines(file) - 1)  # another process may have added one
     if spent >= limits.max_evaluations:
         raise Refused(
-            f"this site answers {limits.max_evaluations} evaluations in a run (max-evaluations), and has: more would tell of single samples"
+            f"this site has answered the {limits.max_evaluations} evaluations that it allows in a run (max-evaluations): more would tell "
+            "of single samples"
         )
     context.state[SPENT] = ConfigRecord({"spent": spent + 1})
 
 
 def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int], least: int) -> tuple[dict[str, float], int]:
-    """Withhold what summarises too few samples.
+    """Withhold metrics that summarise too few samples.
 
     Args:
         metrics: numbers by name.
-        samples: behind each of them, where ``behind`` says nothing else.
-        behind: samples by name of those that summarise some of them.
-        least: samples that a number must summarise.
+        samples: the samples behind each number that is not in ``behind``.
+        behind: the samples behind the other numbers, by name.
+        least: the smallest number of samples behind a metric.
 
     Returns:
-        The metrics, NaN in place of a number that is withheld, and the fewest samples behind one that is not.
+        The metrics, with NaN in place of a withheld one, and the fewest samples behind one that is not
+            withheld.
     """
     counts = {name: behind.get(name, samples) for name in metrics}
     kept = {name: value if counts[name] >= least else math.nan for name, value in metrics.items()}
@@ -221,7 +265,7 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
 
 
 def _exchange(message: Message) -> str:
-    """The layer-wise exchange that a message leads to, in words; empty: none."""
+    """Return the layer-wise exchange that a message leads to, in words; empty without one."""
     if (carrier := _config(message.content, EXCHANGE.record).get("exchange")) is not None:
         return f"a layer-wise exchange ({excerpt(carrier)})"
     return "a round with a layer-wise exchange" if _config(message.content, "header").get("phase") == Phase.EXCHANGE.value else ""
@@ -232,12 +276,16 @@ def _config(content: RecordDict, name: str) -> dict[str, Any]:
 
 
 def sums_evaluations(message: Message) -> bool:
-    """Whether a message belongs to a secure sum of evaluations."""
+    """Tell whether a message belongs to a secure sum of evaluations."""
     return RECORD_KEY_CONFIGS in message.content and SECURE.of_configs(message.content)[SUM_OF] == EVALUATION
 
 
 def _check(reply: Message, name: str, kind: Kind, limits: Limits) -> None:
-    """Raises Refused for a reply to the message ``name`` that may not leave."""
+    """Check that the reply to a message of type ``name`` may leave.
+
+    Raises:
+        Refused: it may not.
+    """
     arrays = records_of(reply.content, ArrayRecord)
     if others := {*reply.content} - kind.records - {*arrays}:
         allowed = ", ".join(sorted(kind.records)) or "nothing"
@@ -266,13 +314,16 @@ def _is_vector(reply: Message) -> bool:
 
 
 def _spent(context: Context) -> int:
-    told = _config(context.state, SPENT).get("spent", 0)
+    count = _config(context.state, SPENT).get("spent", 0)
     file = _file(context)
-    return max(told if isinstance(told, int) else 0, 0 if file is None else _lines(file))
+    return max(count if isinstance(count, int) else 0, 0 if file is None else _lines(file))
 
 
 def _file(context: Context) -> Path | None:
-    """Where this client's evaluations in this run of Flower's are counted; None: in ``context.state`` alone."""
+    """Return the file that counts this client's evaluations in this run of Flower's.
+
+    None: they are counted in ``context.state`` alone.
+    """
     node = context.node_config
     if "state-dir" not in node:
         return None
@@ -280,8 +331,8 @@ def _file(context: Context) -> Path | None:
 
 
 def _failures(context: Context) -> int:
-    told = _config(context.state, FAILURES).get("failed", 0)
-    return told if isinstance(told, int) else 0
+    count = _config(context.state, FAILURES).get("failed", 0)
+    return count if isinstance(count, int) else 0
 
 
 def _count_failure(context: Context) -> None:

@@ -1,4 +1,4 @@
-"""How many clients there are, where the server is not told: what nodes say of themselves, compared. One node alone decides nothing."""
+"""Find the number of clients by comparing the introductions of all nodes. One node alone decides nothing."""
 
 from __future__ import annotations
 
@@ -26,33 +26,36 @@ POLL = 1.0
 
 
 def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: int = 0) -> tuple[int, Introductions]:
-    """Ask every node who it is, until all clients are there, or ``least`` of them and nobody else within ``PATIENCE`` seconds.
+    """Ask every node who it is, until all clients are here.
+
+    ``least`` clients suffice if no other one comes within ``PATIENCE`` seconds.
 
     Args:
-        grid: whose nodes are asked.
-        least: nodes with the right model that suffice.
+        grid: Flower's grid.
+        least: the smallest number of nodes with the right model.
         timeout: seconds for ``least`` nodes to come.
-        signature: of the server's model and method; nodes with another one have no vote.
-        clients: how many there are; 0: as many as most nodes say.
+        signature: of the server's model and method. Nodes with another one have no vote.
+        clients: the number of clients. 0: the number that most nodes say.
 
     Returns:
-        The number of clients, and what the nodes said.
+        The number of clients, and the nodes' introductions.
 
     Raises:
-        RunFailed: too few may take part, or as many nodes say one number as say another. The message names a node, and says what to do.
+        RunFailed: too few nodes may take part, or two numbers have equally many votes. The message names a
+            node, and advises what to do.
     """
-    begin, heard, asked = time.monotonic(), dict[int, Message](), set[int]()
+    begin, replies, addressees = time.monotonic(), dict[int, Message](), set[int]()
     complete = isinstance(grid, InProcessGrid)  # nobody else will ever come
     patience = timeout if simulates(grid) else min(timeout, PATIENCE)  # Ray may be slow to start
-    enough_since, said_before = begin, ""
+    enough_since, logged = begin, ""
     while True:
         nodes = set(grid.get_node_ids())
-        if new := sorted(nodes - asked):
-            asked |= nodes
+        if new := sorted(nodes - addressees):
+            addressees |= nodes
             messages = [Message(greeting(), node, ASK_HELLO, ttl=timeout, group_id="0") for node in new]
             for reply in send_and_receive(grid, messages, patience):
-                heard.setdefault(reply.metadata.src_node_id, reply)
-        votes, wrong = _votes({node: heard[node] for node in sorted(nodes) if node in heard}, signature)
+                replies.setdefault(reply.metadata.src_node_id, reply)
+        votes, wrong = _votes({node: replies[node] for node in sorted(nodes) if node in replies}, signature)
         agreed, usable, now = clients or _most(votes), votes.total(), time.monotonic()
         if len(nodes) < least:
             enough_since = now
@@ -63,27 +66,27 @@ def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: 
                 )
         elif (agreed and len(nodes) >= agreed) or complete or now - enough_since > patience:
             if usable >= least and agreed:
-                return agreed, Introductions(frozenset(asked), tuple(heard.values()))
+                return agreed, Introductions(frozenset(addressees), tuple(replies.values()))
             if usable >= least:
-                said = ", ".join(f"{count} say {number}" for number, count in sorted(votes.items()))
-                raise RunFailed(f"nodes do not agree on the number of clients (num-partitions): {said}. Give clients=... to the strategy")
+                counts = ", ".join(f"{count} say {number}" for number, count in sorted(votes.items()))
+                raise RunFailed(f"nodes do not agree on the number of clients (num-partitions): {counts}. Give clients=... to the strategy")
             if complete or now - enough_since > patience:
                 if usable == 0 and wrong:
                     raise RunFailed(wrong)
-                silent = f"{len(nodes - heard.keys())} nodes did not say within {patience:.0f} s who they are"
+                silent = f"{len(nodes - replies.keys())} nodes did not say within {patience:.0f} s who they are"
                 raise RunFailed(
                     f"only {usable} of {least} nodes may take part: {wrong or silent}. Start others, or lower min_available_nodes"
                 )
-        if wrong not in ("", said_before):
+        if wrong not in ("", logged):
             log(logging.WARNING, "a node may not take part: %s", wrong)
-            said_before = wrong
+            logged = wrong
         time.sleep(POLL)
 
 
-def _votes(heard: Mapping[int, Message], signature: str) -> tuple[Counter[int], str]:
-    """How many clients there are, as the nodes with the right model say; and what is wrong with the first of the others."""
+def _votes(replies: Mapping[int, Message], signature: str) -> tuple[Counter[int], str]:
+    """Return the nodes' votes on the number of clients, and the problem of the first node without a vote."""
     votes, first = Counter[int](), ""
-    for node, reply in heard.items():
+    for node, reply in replies.items():
         try:
             votes[_number(node, reply, signature)] += 1
         except RunFailed as error:
@@ -92,28 +95,32 @@ def _votes(heard: Mapping[int, Message], signature: str) -> tuple[Counter[int], 
 
 
 def _most(votes: Counter[int]) -> int:
-    """The number that more nodes say than any other; 0: there is none."""
+    """Return the number with more votes than any other; 0 without one."""
     (number, count), (_, next_count) = [*votes.most_common(2), (0, 0), (0, 0)][:2]
     return number if count > next_count else 0
 
 
 def _number(node: int, reply: Message, signature: str) -> int:
-    """How many clients there are, as ``node`` says. Raises RunFailed with the reason why it may not take part."""
+    """Return the number of clients that ``node`` says.
+
+    Raises:
+        RunFailed: the node may not take part, for the reason in the message.
+    """
     if reply.has_error():
         raise RunFailed(_missing(reply.error.reason))
     try:
-        said = HELLO.of_configs(reply.content)
+        introduction = HELLO.of_configs(reply.content)
     except WireError as error:
         raise RunFailed(f"node {node} introduced itself in a way that cannot be read: {error}") from error
-    if other := client_differs(said["version"]):
-        raise RunFailed(f"client {said['client']} cannot take part: {other}")
-    if said["signature"] != signature:
+    if other := client_differs(introduction["version"]):
+        raise RunFailed(f"client {introduction['client']} cannot take part: {other}")
+    if introduction["signature"] != signature:
         raise RunFailed(
-            f"client {said['client']} has another model, method or version of fl-bn (signature {printable(said['signature'])}, here "
-            f"{signature}): name the same network and method in client_app.py (answer, training) and in server_app.py (the strategy). "
-            f"{COMPARE}"
+            f"client {introduction['client']} has another model, method or version of fl-bn (signature "
+            f"{printable(introduction['signature'])}, here {signature}): name the same network and method in client_app.py (answer, "
+            f"training) and in server_app.py (the strategy). {COMPARE}"
         )
-    return int(said["clients"])
+    return int(introduction["clients"])
 
 
 def _missing(why: str | None) -> str:

@@ -1,7 +1,8 @@
-"""Every field of every message, both ways, and of every file that a run goes on from: declared here, checked where it enters.
+"""Declare every field of every message, both ways, and of every file that a run goes on from.
 
-Arrays are declared in ``schema``, by model, method and phase; the layer-wise exchange's requests in ``exchange.proto`` and, what they may
-hold, in ``exchange.session``. All else that one side reads of what the other sent is a field below.
+Each is checked where it enters. Arrays are declared in ``schema``, by model, method and phase. The requests of
+the layer-wise exchange are declared in ``exchange.proto``, and their limits in ``exchange.session``. Every
+other value that one side reads of the other's is a field below.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fl_bn.task import Task
 
 REQUIRED = "secure-aggregation"  # in the run config, or in a client's own node config: answer nothing in the clear
 RECORD_KEY_CONFIGS = "secaggplus_configs"  # Flower's name for SecAgg+'s record, here so that a plain run loads nothing of SecAgg+
-CLASSES, LAYERS, NODES, CLIENTS = 65_536, 10_000, 10_000, 100_000  # the most of each that a message may name
+CLASSES, LAYERS, NODES, CLIENTS = 65_536, 10_000, 10_000, 100_000  # the largest number of each in a message
 KEY, SHARE = 1024, 4096  # bytes of a public key, of an encrypted pair of shares, at most
 
 HEADER = Form(
@@ -55,7 +56,7 @@ EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": w
 
 
 def evaluated(task: Task) -> Form:
-    """``EVALUATED`` with the metrics that ``task`` declares, of which the client must send the one that tables show."""
+    """Return ``EVALUATED`` with the metrics that ``task`` declares. Tables show one of them, which clients must send."""
     ranges = task.declared()
     fields = {name: measured(*ends, default=NEEDED if name == task.metric else None) for name, ends in ranges.items() if name[-1] != "-"}
     series = {name: measured(*ends) for name, ends in ranges.items() if name[-1] == "-"}
@@ -103,11 +104,11 @@ SECURE = Form(
     },
     others=True,
 )
-ROUNDS_TOLD, TOLD_IN = "secagg-rounds", "secagg-told"  # rounds, and a hash of what was told in each: see told
+HISTORY_ROUNDS, HISTORY_HASHES = "secagg-rounds", "secagg-told"  # rounds, and a hash of each one's instruction: see instruction_history
 ROUNDS = 2**16  # the most of them
-HASHES = {ROUNDS_TOLD: wholes(ROUNDS, default=None), TOLD_IN: data(32 * ROUNDS, default=None)}
+HASHES = {HISTORY_ROUNDS: wholes(ROUNDS, default=None), HISTORY_HASHES: data(32 * ROUNDS, default=None)}
 WEIGHTS = Form("config", dict.fromkeys(WEIGHED, whole()), others=True)  # where a masked vector is asked for
-ALL_TOLD = Form("config", HASHES, others=True)
+COMBINED_HISTORY = Form("config", HASHES, others=True)
 NOISE = Form("config", {"dp-clip": number(0), "dp-statistics-clip": number(0), "dp-noise": number(0)}, others=True)
 TO_TRAIN = Form(
     "config", {"learning-rate": number(0), "rate-share": number(0, 1, default=1.0), "counted": whole(default=None)}, others=True
@@ -124,7 +125,7 @@ LAYOUT = Form("config", {"layout": text(2**24)})  # of the arrays beside it, for
 # secure aggregation, stage by stage; see secure (the server's checks of what depends on the stage before) and secure_client
 
 PLAN = Form("plan", {"samples": whole(), "passes": whole(), "steps": whole()})
-TOLD = Form("told", HASHES)
+OWN_HISTORY = Form("told", HASHES)
 KEYS = Form(RECORD_KEY_CONFIGS, {"pk1": data(KEY, 1), "pk2": data(KEY, 1)})
 SHARES_OUT = Form(RECORD_KEY_CONFIGS, {"dsts": wholes(NODES), "ctxts": blobs(NODES, SHARE)})
 UNREADABLE = Form(RECORD_KEY_CONFIGS, {"unreadable": wholes(NODES, default=None)})  # in place of a masked vector

@@ -1,4 +1,7 @@
-"""Messages out, replies in: one loop for every engine, which looks often, asks again where a node came back, and says whom it waits for."""
+"""Send messages and receive replies, in one loop for every engine.
+
+The loop looks often, sends a message again if its node came back, and logs which replies are missing.
+"""
 
 from __future__ import annotations
 
@@ -31,36 +34,45 @@ SAY = 60.0  # seconds of silence after which the log says who is waited for
 def send_and_receive(
     grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, called: ClientNames = UNNAMED
 ) -> list[Message]:
-    """All replies of ``receive``."""
+    """Return all replies of ``receive``."""
     return list(receive(grid, messages, timeout, patience, at_once=0, called=called))
 
 
 def receive(
     grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, at_once: int = FEW, called: ClientNames = UNNAMED
 ) -> Iterator[Message]:
-    """Return the replies that come within ``timeout`` seconds, as they come, in no particular order.
+    """Yield the replies that come within ``timeout`` seconds, in no particular order.
 
-    Of those that have come, no more than ``at_once`` are fetched before they are given out; 0: all of them. ``called``: what the log
-    calls the nodes.
+    A client's answer depends on the message and on its state before that round. So a node that was lost and
+    came back gets its message again.
 
-    A node that is gone, or whose process died, has ``patience`` seconds to come back; then it is sent its message again, since what a
-    client does depends on the message and on what it kept before that round. Messages sent again are appended to ``messages``, if that is
-    a list.
+    Args:
+        grid: Flower's grid.
+        messages: the messages. If this is a list, those that are sent again are appended to it.
+        timeout: seconds for all replies.
+        patience: seconds for a node that is gone, or whose process died, to come back.
+        at_once: the largest number of replies in memory before they are yielded. 0: any number.
+        called: the nodes' names in the log.
     """
     sent = messages if isinstance(messages, list) else list(messages)
     if not sent:
         return iter(())
-    if isinstance(grid, InProcessGrid):  # what is not answered at once will never be
+    if isinstance(grid, InProcessGrid):  # a message without an answer now will never have one
         return grid.send_and_receive(sent)
     return Mailbox(grid, sent, timeout, patience, at_once, called).replies()
 
 
 def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
-    """Fetch the replies that are there to the ``waiting`` messages, by the identities of these: each is one of the node that was asked.
+    """Yield the replies to the ``waiting`` messages, given by their ids, as far as they are there.
 
-    Flower opens a reply in this process, from bytes that the client made, and raises whatever its parsers do; all that were asked for
-    together are lost then. Who sent a reply, and which message it answers, stands in these bytes, too. So each is pulled alone. One that
-    cannot be opened, or says that it is another node's, becomes an error of the node that was asked.
+    Flower opens a reply in this process, from bytes that the client made, and raises any exception of its
+    parsers. All replies that were fetched together are lost then. These bytes also hold the reply's sender, and
+    the message that it answers. So each reply is fetched alone. A reply that cannot be opened, or that names
+    another node, becomes an error of the message's addressee.
+
+    Args:
+        grid: Flower's grid.
+        waiting: the messages without a reply, by id.
 
     Raises:
         grpc.RpcError: the SuperLink cannot be reached.
@@ -74,7 +86,7 @@ def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
 
 
 def _opened(grid: Grid, identity: str, message: Message) -> list[Message]:
-    """The reply to ``message``, or an error in its place; none where it is not there yet."""
+    """Return the reply to ``message``, or an error in its place, in a list; empty before there is one."""
     try:
         return [_checked(reply, identity, message) for reply in list(grid.pull_messages([identity]))[:1]]
     except grpc.RpcError:
@@ -84,7 +96,7 @@ def _opened(grid: Grid, identity: str, message: Message) -> list[Message]:
 
 
 def _checked(reply: Message, identity: str, message: Message) -> Message:
-    """``reply``, if it answers ``message`` and is of the node that was asked; else an error."""
+    """Return ``reply`` if it answers ``message`` and is from its addressee, else an error."""
     m = reply.metadata
     if reply.has_error() == reply.has_content():
         return _instead(message, "its reply has neither content nor an error")
@@ -102,7 +114,13 @@ def _instead(message: Message, why: str, code: int = UNREADABLE) -> Message:
 
 
 def copy_of(message: Message, ttl: float | None = None, kind: str = "") -> Message:
-    """A message of its own identity with the same records; of the same ``kind`` unless another is given."""
+    """Return a message with the same records and an id of its own.
+
+    Args:
+        message: the original.
+        ttl: seconds to live. Default: the original's.
+        kind: Flower's message type. Default: the original's.
+    """
     m = message.metadata
     return Message(RecordDict(dict(message.content.items())), m.dst_node_id, kind or m.message_type, ttl=ttl or m.ttl, group_id=m.group_id)
 
@@ -114,16 +132,28 @@ class _Lost:
 
 
 class Mailbox:
+    """Send the messages of one call of ``receive``, and collect their replies.
+
+    Args:
+        grid: Flower's grid.
+        sent: the messages. Those that are sent again are appended.
+        timeout: seconds for all replies.
+        patience: seconds for a lost node to come back.
+        at_once: the largest number of replies in memory before they are yielded. 0: any number.
+        called: the nodes' names in the log.
+    """
+
     def __init__(self, grid: Grid, sent: list[Message], timeout: float, patience: float, at_once: int, called: ClientNames) -> None:
         self.grid, self.sent, self.patience, self.at_once, self.called = grid, sent, patience, at_once or sys.maxsize, called
         self.end = time.monotonic() + timeout
         self.waiting: dict[str, Message] = {}
         self.lost: list[_Lost] = []
         self.until: dict[int, float] = {}  # by node
-        self.came, self.given, self.count = deque[Message](), 0, 0
-        self.looked, self.told, self.addressees = 0.0, time.monotonic(), len(sent)
+        self.ready, self.yielded, self.count = deque[Message](), 0, 0
+        self.looked, self.logged, self.addressees = 0.0, time.monotonic(), len(sent)
 
     def replies(self) -> Iterator[Message]:
+        """Send the messages, and yield their replies until all are here or the time is over."""
         self._push(self.sent)
         while (self.waiting or self.lost) and time.monotonic() < self.end:
             before = self.count
@@ -132,7 +162,7 @@ class Mailbox:
                 time.sleep(POLL)
             if self.lost:
                 self._ask_again()
-            yield from self._given_out()
+            yield from self._yield_ready()
             self._say()
         if self.waiting:
             yield from self._pulled()
@@ -140,25 +170,25 @@ class Mailbox:
             yield lost.error
 
     def _pulled(self) -> Iterator[Message]:
-        """What has come of all that is waited for, a few at a time."""
+        """Yield the replies that are there, a few at a time."""
         waiting = list(self.waiting)
         for i in range(0, len(waiting), self.at_once):
             self._pull(waiting[i : i + self.at_once])
-            yield from self._given_out()
+            yield from self._yield_ready()
 
-    def _given_out(self) -> Iterator[Message]:
-        while self.came:
-            self.given += 1
-            yield self.came.popleft()
+    def _yield_ready(self) -> Iterator[Message]:
+        while self.ready:
+            self.yielded += 1
+            yield self.ready.popleft()
 
     def _push(self, messages: list[Message]) -> None:
         self.waiting |= {identity: m for identity, m in zip(self.grid.push_messages(messages), messages, strict=False) if identity}
 
     def _pull(self, identities: list[str]) -> None:
-        came = list(pulled(self.grid, {identity: self.waiting[identity] for identity in identities if identity in self.waiting}))
-        self.count += len(came)
+        replies = list(pulled(self.grid, {identity: self.waiting[identity] for identity in identities if identity in self.waiting}))
+        self.count += len(replies)
         now = time.monotonic()
-        for reply in came:
+        for reply in replies:
             if (message := self.waiting.pop(reply.metadata.reply_to_message_id, None)) is None:
                 continue  # answered twice: the first counts
             node = message.metadata.dst_node_id
@@ -166,12 +196,12 @@ class Mailbox:
                 continue  # no reply before the deadline
             if reply.has_error() and reply.error.code in PASSING and now < self.until.setdefault(node, now + self.patience):
                 self.lost.append(_Lost(message, reply))
-                left = self.until[node] - now
+                seconds = self.until[node] - now
                 why = f"code {reply.error.code}: {reason(reply.error.reason)}"
                 kind, who = message.metadata.message_type, self.called.node(node)
-                log(logging.WARNING, "%s: %s is lost (%s); it has %.0f s to come back", kind, who, why, left)
+                log(logging.WARNING, "%s: %s is lost (%s); it has %.0f s to come back", kind, who, why, seconds)
             else:
-                self.came.append(reply)
+                self.ready.append(reply)
 
     def _ask_again(self) -> None:
         now = time.monotonic()
@@ -189,17 +219,17 @@ class Mailbox:
             elif now < self.until[node]:
                 self.lost.append(one)
             else:
-                self.came.append(one.error)
+                self.ready.append(one.error)
 
     def _say(self) -> None:
         now = time.monotonic()
-        if now - self.told >= SAY:
-            self.told, kind = now, self.sent[0].metadata.message_type
+        if now - self.logged >= SAY:
+            self.logged, kind = now, self.sent[0].metadata.message_type
             log(
                 logging.INFO,
                 "%s: %d of %d replies are here; the deadline is in %.0f s",
                 kind,
-                self.given,
+                self.yielded,
                 self.addressees,
                 self.end - now,
             )

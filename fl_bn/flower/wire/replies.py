@@ -1,4 +1,4 @@
-"""From Flower's replies to checked contributions in client order: each is decoded once, and what is wrong is named and left out."""
+"""Turn Flower's replies into checked contributions in client order. Each is decoded once, and a faulty one is refused."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from fl_bn.support.wire import Absent, WireError, reason
 
 @dataclass(frozen=True)
 class Decoded:
-    """A reply as it came: decoded, and not yet checked.
+    """Hold a reply that is decoded and not yet checked.
 
     Attributes:
-        node: that sent it.
-        answers: the identity of the message that it answers.
+        node: the node that sent it.
+        answers: the id of the message that it answers.
         failed: the error in its place, in words; empty where it has content.
-        header: None where it has none that can be read. Its arrays are then not decoded.
+        header: its header. None where it cannot be read; the arrays are then not decoded.
         payload: its arrays as they travel, by section and name, each in the message's own bytes.
         unreadable: bytes of the arrays that cannot be read, by section and name.
-        metrics: its record of numbers; None where it has none.
-        problem: why header or arrays cannot be read, the first reason. It is copied to be raised: an error that was raised refers to
-            whoever had the reply's arrays, and keeps them in memory.
+        metrics: its metric record; None without one.
+        problem: why header or arrays cannot be read, the first reason. It is copied to be raised: an error that
+            was raised refers to whoever had the reply's arrays, and keeps them in memory.
     """
 
     node: int
@@ -47,7 +47,7 @@ class Decoded:
 
 
 def decode(message: Message) -> Decoded:
-    """Decode a reply, whatever it holds: all that is wrong is in the value."""
+    """Decode a reply, whatever its content. The result holds every error, and none is raised."""
     node, answers = message.metadata.src_node_id, message.metadata.reply_to_message_id
     if message.has_error():
         return Decoded(node, answers, failed=f"code {message.error.code}: {reason(message.error.reason)}")
@@ -76,7 +76,13 @@ Read = Callable[[Decoded, Client], Reply]
 
 
 def with_header(header: Header, expected: Expected, rounding: PayloadDtype = EXACT) -> Read:
-    """Read replies that repeat ``header``. ``rounding``: how they carry weights and gradients."""
+    """Return a function that reads replies with ``header``.
+
+    Args:
+        header: the header of the instruction, which a reply repeats.
+        expected: the tensors and numbers of a valid reply.
+        rounding: the type in which weights and gradients travel.
+    """
     return partial(_read, header, expected, rounding)
 
 
@@ -90,15 +96,16 @@ def _read(header: Header, expected: Expected, rounding: PayloadDtype, reply: Dec
 
 
 class Reading:
-    """Checks a round's replies, one by one. ``refused``: why a client's is not usable, by index; ``wrong``: those among the refused
-    whose reply no correct client would have sent.
+    """Check a round's replies, one by one.
 
-    Replies with samples 0 (a client that sat out), errors, and late or missing ones count as refused, with the reason.
+    A reply counts as refused, with the reason, in these cases: it has no samples (the client sat out), it is an
+    error, or it is late or missing. ``refused`` holds the reasons by client. ``wrong`` holds the refused
+    clients whose reply no correct client would have sent.
 
     Args:
-        cohort: who was asked; each client's first reply counts.
+        cohort: the clients to which the messages went. Each client's first reply counts.
         read: checks one reply.
-        sent: the messages replied to, since Flower itself answers for a node that is gone, and does not say for which.
+        sent: the messages. Flower itself answers for a node that is gone, and does not name the node.
     """
 
     def __init__(self, cohort: Sequence[Client], read: Read, sent: Iterable[Message] = ()) -> None:
@@ -108,7 +115,12 @@ class Reading:
         self.wrong: set[int] = set()
 
     def read(self, reply: Decoded) -> int | Reply | None:
-        """Return the checked reply, or the index of a client whose reply is refused; None where nothing was asked, or not again."""
+        """Check one reply.
+
+        Returns:
+            The checked reply, or the index of a client whose reply is refused. None: the reply answers no
+                message, or is not the client's first.
+        """
         node = reply.node
         if node not in self._by_node and reply.failed:
             node = next((m.metadata.dst_node_id for m in self._sent if m.metadata.message_id == reply.answers), node)
@@ -128,13 +140,17 @@ class Reading:
         return client.index
 
     def end(self) -> None:
-        """No more replies come: the other clients count as refused."""
+        """Refuse the clients without a reply, as no more replies come."""
         self.refused |= {c.index: "no reply before the deadline" for c in self._cohort if c.index not in self._read}
 
 
 def read_replies(replies: Iterable[Decoded], reading: Reading) -> tuple[list[Reply], dict[int, str], set[int]]:
-    """Return ``(contributions in client order, reason by client index, who was wrong)``: every client of the cohort is in one of the first
-    two."""
-    found = [checked for reply in replies if isinstance(checked := reading.read(reply), Reply)]
+    """Read all replies of a round.
+
+    Returns:
+        The contributions in client order, the reasons by index of the other clients, and those of them whose
+            reply was wrong.
+    """
+    parts = [checked for reply in replies if isinstance(checked := reading.read(reply), Reply)]
     reading.end()
-    return sorted(found, key=lambda reply: reply.client), reading.refused, reading.wrong
+    return sorted(parts, key=lambda reply: reply.client), reading.refused, reading.wrong

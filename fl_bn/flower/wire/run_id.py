@@ -1,7 +1,7 @@
-"""Which run a message belongs to, and which of the states that a client kept for it still count.
+"""Identify the run of a message, and the states of a client that still count in it.
 
-A run that is resumed goes back to a checkpoint: what clients kept after it belongs to rounds that never were. Every instruction
-therefore says where the run was resumed, and a client reads the newest state that is still on the line.
+A resumed run goes back to a checkpoint. What clients kept after that belongs to rounds that no longer count. So
+every instruction lists the resumes, and a client reads the newest state that still counts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ NAME = re.compile(rf"{FOLDER}/state-[0-9a-f]{{8}}")
 
 @dataclass(frozen=True)
 class RunId:
-    """``run``: NAME/state-XXXXXXXX, never given twice; ``resumes``: of every resume that led here, in order of time, a token never given
-    twice and the round it went back to; ``durable``: the last round that every later resume can still go back to, so that states older
-    than the newest up to it are of no use."""
+    """Name a run and its resumes.
+
+    Attributes:
+        run: NAME/state-XXXXXXXX, unique to the run.
+        resumes: a unique token and the round that the run went back to, for each resume that led here, in order
+            of time.
+        durable: the last round to which every later resume can still go back. Of the states up to it, only the
+            newest is of use.
+    """
 
     run: str
     resumes: tuple[tuple[str, int], ...] = ()
@@ -31,49 +37,55 @@ class RunId:
 
     @classmethod
     def new(cls, name: str) -> RunId:
-        """``name``: of the run's folder; ``run`` if it could not be that of one."""
+        """Return the id of a new run in the folder ``name``; the name is ``run`` if no folder can have the given one."""
         run = f"{name}/state-{secrets.token_hex(4)}"
         return cls(run if NAME.fullmatch(run) else f"run/state-{secrets.token_hex(4)}")
 
     @property
     def attempt(self) -> str:
-        """The token of the last resume: what is kept since then belongs to it. ``0`` in a run that was never resumed."""
+        """Return the token of the last resume, to which newer states belong; ``0`` in a run that was never resumed."""
         return self.resumes[-1][0] if self.resumes else FIRST
 
     @property
     def gone_back_to(self) -> int:
-        """The round that the last resume went back to; 0 in a run that was never resumed."""
+        """Return the round that the last resume went back to; 0 in a run that was never resumed."""
         return self.resumes[-1][1] if self.resumes else 0
 
     @property
     def attempts(self) -> list[str]:
+        """Return the tokens of the start and of all resumes."""
         return [FIRST, *(token for token, _ in self.resumes)]
 
     def resumed(self, round: int) -> RunId:
-        """The same run, going on after ``round``. Two resumes from one checkpoint have nothing in common but what is in it."""
+        """Return the id of this run as it goes on after ``round``.
+
+        Two resumes from one checkpoint share nothing but the checkpoint.
+        """
         return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 
     def counts(self, round: int, attempt: str) -> bool:
-        """Whether what a client kept in ``round`` of ``attempt`` is on the line that led here."""
+        """Tell whether a client's state from ``round`` of ``attempt`` still counts."""
         if attempt not in self.attempts:
             return False
         return all(round <= resumed for _, resumed in self.resumes[self.attempts.index(attempt) :])
 
     def to_config(self) -> dict[str, str | int]:
+        """Return the fields of a message's config that ``of`` reads."""
         resumes = ",".join(f"{token}:{round}" for token, round in self.resumes)
         return {"run": self.run, "resumes": resumes, "durable": self.durable}
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> RunId:
-        """From a message's config; one that names no run has none.
+        """Read the id in a message's config. Its ``run`` is empty if the config names none.
 
         Raises:
-            ValueError: the name could not be that of a folder below the client's own, or the resumes are no tokens and rounds.
+            ValueError: the name could not be that of a folder below the client's own, or the resumes are no
+                tokens and rounds.
         """
         run, text = str(config.get("run", "")), str(config.get("resumes", ""))
         if run and not NAME.fullmatch(run):
-            raise ValueError(f"expected a run NAME/state-XXXXXXXX, but the server calls it {run[:80]!r}")
+            raise ValueError(f"expected a run NAME/state-XXXXXXXX, but the server's message names {run[:80]!r}")
         resumes = [RESUME.fullmatch(part) for part in text.split(",") if part]
         if not all(resumes):
-            raise ValueError(f"expected the run's resumes as TOKEN:ROUND,..., but the server has {text[:80]!r}")
-        return cls(run, tuple((found[1], int(found[2])) for found in resumes if found), int(config.get("durable", 0)))
+            raise ValueError(f"expected the run's resumes as TOKEN:ROUND,..., but the server's message has {text[:80]!r}")
+        return cls(run, tuple((match[1], int(match[2])) for match in resumes if match), int(config.get("durable", 0)))

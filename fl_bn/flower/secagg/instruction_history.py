@@ -1,12 +1,13 @@
-"""What a client was told in the rounds that made the state that it keeps: in a secure sum all who share a round were told the same in it.
+"""Remember a client's earlier instructions: in a secure sum all clients must have had the same in each round they share.
 
-The masks of a sum are bound to what all were told in that round (``instruction_digest``). What a client keeps (its BatchNorm layers under
-FedBN, say) comes from earlier rounds. A server that told all others something else then could have made their updates vanish, and the sum
-would be one client's. So a client keeps, with its state, a hash of what it was told in each round since that state began. Before a sum it
-says these hashes. The server puts them together, and tells all of them to everyone along with the model, so that the masks are bound to
-them, too. A client whose own hashes are not among them refuses.
+The masks of a sum are bound to the instruction of that round (``instruction_digest``). But a client's state
+(its BatchNorm layers under FedBN, for example) comes from earlier rounds. A server that sent all others another
+instruction then could have made their updates vanish. The sum would be one client's. So a client keeps, with
+its state, a hash of its instruction in each round since that state began. It sends these hashes before a sum.
+The server combines them, and sends all of them to everyone along with the model, so that the masks are bound to
+them, too. A client refuses if its own hashes are not among them.
 
-A round in which a client took no part it cannot check: it was told nothing then. How many of these a site bears, it may say
+A client cannot check a round in which it took no part. A site may limit the number of such rounds
 (``max-unknown-rounds``).
 """
 
@@ -23,17 +24,17 @@ from torch import Tensor
 
 from fl_bn.federation.values import ClientState
 from fl_bn.flower.wire.fields import Form
-from fl_bn.flower.wire.messages import ROUNDS_TOLD, TOLD_IN
+from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS
 from fl_bn.support.wire import WireError, excerpt
 
-_now: ContextVar[bytes] = ContextVar("what is told in this round", default=b"")
-SECTION, SIZE = "told", 32  # of what a client keeps; bytes of a hash
+_now: ContextVar[bytes] = ContextVar("hash of this round's instruction", default=b"")
+SECTION, SIZE = "told", 32  # in a client's state; bytes of a hash
 History = dict[int, bytes]
 """A hash of the instruction, by round."""
 
 
 def history_of(kept: ClientState) -> History:
-    """Return the instructions' hashes by round, of a state."""
+    """Return the instructions' hashes in a state, by round."""
     if not (tensors := kept.get(SECTION)):
         return {}
     return {int(round): bytes(row.tolist()) for round, row in zip(tensors["rounds"].tolist(), tensors["hashes"], strict=True)}
@@ -41,7 +42,7 @@ def history_of(kept: ClientState) -> History:
 
 @contextmanager
 def telling(digest: bytes) -> Iterator[None]:
-    """Let states that are kept inside the block have ``digest``, of what the client is told in this round."""
+    """Store ``digest``, of this round's instruction, with states that are kept inside the block."""
     token = _now.set(digest)
     try:
         yield
@@ -50,10 +51,15 @@ def telling(digest: bytes) -> Iterator[None]:
 
 
 def to_write(keeps: ClientState, before: ClientState, round: int) -> dict[str, dict[str, Tensor]] | None:
-    """Return what a client stores after ``round``, which it began with the state ``before`` and ended with ``keeps``; None: nothing.
+    """Return the sections that a client stores after ``round``; None: it stores nothing.
 
-    Inside ``telling`` the history goes with it. It does so, too, where tensors were not finite and those before stay: else a round that is
-    missing would say that they were not.
+    Inside ``telling`` the history is among them. It is also stored where the new tensors are not finite and the
+    old ones stay. Otherwise the missing round would reveal that they are not finite.
+
+    Args:
+        keeps: the state at the end of the round.
+        before: the state at its start.
+        round: the round's number.
     """
     known = keeps.round == round
     if not (now := _now.get()):
@@ -68,28 +74,29 @@ def to_write(keeps: ClientState, before: ClientState, round: int) -> dict[str, d
 def to_config(history: History) -> dict[str, list[int] | bytes]:
     """Return the fields of a message that hold ``history``; none where it is empty."""
     rounds = sorted(history)
-    return {ROUNDS_TOLD: rounds, TOLD_IN: b"".join(history[round] for round in rounds)} if rounds else {}
+    return {HISTORY_ROUNDS: rounds, HISTORY_HASHES: b"".join(history[round] for round in rounds)} if rounds else {}
 
 
 def from_config(record: ConfigRecord | Mapping[str, object] | None, form: Form) -> History:
     """Return the history in a message's ``record`` of ``form``; empty without one.
 
     Raises:
-        WireError: there is not one hash for each round.
+        WireError: the number of hashes is not that of the rounds.
     """
     values = form.read({} if record is None else dict(record))
-    rounds, hashes = values.get(ROUNDS_TOLD, []), values.get(TOLD_IN, b"")
+    rounds, hashes = values.get(HISTORY_ROUNDS, []), values.get(HISTORY_HASHES, b"")
     if len(hashes) != SIZE * len(rounds) or len(set(rounds)) != len(rounds):
         raise WireError(
-            form.record, TOLD_IN, f"expected a hash of {SIZE} bytes for each of {len(rounds)} rounds, but got {len(hashes)} bytes"
+            form.record, HISTORY_HASHES, f"expected a hash of {SIZE} bytes for each of {len(rounds)} rounds, but got {len(hashes)} bytes"
         )
     return {round: hashes[SIZE * at : SIZE * (at + 1)] for at, round in enumerate(rounds)}
 
 
 def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, int]]:
-    """Return what most clients were told in each round, and a round in which a client was told something else, by client.
+    """Return most clients' hash in each round, and for each client with another hash the first such round.
 
-    Where as many say one thing as another, nobody knows which is true: all of them are at odds.
+    Where two hashes have equally many clients, nobody knows which one is true. All of these clients are in the
+    second part then.
     """
     together: History = {}
     at_odds: dict[int, int] = {}
@@ -105,17 +112,21 @@ def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, i
 
 
 def problem(kept: ClientState, together: History, most_unknown: int | None = None) -> str:
-    """Return why a client with the state ``kept`` has no part in a sum of clients that were told ``together``; empty: it may have.
+    """Return why a client has no part in a sum; empty if it has.
 
-    ``most_unknown``: rounds of the others' states in which this client took no part; None: any number.
+    Args:
+        kept: the client's state.
+        together: the combined history of all clients.
+        most_unknown: the largest number of rounds of the others' states in which this client took no part.
+            None: any number.
     """
     own = history_of(kept)
     if kept.sections and kept.round not in own:
-        return f"what this client keeps of round {kept.round} came about in the clear, so it is not known what the others were told then"
-    for round, told in sorted(own.items()):
-        if together.get(round) != told:
-            return f"the others were told something else in round {round} than this client, so their parts of the sum may hide nothing"
+        return f"this client's state is of round {kept.round}, which was in the clear, so the others' instruction is not known"
+    for round, digest in sorted(own.items()):
+        if together.get(round) != digest:
+            return f"the others got another instruction in round {round} than this client, so their parts of the sum may hide nothing"
     unknown = sorted(together.keys() - own.keys())
     if most_unknown is not None and len(unknown) > most_unknown:
-        return f"this site has max-unknown-rounds = {most_unknown}, but the others keep what came of rounds {excerpt(unknown)} without it"
+        return f"this site has max-unknown-rounds = {most_unknown}, but the others' states are of rounds {excerpt(unknown)} without it"
     return ""
