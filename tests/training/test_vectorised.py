@@ -21,7 +21,7 @@ from fl_bn.federation.client_round import client_round
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import CannotVectorise
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.sources import SampleSource, drawn
+from fl_bn.federation.sources import SampleSource, training_batches
 from fl_bn.methods import METHODS, NORMALISERS, Method, Phase, fbn, fedavg, fedavg_alg2, fedbn, fedtan, freeze, hbn
 from fl_bn.objectives import FedProx, FedSAM, Moon, Scaffold
 from tests.federation import random_samples
@@ -146,7 +146,7 @@ def test_gradients_of_tied_weights(name: str) -> None:
     assert_equal(cohort, replace(cohort, seed=1))
     for round, samples, (reply, kept) in zip(cohort.rounds(), cohort.samples(), cohort.one_by_one(), strict=True):
         found, start = reply.sections["gradients"], round.model
-        batches = drawn(round, samples, cohort.seed, reply.client)
+        batches = training_batches(round, samples, cohort.seed, reply.client)
         (x, y), start = next(iter(batches)), start.train()
         F.cross_entropy(start(x), y).backward()
         want = {n: 0.1 * p.grad for n, p in start.named_parameters(remove_duplicate=False) if p.grad is not None}
