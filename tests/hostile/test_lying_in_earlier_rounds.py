@@ -73,7 +73,7 @@ def lying(patched: pytest.MonkeyPatch) -> dict[str, Any]:
         return keep
 
     def at_odds(self: Any, nodes: Any) -> dict[int, str]:
-        seen["told"] = {node: self.told[node] for node in nodes}
+        seen["told"] = {node: self.histories[node] for node in nodes}
         self.history = next((history for history in seen["told"].values() if history), {})
         return {}
 
