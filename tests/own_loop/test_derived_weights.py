@@ -154,8 +154,8 @@ def body(kind: str, convolution: bool) -> nn.Module:
 
 
 REFUSED = {
-    "gn-ws": "weight standardisation is defined for torch's own Conv1d, Conv2d and Conv3d, not for transposed, parametrized",
-    "fedwon": "weight standardisation is defined for torch's own Conv1d, Conv2d and Conv3d, not for transposed, parametrized",
+    "gn-ws": "weight standardisation is defined for torch's own Conv1d, Conv2d and Conv3d, and not for transposed, parametrized",
+    "fedwon": "weight standardisation is defined for torch's own Conv1d, Conv2d and Conv3d, and not for transposed, parametrized",
     "fixup": "fixup sets the initial weights, but here .* computes them: remove it",
 }
 QUICK = {"fbn", "fixup"}
