@@ -139,27 +139,27 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Claim:
-    """Hold a claim of a paper.
+    """Hold a claim of a paper, and how it is tested here.
 
     Attributes:
-        id: The paper's own table or figure.
-        place: That, and the lines of the text.
+        id: The table or figure of the paper, as an id.
+        place: Where the paper makes the claim: table or figure, and lines of the text.
         claim: The claim in words.
-        experiment: The experiment whose table tests it; empty: the one of ``id``.
+        experiment: The experiment whose table tests it; empty: the one named ``id``.
         variant: The variant of that experiment.
         differs: The settings that differ from the paper's.
         steps: The paper's local steps per client, by phase of the schedule; empty: the claim is not about converged
             accuracy.
-        epochs: The same, in passes over a client's data.
-        samples: The same, in samples that a client trains on, for batches of several sizes.
+        epochs: The paper's training, too, in passes over a client's data.
+        samples: The paper's training, too, in samples that a client trains on, for batches of several sizes.
         client_samples: Training samples of our clients, if their rounds are counted in epochs.
-        seeds: The seeds that decide a comparison; 0: those of the rules.
-        resampled: Test samples per training sample, if seeds divide the same samples anew.
+        seeds: How many seeds decide a comparison; 0: as many as the general rules say.
+        resampled: Test samples per training sample, if each seed divides the same samples anew; 0: it does not.
         rates: The variant that tries learning rates.
         untestable: The reason why nothing here can test the claim.
-        exact: The test of ours that has the paper's numbers exactly.
+        exact: The test in this project that reproduces the paper's numbers exactly.
         cause: The reason why our result differs from the paper's.
-        compare: The comparisons.
+        compare: The comparisons that decide the claim.
     """
 
     id: str

@@ -36,7 +36,12 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def main(source: Path, target: Path) -> None:
-    """Make all archives of ``target`` whose sources exist."""
+    """Make the data of the ``evidence`` variants, as far as their source archives exist.
+
+    Args:
+        source: The folder of the source archives; the module's docstring lists them.
+        target: The folder to write.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for pattern in AS_THEY_ARE:
         for file in sorted(source.glob(pattern)):

@@ -400,10 +400,13 @@ def own_options(kind: type) -> dict[str, Option]:
 
 
 def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Callable[P, T]]:
-    """Return a decorator that gives a function of an options class the class's own arguments.
+    """Return a decorator for a function that takes one options object.
+
+    The decorated function takes the object's fields as arguments instead, and makes the object itself. So
+    ``@takes(FixBNOptions)`` on ``fixbn(options)`` lets users write ``fixbn(freeze_after=3)``.
 
     Args:
-        options: The options class.
+        options: The class of the options object.
     """
 
     def decorate(build: Callable[[Chosen], T]) -> Callable[P, T]:

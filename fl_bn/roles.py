@@ -243,10 +243,10 @@ def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tenso
 
 
 def state_constants(model: nn.Module) -> None:
-    """Give, in place, the role CONSTANT to buffers of unknown kinds that hold infinite numbers or NaN.
+    """Give the role CONSTANT, in place, to buffers that hold infinity or NaN, such as an attention mask of -inf.
 
-    An attention mask of -inf is one. No training result holds such numbers. Observers of torch.ao hold them
-    until their first batch, and are shared.
+    No result of training holds such numbers, so such a buffer is not averaged. Left as they are: buffers with a
+    known or stated role, and those of torch.ao's observers, which are infinite only until the first batch.
     """
     for _, module, key, tensor in _free_buffers(model):
         known = key in vars(module).get(STATED, {}) or _known(module, key) is not None or observes(module)

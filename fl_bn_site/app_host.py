@@ -239,7 +239,13 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def answer(site: Site, request: Request, app: Any) -> None:
-    """Answer one message with ``app``; None: load the app first."""
+    """Answer one of Flower's messages in this process, under the site's policy.
+
+    Args:
+        site: The site.
+        request: The message to fetch and answer.
+        app: The loaded app that makes the reply; None: the message's app is unpacked and loaded first.
+    """
     find("start_parent_process_monitor")(site.cold_process)
     sys.argv = [PROGRAM]
     random.seed()  # forks would draw the same

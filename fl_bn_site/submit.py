@@ -84,7 +84,7 @@ def resume(server: ServerFolder, name: str, address: str = "", say: Say = print,
         name: The name of the run; empty: the run with the newest checkpoint.
         address: Of the Control API, if it is not the one in server.toml.
         say: Is given each line of the log.
-        parallel: The number of runs at a time that it may be one of; 0: as server.toml says.
+        parallel: The most runs that may go on at a time, this one among them; 0: as server.toml says.
 
     Returns:
         Whether the run completed.

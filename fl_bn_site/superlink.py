@@ -92,10 +92,14 @@ def one_at_a_time(kind: Any) -> None:
 
 
 def wait_for_room(*kinds: Any) -> None:
-    """Make the methods of ``kinds`` that find the disk full wait for room.
+    """Change the methods of the classes ``kinds`` so that they survive a full disk.
 
-    Each method is one transaction, so it can begin again. Where one method calls another, the outer one begins
-    again.
+    A method that fails because the disk is full is called again until there is room, for ``PATIENCE`` seconds at
+    most. That is safe, since each method is one database transaction. If one such method calls another, only the
+    outer one is repeated.
+
+    Args:
+        kinds: The classes; they are changed in place.
     """
     thread = threading.local()
 

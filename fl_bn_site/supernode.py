@@ -21,10 +21,12 @@ SHORTEST = 0.1  # seconds between looks for the app's answer
 
 
 class PollingTime:
-    """Take the place of the module ``time`` in Flower's loop.
+    """Replace the module ``time`` in Flower's SuperNode, so that it sleeps less while there is work.
+
+    All but ``sleep`` is as in ``time``.
 
     Args:
-        poll: Seconds between questions while there is work.
+        poll: The longest wait between two questions for messages, in seconds, while there is work.
     """
 
     def __init__(self, poll: float) -> None:

@@ -30,7 +30,9 @@ WEIGHTS = {"label skew": 2.0, "feature shift": 2.0, "batch size": 1.0, "particip
 
 @dataclass(frozen=True)
 class Regime:
-    """Hold one column of the map.
+    """Hold one regime of the map: a kind of federation, and how accurate each method was in it.
+
+    The map is the file ``map.json``.
 
     Attributes:
         name: The regime's name.
@@ -93,11 +95,11 @@ class Regime:
 
 @dataclass(frozen=True)
 class Nearest:
-    """Hold the regime that is most like a federation.
+    """Hold the regime of the map that is most like a given federation.
 
     Attributes:
         regime: The regime.
-        apart: Axis -> the distance on it, in lengths of the map.
+        apart: Axis -> the distance between the two on it, as a share of the range that the map's regimes span.
     """
 
     regime: Regime

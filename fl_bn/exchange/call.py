@@ -68,12 +68,12 @@ class Join:
 
 @dataclass(frozen=True)
 class Local:
-    """A client's own values.
+    """Ask for the cohort's average of a vector, and give this client's own vector.
 
     Attributes:
-        key: the exchange.
-        values: (d,).
-        count: activations per channel behind them.
+        key: says which vector it is: layer, quantity and call.
+        values: this client's vector (d,).
+        count: the number of activations per channel that ``values`` summarise.
     """
 
     key: Key

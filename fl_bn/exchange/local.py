@@ -154,7 +154,10 @@ def _set_generators(states: tuple[Tensor, list[Tensor]]) -> None:
 
 
 class LocalExchange:
-    """One client's side of a session in this process."""
+    """Take part in a layer-wise exchange as one client, with the cohort's other clients in the same process.
+
+    Call it to average a vector over the cohort. While it waits, the other clients run.
+    """
 
     def __init__(self, token: str, batch: int) -> None:
         if token not in _sessions:

@@ -270,9 +270,10 @@ class LocalRound:
 
     @property
     def batch(self) -> Batch:
-        """Return the number of samples of the first batch; 0 if it is unknown.
+        """Return the number of samples of the first batch; 0 as long as it is unknown.
 
-        If fl-bn cannot find it, call ``round.batch(n)`` before the first forward pass.
+        fl-bn usually finds it by itself. If it cannot, set it before the first forward pass: the returned
+        integer can be called, as ``round.batch(32)``.
         """
         return Batch.of(self._batch or self.passes.samples or self._inputs, self.begin_batch)
 

@@ -59,13 +59,17 @@ def number(least: float = -math.inf, most: float = math.inf, default: Any = NEED
 
 
 def real(least: float, most: float = math.inf) -> Field:
-    """Declare a finite number that travels as a floating-point one, where Flower's code takes no other."""
+    """Declare a finite number that must be a float, since the Flower code that reads it refuses an int."""
     one = number(least, most)
     return Field(lambda v: type(v) is float and one.fits(v), f"{one.wanted} as a float", turn=float)
 
 
 def measured(least: float = -math.inf, most: float = math.inf, default: Any = NEEDED) -> Field:
-    """Declare a number that training may have made infinite or NaN; it is shown and averaged, but not in the model."""
+    """Declare a number that a diverging training may have made infinite or NaN.
+
+    Such a value is accepted, since it is only averaged and shown, and never enters the model. A bound excludes
+    infinity on its side, but not NaN.
+    """
 
     def fits(value: Any) -> bool:
         return type(value) is float and (math.isnan(value) or least <= value <= most)

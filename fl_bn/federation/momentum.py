@@ -35,7 +35,16 @@ def load_buffers(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], b
 
 
 def buffers_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, str]) -> Buffers:
-    """Return the buffers of ``kinds`` that ``optimizer`` has; a parameter that never stepped has none."""
+    """Return copies of the optimiser's buffers, such as momentum, by kind and parameter.
+
+    Args:
+        optimizer: The optimiser.
+        parameters: Name -> parameter.
+        kinds: Its keys are torch's names of the buffers to return, as in ``SECTIONS``.
+
+    Returns:
+        Kind -> parameter's name -> buffer. A parameter that was never stepped has no entry.
+    """
     state = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
     return {
         key: {name: torch.as_tensor(of[key]).detach().clone() for name, of in state.items() if of.get(key) is not None} for key in kinds

@@ -30,10 +30,10 @@ _TORCHS = frozenset(vars(nn.Module()))  # torch's own bookkeeping: tensors, subm
 
 
 class Network:
-    """Lend copies of ``model``, which is converted for ``method`` and never changes itself.
+    """Lend copies of ``model`` to those that train or test it; ``model`` itself is never changed.
 
-    Facts of model and method are computed once. Returned copies are lent again, so there are only as many copies as were
-    lent at a time.
+    It must be converted for ``method`` already. A copy that comes back is reset and lent again, so no more copies are
+    made than are in use at the same time. What follows from model and method, such as schemas, is computed once.
     """
 
     def __init__(self, model: nn.Module, method: Method, device: torch.device | None = None) -> None:
@@ -78,7 +78,11 @@ class Network:
         return centred_weights(self.original)
 
     def instruction(self, auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
-        """Return the schema of an instruction, see ``schema.instruction``."""
+        """Return the schema that tensors from the server must match at a client, see ``schema.instruction``.
+
+        Args:
+            auxiliary: The kinds of tensors that accompany the weights.
+        """
         if (key := tuple(auxiliary)) not in self._schemas:
             self._schemas[key] = schema.instruction(self.original, self.method, key)
         return self._schemas[key]

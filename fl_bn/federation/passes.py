@@ -77,7 +77,14 @@ class Passes:
         return UNTIL_STILL if self.server.method.uses_shared(rounds) and not self.private else 0
 
     def rescales(self, rounds: int) -> bool:
-        """Tell whether a run of ``rounds`` rounds brings the weights to unit scale after the calibration."""
+        """Tell whether the weights are rescaled before round 1, see ``federation.unit_scale``.
+
+        They are if the option is on, statistics are measured before round 1 (the calibration), and the first batch
+        is normalised with them.
+
+        Args:
+            rounds: The number of rounds of the run.
+        """
         policy = self.server.policy
         return policy.unit_scale and rounds > 0 and self.calibration(rounds) != 0 and self.server.method.uses_shared(rounds)
 

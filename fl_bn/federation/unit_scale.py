@@ -71,9 +71,11 @@ def rescaled(
     sources: Mapping[str, str],
     scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Return the changed tensors by name: weight, bias and statistics of every layer in ``sources``, brought to ``scale``.
+    """Return rescaled tensors, by name, with which the input of each BatchNorm layer has the standard deviation ``scale``.
 
-    The variances become ``scale**2 * var / (var + eps)``.
+    Weight and bias of the layer before a BatchNorm layer and its running statistics are divided by the same number,
+    ``sqrt(var + eps) / scale`` of the channel. So the network computes the same function, up to ``eps``. The running
+    variances become ``scale**2 * var / (var + eps)``.
 
     Args:
         state: The network's state_dict.
@@ -81,6 +83,9 @@ def rescaled(
         eps: Layer -> epsilon of its BatchNorm layers.
         sources: BatchNorm layer -> the layer before it, see ``producers``.
         scale: The standard deviation to reach.
+
+    Returns:
+        Only the tensors that change, by their name in ``state``.
     """
     new: dict[str, Tensor] = {}
     for norm, source in sources.items():

@@ -152,7 +152,7 @@ class RoundReplies:
     partial: PartialAverage | None = None
 
     def only(self, parts: Sequence[Reply], refused: Mapping[int, str]) -> RoundReplies:
-        """Return a copy with other replies that count.
+        """Return a copy in which just ``parts`` count.
 
         Args:
             parts: The replies that count.

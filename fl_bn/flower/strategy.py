@@ -390,13 +390,14 @@ class BatchNormStrategy(Strategy):
         return self._sent
 
     def overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Decoded]:
-        """Decode the replies and record their disclosures.
+        """Decode the replies and record what they disclose.
 
-        If the method has an adversary, rewrite the replies of its Byzantine clients, which know all others.
+        If the method simulates attackers that send forged values, the replies of its Byzantine clients are forged
+        here, where all other replies are known.
 
         Args:
             replies: the clients' replies.
-            without_training: whether the layer-wise exchange was of statistics alone.
+            without_training: whether the clients only measured statistics in the layer-wise exchange.
         """
         clients = self.everyone()
         decoded = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)

@@ -86,13 +86,13 @@ class OverRows(torch.autograd.Function):
 
 @dataclass
 class Live:
-    """Link between a layer and the exchange of its client's cohort.
+    """Connect a BatchNorm layer to its client's exchange with the cohort, for as long as the exchange lasts.
 
-    A copy of the network takes no part in the exchange, so a copy of this is None.
+    If the layer is copied or pickled, its copy has None in place of this, so the copy takes no part in the exchange.
 
     Attributes:
-        exchange: the exchange.
-        name: of the layer.
+        exchange: averages over the cohort.
+        name: the layer's name.
         answers: the moments of the cohort, one per call of the layer so far.
     """
 

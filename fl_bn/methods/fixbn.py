@@ -43,10 +43,11 @@ class FixBNOptions(Options):
 
 @takes(FixBNOptions)
 def fixbn(options: FixBNOptions) -> Method:
-    """Make FixBN.
+    """Make FixBN: FedAvg in stage I, then (stage II) training with BatchNorm frozen.
 
-    ``freeze_after`` is the last round of stage I. ``freeze_what`` is from Table H of the paper.
-    ``frozen_rate`` is the highest share of the learning rate in stage II.
+    ``freeze_after`` is the last round of stage I. ``freeze_what`` says what then freezes: ``statistics``,
+    ``affine`` (scale and shift) or ``both``, which Table H of the paper compares. ``frozen_rate`` limits the
+    learning rate of stage II to this share of the highest rate of stage I.
     """
     what = FROZEN[options.freeze_what]
     return replace(freeze(fedavg(), options.freeze_after, what, options.frozen_rate), name="fixbn")

@@ -8,5 +8,5 @@ from fl_bn.roles import Role
 
 
 def single() -> Method:
-    """Make SingleSet. It has no options."""
+    """Make SingleSet: every client trains alone, and nothing is shared. It has no options."""
     return Method("single", local=frozenset(Role))

@@ -95,15 +95,15 @@ class Round:
 
 @dataclass(frozen=True)
 class Objective(Options):
-    """Base of the objectives, and the plain one: the loss alone (local SGD).
+    """Define what clients minimise; this base class is the plain objective, the loss alone (local SGD).
 
-    The fields of an objective are its options.
+    A subclass adds terms to the loss or changes the steps. Its fields are its options in the run config.
 
     Attributes:
         name: in the run config.
-        travels: one control variate per shared parameter is sent both ways.
-        repeats: each batch is computed twice.
-        anchored: the server must know the weights.
+        travels: one control variate per shared parameter is sent to the clients and back.
+        repeats: each step computes its batch twice.
+        anchored: clients are compared with the server's weights, so the method must share weights.
         corrects: the gradient of a step is not the gradient of any loss on its batch.
     """
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Keep(IntFlag):
-    """Say which results of an exchange are wanted."""
+    """Say which outputs of a compare-exchange are read later: the minimum (LOW), the maximum (HIGH), or BOTH."""
 
     LOW = 1
     HIGH = 2

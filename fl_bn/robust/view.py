@@ -60,11 +60,11 @@ class Report:
 
 
 class Outcome(NamedTuple):
-    """Hold the result of a rule.
+    """Hold what an aggregation rule returns.
 
     Attributes:
-        value: one row, of the type of the rows.
-        report: who was rejected, and who is far.
+        value: the aggregate, of the same type as one input row.
+        report: tells which rows were rejected, and which are far from the value.
     """
 
     value: Any
@@ -171,7 +171,8 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
         smallest: the number of rows that the rule needs.
         name: of the rule, for messages.
         rule: takes a view of the finite rows.
-        weights: (n,), claims that are capped; None: all rows count alike.
+        weights: (n,), the weights that clients claim for their rows. They are cut so that the f heaviest hold less
+            than half of the total, see ``capped``. None: all rows count alike.
 
     Returns:
         The rule's value, and its report.

@@ -72,10 +72,15 @@ class DisclosureTotals:
             self._kinds[key], self._last[key] = Kind(tensors, before.messages + 1, rounds, nbytes, least, round), record.round
 
     def kinds(self, label_counts: Mapping[int, Sequence[int]]) -> dict[tuple[int, str, str], Kind]:
-        """Return (client, section, description) -> kind, in order.
+        """Return what each client disclosed in the run, summed up by kind.
+
+        A kind is a section of the messages and a description, such as "introduction" and "samples per class".
 
         Args:
             label_counts: Client -> its samples per class, for clients that sent them in their introduction.
+
+        Returns:
+            (client, section, description) -> totals, sorted by the key.
         """
         sizes = {client: len(json.dumps(list(counts))) for client, counts in label_counts.items() if counts}
         introductions = {(client, "introduction", "samples per class"): Kind(1, 1, 1, nbytes) for client, nbytes in sizes.items()}

@@ -55,17 +55,17 @@ def check(config: RunConfig) -> None:
 
 
 def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output: Path | None = None) -> RunConfig:
-    """Return the config of the statistics-only run: same data, same clients, no training.
+    """Return the config of a run that only measures the BatchNorm statistics anew: same data, same clients, no training.
 
     Args:
         source: A finished run's folder, or a file of weights.
         overrides: Keys that replace those of the run.
-        passes: How many passes to make; 0: as many as make all layers exact.
+        passes: How often the clients measure; 0: until the statistics of all layers are exact.
         output: The folder to make; by default beside ``source``.
 
     Raises:
-        ConfigError: There is no such run or file, its method shares no running statistics, or a key is wrong or
-            not for here.
+        ConfigError: There is no such run or file, its method shares no running statistics, the data are at the run's
+            sites, or a key is wrong or set by the recalibration itself.
     """
     if taken := [key for key in overrides if key in DECIDED]:
         raise ConfigError(f"recalibrate sets {taken[0]} itself (from --passes and --output, say): leave it out")

@@ -124,15 +124,16 @@ def running_within(mean: Tensor, var: Tensor, limit: float) -> tuple[Tensor, Ten
 
 
 def lost(moments: Moments, first: Tensor, reference: Running, error: float, limit: float) -> int:
-    """Count the channels whose variance may have lost digits to cancellation.
+    """Count the channels whose variance is inexact because the reference is too far from the data.
 
-    Their variance may be off by more than 0.1 % of itself (plus EPS), and by much more than with a reference
-    near the data.
+    The variance is a difference of two averages, see "Cancellation" above. A channel counts if the quantiser's
+    rounding may change its variance (plus EPS) by more than 0.1 %, and by much more than with a reference near the
+    data.
 
     Args:
-        moments: the result.
-        first: averaged, (C,).
-        reference: the public reference.
+        moments: the result of the exchange.
+        first: (C,), the averaged ``first`` deviations from which it was computed.
+        reference: the public statistics from which clients measured their deviations.
         error: largest error of an average.
         limit: end of the quantiser's range.
     """

@@ -62,7 +62,7 @@ def write(path: Path, data: bytes, mode: int = 0o600) -> None:
 def append(path: Path, line: bytes) -> None:
     """Add a line to a file durably: no later crash takes it away.
 
-    Half a line of an earlier crash stays a line of its own.
+    If an earlier crash left half a line at the end of the file, the new line does not join it but begins below it.
 
     Args:
         path: The file.

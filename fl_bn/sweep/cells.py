@@ -157,10 +157,10 @@ def log_of(path: Path) -> Path:
 
 
 def run_cell(cell: Cell) -> None:
-    """Hold the cell and run it, in a worker process.
+    """Run the cell under its lock, so that no other process runs it meanwhile. A worker process calls this.
 
     Raises:
-        RunFailed: another process runs it, which is no outcome of the cell.
+        RunFailed: Another process runs the cell already. That says nothing about the cell itself.
     """
     with cell.held():
         run_held(cell)

@@ -32,7 +32,10 @@ UNEASY = (2.5, 150.0)  # seconds ahead and behind: half of what Flower stands
 
 
 class FarApart(LookupError):
-    """The server refuses every time stamp near this machine's time, so far apart are the two clocks."""
+    """Report that the server accepts none of the time stamps that were tried.
+
+    So the clocks of the two machines are too far apart for a measurement of the difference.
+    """
 
 
 Clock = Callable[[], datetime]

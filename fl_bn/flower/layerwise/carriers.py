@@ -97,7 +97,10 @@ class Carrier(ABC):
 
 
 class LocalCarrier(Carrier):
-    """Carry the exchange within ``InProcessGrid``, whose clients take turns."""
+    """Carry the layer-wise exchange between clients that all run in this process (``InProcessGrid``).
+
+    The clients take turns: each runs until it has to wait for the others' values.
+    """
 
     name = "local"
 

@@ -64,10 +64,10 @@ def instruction_digest(message: Message, run_config: Mapping[str, Any], state: A
 
 
 def training_digest(message: Message, run_config: Mapping[str, Any]) -> bytes:
-    """Hash the instruction that forms this client's state after a round, without the fields of a single sum.
+    """Hash the part of a training instruction that decides the state in which this client ends the round.
 
-    A sum may begin again without a client. Then its set-up and its weights differ, and the clients' states do
-    not.
+    Left out are the fields of a single attempt at the secure sum, such as its weights. If a client drops out, the
+    sum is tried again with other such fields, and the clients' states stay the same.
     """
     return _digest(_parts(message, run_config, OF_ONE_SUM))
 

@@ -183,7 +183,10 @@ def activations(reply: Sections, plan: Plan) -> dict[str, int]:
 
 
 def flags(loss: float, weight: float, statistics: bool, update: bool, limit: float) -> Sections:
-    """Return loss, flags of cut values and ``CHECK``, in units that fit a quantiser of ``[-limit, limit]``.
+    """Return the numbers that each client adds to a secure sum beside its tensors.
+
+    They are the loss, whether values had to be cut to the quantiser's range, and the constants ``CHECK``, whose mean
+    shows that the masks cancelled. All are scaled to the quantiser's range, ``[-limit, limit]``.
 
     Args:
         loss: the training loss.
