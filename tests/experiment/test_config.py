@@ -176,7 +176,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"server-optimizer": "fedacg", "update": "gradients", "local-steps": 1}, "take fedavgm"),
         ({"server-optimizer": "fedacg", "server-learning-rate": 0.5}, "clients' average as it is"),
         ({"dp-noise": 1.0}, "dp-noise=1 has no effect with secure-aggregation=false"),
-        ({"secure-aggregation": True, "unseen-client": True, "method": "fedbn"}, "tell what they keep in the clear"),
+        ({"secure-aggregation": True, "unseen-client": True, "method": "fedbn"}, "send what they keep in the clear"),
         ({"secure-aggregation": True, "clients": 2}, "needs at least 3 clients in a sum"),
         ({"secure-aggregation": True, "method": "fedtan"}, "layer by layer in the clear"),
         ({"secure-aggregation": True, "statistics-rule": "median"}, "secure aggregation shows none"),
