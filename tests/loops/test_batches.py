@@ -193,7 +193,7 @@ def test_where_nothing_was_seen_the_round_says_so() -> None:
                 own.grad = other.grad
             torch.optim.SGD(model.parameters(), RATE).step()
 
-    with pytest.raises(ValueError, match=r"fbn reports the moments of training batches, but .* saw 0 batches in 1 steps: train round\.model"):
+    with pytest.raises(ValueError, match=r"reports the moments of training batches, but .* saw 0 batches in 1 steps: train round\.model"):
         train_a_copy()
 
 
