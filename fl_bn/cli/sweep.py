@@ -66,7 +66,7 @@ def sweep(
     except ConfigError as error:
         raise refused(error) from error
     except KeyboardInterrupt:
-        console.print(f"interrupted; the same command goes on with what is left ({folder})")
+        console.print(f"interrupted; the same command goes on with the remaining runs ({folder})")
         raise typer.Exit(130) from None
     if errors:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""What leaves a client's round: the tensors of the reply, the state that it keeps, the numbers of its own statistics."""
+"""Make the reply of a client's round, and the state that the client keeps for its next round."""
 
 from __future__ import annotations
 

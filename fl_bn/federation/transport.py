@@ -79,7 +79,7 @@ class Transport(ABC):
         return replies.only(parts, refused)
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Do what is left after round ``number``, before its record is complete; nothing by default.
+        """Finish round ``number`` before its record is complete; do nothing by default.
 
         Args:
             number: The round, from 1.

@@ -115,7 +115,7 @@ class StatisticsPass:
 
 @dataclass(frozen=True)
 class LayerReports:
-    """What the server knows about one layer when it combines the clients' reports.
+    """Hold the clients' reports on one layer, and the server's own statistics, for the rule that combines them.
 
     Attributes:
         shared: the statistics that the server sent in this round.

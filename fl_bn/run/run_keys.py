@@ -36,9 +36,9 @@ from fl_bn.support.names import names_of
 
 _MADE = (LocalTraining, Schedule, Rounds, ExchangeSettings, Certificates, Defence, SecureAggregation, Privacy)
 VALUES: dict[type[Any], type[Any]] = {kind: kind for kind in _MADE}
-"""What a run config makes of its keys: each class, and the one that is made in its place, whose options are keys.
+"""Maps each class of values to the class that a run config makes in its place; the options of the latter are keys.
 
-To add options to local training, enter a class derived from what stands here: ``VALUES[LocalTraining] = Mine``.
+To add options to local training, derive a class from the present entry, and enter it: ``VALUES[LocalTraining] = Mine``.
 """
 
 
