@@ -12,10 +12,12 @@ the run's first message unpacked it.
 * Every message has a process of its own, as in Flower. It is forked from the warm process, or from the cold one
 where there is no warm process yet. What a message changes in its process ends with the process, and the memory
 is the system's again.
+* A *watcher* waits for each message's process. If that dies (out of memory, by a signal, by an exit), the watcher
+tells the SuperNode why, and the SuperNode tells the server (``supernode.py``).
 
 A site's policy (``policy.py``) is checked in the message's process before any code of the run is loaded. This
-program, which is the site's own, checks it. It is run by its path, and loads ``compat`` and ``policy`` by
-theirs: the package around them may be the run's.
+program, which is the site's own, checks it. It is run by its path, and loads ``compat``, ``endings`` and
+``policy`` by theirs: the package around them may be the run's.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ PRELOADED = ("numpy", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl"
 MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # torch's and NumPy's words
 
 find = runpy.run_path(str(PACKAGE / "flower" / "compat.py"))["find"]
+endings = runpy.run_path(str(HERE / "endings.py"))
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ def policy_module() -> ModuleType:
 def ask_for_work(site: Site, hand_over: Callable[[Request], None]) -> None:
     """Ask the SuperNode for messages, for ever, and hand over a request for each."""
     stub = _stub(site)
+    tell_end(stub, "", endings["RESTARTED"])  # processes that this program's predecessor started ended with it
     worked = -QUIET
     while True:
         if runs := stub.ListAppsToLaunch(find("ListAppsToLaunchRequest")()).run_ids:
@@ -139,13 +143,13 @@ def serve(lines: Iterable[str], site: Site) -> None:
     for line in lines:
         request = Request(**json.loads(line))
         key = _warm_key(site, request)
-        if warm is not None and warm.key != key:
+        if warm is not None and (warm.key != key or warm.died):
             warm.close()
             warm = None
         if warm is None and key is not None:
             warm = WarmProcess(site, request, key)
         if warm is None or not warm.answer(line):
-            fork(lambda request=request: answer(site, request, None))  # type: ignore[misc]
+            fork(lambda request=request: watch(site, request, None))  # type: ignore[misc]
     if warm is not None:
         warm.close()
 
@@ -160,7 +164,7 @@ class WarmProcess:
     """
 
     def __init__(self, site: Site, request: Request, key: tuple[str, int | None]) -> None:
-        self.key = key
+        self.key, self.died = key, False
         out, self._lines = os.pipe()
         told, ready = os.pipe()
 
@@ -177,7 +181,7 @@ class WarmProcess:
             with os.fdopen(out) as lines:
                 for line in lines:
                     one = Request(**json.loads(line))
-                    fork(lambda one=one: answer(site, one, app))  # type: ignore[misc]
+                    fork(lambda one=one: watch(site, one, app))  # type: ignore[misc]
 
         fork(stay)
         os.close(out)
@@ -191,7 +195,7 @@ class WarmProcess:
             if self._usable:
                 os.write(self._lines, line.encode())
         except BrokenPipeError:
-            self._usable = False
+            self._usable, self.died = False, True
         return self._usable
 
     def close(self) -> None:
@@ -236,6 +240,27 @@ def fork(work: Callable[[], None]) -> int:
 
 
 # One message
+
+
+def watch(site: Site, request: Request, app: Any) -> None:
+    """Answer a message in a process of its own, and tell the SuperNode if that process dies.
+
+    Args:
+        site: The site.
+        request: The message.
+        app: See ``answer``.
+    """
+    kills = endings["out_of_memory_kills"]()
+    status = os.waitpid(fork(lambda: answer(site, request, app)), 0)[1]
+    for_memory = endings["out_of_memory_kills"]() > kills
+    if why := endings["ending"](os.waitstatus_to_exitcode(status), for_memory):
+        print(f"the process of a message {why}; the server is told", file=sys.stderr, flush=True)
+        tell_end(_stub(site), request.token, f"its process {why}")
+
+
+def tell_end(stub: Any, token: str, why: str) -> None:
+    """Tell the SuperNode that the process with this ``token`` has ended; empty: those of all tokens."""
+    stub.SendAppHeartbeat(find("SendAppHeartbeatRequest")(token=token), metadata=((endings["ENDED"], why.encode()),))
 
 
 def answer(site: Site, request: Request, app: Any) -> None:

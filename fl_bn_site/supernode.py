@@ -1,16 +1,29 @@
-"""Run Flower 1.25's ``flower-supernode``, asking more often while there is work.
+"""Run Flower 1.25's ``flower-supernode``, asking more often while there is work, and telling the server what ended.
 
 ``python -P supernode.py --poll-seconds S ARGUMENT...``. Flower's SuperNode asks for messages every 3 s, looks
 for its app's answer every 0.5 s, and waits a second for a tensor that is still on its way. Here it asks every S
 seconds while messages come, and every 3 s again when none came for a minute.
 
-This file is run by its path, and runs ``compat`` by its path, since the package around them would import torch.
+Where the process that works on a message dies, Flower 1.25 notices after a minute, fails to say so to the
+server, and the round waits until its deadline. Here the message gets an error reply at once, with the reason:
+
+* ``app_host.py`` reports a process that died, and that it was itself started anew. It sends a heartbeat with
+  the reason in its metadata (``endings.py``).
+* The SuperNode notices when nobody asks it for work for ``ABSENT`` seconds.
+* Flower's own minute is left for a process that hangs or is stopped, so that it sends no heartbeat.
+
+A reply goes on its way when all of it is here. A process that dies while it sends one would else leave a part,
+for whose rest the SuperNode waits for ever.
+
+This file is run by its path, and runs ``compat`` and ``endings`` by theirs, since the package around them would import torch.
 """
 
 import argparse
+import logging
 import runpy
 import sys
 import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +31,13 @@ from typing import Any
 ASKING = 3.0  # seconds, in Flower: between questions for a message; shorter waits are for its own app
 IDLE = 60.0  # seconds without a message after which it asks as rarely as Flower
 SHORTEST = 0.1  # seconds between looks for the app's answer
+ABSENT = 15.0  # seconds without a question for work after which the program that runs ClientApps counts as gone
+SILENT = "its process sent no sign of life for a minute"
+NOBODY = f"the program that runs its ClientApps has not asked for work for {ABSENT:.0f} s: look at the site's clientapp"
+
+compat = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))
+find: Callable[[str], Any] = compat["find"]
+ENDED = runpy.run_path(str(Path(__file__).with_name("endings.py")))["ENDED"]
 
 
 class PollingTime:
@@ -44,6 +64,105 @@ class PollingTime:
             time.sleep(seconds if time.monotonic() - self.worked > IDLE else min(seconds, self.poll))
 
 
+# Processes that ended
+
+
+def fail(state: Any, run: int, why: str) -> None:
+    """Answer the messages of a run that are here with an error, in place of the process that worked on them.
+
+    Args:
+        state: Flower's state of the SuperNode, which holds the messages.
+        run: Flower's id of the run.
+        why: The reason for the server.
+    """
+    from flwr.app import Error, Message
+
+    insert = find("start_client_internal").__globals__["_insert_message"]
+    with state.lock_msg_store:
+        entries = [entry for entry in state.msg_store.values() if entry.message.metadata.run_id == run]
+        for entry in entries:
+            answers = entry.message.metadata.reply_to_message_id
+            if answers and not entry.is_retrieved:  # a part of a reply
+                state.delete_messages(message_ids=[entry.message.metadata.message_id])
+                state.object_store.delete(entry.message.metadata.message_id)
+        for entry in entries:
+            message, identity = entry.message, entry.message.metadata.message_id
+            if message.metadata.reply_to_message_id:
+                continue
+            entry.is_retrieved = True
+            state.record_message_processing_start(message_id=identity)  # without both times Flower drops the reply
+            state.record_message_processing_end(message_id=identity)
+            logging.getLogger("flwr").warning("a %s message gets an error as its answer: %s", message.metadata.message_type, why)
+            insert(Message(Error(find("ErrorCode").CLIENT_APP_CRASHED, why), reply_to=message), state, state.object_store)
+
+
+def ended(state: Any, token: str, why: str) -> None:
+    """Answer for the process that has this ``token``; empty: for those of all tokens."""
+    with state.lock_token_store:
+        runs = [run for run, record in state.token_store.items() if token in ("", record.token)]
+    for run in runs:
+        fail(state, run, why)
+        state.delete_token(run)
+
+
+def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
+    """Change Flower's classes so that a message whose process ended is answered.
+
+    Args:
+        state_class: The class of the SuperNode's state.
+        servicer: The class of the service for ClientApps.
+    """
+    get_messages, list_apps, beat = state_class.get_messages, servicer.ListAppsToLaunch, servicer.SendAppHeartbeat
+
+    def whole_replies(self: Any, *, run_ids: Any = None, is_reply: bool | None = None, limit: int | None = None) -> Any:
+        """Return replies of runs without a token alone: a process hands its token back when all of its reply is here."""
+        if is_reply:
+            _look_for_host(self)
+            self._cleanup_expired_tokens()
+            with self.lock_token_store:
+                busy = set(self.token_store)
+            run_ids = _runs(self) - busy if run_ids is None else set(run_ids) - busy
+        messages = get_messages(self, run_ids=run_ids, is_reply=is_reply, limit=limit)
+        for message in messages if is_reply else ():
+            if message.has_error():  # nobody fetches the tensors of the message that it answers
+                self.object_store.delete(message.metadata.reply_to_message_id)
+        return messages
+
+    def expired(self: Any, records: Iterable[tuple[int, float]]) -> None:
+        for run, _ in records:
+            fail(self, run, SILENT)
+
+    def asked_for_work(self: Any, request: Any, context: Any) -> Any:
+        self.state_factory.state().asked = time.monotonic()
+        return list_apps(self, request, context)
+
+    def heartbeat(self: Any, request: Any, context: Any) -> Any:
+        for key, value in context.invocation_metadata():
+            if key == ENDED:
+                ended(self.state_factory.state(), request.token, value.decode("utf-8", "replace"))
+                return find("SendAppHeartbeatResponse")(success=True)
+        return beat(self, request, context)
+
+    state_class.get_messages, state_class._on_tokens_expired = whole_replies, expired
+    servicer.ListAppsToLaunch, servicer.SendAppHeartbeat = asked_for_work, heartbeat
+
+
+def _runs(state: Any) -> set[int]:
+    with state.lock_msg_store:
+        return {entry.message.metadata.run_id for entry in state.msg_store.values()}
+
+
+def _look_for_host(state: Any) -> None:
+    """Answer all messages with an error where nobody has asked for work for ``ABSENT`` seconds. Flower calls it while it waits."""
+    now = time.monotonic()
+    state.awaited = now if now - getattr(state, "looked", now) > ASKING else getattr(state, "awaited", now)
+    state.looked = now
+    if now - max(getattr(state, "asked", 0.0), state.awaited) > ABSENT:
+        for run in _runs(state):
+            fail(state, run, NOBODY)
+            state.delete_token(run)
+
+
 def own_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return this program's options in a command line, and the words that remain for Flower's."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -54,16 +173,16 @@ def own_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main() -> None:
     """Run the SuperNode until it is stopped."""
     own, rest = own_options(sys.argv[1:])
-    compat = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))
     try:
         compat["check_deployed"]("fl-bn's SuperNode")
     except ValueError as error:
         sys.exit(str(error))
-    names = compat["find"]("start_client_internal").__globals__  # of Flower's loop
+    names = find("start_client_internal").__globals__  # of Flower's loop
     names["time"] = PollingTime(own.poll_seconds)
     names["pull_objects"] = partial(names["pull_objects"], initial_backoff=SHORTEST)
+    answer_for_the_dead(find("InMemoryNodeState"), find("ClientAppIoServicer"))
     sys.argv = ["flower-supernode", *rest]
-    compat["find"]("flower_supernode")()
+    find("flower_supernode")()
 
 
 if __name__ == "__main__":

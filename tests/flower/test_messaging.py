@@ -16,7 +16,7 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
 from fl_bn.flower.wire import messaging as module
-from fl_bn.flower.wire.messaging import LOOK, PASSING, POLL, SAY, send_and_receive
+from fl_bn.flower.wire.messaging import DIED, LOOK, PASSING, POLL, SAY, send_and_receive
 from fl_bn.methods import METHODS, Method
 from tests.flower.test_recovery import with_files
 from tests.in_process import WatchedGrid, a_tenth, client_app, identical, run
@@ -214,8 +214,21 @@ def test_a_node_that_died_is_asked_again_once_it_is_back(
     assert len({message.metadata.message_id for message in sent}) == 4
     assert (sent[-1].metadata.message_type, sent[-1].metadata.group_id) == ("query.rendezvous", "7")
     assert sent[-1].metadata.ttl <= 60 - 20
-    assert f"query.rendezvous: node 2 is lost (code {code}: it died); it has 30 s to come back" in log.text
-    assert "query.rendezvous: node 2 is back, and is asked again" in log.text
+    if code == DIED:  # the node is there
+        assert "query.rendezvous: node 2: it died; it is asked again" in log.text
+    else:
+        assert f"query.rendezvous: node 2 is lost (code {code}: it died); it has 30 s to come back" in log.text
+    assert ("query.rendezvous: node 2 is back, and is asked again" in log.text) == (code != DIED)
+
+
+def test_a_process_that_dies_again_is_given_up_at_once(clock: Clock, answering: WatchedGrid, log: pytest.LogCaptureFixture) -> None:
+    """For want of memory, say: it would die each time, and the patience is long. The control is a node that is lost as often."""
+    grid = Lossy(answering, clock, {2: 10**6}, DIED)
+    assert outcome(send_and_receive(grid, trains(grid), 600.0, patience=300.0)) == {"reply": 2, "error": 1}
+    assert clock.now - 1000 <= 2 + LOOK + 4 * POLL
+    assert [node for _, node in grid.kinds].count(2) == 2
+    assert "node 2: it died; that is the second time, and the round goes on without it" in log.text
+    assert outcome(send_and_receive(Lossy(answering, clock, {2: 2}), trains(grid), 600.0, patience=300.0)) == {"reply": 3}
 
 
 def test_a_node_that_does_not_come_back_is_given_up_after_the_patience(clock: Clock, answering: WatchedGrid) -> None:

@@ -23,6 +23,7 @@ from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import excerpt, reason
 
 PASSING = {3, 4, 5, 8}  # Flower's error codes for a message, a node or a process of it that is gone: it may come back
+DIED = 8  # the one for a process of a node that is there: it is asked again once, not until the process dies no more
 UNREADABLE = 0  # Flower's error code for what has no code of its own
 EXPIRED, NEAR = 3, 2.0  # the code of a message whose time to live, our deadline, ran out: seconds before the end that count as then
 POLL = 0.2  # seconds between looks for replies; Flower's own loop over gRPC takes 3
@@ -44,7 +45,8 @@ def receive(
     """Yield the replies that come within ``timeout`` seconds, in no particular order.
 
     A client's answer depends on the message and on its state before that round. So a node that was lost and
-    came back gets its message again.
+    came back gets its message again. A node whose process died gets it again at once, but only once: the second
+    time may end as the first, for want of memory say.
 
     Args:
         grid: Flower's grid.
@@ -149,6 +151,7 @@ class Mailbox:
         self.waiting: dict[str, Message] = {}
         self.lost: list[_Lost] = []
         self.until: dict[int, float] = {}  # by node
+        self.died: set[int] = set()  # nodes whose process died on this message
         self.ready, self.yielded, self.count = deque[Message](), 0, 0
         self.looked, self.logged, self.addressees = 0.0, time.monotonic(), len(sent)
 
@@ -195,13 +198,24 @@ class Mailbox:
             if reply.has_error() and reply.error.code == EXPIRED and now > self.end - NEAR:
                 continue  # no reply before the deadline
             if reply.has_error() and reply.error.code in PASSING and now < self.until.setdefault(node, now + self.patience):
-                self.lost.append(_Lost(message, reply))
-                seconds = self.until[node] - now
-                why = f"code {reply.error.code}: {reason(reply.error.reason)}"
-                kind, who = message.metadata.message_type, self.called.node(node)
-                log(logging.WARNING, "%s: %s is lost (%s); it has %.0f s to come back", kind, who, why, seconds)
-            else:
-                self.ready.append(reply)
+                if reply.error.code != DIED or node not in self.died:
+                    self._lose(message, reply, self.until[node] - now)
+                    continue
+                who, why = self.called.node(node), reason(reply.error.reason)
+                kind = message.metadata.message_type
+                log(logging.WARNING, "%s: %s: %s; that is the second time, and the round goes on without it", kind, who, why)
+            self.ready.append(reply)
+
+    def _lose(self, message: Message, error: Message, seconds: float) -> None:
+        """Note that the node of a message may answer it later, within ``seconds``."""
+        node, code, why = message.metadata.dst_node_id, error.error.code, reason(error.error.reason)
+        kind, who = message.metadata.message_type, self.called.node(node)
+        self.lost.append(_Lost(message, error))
+        if code == DIED:
+            self.died.add(node)
+            log(logging.WARNING, "%s: %s: %s; it is asked again", kind, who, why)
+        else:
+            log(logging.WARNING, "%s: %s is lost (code %d: %s); it has %.0f s to come back", kind, who, code, why, seconds)
 
     def _ask_again(self) -> None:
         now = time.monotonic()
@@ -213,7 +227,8 @@ class Mailbox:
             node = one.message.metadata.dst_node_id
             if node in online:
                 again = copy_of(one.message, ttl=max(1.0, self.end - now))
-                log(logging.INFO, "%s: %s is back, and is asked again", again.metadata.message_type, self.called.node(node))
+                if one.error.error.code != DIED:
+                    log(logging.INFO, "%s: %s is back, and is asked again", again.metadata.message_type, self.called.node(node))
                 self.sent.append(again)
                 self._push([again])
             elif now < self.until[node]:
