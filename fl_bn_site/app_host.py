@@ -293,7 +293,7 @@ def answer(site: Site, request: Request, app: Any) -> None:
             reply = _within_memory(policy, lambda: app(message=message, context=context))
         finally:
             context.node_config = given
-        policy.check_reply(*_summary_of(reply))
+        policy.check_reply(*policy_module().summary_of(reply))
     except Exception as error:
         reply = _error(message, error)
     find("push_clientappoutputs")(stub=stub, token=request.token, message=reply, context=context)
@@ -338,21 +338,11 @@ def _within_memory(policy: Any, work: Callable[[], Any]) -> Any:
         raise policy_module().NotAllowed(f"this site's policy has max-memory = {policy.max_memory:g} GB, and the run needs more") from error
 
 
-def _summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
-    """Return how many samples a reply summarises, if it says so, and how many values each of its statistics does."""
-    if reply.has_error():
-        return None, {}
-    samples = [record["samples"] for record in reply.content.metric_records.values() if "samples" in record]
-    moments = reply.content.array_records.get("moments", {})
-    counts = {name: int(array.numpy().max()) for name, array in moments.items() if name.endswith("count")}
-    return (int(samples[0]) if samples else None), counts
-
-
 def _error(message: Any, error: Exception) -> Any:
     """Return the reply that Flower makes where a ClientApp raises."""
     from flwr.app import Error, Message
 
-    print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    print(endings["in_words"](error), file=sys.stderr, flush=True)
     code = find("ErrorCode")
     kind = code.LOAD_CLIENT_APP_EXCEPTION if type(error).__name__ == "LoadClientAppError" else code.CLIENT_APP_RAISED_EXCEPTION
     return Message(Error(code=kind, reason=f"{type(error)}:<'{error}'>"), reply_to=message)

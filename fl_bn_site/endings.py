@@ -1,4 +1,4 @@
-"""Say why a process ended, to a SuperNode that waits for its answer.
+"""Say why a process or a message failed: to a SuperNode that waits for its answer, and in the site's log.
 
 ``app_host.py`` and ``supernode.py`` run this file by its path, since the package around it would import torch.
 """
@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import signal
+import traceback
 from pathlib import Path
 
 ENDED = "fl-bn-ended-bin"  # gRPC metadata of a heartbeat: why a process ended; the heartbeat's token is empty where all have ended
 RESTARTED = "the program that runs its ClientApps was started again in the midst of the message"
+OWN = ("fl_bn", "policy_of_this_site")  # packages whose errors are sentences
 VMSTAT = Path("/proc/vmstat")  # has the number of processes that the system killed for want of memory
 
 
@@ -27,6 +29,12 @@ def ending(code: int, for_memory: bool) -> str:
         return f"ended with exit code {code}" if code else ""
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return f"was killed by {name}" + (": out of memory" if for_memory and -code == signal.SIGKILL else "")
+
+
+def in_words(error: Exception) -> str:
+    """Return an error for the site's log: a sentence of fl-bn's own alone, any other error with its traceback."""
+    own = type(error).__module__.split(".")[0] in OWN
+    return f"{type(error).__name__}: {error}" if own and error.__cause__ is None else "".join(traceback.format_exception(error))
 
 
 def out_of_memory_kills() -> int:

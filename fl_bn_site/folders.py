@@ -207,6 +207,11 @@ class ServerFolder(Folder):
         """Return the file of the server's private key."""
         return self.path / "server.key"
 
+    @property
+    def nodes_file(self) -> Path:
+        """Return the file that says which node each site has now. ServerApps read it."""
+        return self.state / "nodes.json"
+
     def public_key(self, site: str) -> Path:
         """Return the file of a site's public key."""
         return self.path / "sites" / f"{site}.pub"

@@ -6,6 +6,8 @@ the server, every ``fl-bn submit`` that waits) starts what may start. Where one 
 
 from __future__ import annotations
 
+import getpass
+import os
 import shutil
 import socket
 import tempfile
@@ -19,10 +21,10 @@ from fl_bn.support.flower_config import Scalar, flower_config
 from fl_bn_site.control import Control, ControlError, NotRegistered
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.project import project_of, stage
-from fl_bn_site.queue_store import REFUSED, STARTED, STARTING, WAITING, QueuedRun, QueueError, QueueStore, run_name
+from fl_bn_site.queue_store import DROPPED, REFUSED, STARTED, STARTING, WAITING, QueuedRun, QueueError, QueueStore, run_name
 from fl_bn_site.registered import Submitted
 
-FINISHED_ENTRIES = 50  # that are kept, of runs that were started or refused
+FINISHED_ENTRIES = 50  # that are kept, of runs that were started, refused or dropped
 FREE_MEMORY = 1024  # MiB of this machine's memory that are free before a run starts beside another
 FREE_DISK = 32  # MiB of the state's disk that are free before a run starts
 CHECKPOINT_EVERY = 5  # rounds, unless the run config says otherwise: from there fl-bn resume goes on
@@ -65,7 +67,7 @@ class Queue:
             if resumes and resumes in {entry.name for entry in entries if entry.state in (WAITING, STARTING)}:
                 raise NameTaken(f"{resumes} waits in the queue already: `fl-bn runs {self.server.path}` shows it")
             if not resumes:
-                free = self._free_name(name, {entry.name for entry in entries if entry.state != REFUSED})
+                free = self._free_name(name, {entry.name for entry in entries if entry.state not in (REFUSED, DROPPED)})
                 if free != name and not rename:
                     raise NameTaken(
                         f"another run here is called {name}: give another name, or go on with it: fl-bn resume {self.server.path} {name}"
@@ -73,14 +75,18 @@ class Queue:
                 name = free
             values = dict(config) | ({} if resumes else {"name": name})
             now = datetime.now().astimezone().isoformat(timespec="seconds")
-            return self.store.add(QueuedRun(0, resumes or name, values, parallel, now))
+            return self.store.add(QueuedRun(0, resumes or name, values, parallel, now, submitter=whoami()))
 
     def remove(self, entry: QueuedRun) -> bool:
-        """Remove a run that waits. Return False where it no longer waits. Raises QueueError where the queue cannot be written."""
+        """Take out a run that waits; its entry stays and says so. Return False where it no longer waits.
+
+        Raises QueueError where the queue cannot be written.
+        """
         with self.store.locked():
             if (current := self.store.find(entry.number)) is None or current.state != WAITING:
                 return False
-            self.store.remove([entry.number])
+            now = datetime.now().astimezone().isoformat(timespec="seconds")
+            self.store.update(replace(current, state=DROPPED, why=f"taken out of the queue by {whoami()} at {now}"))
             return True
 
     def dispatch(self, control: Control) -> dict[int, str]:
@@ -179,6 +185,9 @@ class Queue:
             return str(error)
         with suppress(QueueError):  # the next look finds the run by its name
             self.store.update(replace(entry, state=STARTED, run=run))
+            with suppress(ControlError):  # it says which code it has taken
+                code = next((one.code for one in control.runs() if str(one.id) == run), "")
+                self.store.update(replace(entry, state=STARTED, run=run, code=code))
         active.append(Submitted(int(run), "pending", given, None, None))
         return ""
 
@@ -187,7 +196,9 @@ class Queue:
         if entry.state != STARTING:
             return entry
         mine = [run for run in control.runs() if entry.started_as(run)]
-        settled = replace(entry, state=STARTED, run=str(mine[-1].id)) if mine else replace(entry, state=WAITING, earlier_runs=())
+        settled = replace(entry, state=WAITING, earlier_runs=())
+        if mine:
+            settled = replace(entry, state=STARTED, run=str(mine[-1].id), code=mine[-1].code)
         self.store.update(settled)
         return settled
 
@@ -229,9 +240,18 @@ class Queue:
         return free
 
     def _forget(self, entries: Sequence[QueuedRun]) -> None:
-        """Remove the oldest runs that were started or refused."""
-        if old := [entry.number for entry in entries if entry.state in (STARTED, REFUSED)][:-FINISHED_ENTRIES]:
+        """Remove the oldest runs that were started, refused or dropped."""
+        if old := [entry.number for entry in entries if entry.state in (STARTED, REFUSED, DROPPED)][:-FINISHED_ENTRIES]:
             self.store.remove(old)
+
+
+def whoami() -> str:
+    """Return who types this command: USER@HOST, as this machine says."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in a container
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def free_memory() -> int | None:

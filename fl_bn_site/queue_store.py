@@ -21,9 +21,10 @@ from fl_bn.support.locks import hold
 from fl_bn_site.control import ANSWER
 from fl_bn_site.registered import Submitted
 
-WAITING, STARTING, STARTED, REFUSED = "waiting", "starting", "started", "refused"
+WAITING, STARTING, STARTED, REFUSED, DROPPED = "waiting", "starting", "started", "refused", "dropped"
 DATABASE, LOCK = "queue.db", ".lock"
-VERSION = 1  # of the table in queue.sql
+VERSION = 2  # of the table in queue.sql
+SINCE_2 = ("submitter", "code")  # columns that a table of version 1 lacks
 LAST = "last"  # a file of earlier versions: the last number that was given
 LOCK_TIMEOUT = ANSWER + 60  # seconds: a process that starts a run holds the lock for less
 BUSY_TIMEOUT = 30.0  # seconds that SQLite waits for another process, which reads or writes for milliseconds
@@ -48,10 +49,12 @@ class QueuedRun:
         config: The keys of the run config that the user gave, and the name.
         parallel: The number of runs at a time that it may be one of; 0: as server.toml says.
         submitted: When it was submitted, in ISO 8601.
-        state: waiting, starting, started or refused.
+        state: waiting, starting, started, refused or dropped.
         earlier_runs: Flower's ids of the runs that existed before this one was being started.
         run: Flower's id of it, once it is started.
-        why: The reason for which it was refused.
+        why: The reason for which it was refused, or who took it out of the queue, and when.
+        submitter: Who submitted it, USER@HOST, as the machine says on which the command was typed.
+        code: The SHA-256 of the app that was sent to the sites, once it is started.
     """
 
     number: int
@@ -63,6 +66,8 @@ class QueuedRun:
     earlier_runs: tuple[int, ...] = ()
     run: str = ""
     why: str = ""
+    submitter: str = ""
+    code: str = ""
 
     def started_as(self, run: Submitted) -> bool:
         """Return whether ``run`` is this entry, and was submitted since the entry was being started."""
@@ -178,8 +183,12 @@ class QueueStore:
             if not self.path.exists():
                 self.path.touch(mode=0o600)
             with closing(self._connect()) as connection:
-                if self._version(connection) == 0:
+                version = self._version(connection)
+                if version == 0:
                     connection.executescript(files("fl_bn_site").joinpath("queue.sql").read_text(encoding="utf-8"))
+                elif version < VERSION:
+                    added = "".join(f"ALTER TABLE runs ADD COLUMN {name} TEXT NOT NULL DEFAULT ''; " for name in SINCE_2)
+                    connection.executescript(f"BEGIN IMMEDIATE; {added}PRAGMA user_version = {VERSION}; COMMIT;")
         if old := self._old_files():
             self._take_over(old)
             with self._errors():

@@ -47,6 +47,7 @@ class Submitted:
         ended: When it ended; None: it has not.
         started: When it began to run; None: it has not.
         nbytes: Bytes from the sites and to the sites so far.
+        code: The SHA-256 of the app that is sent to the sites.
     """
 
     id: int
@@ -56,6 +57,7 @@ class Submitted:
     ended: datetime | None
     started: datetime | None = None
     nbytes: tuple[int, int] = (0, 0)
+    code: str = ""
 
 
 def registered_nodes(address: str, authority: bytes, timeout: float = 30.0) -> list[Node]:
@@ -104,6 +106,7 @@ def submitted_runs(address: str, authority: bytes, timeout: float = 30.0) -> lis
             _time(run.finished_at),
             _time(run.running_at),
             (run.bytes_recv, run.bytes_sent),
+            run.fab_hash,
         )
         for run in answer.run_dict.values()
     ]

@@ -221,7 +221,7 @@ def _say_that_it_stays(queue: Queue, entry: QueuedRun, say: Say) -> None:
 
 def _follow(control: Control, run: str, say: Say) -> str:
     """Say each line of the run's log once, through restarts of the SuperLink. Return the run's last status."""
-    rest, seen, last_answer, status = "", 0.0, time.monotonic(), ""
+    rest, seen, last_answer, status, problem = "", 0.0, time.monotonic(), "", ""
     while True:
         for text, time_of_it in control.log(run, seen):
             seen = time_of_it
@@ -237,7 +237,11 @@ def _follow(control: Control, run: str, say: Say) -> str:
         except ControlError as error:
             if time.monotonic() - last_answer > SILENCE:
                 raise
-            say(f"{error}; trying again")
+            if str(error) != problem:
+                problem = str(error)
+                say(f"{error}; trying again for up to {SILENCE:.0f} s")
         else:
-            last_answer = time.monotonic()
+            if problem:
+                say(f"the SuperLink at {control.address} answers again")
+            last_answer, problem = time.monotonic(), ""
         time.sleep(LOOK)

@@ -32,6 +32,7 @@ ASKING = 3.0  # seconds, in Flower: between questions for a message; shorter wai
 IDLE = 60.0  # seconds without a message after which it asks as rarely as Flower
 SHORTEST = 0.1  # seconds between looks for the app's answer
 ABSENT = 15.0  # seconds without a question for work after which the program that runs ClientApps counts as gone
+NOT_LET_IN = "generator didn't yield"  # Flower's last word where the server refuses this site; the reason is in the log before
 SILENT = "its process sent no sign of life for a minute"
 NOBODY = f"the program that runs its ClientApps has not asked for work for {ABSENT:.0f} s: look at the site's clientapp"
 
@@ -163,6 +164,22 @@ def _look_for_host(state: Any) -> None:
             state.delete_token(run)
 
 
+# What is said
+
+
+def in_a_line(record: logging.LogRecord) -> bool:
+    """Shorten the errors of gRPC in a line of the log to what they say. They take seven lines else."""
+
+    def short(value: Any) -> Any:
+        details = getattr(value, "details", None)
+        return f"{value.code().name}: {details()}" if isinstance(value, Exception) and callable(details) else value
+
+    record.msg = short(record.msg)
+    if isinstance(record.args, tuple):
+        record.args = tuple(map(short, record.args))
+    return True
+
+
 def own_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return this program's options in a command line, and the words that remain for Flower's."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -181,8 +198,14 @@ def main() -> None:
     names["time"] = PollingTime(own.poll_seconds)
     names["pull_objects"] = partial(names["pull_objects"], initial_backoff=SHORTEST)
     answer_for_the_dead(find("InMemoryNodeState"), find("ClientAppIoServicer"))
+    logging.getLogger("flwr").addFilter(in_a_line)
     sys.argv = ["flower-supernode", *rest]
-    find("flower_supernode")()
+    try:
+        find("flower_supernode")()
+    except RuntimeError as error:
+        if NOT_LET_IN not in str(error):
+            raise
+        sys.exit(1)
 
 
 if __name__ == "__main__":

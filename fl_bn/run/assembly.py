@@ -35,7 +35,7 @@ from fl_bn.roles import Role, batch_norms, parse_buffer_roles, set_buffer_roles
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
 from fl_bn.run.labels import check_labels
 from fl_bn.run.run_keys import VALUES
-from fl_bn.support.client_names import nodes_of
+from fl_bn.support.client_names import nodes_of, sites_of
 from fl_bn.support.names import names_of
 from fl_bn.support.user_code import OWN, VARIABLE, Modules, function
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
@@ -395,18 +395,22 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
     Args:
         node: The client's node config, which says it as a rule.
         config: The run config.
-        node_id: The node. If the node config says nothing, the index is its place in the run's client-nodes.
+        node_id: The node. If the node config says nothing, the index is its place in the run's client-nodes, or,
+            for a site whose key was renewed since, that of its name in client-names.
 
     Raises:
         ConfigError: Neither says the index, or the node config counts another number of clients than the run.
     """
-    nodes = nodes_of(config.client_nodes)
+    nodes, names = nodes_of(config.client_nodes), sites_of(config.client_names)
     if "partition-id" not in node and nodes:
-        if node_id not in nodes:
-            raise ConfigError(
-                f"the run is for other nodes than this one ({node_id}): server.toml did not name this site when the run was submitted"
-            )
-        return nodes.index(node_id)
+        if node_id in nodes:
+            return nodes.index(node_id)
+        if (site := str(node.get("site", ""))) in names:  # its key was renewed; the server knows whose key this node has
+            return names.index(site)
+        raise ConfigError(
+            f"site {site or '(without a name)'} takes no part in this run, which was submitted for {', '.join(names) or 'other nodes'}. "
+            "It takes part in runs that are submitted from now on"
+        )
     if "partition-id" not in node or "num-partitions" not in node:
         raise ConfigError(
             'this client\'s node config names no partition: start it with --node-config "partition-id=0 num-partitions=5", or submit the '

@@ -18,6 +18,7 @@ from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
 from fl_bn.flower.wire import messaging as module
 from fl_bn.flower.wire.messaging import DIED, LOOK, PASSING, POLL, SAY, send_and_receive
 from fl_bn.methods import METHODS, Method
+from fl_bn.support.client_names import ClientNames
 from tests.flower.test_recovery import with_files
 from tests.in_process import WatchedGrid, a_tenth, client_app, identical, run
 from tests.kept import Kept
@@ -258,6 +259,23 @@ def test_the_deadline_is_before_any_patience(clock: Clock, answering: WatchedGri
     grid = Lossy(answering, clock, {2: 1})
     grid.offline = lambda node, now: node == 2
     assert outcome(send_and_receive(grid, trains(grid), 10.0, patience=300.0)) == {"reply": 2, "error": 1}
+
+
+def test_a_site_whose_key_is_renewed_in_mid_round_is_asked_at_its_new_node(clock: Clock, answering: WatchedGrid) -> None:
+    """Site y had node 2, and has node 3 since. Its reply counts as that of node 2, which the round has as its client."""
+    registered: dict[int, str] = {}
+    called = ClientNames(("x", "y"), (1, 2), lambda: registered)
+
+    def ask() -> dict[int, bool]:
+        grid = Lossy(answering, clock, {2: 1}, 5)
+        grid.offline = lambda node, now: node == 2
+        sent = [message for message in trains(grid) if message.metadata.dst_node_id != 3]
+        replies = send_and_receive(grid, sent, 60.0, patience=10.0, called=called)
+        return {reply.metadata.src_node_id: reply.has_error() for reply in replies}
+
+    assert ask() == {1: False, 99: True}  # control: nobody says whose node 3 is
+    registered[3] = "y"
+    assert ask() == {1: False, 2: False}
 
 
 @pytest.mark.parametrize(("code", "patience"), [(2, 30.0), (1, 30.0), (4, 0.0)])

@@ -115,16 +115,18 @@ def _instead(message: Message, why: str, code: int = UNREADABLE) -> Message:
     return Message(Error(code, why), reply_to=message)
 
 
-def copy_of(message: Message, ttl: float | None = None, kind: str = "") -> Message:
+def copy_of(message: Message, ttl: float | None = None, kind: str = "", node: int | None = None) -> Message:
     """Return a message with the same records and an id of its own.
 
     Args:
         message: the original.
         ttl: seconds to live. Default: the original's.
         kind: Flower's message type. Default: the original's.
+        node: the addressee. Default: the original's.
     """
     m = message.metadata
-    return Message(RecordDict(dict(message.content.items())), m.dst_node_id, kind or m.message_type, ttl=ttl or m.ttl, group_id=m.group_id)
+    to, kind = m.dst_node_id if node is None else node, kind or m.message_type
+    return Message(RecordDict(dict(message.content.items())), to, kind, ttl=ttl or m.ttl, group_id=m.group_id)
 
 
 @dataclass
@@ -152,6 +154,7 @@ class Mailbox:
         self.lost: list[_Lost] = []
         self.until: dict[int, float] = {}  # by node
         self.died: set[int] = set()  # nodes whose process died on this message
+        self.original: dict[str, int] = {}  # message that was sent again -> its addressee when the round began
         self.ready, self.yielded, self.count = deque[Message](), 0, 0
         self.looked, self.logged, self.addressees = 0.0, time.monotonic(), len(sent)
 
@@ -184,8 +187,11 @@ class Mailbox:
             self.yielded += 1
             yield self.ready.popleft()
 
-    def _push(self, messages: list[Message]) -> None:
-        self.waiting |= {identity: m for identity, m in zip(self.grid.push_messages(messages), messages, strict=False) if identity}
+    def _push(self, messages: list[Message]) -> list[str]:
+        """Send ``messages``. Return the ids of those that the grid took."""
+        taken = {identity: m for identity, m in zip(self.grid.push_messages(messages), messages, strict=False) if identity}
+        self.waiting |= taken
+        return list(taken)
 
     def _pull(self, identities: list[str]) -> None:
         replies = list(pulled(self.grid, {identity: self.waiting[identity] for identity in identities if identity in self.waiting}))
@@ -194,7 +200,9 @@ class Mailbox:
         for reply in replies:
             if (message := self.waiting.pop(reply.metadata.reply_to_message_id, None)) is None:
                 continue  # answered twice: the first counts
-            node = message.metadata.dst_node_id
+            node = self.original.get(reply.metadata.reply_to_message_id, message.metadata.dst_node_id)
+            if node != message.metadata.dst_node_id:  # who reads the reply knows the client by the node that it had
+                reply.metadata.__dict__["_src_node_id"] = node
             if reply.has_error() and reply.error.code == EXPIRED and now > self.end - NEAR:
                 continue  # no reply before the deadline
             if reply.has_error() and reply.error.code in PASSING and now < self.until.setdefault(node, now + self.patience):
@@ -225,16 +233,24 @@ class Mailbox:
         lost, self.lost = self.lost, []
         for one in lost:
             node = one.message.metadata.dst_node_id
-            if node in online:
-                again = copy_of(one.message, ttl=max(1.0, self.end - now))
+            if (here := self._node_now(node, online)) is not None:
+                again = copy_of(one.message, ttl=max(1.0, self.end - now), node=here)
                 if one.error.error.code != DIED:
                     log(logging.INFO, "%s: %s is back, and is asked again", again.metadata.message_type, self.called.node(node))
                 self.sent.append(again)
-                self._push([again])
+                for identity in self._push([again]):
+                    self.original[identity] = node
             elif now < self.until[node]:
                 self.lost.append(one)
             else:
                 self.ready.append(one.error)
+
+    def _node_now(self, node: int, online: set[int]) -> int | None:
+        """Return the node that has the client of ``node`` now: another one where the key of its site was renewed. None: it is away."""
+        if node in online:
+            return node
+        client = self.called.client_of(node)
+        return None if client is None else next((one for one in sorted(online) if self.called.client_of(one) == client), None)
 
     def _say(self) -> None:
         now = time.monotonic()
