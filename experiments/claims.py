@@ -308,7 +308,7 @@ def _claim(table: Mapping[str, Any]) -> Claim:
             )
         if (one.paper is None) == (not one.figure):
             raise ConfigError(
-                f'{FILE}: {where}: {one}: give the paper\'s two numbers as paper = [LEFT, RIGHT], or figure = "N" if only a figure shows them'
+                f'{FILE}: {where}: {one}: give the paper\'s numbers as paper = [LEFT, RIGHT], or figure = "N" if only a figure has them'
             )
         if one.near and one.numbers is None and one.margin is None:
             raise ConfigError(f"{FILE}: {where}: {one}: near needs the paper's two numbers (paper or about), or a margin")
