@@ -350,7 +350,7 @@ def _keys_in(axes: Mapping[str, Any]) -> set[str]:
 def _kept(axis: str, values: Axis, labels: list[Any]) -> Axis:
     if unknown := [label for label in labels if label not in values]:
         raise ConfigError(
-            f"the variant keeps the value {unknown[0]!r} of [axes.{axis}], which does not exist; the axis has {', '.join(values) or 'no values'}"
+            f"the variant keeps the value {unknown[0]!r} of [axes.{axis}], but that axis has {', '.join(values) or 'no values'}"
         )
     return {label: values[label] for label in labels}
 
