@@ -230,7 +230,7 @@ class RunConfig(RunKeys):
             check_secure(secure, method, self._rounds(exchange), self.defence())
             if self.unseen_client:
                 raise ConfigError(
-                    "with unseen-client, clients send the layers that they keep without encryption: set unseen-client or secure-aggregation to false"
+                    "with unseen-client, clients send the layers that they keep unencrypted: set unseen-client or secure-aggregation to false"
                 )
 
     def secure(self) -> SecureAggregation | None:
@@ -286,7 +286,7 @@ class RunConfig(RunKeys):
                 )
             if self.byzantine:
                 raise ConfigError(
-                    f"dataset={SITES!r} has real clients, and attacks are only simulated on data that the run config names: leave out byzantine"
+                    f"dataset={SITES!r} has real clients, and attacks are simulated only on data of the run config: leave out byzantine"
                 )
             if self.hold_out:
                 raise ConfigError(

@@ -38,9 +38,7 @@ def plot(folders: Sequence[Path], picture: Path) -> list[str]:
     runs = {run: _config(run) for folder in folders for run in _runs(folder)}
     tasks = {config["task"]: _task(config["task"]) for config in runs.values()}
     if len({task.metric for task in tasks.values()}) > 1:
-        raise ConfigError(
-            f"runs can be drawn together only if they have the same metric, but these have {', '.join(sorted(task.metric for task in tasks.values()))}"
-        )
+        raise ConfigError(f"runs must have the same metric, but these have {', '.join(sorted(task.metric for task in tasks.values()))}")
     task = next(iter(tasks.values()))
     groups: dict[str, list[Path]] = {}
     for name, run in zip(_names(runs), runs, strict=True):
