@@ -126,7 +126,7 @@ def read_run(folder: Path) -> Adaptation:
     made = Adaptation(network, method, Known(tensors(folder / MODEL), clients, average))
     if not (clients or average or method.shares(Role.AFFINE)):
         raise ConfigError(
-            f"{folder}: with {config.method}, scale and shift of BatchNorm stay at the clients, so the run's model lacks them. To adapt it, "
+            f"{folder}: with {config.method}, scale and shift of BatchNorm stay at the clients, so the model lacks them. To adapt it, "
             f"the clients' models ({CLIENTS}/client-0.safetensors ..., which a simulation writes) or their average ({AVERAGE}) are needed, "
             "but the folder has neither"
         )

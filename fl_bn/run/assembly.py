@@ -416,7 +416,7 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
     if "partition-id" not in node and nodes:
         if node_id not in nodes:
             raise ConfigError(
-                f"this node ({node_id}) is not among the nodes of the run: server.toml did not name this site when the run was submitted"
+                f"the run is for other nodes than this one ({node_id}): server.toml did not name this site when the run was submitted"
             )
         return nodes.index(node_id)
     if "partition-id" not in node or "num-partitions" not in node:

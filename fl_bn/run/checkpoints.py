@@ -50,7 +50,7 @@ class Checkpoints:
         except OSError as error:
             last = max(self.rounds(), default=0)
             LOGGER.warning(
-                "the checkpoint after round %s could not be written: %s. The last checkpoint is of round %s", checkpoint.round, error, last
+                "no checkpoint after round %s: %s. The last one is of round %s", checkpoint.round, error, last
             )
         for old in self.rounds()[:-AT_ONCE]:
             self._path(old).unlink(missing_ok=True)
@@ -66,7 +66,7 @@ class Checkpoints:
             try:
                 return Checkpoint.load(path)
             except durable.Damaged as error:
-                LOGGER.warning("%s. It was renamed to %s; now the checkpoint before it is tried", error, durable.set_aside(path).name)
+                LOGGER.warning("%s. It was renamed to %s; trying the checkpoint before it", error, durable.set_aside(path).name)
         return None
 
     def rounds(self) -> list[int]:

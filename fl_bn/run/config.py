@@ -86,8 +86,8 @@ class RunConfig(RunKeys):
             raise ConfigError(f"name must be at most {LONGEST} bytes long, but got {len(self.name.encode())}: {short(self.name)}")
         if self.rounds == 0 and self.calibrate in (0, AS_METHOD):
             raise ConfigError(
-                "rounds must be at least 1, but got 0. A run of 0 rounds only measures statistics (re-calibration), and needs two more "
-                "keys: calibrate=-1, to make all layers exact, and model-weights, the file of the trained network"
+                "rounds must be >= 1, but got 0. A run of 0 rounds only measures statistics (re-calibration). It needs calibrate=-1, to "
+                "make all layers exact, and model-weights, the file of the trained network"
             )
         if "freeze-after" in options_by_key(METHODS[self.method]) and self.freeze_after > self.rounds > 0:
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
@@ -229,9 +229,7 @@ class RunConfig(RunKeys):
             exchange = replace(self.exchange_settings(), certificates=None) if self.method in FEDTAN else ExchangeSettings()
             check_secure(secure, method, self._rounds(exchange), self.defence())
             if self.unseen_client:
-                raise ConfigError(
-                    "with unseen-client, clients send the layers that they keep unencrypted: set unseen-client or secure-aggregation to false"
-                )
+                raise ConfigError("with unseen-client, clients send the layers that they keep unencrypted: set one of the two to false")
 
     def secure(self) -> SecureAggregation | None:
         """Make the settings of secure aggregation; None: the run does not use it."""

@@ -98,7 +98,7 @@ class RunDirectory(Callback):
             while path.exists():
                 if config.name:
                     raise FileExistsError(
-                        f"{path} exists already: give another name, remove it, or continue it with resume={config.name!r}"
+                        f"{path} exists already: give another name, remove it, or go on with resume={config.name!r}"
                     )
                 n += 1
                 path = root / f"{stem}-{n}"
@@ -183,7 +183,7 @@ class RunDirectory(Callback):
             LOGGER.error("some results could not be written to %s: %s", self.path, problem)
             if error is None:
                 raise RunFailed(
-                    f"the run trained all its rounds, but its results could not be written ({problem}). Make room, and continue it with "
+                    f"the run trained all its rounds, but its results could not be written ({problem}). Make room, and go on with "
                     f"resume={self.name!r}, if it has checkpoints"
                 ) from problem
 
@@ -314,7 +314,7 @@ def _locked(path: Path) -> IO[str]:
     try:
         return take(path / LOCK, warn)
     except BlockingIOError as error:
-        raise RunFailed(f"another process is still writing to {path}: wait for its end, or end it first") from error
+        raise RunFailed(f"{path} is still being written by another process: wait for its end, or end it first") from error
 
 
 def to_toml(values: Mapping[str, Value]) -> str:

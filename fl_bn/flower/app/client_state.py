@@ -88,16 +88,16 @@ class MemoryState:
 
 
 class FileState:
-    """Keep one file per round, for one client in one run.
+    """Keep the states of one client in one run, in one file per round.
 
-    Files to which no run can go back are deleted. A file that is damaged is renamed, logged and not used. So is
-    a file of another client, model or method.
+    Files of rounds to which the run cannot go back any more are deleted. A file that is damaged, or belongs to another
+    client, model or method, is renamed with a message in the log, and not used.
 
     Args:
-        folder: the folder in which the run's folder lies.
-        run_id: the run.
-        client: the client's index.
-        signature: of model and method.
+        folder: The folder that contains the folder of the run.
+        run_id: The id of the run.
+        client: The index of the client.
+        signature: The signature of model and method. Tensors with another signature are not used.
     """
 
     def __init__(self, folder: Path, run_id: RunId, client: int, signature: str) -> None:

@@ -62,7 +62,7 @@ def submit(self: Any, ask: Any, job: tuple[Any, Any, str, Any]) -> Any:
             if not self.num_actors:
                 raise NoProcess(
                     f"all processes for clients were lost with their nodes, and none came back for {PATIENCE:.0f} s: start nodes again "
-                    "(ray start --address=...), and resume the run, if it has checkpoints"
+                    "(ray start --address=...), and go on with resume, if the run has checkpoints"
                 )
         actor = self.pool.pop()
     future = ask(actor, *job)
