@@ -141,7 +141,7 @@ def test_a_file_that_is_not_there_or_no_toml(tmp_path: Path) -> None:
 
 
 def test_an_override_that_makes_an_axis_one_run_is_refused() -> None:
-    alike = r"^\[axes.method\] has different values of method for 'BN' and 'Fix', so --run-config cannot set method for all runs: leave it out"
+    alike = r"^\[axes.method\] has different values of method for 'BN' and 'Fix', so --run-config cannot set method"
     with pytest.raises(ConfigError, match=alike):
         sweep(method="fbn")
     with pytest.raises(ConfigError, match=r"^partition-parameter is what \[axes.split\] varies"):
