@@ -1,4 +1,4 @@
-"""Write summary.md: the run, its results, and what happened to the normalisation layers."""
+"""Write ``summary.md``: the settings of a run, its results, and what happened to the normalisation layers."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def summary(
     absent: Sequence[str] = (),
     is_there: Callable[[str], bool] = lambda name: True,
 ) -> str:
-    """Return the summary as Markdown.
+    """Return the summary of a run as Markdown.
 
     Args:
-        config: The run's config.
-        records: The records of its rounds.
-        error: The error that ended the run early, if any.
-        passes: The statistics-only passes of ``calibrate``.
-        disclosures: The table of what left each client.
-        privacy: The accountant's statement.
-        task: The run's task.
-        absent: Who took no part in the run, and why, a text each.
-        is_there: Whether the run's folder has a file. Only such files are listed.
+        config: The run config.
+        records: The records of the rounds.
+        error: The error that ended the run early; None: it is complete.
+        passes: The passes of ``calibrate``, which only measure statistics.
+        disclosures: The lines of the table of disclosures.
+        privacy: A sentence on the privacy budget that was spent; empty: no noise was added.
+        task: The task of the run.
+        absent: For each client that takes no part in the run, its name and the reason.
+        is_there: Whether the folder of the run has the file with this name. Only such files are listed.
     """
     if config.rounds == 0:
         return _of_recalibration(config, records, error, passes, disclosures, task, is_there)
@@ -119,7 +119,7 @@ def _local(config: RunConfig) -> str:
 
 
 def _composition(config: RunConfig) -> list[str]:
-    """Name the differences from plain federated averaging, other than the method."""
+    """Return lines on how the run differs from plain federated averaging, beside its method."""
     parts = [] if config.objective == "none" else [f"objective `{config.objective}`"]
     if config.maintain_momentum != "reset":
         parts.append(f"momentum kept between rounds ({config.maintain_momentum})")
