@@ -15,7 +15,7 @@ from fl_bn.support.flower_config import Scalar
 from fl_bn_site.control import Control, control_of
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.queue import Queue
-from fl_bn_site.queue_store import STARTED, run_name
+from fl_bn_site.queue_store import STARTED, STARTING, WAITING, run_name
 from fl_bn_site.registered import Submitted
 
 ACTIVE = ("pending", "starting", "running")
@@ -75,14 +75,17 @@ def list_runs(server: ServerFolder, address: str = "") -> list[RunLine]:
     with control_of(server, address) as control:
         runs = control.runs()
     entries = Queue(server).store.entries()
-    waiting = [
+    queued = [
         RunLine("", entry.name, entry.state, 0, rounds_of(server, entry.config), entry.submitted, None, entry.submitter, "", entry.why)
         for entry in entries
         if entry.state != STARTED and not any(entry.started_as(run) for run in runs)
     ]
     submitters = {entry.run: entry.submitter for entry in entries if entry.run}
     later = went_on(runs)
-    return [*reversed(waiting), *(_run_line(server, run, submitters.get(str(run.id), ""), run.id in later) for run in runs)]
+    submitted = [_run_line(server, run, submitters.get(str(run.id), ""), run.id in later) for run in runs]
+    waiting = [run for run in reversed(queued) if run.state in (WAITING, STARTING)]
+    never_begun = [run for run in reversed(queued) if run not in waiting]
+    return [*waiting, *sorted([*submitted, *never_begun], key=lambda run: run.start, reverse=True)]
 
 
 def went_on(runs: Sequence[Submitted]) -> set[int]:

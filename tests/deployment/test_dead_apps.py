@@ -69,7 +69,7 @@ class Run:
     def asked_again(self, site: str, why: str) -> float:
         """Wait until the server says that it asks ``site`` again for ``why``. Return the seconds that it took."""
         begin, log = time.monotonic(), self.federation.log
-        wait_until("the server is told", lambda: f"site {site}: {why}; it is asked again" in log("server", "serverapp"), 60)
+        wait_until("the server is told", lambda: f"site {site}: {why}; it is asked again" in log("server", "serverapp"), 200)
         return time.monotonic() - begin
 
 
