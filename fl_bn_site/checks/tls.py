@@ -65,7 +65,10 @@ def handshake(host: str, port: int, authority: Path, clock: Clock = now) -> Find
     except (ssl.SSLError, ConnectionError) as error:
         what = f"{place} accepts connections, but does not speak TLS: {error.strerror or error}"
         return Finding(
-            "fail", check, what, "check at `superlink` in site.toml that this is the server's fleet port, and on the server that `fl-bn start` runs"
+            "fail",
+            check,
+            what,
+            "check at `superlink` in site.toml that this is the server's fleet port, and on the server that `fl-bn start` runs",
         )
     text = f"{version}, {place} has a certificate for {host}, signed by {authority.name}, until {_day(certificate.not_valid_after_utc)}"
     if certificate.not_valid_after_utc - clock() < SOON:

@@ -273,7 +273,7 @@ def test_a_site_whose_key_is_renewed_in_mid_round_is_asked_at_its_new_node(clock
         replies = send_and_receive(grid, sent, 60.0, patience=10.0, called=called)
         return {reply.metadata.src_node_id: reply.has_error() for reply in replies}
 
-    assert ask() == {1: False, 99: True}  # control: nobody says whose node 3 is
+    assert ask() == {1: False, 2: True}  # control: nobody says whose node 3 is
     registered[3] = "y"
     assert ask() == {1: False, 2: False}
 
