@@ -158,10 +158,10 @@ class Federation:
     def start_all(self) -> None:
         """The server, then the sites once it has registered their keys."""
         self.start("server")
-        wait_until("registration", lambda: self.log("server", "register").count("registered") >= len(self.sites), 120)
+        wait_until("registration", lambda: self.log("server", "register").count("registered") >= len(self.sites), 300)
         self.start(*(f"sites/{site}" for site in self.sites))
         for site in self.sites:
-            wait_until(f"site {site} is connected", partial(self._connected, site))
+            wait_until(f"site {site} is connected", partial(self._connected, site), 240)
 
     def membership(self, command: str, name: str, *options: str, code: int = 0) -> str:
         """What ``fl-bn kit COMMAND`` says of the site ``name``."""
