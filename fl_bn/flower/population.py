@@ -124,10 +124,12 @@ class Population:
                 cannot take part.
         """
         wait, starting = self.rounds.wait, self.rounds.starting(self.round)
-        end, logged, needed = time.monotonic() + wait, -1, self.rounds.at_start or len(starting)
+        end, logged = time.monotonic() + wait, -1
         while True:
             problem = self.greet()
-            if (here := len(self.everyone())) >= needed - len(self.absent):
+            refusing: set[int] = set() if problem else starting & self.absent.keys()
+            needed = self.rounds.at_start or len(starting - refusing)
+            if (here := len(self.everyone())) >= needed:
                 break
             if problem:
                 raise RunFailed(problem)
@@ -146,7 +148,7 @@ class Population:
         self._joined = {client.index for client in self.everyone()}
         self._first = {client.index: client.node for client in self.clients.values()}
         if self.absent:
-            log(logging.WARNING, "going on without %s (min-sites=%d)", self.called.clients(sorted(self.absent)), self.rounds.min_sites)
+            log(logging.WARNING, "going on without %s: refused by policy", self.called.clients(sorted(self.absent)))
         if later := sorted(set(range(self.rounds.clients)) - self._joined - self.absent.keys()):
             log(logging.INFO, "starting with %d clients; %s may join later", here, self.called.clients(later))
 
