@@ -33,10 +33,14 @@ def table_of_runs(runs: Sequence[RunLine]) -> Table:
 
 def tables_of_status(current: Status) -> Group:
     """Return the tables of ``fl-bn status``. At 80 columns, names are broken into lines, and nothing is cut."""
-    sites = Table("site", "state", "last seen", title=f"{current.server}, {current.at}; certificate: {current.expires} days left", box=None)
+    sites = Table(title=f"{current.server}, {current.at}; certificate: {current.expires} days left", box=None)
+    for column in ("site", "state", "last seen"):
+        sites.add_column(column, overflow="fold")
     for site in current.sites:
         sites.add_row(site.name, site.state, site.seen or "never")
-    runs, unused = Table(title="runs", box=None), Table("run", "site", "not used in the last round", box=None)
+    runs, unused = Table(title="runs", box=None), Table(box=None)
+    for column in ("run", "site", "not used in the last round"):
+        unused.add_column(column, overflow="fold")
     for column in ("run", "status", "round", "used", "loss", "metric", "s/round", "left"):
         runs.add_column(column, overflow="fold", no_wrap=column != "run")
     for run in current.runs:
