@@ -121,7 +121,7 @@ def test_who_leaves_in_good_order_while_the_others_go_on_is_dropped(moment: str)
     assert cohort.session.dropped == {}  # until then it may have been the end for all
     outcomes = [cohort.send(1, 1.0, 1.0), cohort.send(2, 3.0, 5.0)]
     assert [answer(outcome).values.tolist() for outcome in outcomes] == [[2.0, 3.0]] * 2
-    assert cohort.session.dropped == {0: "left, and did not send its part of stem.bn (mean)"}
+    assert cohort.session.dropped == {0: "left the round and did not send its values of stem.bn (mean)"}
     assert cohort.session.taking_part == {1: 1, 2: 4}
 
 
@@ -134,7 +134,7 @@ def test_under_abort_leaving_in_good_order_while_the_others_go_on_fails_the_roun
     if first == "the others ask":
         assert outcomes == [[], []]
         cohort.session.leave(0)
-    said = "client 0: left, and did not send its part of stem.bn (mean)"
+    said = "client 0: left the round and did not send its values of stem.bn (mean)"
     assert [reason(outcome) for outcome in outcomes] == [said] * 2
     assert cohort.session.failure == said
 
@@ -143,7 +143,7 @@ def test_who_leaves_with_a_request_unanswered_is_told_and_the_others_go_on() -> 
     cohort = joined("shrink")
     own, waits = cohort.send(0), cohort.send(1, 2.0, 2.0)
     cohort.session.leave(0)
-    assert reason(own) == "left, and did not send its part of stem.bn (mean)"
+    assert reason(own) == "left the round and did not send its values of stem.bn (mean)"
     assert waits == []
     assert answer(cohort.send(2, 2.0, 2.0)).values.tolist() == answer(waits).values.tolist() == [2.0, 2.0]
 
@@ -227,7 +227,7 @@ def test_one_request_after_the_last_layer_costs_its_sender_alone(policy: str, cl
         if client == min(when, clients - 2):
             came = cohort.send(liar, *[1.0] * extra.quantity.width(2), key=extra)
         cohort.session.leave(client)
-    said = f"it wants to send its part of {extra}, but most clients are done: does it run the same model and version?"
+    said = f"the client sent its values of {extra}, but most clients have finished the round: does it run the same model and version?"
     assert cohort.session.dropped == {liar: said}
     assert list(cohort.session.taking_part) == honest
     assert cohort.session.failure == (f"client {liar}: {said}" if policy == "abort" else "")
@@ -246,7 +246,7 @@ def test_who_left_may_ask_for_nothing_more(moment: str) -> None:
         cohort.session.leave(0)
     waits = [cohort.send(client) for client in (1,)]
     late = reason(cohort.submit(0, Join(1) if moment == "before joining" else GOOD))
-    assert late == "refused: expected no request after it left, but got one"
+    assert late == "refused: the client sent a request after it had left the round"
     waits.append(cohort.send(2))
     assert [answer(outcome).values.tolist() for outcome in waits] == [[1.0, 1.0]] * 2
     assert list(cohort.session.dropped) == [0]
