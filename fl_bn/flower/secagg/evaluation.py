@@ -49,7 +49,10 @@ def parts_of(metrics: Mapping[str, float], task: Task, limit: float) -> Sections
 
 
 def values_of(average: Sections, task: Task, limit: float) -> dict[str, float]:
-    """Convert an average over clients back to metrics, the inverse of ``parts_of``. Values that rounding puts outside the range are cut off."""
+    """Convert an average over clients back to metrics, the inverse of ``parts_of``.
+
+    Rounding may put a value outside of its range. Such a value is cut off.
+    """
     values = {}
     for name, mean in average[SECTION].items():
         low, high = _range(name, task)
