@@ -77,7 +77,7 @@ def test_a_refused_request_raises_in_the_task_that_sent_it() -> None:
 
     results = round.run([round.client(0), wrong])
     assert results[0] == [0.0, 0.0]
-    assert str(results[1]).startswith("ExchangeFailed: refused: bn (mean): expected (2,) of torch.float64, but got (3,) of torch.float32")
+    assert str(results[1]).startswith("ExchangeFailed: refused: bn (mean): expected shape (2,) and torch.float64, but got shape (3,) and torch.float32")
 
 
 def test_a_client_that_sits_out_keeps_nobody_waiting() -> None:
