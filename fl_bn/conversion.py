@@ -99,7 +99,8 @@ def _check_tensors(model: nn.Module, method: Method) -> None:
         extremes = getattr(module, "min_val", None)
         if observes(module) and isinstance(extremes, torch.Tensor) and not extremes.numel():
             raise Unconvertible(
-                f"{name or 'the model'} ({type(module).__name__}): its minimum and maximum have no shape yet: run one batch through the model first"
+                f"{name or 'the model'} ({type(module).__name__}): its minimum and maximum have no shape yet: run one batch through the "
+                "model first"
             )
 
 

@@ -17,7 +17,8 @@ PACKAGES = ("flwr", "torch", "grpcio", "protobuf")
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"  # the versions that the tests ran with; only a checkout has this file
 LITTLE = 1 << 30  # a warning is due below these bytes of memory, GPU memory or disk
 GB = 1 << 30
-LOST = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's own layer"}  # file systems that are lost with a reboot or with their container
+# file systems that are lost with a reboot or with their container
+LOST = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's own layer"}
 INSTALL = "install again, in this environment: pip install -c constraints.txt -e '.[deployment,report,vision]'"
 
 

@@ -82,7 +82,9 @@ class Turns:
         """
         here = getattr(cls._here, "turn", None)
         if here is None:
-            raise ExchangeFailed("the local exchange needs all clients in this process: use Federation, `fl-bn run` or run_in_process, or another exchange")
+            raise ExchangeFailed(
+                "the local exchange needs all clients in this process: use Federation, `fl-bn run` or run_in_process, or another exchange"
+            )
         turns, index = here
         return turns, index
 
@@ -169,7 +171,9 @@ class LocalExchange:
 
     def __init__(self, token: str, batch: int) -> None:
         if token not in _sessions:
-            raise ExchangeFailed("the local exchange does not know this client's token: the round is over, or its server runs in another process")
+            raise ExchangeFailed(
+                "the local exchange does not know this client's token: the round is over, or its server runs in another process"
+            )
         self.batch, self.seconds = batch, 0.0
         self._closed = False
         self._session, self._client = _sessions[token]

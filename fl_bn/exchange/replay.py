@@ -45,7 +45,10 @@ class ReplayExchange:
             raise Unanswered(Local(key, local.detach().cpu(), count), self.batch)
         answered, answer = self._remaining.pop(0)
         if answered != key:
-            raise ExchangeFailed(f"the transcript's next answer is for {answered}, but this repetition of the round needs {key}: make the forward pass deterministic")
+            raise ExchangeFailed(
+                f"the transcript's next answer is for {answered}, but this repetition of the round needs {key}: make the forward pass "
+                "deterministic"
+            )
         return checked(answer, key, local)
 
     def close(self, error: str = "") -> None:

@@ -239,13 +239,16 @@ class Session:
         if client not in self.batches:
             raise Refused(f"the client sent its values of {key} before it had joined the round")
         if (layer := self.layers.get(key.layer)) is None:
-            raise Refused(f"{key}: the server's model has no such BatchNorm layer; it has {len(self.layers)} ({', '.join(list(self.layers)[:3])} ...)")
+            raise Refused(
+                f"{key}: the server's model has no such BatchNorm layer; it has {len(self.layers)} ({', '.join(list(self.layers)[:3])} ...)"
+            )
         expected = (key.quantity.width(layer.channels),)
         if tuple(values.shape) != expected or values.dtype != layer.dtype:
             raise Refused(f"{key}: expected shape {expected} and {layer.dtype}, but got shape {tuple(values.shape)} and {values.dtype}")
         if not 1 <= request.count <= LARGEST_COUNT:
             raise Refused(f"{key}: expected 1 to {LARGEST_COUNT} activations per channel, but got {request.count}")
-        if not math.isfinite(float(values.sum())) and not bool(values.isfinite().all()):  # the sum is a quick test, but finite values may overflow in it
+        # the sum is a quick test, but finite values may overflow in it
+        if not math.isfinite(float(values.sum())) and not bool(values.isfinite().all()):
             raise Refused(f"{key}: {int((~values.isfinite()).sum())} of {values.numel()} values are not finite (NaN or Inf)")
         self._check_range(key, values, layer)
 
@@ -346,7 +349,8 @@ class Session:
         Returns:
             Whether any client was dropped.
         """
-        behind = self.samples if key.quantity is Quantity.STATISTICS else self.batches  # statistics come from a pass over all data, the rest from one batch
+        # statistics come from a pass over all data, the rest from one batch
+        behind = self.samples if key.quantity is Quantity.STATISTICS else self.batches
         claims = {client: request.count / max(behind[client], 1) for client, request in requests.items() if client in behind}
         limit = most_believed(claims.values())
         if far := {client for client, number in claims.items() if number > limit}:

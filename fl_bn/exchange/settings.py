@@ -127,7 +127,9 @@ class ExchangeSettings(Options):
         used=EXCHANGES,
     )
     host: str = over_grpc("127.0.0.1", "grpc: the name by which clients reach the ServerApp's machine", "host name or address")
-    bind: str = over_grpc("", "grpc: address to listen on; empty: loopback if exchange-host is a loopback address, otherwise all addresses", "address")
+    bind: str = over_grpc(
+        "", "grpc: address to listen on; empty: loopback if exchange-host is a loopback address, otherwise all addresses", "address"
+    )
     port: int = over_grpc(0, "grpc: port to listen on; 0: any free port", "0..65535")
     certificates: Certificates | None = None
     insecure: bool = over_grpc(False, "grpc: allow unencrypted connections from other machines, if Flower's own are unencrypted, too")
@@ -137,7 +139,8 @@ class ExchangeSettings(Options):
         exposed = [host for host in (self.host, self.bind) if host and not is_loopback(host)]
         if exposed and self.certificates is None and not self.insecure:
             raise ValueError(
-                f"the exchange would listen at {exposed[0]} without encryption: give exchange-certificate, exchange-key and exchange-authority, "
+                f"the exchange would listen at {exposed[0]} without encryption: give exchange-certificate, exchange-key and "
+                "exchange-authority, "
                 "or set exchange-insecure=true if Flower's own connections are unencrypted, too"
             )
 

@@ -262,7 +262,8 @@ def exchanging(model: nn.Module, exchange: Exchange | OneProgram) -> Iterator[No
     for name, layer in layers.items():
         layer.live = Live(exchange, name)
     try:
-        with torch.autograd.set_multithreading_enabled(False):  # otherwise one GPU thread would serve all clients' backward passes, and block
+        # otherwise one GPU thread would serve all clients' backward passes, and block
+        with torch.autograd.set_multithreading_enabled(False):
             yield
         exchange.close()
     except BaseException as error:

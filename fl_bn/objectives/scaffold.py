@@ -70,7 +70,9 @@ class Scaffold(Objective):
     ``strength`` multiplies the correction, and is 1 in the paper.
     """
 
-    option: int = options.option(2, "control variate: 1, the gradient at the received model; 2, the mean gradient of the local steps", "1 or 2")
+    option: int = options.option(
+        2, "control variate: 1, the gradient at the received model; 2, the mean gradient of the local steps", "1 or 2"
+    )
     strength: float = options.option(1.0, "strength of the correction; 0: off", ">= 0")
     name: ClassVar[str] = "scaffold"
     travels: ClassVar[bool] = True

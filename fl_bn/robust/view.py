@@ -190,7 +190,8 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
     if isinstance(f, bool) or not isinstance(f, int | np.integer) or f < 0:
         raise ValueError(f"f must be a whole number >= 0, but got {f!r}")
     if isinstance(rows, View):
-        if len(rows.rejected) <= rows.declared:  # with more rejected rows than declared there is no guarantee, but the rest is still aggregated
+        # with more rejected rows than declared there is no guarantee, but the rest is still aggregated
+        if len(rows.rejected) <= rows.declared:
             _enough(rows.n, rows.f, f, smallest, name)
         return rule(rows)
     table = Table.of(rows)

@@ -46,7 +46,12 @@ STRANGERS: dict[str, tuple[str | None, tuple[bytes, ...], grpc.StatusCode, str]]
     "unknown token": ("0" * 64, (JOIN,), UNKNOWN, "refused a connection from ipv4:127.0.0.1:[0-9]+: its token is not one of this round's"),
     "token of a past round": ("past", (JOIN,), UNKNOWN, "refused a connection from .*: its token is not one of this round's"),
     "token in use": ("used", (JOIN,), TWICE, "refused a second connection with the token of client 0, from ipv4:127.0.0.1"),
-    "token in use, and garbage": ("used", (b"\xff" * 99,), TWICE, "refused a second connection with the token of client 0, from ipv4:127.0.0.1"),
+    "token in use, and garbage": (
+        "used",
+        (b"\xff" * 99,),
+        TWICE,
+        "refused a second connection with the token of client 0, from ipv4:127.0.0.1",
+    ),
     "garbage": (None, (b"\xff" * 99,), UNKNOWN, "refused a connection from .*: it sent no token"),
     "oversized": (None, (bytes(16 << 20),), UNKNOWN, "refused a connection from .*: it sent no token"),
     "nothing sent": (None, (), UNKNOWN, "refused a connection from .*: it sent no token"),

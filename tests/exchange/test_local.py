@@ -124,7 +124,8 @@ def test_results_are_in_the_order_of_tasks_and_the_first_error_is_raised_after_a
         raise Broken(name)
 
     with pytest.raises(Broken, match="second"):
-        Turns(4).run([lambda: 1, lambda: fails("second"), lambda: fails("third"), lambda: done.append("fourth") or 4])  # type: ignore[func-returns-value]
+        # type: ignore[func-returns-value]
+        Turns(4).run([lambda: 1, lambda: fails("second"), lambda: fails("third"), lambda: done.append("fourth") or 4])
     assert done == ["second", "third", "fourth"]
     assert Turns(0).run([]) == []
 
@@ -186,7 +187,9 @@ def test_a_token_that_is_not_admitted_is_refused(kind: str) -> None:
     token = {"dismissed": over.tokens[0], "of nobody": "0" * 32, "empty": ""}[kind]
 
     def task() -> list[float]:
-        with pytest.raises(ExchangeFailed, match="does not know this client's token: the round is over, or its server runs in another process"):
+        with pytest.raises(
+            ExchangeFailed, match="does not know this client's token: the round is over, or its server runs in another process"
+        ):
             LocalExchange(token, 1)
         return [1.0]
 

@@ -138,12 +138,21 @@ class ExchangeService:
             self._strangers += 1
             if self._strangers <= 10 or self._strangers % 100 == 0:  # many attempts must not fill the log
                 why = "its token is not one of this round's" if token else "it sent no token"
-                LOGGER.warning("exchange: refused a connection from %s: %s (refusal %d of this round)", context.peer(), why, self._strangers)
+                LOGGER.warning(
+                    "exchange: refused a connection from %s: %s (refusal %d of this round)", context.peer(), why, self._strangers
+                )
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "expected the token of this round's train message")
             return  # abort has raised
         if token in self._streams:
-            LOGGER.warning("exchange: refused a second connection with the token of %s, from %s", ticket.session.called.client(ticket.client), context.peer())
-            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"{ticket.session.called.client(ticket.client)} has joined already: its token admits one stream")
+            LOGGER.warning(
+                "exchange: refused a second connection with the token of %s, from %s",
+                ticket.session.called.client(ticket.client),
+                context.peer(),
+            )
+            await context.abort(
+                grpc.StatusCode.ALREADY_EXISTS,
+                f"{ticket.session.called.client(ticket.client)} has joined already: its token admits one stream",
+            )
         self._streams[token] = stream = Stream(ticket, context)
         reason = "its stream broke"
         try:

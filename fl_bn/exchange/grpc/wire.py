@@ -49,7 +49,9 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
     try:
         message = pb.Request.FromString(data)
     except DecodeError as error:
-        raise Refused(f"expected a request in the format of exchange.proto, but got {len(data)} bytes that cannot be read as one") from error
+        raise Refused(
+            f"expected a request in the format of exchange.proto, but got {len(data)} bytes that cannot be read as one"
+        ) from error
     kind = message.WhichOneof("kind")
     if kind == "leave":
         return None

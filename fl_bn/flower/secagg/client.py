@@ -208,7 +208,9 @@ def _check_order(stage: str, context: Context) -> None:
     last = _state(context).current_stage
     order = Stage.all()
     if stage not in order or (stage != Stage.SETUP and order.index(stage) != (order.index(last) + 1) % len(order)):
-        raise Insecure(f"expected the stage of SecAgg+ that follows {last!r}, or the first one again, but the server asks for {excerpt(stage)}")
+        raise Insecure(
+            f"expected the stage of SecAgg+ that follows {last!r}, or the first one again, but the server asks for {excerpt(stage)}"
+        )
 
 
 def _state(context: Context) -> Any:
@@ -313,7 +315,8 @@ def check_weights(weighting: Weighting, sections: Iterable[str], plan: Plan, lev
     for section in sections:
         if not 2 / levels <= (weight := weighting.of(section, plan)) <= 1:
             raise Insecure(
-                f"the weight of this client's {section} must be from 2 / {levels} to 1, but with its counts {asdict(plan)} and the server's weights "
+                f"the weight of this client's {section} must be from 2 / {levels} to 1, but with its counts {asdict(plan)} and the "
+                "server's weights "
                 f"{asdict(weighting)} it would be {weight:g}"
             )
 
@@ -328,7 +331,8 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
     if header.payload != AS_THE_MODEL:
         raise Insecure(f"SecAgg+ masks whole numbers of full length, but the server asks for weights as {header.payload}")
     about = records_of(message.content, ArrayRecord).get(REFERENCE)
-    message.content.pop(REFERENCE, None)  # the reference is no part of the instruction: the model keeps the statistics that came with its weights
+    # the reference is no part of the instruction: the model keeps the statistics that came with its weights
+    message.content.pop(REFERENCE, None)
     request = read(message, client.network, header=header)
     sent = request.instruction.sections
     reference = references(sent.get("statistics", {}) if about is None else to_tensors(arrays_in(about, REFERENCE)))
@@ -338,7 +342,8 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
         reply = client.compute(request, _as_it_is)
     if (reply.samples, reply.steps) != (plan.samples, plan.steps):
         raise ValueError(
-            f"client {client.site.client} announced {plan.samples} samples and {plan.steps} steps, but trained with {reply.samples} samples and {reply.steps} steps"
+            f"client {client.site.client} announced {plan.samples} samples and {plan.steps} steps, but trained with {reply.samples} "
+            f"samples and {reply.steps} steps"
         )
     trained, private = phase is not Phase.MEASURE, noise is not None
     shapes = layout(schema.reply(client.model, client.method, phase, client.settings.update), loss=trained and not private, cut=not private)

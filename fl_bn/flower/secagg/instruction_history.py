@@ -127,7 +127,9 @@ def problem(kept: ClientState, together: History, most_unknown: int | None = Non
     """
     own = history_of(kept)
     if kept.sections and kept.round not in own:
-        return f"this client's state is of round {kept.round}, which had no secure sum, so this client does not know the others' instructions"
+        return (
+            f"this client's state is of round {kept.round}, which had no secure sum, so this client does not know the others' instructions"
+        )
     for round, digest in sorted(own.items()):
         if together.get(round) != digest:
             return f"the others got another instruction in round {round} than this client, so their vectors may not hide this client's"

@@ -74,7 +74,10 @@ def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...
 def _strengthened(name: str) -> ModuleType:
     module = copy_of(name)
     if not hasattr(module, "pseudo_rand_gen"):
-        raise ImportError(f"{name} makes its masks in another way than flwr 1.25, so fl-bn cannot replace them by stronger ones. Install the version of flwr in constraints.txt")
+        raise ImportError(
+            f"{name} makes its masks in another way than flwr 1.25, so fl-bn cannot replace them by stronger ones. Install the version "
+            "of flwr in constraints.txt"
+        )
     vars(module)["pseudo_rand_gen"] = key_stream
     return module
 

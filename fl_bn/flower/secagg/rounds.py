@@ -66,7 +66,9 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
             "its ablations (hbn-separate, hbn-merge), or secure-aggregation"
         )
     if rounds.payload != AS_THE_MODEL:
-        raise ValueError(f"secure aggregation sends masked whole numbers, and payload-dtype would round them: set payload-dtype to {AS_THE_MODEL!r}")
+        raise ValueError(
+            f"secure aggregation sends masked whole numbers, and payload-dtype would round them: set payload-dtype to {AS_THE_MODEL!r}"
+        )
     if rounds.auxiliary:
         raise ValueError(
             f"{', '.join(c.section for c in rounds.auxiliary)} would travel beside the weights in the clear: secure aggregation sums "
@@ -124,7 +126,11 @@ class SecureRounds:
                 return [], {client.index: refused.get(client.index, str(error)) for client in clients}
             if self.settings.privacy is not None or not (problem := self._imprecise(total, average, moments, reference)):
                 break
-            again = "they are measured again, with these as reference" if repeat < REPEATS else "measure them again, or raise secagg-clipping-range"
+            again = (
+                "they are measured again, with these as reference"
+                if repeat < REPEATS
+                else "measure them again, or raise secagg-clipping-range"
+            )
             log(logging.INFO if repeat < REPEATS else logging.WARNING, "the measured statistics are imprecise (%s): %s", problem, again)
             if _clients(total, average, "statistics", self.settings.clipping_range):
                 moments = _widened(moments, reference, self.settings.clipping_range)
@@ -245,11 +251,14 @@ class SecureRounds:
             noise = {"dp-clip": privacy.clip, "dp-statistics-clip": privacy.statistics_clip, "dp-noise": privacy.noise}
             for message in messages:
                 message.content["config"] = ConfigRecord({**dict(message.content.config_records["config"]), **noise})
-        if self.accountant is not None:  # the cost is stored before the sum: a sum that fails late may have revealed something, and the server may die
+        # the cost is stored before the sum: a sum that fails late may have revealed something, and the server may die
+        if self.accountant is not None:
             try:
                 self.accountant.spend(sums.releases(shapes))
             except OSError as error:
-                raise SumFailed(f"the privacy cost of this round cannot be stored ({error}), so the sum is not started: free some disk space", {}) from error
+                raise SumFailed(
+                    f"the privacy cost of this round cannot be stored ({error}), so the sum is not started: free some disk space", {}
+                ) from error
         least = max(LEAST, self.settings.threshold_of(len(cohort)))
         if trains:
             least = max(least, self.rounds.min_cohort, math.ceil(self.rounds.min_replies * len(cohort)))

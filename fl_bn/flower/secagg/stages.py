@@ -178,7 +178,9 @@ class Stages:
         if reply.has_error():
             raise WireError("error", "", f"stage {stage!r}: code {reply.error.code}: {reason(reply.error.reason)}")
         if reply.metadata.src_node_id != node:
-            raise WireError("metadata", "", f"expected a reply from node {node}, but it names node {reply.metadata.src_node_id} as its sender")
+            raise WireError(
+                "metadata", "", f"expected a reply from node {node}, but it names node {reply.metadata.src_node_id} as its sender"
+            )
         content = reply.content
         if stage == Stage.SETUP:
             keys = KEYS.of_configs(content)
@@ -209,7 +211,9 @@ class Stages:
     def _plan(self, counts: Mapping[str, Any], node: int) -> Plan:
         plan, limit = Plan(counts["samples"], counts["passes"], counts["steps"]), self.clients[node].samples
         if plan.samples > limit and not self.evaluates:
-            raise WireError("plan", "samples", f"expected at most {limit}, the number of samples in the client's introduction, but got {plan.samples}")
+            raise WireError(
+                "plan", "samples", f"expected at most {limit}, the number of samples in the client's introduction, but got {plan.samples}"
+            )
         if 0 < (most := self.most_steps(limit)) < plan.steps:
             raise WireError("plan", "steps", f"expected at most {most}, as the server asked for, but got {plan.steps}")
         batches = 1 if self.once else max(plan.steps, 1)
@@ -267,7 +271,10 @@ class Stages:
             while len(counts) > 1 and 2 * max(counts.values()) > self.levels * min(counts.values()):
                 middle = median(counts.values())
                 node = max(counts, key=lambda node: max(counts[node] / middle, middle / counts[node]))
-                odd[node] = f"plan/{name}: {counts.pop(node)} is too far from the others' counts: the smallest weight in the sum would be below 2 of {self.levels} levels"
+                odd[node] = (
+                    f"plan/{name}: {counts.pop(node)} is too far from the others' counts: the smallest weight in the sum would be below "
+                    f"2 of {self.levels} levels"
+                )
         return odd
 
     def _other_histories(self, nodes: Collection[int]) -> dict[int, str]:
@@ -311,7 +318,9 @@ class Stages:
             remaining = {pair for pair in remaining if not pair & gone}
         self.complaints.clear()
         for node in gone:
-            self.refused.setdefault(self.clients[node].index, "another client could not read its shares, or it reports so about another client")
+            self.refused.setdefault(
+                self.clients[node].index, "another client could not read its shares, or it reports so about another client"
+            )
         return gone
 
 

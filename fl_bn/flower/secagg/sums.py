@@ -31,7 +31,8 @@ from fl_bn.support.wire import WireError
 Layout = dict[str, dict[str, tuple[int, ...]]]
 STATISTICS = ("statistics", "moments")
 LOSS_RANGE = 64.0  # the largest loss in a sum; larger ones are cut off
-CHECK = (0.5, -0.25)  # constants that every client sends, as shares of the quantiser's range: their means are right only if the masks cancelled
+# constants that every client sends, as shares of the quantiser's range: their means are right only if the masks cancelled
+CHECK = (0.5, -0.25)
 REFERENCE = "reference"  # section of a message with a reference for deviations, if it is not the message's own statistics
 
 

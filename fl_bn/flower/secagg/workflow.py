@@ -194,7 +194,10 @@ def secure_sum(
     nodes = sorted(by_node, key=lambda node: by_node[node].index)
     while True:
         if len(nodes) < max(least, LEAST):
-            raise SumFailed(f"a secure sum needs at least {max(least, LEAST)} clients, but only {len(nodes)} of {len(cohort)} can take part", stages.refused)
+            raise SumFailed(
+                f"a secure sum needs at least {max(least, LEAST)} clients, but only {len(nodes)} of {len(cohort)} can take part",
+                stages.refused,
+            )
         try:
             workflow = _workflow(settings, len(nodes), timeout)
         except ValueError as error:
@@ -216,7 +219,11 @@ def secure_sum(
         nodes = [node for node in nodes if node in present]
     sampled, vectors = len(nodes), len(state.active_node_ids)
     if not enough or vectors < least:
-        raise SumFailed(f"only {vectors} of {sampled} clients sent a masked vector: {state.threshold} must be left to remove the masks (secagg-threshold), and the sum needs {least}", stages.refused)
+        raise SumFailed(
+            f"only {vectors} of {sampled} clients sent a masked vector: {state.threshold} must be left to remove the masks "
+            f"(secagg-threshold), and the sum needs {least}",
+            stages.refused,
+        )
     _unmask(workflow, stages, context, state, legacy, whole)
     parts = [_summand(by_node[n], stages, n) for n in nodes if n in legacy.results]
     there = {part.client.index for part in parts}
@@ -259,7 +266,9 @@ def _unmask(workflow: Any, stages: Stages, context: Any, state: Any, legacy: _Le
             with np.errstate(all="ignore"), bound_to(bytes.fromhex(stages.digest)):
                 enough = workflow.unmask_stage(stages, context, state)
             if not enough:
-                problem = problem or f"too few clients sent their shares to remove the masks: {state.threshold} are needed (secagg-threshold)"
+                problem = (
+                    problem or f"too few clients sent their shares to remove the masks: {state.threshold} are needed (secagg-threshold)"
+                )
             elif whole(legacy.mean):
                 if without in stages.clients:
                     stages.refuse(without, "false shares of the others' secrets: the sum is right without them", Stage.UNMASK)

@@ -215,7 +215,8 @@ def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
         if count == 0:
             return np.empty(shape, dtype)
         return np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if fortran else "C")
-    except Exception as error:  # for received bytes NumPy may raise anything that its parsers raise: TokenError, SyntaxError, OverflowError ...
+    # for received bytes NumPy may raise anything that its parsers raise: TokenError, SyntaxError, OverflowError ...
+    except Exception as error:
         raise WireError(section, name, f"expected a NumPy array, but its bytes cannot be read: {reason(str(error))}") from error
 
 

@@ -146,7 +146,8 @@ class Gate:
         except Refused:
             raise
         except Exception as error:
-            if not limits.secure or (isinstance(error, WireError | OtherVersion) and not masks):  # these errors depend on the message only, not on the data
+            # these errors depend on the message only, not on the data
+            if not limits.secure or (isinstance(error, WireError | OtherVersion) and not masks):
                 raise
             log(logging.ERROR, "this client does not answer, and does not tell the server why: %r", error)
             if not masks:
@@ -180,7 +181,9 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
     check_server(message)
     name, limits = message.metadata.message_type, Limits.of(context)
     if name not in kinds:
-        raise Refused(f"this client's gate does not know {printable(name)} messages, so it answers none: add the kind to the kinds of the Gate")
+        raise Refused(
+            f"this client's gate does not know {printable(name)} messages, so it answers none: add the kind to the kinds of the Gate"
+        )
     kind = SUM if RECORD_KEY_CONFIGS in message.content else kinds[name]
     if kind is SUM and name != "train":  # Flower's mod would let this pass, and the vector would leave unmasked
         raise Insecure(f"SecAgg+ serves train messages alone, but this is a {name} message: its vector would not be masked")

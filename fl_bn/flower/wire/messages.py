@@ -51,8 +51,10 @@ HELLO = Form(
 )
 REPLIED = Form(SAMPLES.record, SAMPLES.fields)
 TRAINED = Form(NUMBERS.record, NUMBERS.fields)
-REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63)})  # a request in an exchange by replay; the session has the limits
-EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": whole(default=None)})  # fewest: the smallest number of samples that a metric summarises
+# a request in an exchange by replay; the session has the limits
+REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63)})
+# fewest: the smallest number of samples that a metric summarises
+EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": whole(default=None)})
 
 
 def evaluated(task: Task) -> Form:
