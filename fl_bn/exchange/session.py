@@ -410,7 +410,10 @@ class Session:
     def _disagreement(self, keys: Mapping[int, Key], left: set[int], tied: list[Key | None]) -> str:
         if None in tied:
             ended, others = self.called.clients(sorted(left)), self.called.clients(sorted(keys))
-            return f"the clients disagree about which layer is the last: {ended} finished, but {others} went on. Do all run the same model and version?"
+            return (
+                f"the clients disagree about which layer is the last: {ended} finished, but {others} went on. "
+                "Do all run the same model and version?"
+            )
         return f"the clients disagree about the next layer: some sent {tied[0]}, others {tied[1]}. Do all run the same model and version?"
 
     def _reduced(self, requests: Mapping[int, Local]) -> torch.Tensor:

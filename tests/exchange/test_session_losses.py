@@ -192,7 +192,8 @@ def test_a_tie_fails_the_round_under_both_policies(which: tuple[int, ...], polic
     keys = (Key(WIDE, MEAN), Key(WIDE, VARIANCE), Key(NARROW, MEAN))
     cohort = joined(policy, batches=(1,) * len(which))
     outcomes = [cohort.send(client, *[1.0] * LAYERS[keys[i].layer].channels, key=keys[i]) for client, i in enumerate(which)]
-    said = "the clients disagree about the next layer: some sent stem.bn (mean), others stem.bn (variance). Do all run the same model and version?"
+    said = "the clients disagree about the next layer: some sent stem.bn (mean), others stem.bn (variance). "
+    said += "Do all run the same model and version?"
     assert [reason(outcome) for outcome in outcomes] == [said] * len(which)
     assert cohort.session.failure == said
     assert cohort.session.dropped == {}
@@ -206,7 +207,9 @@ def test_in_a_tie_what_cannot_come_next_loses(order: tuple[int, ...], odd: Key) 
     width = odd.quantity.width(LAYERS[odd.layer].channels)
     outcomes = {client: cohort.send(client, *[1.0] * (width if client else 2), key=odd if client else None) for client in order}
     assert answer(outcomes[0]).batch == 1
-    assert cohort.session.dropped == {1: f"expected the client's values of stem.bn (mean), but it sent those of {odd}: does it run the same model and version?"}
+    assert cohort.session.dropped == {
+        1: f"expected the client's values of stem.bn (mean), but it sent those of {odd}: does it run the same model and version?"
+    }
 
 
 # one request too many
@@ -255,7 +258,8 @@ def test_who_left_may_ask_for_nothing_more(moment: str) -> None:
 def test_under_abort_disagreement_fails_the_round_and_names_the_minority() -> None:
     cohort = joined("abort")
     outcomes = [cohort.send(0), cohort.send(1, key=Key(WIDE, VARIANCE)), cohort.send(2)]
-    said = "expected the client's values of stem.bn (mean), but it sent those of stem.bn (variance): does it run the same model and version?"
+    said = "expected the client's values of stem.bn (mean), but it sent those of stem.bn (variance): "
+    said += "does it run the same model and version?"
     assert reason(outcomes.pop(1)) == said
     assert [reason(outcome) for outcome in outcomes] == [f"client 1: {said}"] * 2
     assert cohort.session.dropped == {1: said}

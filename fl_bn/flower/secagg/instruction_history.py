@@ -135,5 +135,8 @@ def problem(kept: ClientState, together: History, most_unknown: int | None = Non
             return f"the others got another instruction in round {round} than this client, so their vectors may not hide this client's"
     unknown = sorted(together.keys() - own.keys())
     if most_unknown is not None and len(unknown) > most_unknown:
-        return f"this site allows max-unknown-rounds = {most_unknown}, but the others' states come from rounds {excerpt(unknown)}, in which it took no part"
+        return (
+            f"this site allows max-unknown-rounds = {most_unknown}, but the others' states come from rounds {excerpt(unknown)}, "
+            "in which it took no part"
+        )
     return ""

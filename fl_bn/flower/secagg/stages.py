@@ -302,7 +302,7 @@ class Stages:
         (usual, votes), *_ = Counter(counted.values()).most_common() or [((), 0)]
         if 2 * votes <= len(counted):
             return {}
-        why = "fitres.metrics/activations: this client has other numbers of activations per sample than most clients: all inputs must have one size"
+        why = "fitres.metrics/activations: its activations per sample differ from most clients': all inputs must have one size"
         return {node: why for node, own in counted.items() if own != usual}
 
     def leaving(self) -> set[int]:
