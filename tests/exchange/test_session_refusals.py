@@ -62,13 +62,13 @@ REFUSED = {
         r"stem.bn \(moments\): expected shape \(4,\) and torch.float64, but got shape \(2,\) and torch.float64",
     ),
     "no vector": Case(
-        True, (Local(Key(WIDE, MEAN, 1), torch.ones(2, 1).double(), 1),), r"\(mean, call 2\): expected shape \(2,\) .*, but got shape \(2, 1\)"
+        True, (Local(Key(WIDE, MEAN, 1), torch.ones(2, 1).double(), 1),), r"\(mean, call 2\): expected shape .*, but got shape \(2, 1\)"
     ),
     "another dtype": Case(
         True, (local(1.0, 1.0, dtype=torch.float32),), r"expected shape \(2,\) and torch.float64, but got shape \(2,\) and torch.float32"
     ),
     "a wider dtype": Case(
-        True, (local(1.0, 1.0, 1.0, layer=NARROW),), r"model \(mean\): expected shape \(3,\) and torch.float32, but got .* and torch.float64"
+        True, (local(1.0, 1.0, 1.0, layer=NARROW),), r"model \(mean\): expected .* torch.float32, but got .* and torch.float64"
     ),
     "whole numbers": Case(True, (local(1, 1, dtype=torch.int64),), "and torch.float64, but got .* and torch.int64"),
     "a count of 0": Case(True, (local(1.0, 1.0, count=0),), r"\(mean\): expected 1 to 9007199254740992 activations per channel, but got 0"),
