@@ -31,6 +31,7 @@ import os
 import random
 import resource
 import runpy
+import select
 import shutil
 import signal
 import sys
@@ -114,14 +115,21 @@ def policy_module() -> ModuleType:
 # The host
 
 
-def ask_for_work(site: Site, hand_over: Callable[[Request], None]) -> None:
-    """Ask the SuperNode for messages for ever, and call ``hand_over`` with a request for each."""
+def ask_for_work(site: Site, hand_over: Callable[[Request], None], is_ready: Callable[[], bool]) -> None:
+    """Ask the SuperNode for messages for ever.
+
+    Args:
+        site: The site.
+        hand_over: Called with a request for each message.
+        is_ready: Returns whether the cold process has its imports. No message is taken before that: from then on
+            its process has half a minute for its first sign of life.
+    """
     stub = _stub(site)
     tell_end(stub, "", endings["RESTARTED"])  # processes that this program's predecessor started ended with it
     worked = -QUIET
     while True:
         if runs := stub.ListAppsToLaunch(find("ListAppsToLaunchRequest")()).run_ids:
-            if token := stub.RequestToken(find("RequestTokenRequest")(run_id=runs[0])).token:
+            if is_ready() and (token := stub.RequestToken(find("RequestTokenRequest")(run_id=runs[0])).token):
                 run = find("run_from_proto")(stub.GetRun(find("GetRunRequest")(run_id=runs[0])).run)
                 hand_over(Request(token, run.fab_id, run.fab_version, run.fab_hash))
             worked = time.monotonic()
@@ -131,17 +139,19 @@ def ask_for_work(site: Site, hand_over: Callable[[Request], None]) -> None:
 # The cold and the warm process
 
 
-def serve(lines: Iterable[str], site: Site) -> None:
+def serve(lines: Iterable[str], site: Site, ready: Callable[[], None] = lambda: None) -> None:
     """Run the cold process, which answers each request in a process of its own.
 
     Args:
         lines: One request per line, as JSON. The lines end when the host ends.
         site: The site.
+        ready: Called when the imports are done.
     """
     for name in PRELOADED:
         with suppress(ModuleNotFoundError):  # some belong to extras that are not installed
             importlib.import_module(name)
     find("pull_clientappinputs")  # imports Flower
+    ready()
     site, warm = replace(site, cold_process=os.getpid()), None
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes children that have ended
     for line in lines:
@@ -410,14 +420,16 @@ def main() -> None:
     site = Site(given.appio_api_address, home, given.policy)
 
     requests, lines = os.pipe()
+    told, ready = os.pipe()
 
     def stay() -> None:  # forked before gRPC is imported, since gRPC does not survive a fork
         os.close(lines)
         with os.fdopen(requests) as stream:
-            serve(stream, site)
+            serve(stream, site, lambda: os.close(ready))  # whose other end can be read from then on
 
     fork(stay)
     os.close(requests)
+    os.close(ready)
     signal.signal(
         signal.SIGCHLD, lambda number, frame: sys.exit("the cold process, which answers the messages, has ended: start this program again")
     )
@@ -426,7 +438,7 @@ def main() -> None:
         os.write(lines, (json.dumps(asdict(request)) + "\n").encode())
 
     health = find("run_health_server_grpc_no_tls")(given.health_server_address) if given.health_server_address else None
-    ask_for_work(site, hand_over)
+    ask_for_work(site, hand_over, lambda: bool(select.select([told], [], [], 0)[0]))
     del health  # kept until here: a gRPC server stops as soon as no variable refers to it
 
 

@@ -34,7 +34,7 @@ IDLE = 60.0  # seconds without a message after which the pause is Flower's again
 SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for a tensor
 ABSENT = 15.0  # seconds without a question for work after which the program that runs ClientApps counts as gone
 NOT_LET_IN = "generator didn't yield"  # Flower's last word where the server refuses this site; the reason is in the log before
-SILENT = "its process sent no sign of life for a minute"
+SILENT = "its process sent no sign of life for a minute, or for the first half of one"
 NOBODY = f"the program that runs its ClientApps has not asked for work for {ABSENT:.0f} s: look at the site's clientapp"
 
 compat = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))
