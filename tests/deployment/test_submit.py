@@ -57,7 +57,7 @@ def test_a_submit_that_is_interrupted_leaves_its_run_in_the_queue(
     assert said[-1] == f"  fl-bn abort {server.path} mine"
     assert [(run.name, run.state) for run in list_runs(server)] == [("mine", WAITING), ("other", "running")]
     assert abort(server, "mine") == "mine was taken out of the queue before it began"
-    assert [run.name for run in list_runs(server)] == ["other"]
+    assert [(run.name, run.state) for run in list_runs(server)] == [("mine", "dropped"), ("other", "running")]
 
 
 @pytest.mark.parametrize(("owner", "where"), [(Queue, "dispatch"), (QueueStore, "find"), (Queue, "waiting")])
