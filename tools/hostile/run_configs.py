@@ -66,7 +66,7 @@ TAME: dict[str, list[Any]] = {
     "exchange-host": ["127.0.0.1", "localhost", "example.org", "", "a b"],
     "exchange-bind": ["", "127.0.0.1", "0.0.0.0", "nowhere"],
     "model": ["mlp", "simple-cnn", "digits-cnn-small", "lenet-cnn-bn", "mnist-mlp", "resnet20", "tests.experiment.resuming:network"],
-    "task": ["auto", "classification", "segmentation", "regression", "multi-label", "tests.experiment.resuming:network", "no task"],
+    "task": ["auto", "classification", "classification-auc", "segmentation", "regression", "multi-label", "tests.experiment.resuming:network", "no task"],
     "dataset": ["npz", "digits", "digits-plain", "sites", "folder", "pacs", "abide"],
     "output": ["runs", "runs/../runs", "", "/etc/passwd/x", "/proc/x", "/dev/null/x", "x" * 300, "a/b/c"],
     "pictures": [False],
