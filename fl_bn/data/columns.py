@@ -24,7 +24,7 @@ MOST_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Scale:
-    """Constants of a numeric column: the network receives ``(value - mean) / std``."""
+    """Hold the constants of a numeric column: the network receives ``(value - mean) / std``."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -32,7 +32,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Columns:
-    """Content of a columns.toml.
+    """Hold the content of a columns.toml.
 
     Attributes:
         target: name of the target column.

@@ -29,7 +29,7 @@ _STREAM = 0xC57  # sets these draws apart from others that start from the same s
 
 
 class TableError(ValueError):
-    """A CSV file is refused.
+    """Report that a CSV file is refused.
 
     Attributes:
         file: its path.
@@ -49,7 +49,7 @@ class TableError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class TableData(Measurements):
-    """Rows of CSV files as measurements: ``x`` is float32 (N, inputs).
+    """Hold rows of CSV files as measurements: ``x`` is float32 (N, inputs).
 
     Attributes:
         columns: the description of the columns.
@@ -62,7 +62,7 @@ class TableData(Measurements):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one file, as numbers.
+    """Hold the rows of one file, as numbers.
 
     Attributes:
         file: its path.
@@ -247,7 +247,7 @@ def _checked_header(file: Path, line: int, header: list[str], columns: Columns) 
 
 
 class _Leave(Exception):
-    """A row is left out."""
+    """Leave a row out."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class OwnData:
         if config.dataset == SITES and not own.dataset:
             raise ConfigError(
                 "the run is for dataset='sites', but this client's node config names no data: start it with "
-                "--node-config \"dataset='npz' data-path='/data/site.npz' ...\" (or folder, or package.module:function)"
+                "--node-config \"dataset='npz' data-path='/data/site.npz' ...\" (or folder, csv, or package.module:function)"
             )
         return own
 
