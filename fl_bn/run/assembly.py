@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
-from fl_bn.data.csv_files import TableData
+from fl_bn.data.csv_files import TableData, TableError
 from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.domains import without_domain
 from fl_bn.data.partition import BY_DOMAIN, Indices, label_counts, partition
@@ -27,6 +27,7 @@ from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import MEMORY_FORMATS, Network
+from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
 from fl_bn.models.dropout import without_dropout
 from fl_bn.models.head import with_projection
@@ -353,7 +354,12 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     Raises:
         ConfigError: They are missing, malformed, or of another form than the run's model or task takes.
     """
-    data = load(own.dataset, own.path, config.image_size)
+    try:
+        data = load(own.dataset, own.path, config.image_size)
+    except TableError as error:  # its text has a cell of the data, and what a client raises is told to the server
+        LOGGER.error("%s", error)
+        where = "".join((f", line {error.line}" if error.line else "", f", column {error.column!r}" if error.column else ""))
+        raise ConfigError(f"this client's own file {error.file.name}{where}, is refused: its log has the reason") from None
     _check_columns(config, data)
     data = _tested_on_training(data) if config.evaluate_on == TRAINING else data
     if config.validation_share:

@@ -96,7 +96,7 @@ def test_a_class_without_a_training_row_is_named_and_no_class_0_is_no_mistake(tm
     assert "no training row has the class 'a', label 0" in caplog.text
 
 
-def test_sites_with_their_own_files_train_under_one_description(tmp_path: Path) -> None:
+def test_sites_with_their_own_files_train_under_one_description(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = [hospital(tmp_path / f"machine{number}", number) for number in range(3)]
     nodes = [{"dataset": "csv", "data-path": str(file)} for file in files]
     form = own_form(nodes[0], {})
@@ -112,6 +112,17 @@ def test_sites_with_their_own_files_train_under_one_description(tmp_path: Path) 
     own = OwnData("csv", str(files[1]))
     train, test, counts = client_samples(config, 1, own)
     assert (len(train), len(test), counts) == (32, 8, (16, 16))
+
+    whole = files[1].read_text()
+    files[1].write_text(whole + "1,2,secret,a\n")
+    load.__globals__["_load"].cache_clear()
+    client_samples.cache_clear()
+    with pytest.raises(ConfigError, match=r"own file site1\.csv, line 42, column 'w', is refused: its log has the reason") as caught:
+        client_samples(config, 1, own)
+    assert "secret" not in str(caught.value)  # it is told to the server
+    assert caught.value.__cause__ is None
+    assert "secret" in caplog.text
+    files[1].write_text(whole)
 
     without = RunConfig.from_mapping({**values, "columns-digest": ""})
     with pytest.raises(ConfigError, match=f"start the run with columns-digest='{form['columns-digest']}'"):
