@@ -316,6 +316,7 @@ def layers(
     model: str,
     method: Annotated[str, typer.Option(help="name of a method")] = "fedavg",
     classes: int = 10,
+    channels: Annotated[int, typer.Option(help="of the images; of a table: its inputs, with --image-size 1")] = 3,
     image_size: int = 32,
     buffers: Annotated[str, typer.Option(help="roles of buffers, as in the run-config key buffers")] = "",
     tensors: Annotated[bool, typer.Option("--tensors", help="also print a line per tensor: name, role, shape, dtype")] = False,
@@ -338,7 +339,7 @@ def layers(
     try:
         import_extensions()
         check_name("method", method, METHODS)
-        source = set_buffer_roles(build(model, classes=classes, image_size=image_size), parse_buffer_roles(buffers))
+        source = set_buffer_roles(build(model, classes=classes, channels=channels, image_size=image_size), parse_buffer_roles(buffers))
         converted = convert(source, METHODS[method]())
         for line in describe_layers(source, converted, METHODS[method]()):
             console.print(line, highlight=False)
