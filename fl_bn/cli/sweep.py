@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch takes seconds, which --help need not
 console = Console()
 
 JobsOption = Annotated[
-    int, typer.Option(min=0, help="runs at a time, each in a process of its own; 0: 2, with --engine ray as many as the nodes have CPUs")
+    int, typer.Option(min=0, help="runs at a time, each in its own process; 0: one per core, with --engine ray one per CPU of the nodes")
 ]
 DataOption = Annotated[str, typer.Option(help="folder that {data} in a sweep file means")]
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys that count more than the file's: \"rounds=10 device='cuda'\"")]

@@ -91,8 +91,8 @@ class RunConfig(RunKeys):
             )
         if "freeze-after" in options_by_key(METHODS[self.method]) and self.freeze_after > self.rounds > 0:
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
-        if self.engine == VECTORISED and self.workers != 1:
-            raise ConfigError(f"engine='vectorised' has all clients of a cohort in one process: workers must be 1, but got {self.workers}")
+        if self.engine == VECTORISED and self.workers > 1:
+            raise ConfigError(f"engine='vectorised' has a whole cohort in one process: workers must be 0 or 1, but got {self.workers}")
         if self.method in FEDTAN and self.client_weights != "samples":
             raise ConfigError(
                 f"{self.method} weighs clients by the batches they drew, or its first step would not be the centralised one: "

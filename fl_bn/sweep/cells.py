@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -212,7 +212,7 @@ def run_cells(
 
     Args:
         cells: finished ones may be among them.
-        jobs: runs at a time.
+        jobs: runs at a time; 0: one per core.
         progress: takes rounds done and rounds in all; called about twice a second.
         running: takes the cells that run; called about twice a second.
 
@@ -220,7 +220,9 @@ def run_cells(
         The error of each cell that failed, by folder name.
     """
     todo = [cell for cell in cells if not cell.finished()]
-    jobs = at_a_time(jobs, todo)
+    jobs = at_a_time(min(jobs or cores(), len(todo)), todo)
+    if jobs > 1:  # the runs share the cores: none of them starts workers unasked
+        todo = [replace(cell, config=replace(cell.config, workers=cell.config.workers or 1)) for cell in todo]
     total = sum(cell.config.rounds for cell in cells)
     finished = total - sum(cell.config.rounds for cell in todo)
     errors: dict[str, str] = {}
@@ -260,8 +262,8 @@ def run_cells(
 
 
 def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:
-    """Return ``jobs``, or fewer where cells have workers of their own: together no more processes than cores."""
-    workers = max((cell.config.workers or cores() for cell in cells), default=1)
+    """Return ``jobs``, or fewer where cells ask for workers of their own: together no more processes than cores."""
+    workers = max((cell.config.workers or 1 for cell in cells), default=1)
     return jobs if workers == 1 else max(1, min(jobs, cores() // workers))
 
 

@@ -18,7 +18,6 @@ from fl_bn.sweep.file import Sweep
 
 FILE = "sweep.toml"
 ENGINES = ("in-process", "ray")
-JOBS = 2  # runs at a time in process, unless told otherwise
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Place:
 
     Attributes:
         engine: one of ``ENGINES``.
-        jobs: runs at a time; 0: ``JOBS`` in process, on Ray as many as the nodes have room for.
+        jobs: runs at a time; 0: in process one per core, on Ray as many as the nodes have room for.
         address: of a Ray cluster.
         gpus: the share of a GPU that each run has there.
     """
@@ -46,7 +45,7 @@ class Place:
     def run(self, cells: Sequence[Cell], progress: Callable[[int, int], None], running: Callable[[Sequence[Cell]], None]) -> dict[str, str]:
         """Run the cells that are not finished; return the errors of those that failed, by name."""
         if self.engine == "in-process":
-            return run_cells(cells, self.jobs or JOBS, progress, running)
+            return run_cells(cells, self.jobs, progress, running)
         from fl_bn.sweep import cluster  # imports Ray
 
         return cluster.run_cells(cells, self.jobs, progress, running, address=self.address, gpus=self.gpus)
