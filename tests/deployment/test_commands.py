@@ -272,7 +272,7 @@ BROKEN = {
 def test_a_key_that_cannot_be_read_is_named_at_once(server: ServerFolder, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     BROKEN[reason](server.public_key("B"))
     monkeypatch.setattr(Control, "registered", lambda self: {})
-    told = rf"sites/B\.pub: {reason}.* server\.toml names the site B, so its public key belongs there"
+    told = rf"sites/B\.pub: {reason}.* server\.toml names the site B, so this file must hold its public key"
     with pytest.raises(ControlError, match=told):
         Control("h:1", server.authority, server.path).nodes([server.public_key("A"), server.public_key("B")])
     with pytest.raises(ControlError, match=told):
@@ -285,7 +285,7 @@ def test_a_site_that_is_not_registered_is_told_from_other_refusals(server: Serve
     monkeypatch.setattr(Control, "registered", lambda self: {read_public(server.public_key("A")): 7})
     control = Control("h:1", server.authority, server.path)
     assert control.nodes([server.public_key("A")]) == [7]
-    with pytest.raises(NotRegistered, match=r"does not know the key .*B\.pub: `fl-bn register` tells it"):
+    with pytest.raises(NotRegistered, match=r"does not know the key .*B\.pub: `fl-bn register` or `fl-bn start` tells it"):
         control.nodes([server.public_key("A"), server.public_key("B")])
 
 
@@ -314,7 +314,7 @@ def test_a_flwr_that_answered_and_does_not_end_is_ended(tmp_path: Path, monkeypa
     assert Control("h:1", tmp_path, tmp_path).ask("run")["run-id"] == 7
     assert time.monotonic() - begin < 30
     stand_in(tmp_path, monkeypatch, "exec sleep 60")
-    with pytest.raises(ControlError, match="`flwr run` ended with -9 and said nothing"):
+    with pytest.raises(ControlError, match="`flwr run` ended with exit code -9 and printed nothing"):
         Control("h:1", tmp_path, tmp_path).ask("run")
 
 
@@ -324,7 +324,7 @@ def test_a_flwr_that_holds_a_lock_ends_by_itself_where_nobody_waits_for_it(tmp_p
     monkeypatch.setattr(control_module.subprocess.Popen, "communicate", lambda self, timeout=None: (self.wait(), ("", ""))[1])
     stand_in(tmp_path, monkeypatch, "exec sleep 60")
     begin = time.monotonic()
-    with (tmp_path / ".lock").open("a") as lock, pytest.raises(ControlError, match=f"ended with -{signal.SIGALRM:d}"):
+    with (tmp_path / ".lock").open("a") as lock, pytest.raises(ControlError, match=f"ended with exit code -{signal.SIGALRM:d}"):
         Control("h:1", tmp_path, tmp_path).start_run(tmp_path, "", lock.fileno())
     assert time.monotonic() - begin < 30
 
@@ -378,4 +378,4 @@ def test_submit_says_each_line_once_and_how_the_run_ended(server: ServerFolder, 
     assert submit(server, "rounds=1 name='x'", say=said.append) is (last == COMPLETED)
     told = ["run 7 is submitted to h:1 as x, for sites A, B", "a", "away; trying again", "b", "c", "d", f"run 7: {last}"]
     assert said[: len(told)] == told
-    assert all(line.startswith("it has no checkpoint to go on from") for line in said[len(told) :])
+    assert all(line.startswith("it has no checkpoint to resume from") for line in said[len(told) :])
