@@ -42,7 +42,7 @@ def advise(
             help="candidates for --pilot in place of the recommended ones, separated by commas; as for `compare`: fbn:learning-rate=0.01"
         ),
     ] = "",
-    jobs: Annotated[int, typer.Option(min=1, max=1024, help="runs of the pilot at a time, each in a process of its own")] = 1,
+    jobs: Annotated[int, typer.Option(min=0, max=1024, help="runs of the pilot at a time, each in its own process; 0: one per core")] = 0,
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/advise-<time>")] = "",
     run_config: Annotated[
         str, typer.Option("--run-config", help="the keys of the run you have in mind, as for `fl-bn run`: \"partition='domain' clients=5\"")

@@ -29,7 +29,7 @@ from fl_bn.data.validation import HeldOut, hold_out
 from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
-from fl_bn.federation.network import MEMORY_FORMATS, Network
+from fl_bn.federation.network import Network
 from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
 from fl_bn.models.dropout import without_dropout
@@ -39,6 +39,7 @@ from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role, batch_norms, parse_buffer_roles, set_buffer_roles
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
 from fl_bn.run.labels import check_labels, check_rows
+from fl_bn.run.memory_layout import memory_format
 from fl_bn.run.run_keys import VALUES
 from fl_bn.support.client_names import nodes_of
 from fl_bn.support.names import names_of
@@ -278,10 +279,14 @@ def client_model(config: RunConfig) -> nn.Module:
 @lru_cache(maxsize=2)
 def network(config: RunConfig, device: torch.device) -> Network:
     """Return the network that all clients of this process train, one after the other."""
-    model = client_model(at_client(config))
-    if (layout := MEMORY_FORMATS[config.memory_format]) is not torch.contiguous_format:
-        model = copied(model).to(memory_format=layout)
-    return Network(model, config.build_method(), device)
+    return Network(laid_out(at_client(config), device), config.build_method(), device)
+
+
+def laid_out(config: RunConfig, device: torch.device) -> nn.Module:
+    """Return ``client_model(config)`` in the memory format of the run. Copy it before a change."""
+    model = client_model(config)
+    layout = memory_format(config.memory_format, source_model(config), shape(config)[1:], device)
+    return model if layout is torch.contiguous_format else copied(model).to(memory_format=layout)
 
 
 @lru_cache(maxsize=4)
