@@ -196,7 +196,7 @@ class Key:
         if problem := _unfit(value, kind):
             raise ValueError(f"{self.name} must be {problem}, but got {short(value)}")
         if not self.accepts(value):
-            raise ValueError(_out_of_range(self.name, value, self.values, self.like))
+            raise ValueError(_out_of_range(self.name, value, self.values, self.help, self.like))
         return float(value) if kind is float else value
 
 
@@ -211,11 +211,14 @@ def _unfit(value: Any, kind: type) -> str:
     return ""
 
 
-def _out_of_range(called: str, value: object, values: Values, like: Collection[str] = ()) -> str:
+def _out_of_range(called: str, value: object, values: Values, help: str, like: Collection[str] = ()) -> str:
+    """Return the message of a value out of range. It says what special values mean, as the option's help does after "; "."""
     if not isinstance(values, str):
         return expected(called, value, values)
     wrong = next((part for part in names_of(value) if part not in like), "") if isinstance(value, str) else ""
-    return f"{called} must be {'in ' if values[0] in '([' else ''}{values}, but got {short(value)}{nearest(wrong, like)}"
+    _, _, special = help.partition("; ")
+    meaning = f" ({special})" if special and re.match(r"-?\d", special) else ""
+    return f"{called} must be {'in ' if values[0] in '([' else ''}{values}, but got {short(value)}{meaning}{nearest(wrong, like)}"
 
 
 @dataclass(frozen=True)
@@ -273,7 +276,7 @@ class Option:
         if not isinstance(value, kind) or (isinstance(value, bool) and self.kind is not bool):
             raise ValueError(f"{called} must be of type {self.kind.__name__}, but got {short(value)}")
         if not self.test(value):
-            raise ValueError(_out_of_range(called, value, self.values, self.like))
+            raise ValueError(_out_of_range(called, value, self.values, self.help, self.like))
 
     def as_key(self, name: str) -> Key:
         """Return the run config's key of this option; the key's value ``unset`` stands for the default.
