@@ -162,7 +162,7 @@ def test_what_is_exchanged_stays_float32(name: str, carrier: str, clients: list[
 
         return exchanging(model, Watched())  # type: ignore[arg-type]
 
-    monkeypatch.setattr("fl_bn.federation.client.exchanging", watching)
+    monkeypatch.setattr("fl_bn.federation.first_batch.exchanging", watching)
     ran = run(METHODS[name](), clients, 2, settings=MIXED, policy={"exchange": ExchangeSettings(carrier=carrier)})
     assert ran.records[0].aggregated
     assert len(exchanged) >= 2 * 3 * 2
