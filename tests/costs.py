@@ -10,8 +10,8 @@ import pytest
 COMMON = ("fedavg", "fixbn", "fedbn", "hbn", "fbn", "fedtan", "gn")
 """Methods that do different things. The others are variants of these, and a test that takes long for each method is slow for them."""
 
-ALONE = ("tests/deployment/", "tests/exchange/", "tests/integration/")
-"""Folders whose slow tests start servers and clients that must answer in time."""
+ALONE = ("tests/deployment/", "tests/exchange/", "tests/integration/test_workers.py")
+"""Where slow tests start processes that must answer in time: folders and files."""
 
 LONGEST = (
     "tests/loops/test_real_networks.py",
