@@ -200,13 +200,16 @@ class Key:
         return float(value) if kind is float else value
 
 
+CONTROL = re.compile("[\\x00-\\x1f\\x7f\\ud800-\\udfff]")
+
+
 def _unfit(value: Any, kind: type) -> str:
     """Return what a value must be to be written to a file and sent; empty if it is that."""
     if kind is float and not abs(value) <= LARGEST:
         return "a finite number"
     if kind is int and not -(2**63) <= value < 2**63:
         return "a whole number of at most 63 bits"
-    if kind is str and any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in value):
+    if kind is str and CONTROL.search(value):
         return "a text without control characters"
     return ""
 
@@ -284,6 +287,15 @@ class Option:
         Args:
             name: The key.
         """
+        if name not in self._keys:
+            self._keys[name] = self._as_key(name)
+        return self._keys[name]
+
+    @functools.cached_property
+    def _keys(self) -> dict[str, Key]:  # every run config asks, and a sweep makes hundreds of these
+        return {}
+
+    def _as_key(self, name: str) -> Key:
         if self.unset is None:
             return Key(name, self.in_run, self.meaning, self.values, self.test, self.like)
         shown = f"{_shown(self.unset)} or {self.values}"
@@ -427,8 +439,11 @@ def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Cal
 def options_by_key(constructor: object) -> dict[str, tuple[str, Option]]:
     """Return run-config key -> field and option of a constructor; empty if it has no options."""
     kind = constructor if isinstance(constructor, type) and is_dataclass(constructor) else getattr(constructor, "options", None)
-    if kind is None:
-        return {}
+    return {} if kind is None else _by_key(kind)
+
+
+@functools.cache
+def _by_key(kind: Any) -> dict[str, tuple[str, Option]]:
     return {_key(kind, name, spec): (name, spec) for name, spec in own_options(kind).items()}
 
 
