@@ -21,7 +21,7 @@ from tests.federation import random_samples
 settings.register_profile("fl-bn", deadline=None, derandomize=True)  # the first torch call alone takes longer than the default deadline
 settings.load_profile("fl-bn")
 
-WHOLE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(ray|slow|docker)\b", re.MULTILINE)
+WHOLE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(ray|slow|docker|newest)\b", re.MULTILINE)
 """A file whose tests all have that mark."""
 
 

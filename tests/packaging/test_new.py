@@ -76,7 +76,7 @@ def test_a_client_that_answers_no_questions_ends_the_run(demo: Path) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.pinned("later versions ignore the federations in pyproject.toml")
+@pytest.mark.pinned("tests/newest has the newest")
 def test_it_runs_on_ray(demo: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT), "FLWR_HOME": str(demo.parent / "flwr"), "RAY_ADDRESS": "local"}  # no cluster of others
     command = ("flwr", "run", ".", "--stream", "--run-config", "num-server-rounds=2")
