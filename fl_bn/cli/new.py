@@ -27,7 +27,7 @@ def new(name: Annotated[str, typer.Argument(help="name of the app, and of its ne
     except (ValueError, OSError) as error:
         raise refused(error) from error
     typer.echo(f"{folder}: read README.md first, then change task.py")
-    typer.echo(f"  cd {name} && flwr run .\n  cd {name} && python run.py    # without Ray")
+    typer.echo(f"  cd {name} && flwr run . --stream\n  cd {name} && python run.py    # without Ray")
 
 
 def write(name: str, folder: Path) -> None:

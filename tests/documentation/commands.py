@@ -105,7 +105,7 @@ def _run_config(text: str) -> None:
 
 
 def _flwr(arguments: list[str]) -> None:
-    assert arguments[0] in ("run", "ls", "stop", "log"), f"flwr {arguments[0]}"
+    assert arguments[0] in ("run", "ls", "stop", "log", "config"), f"flwr {arguments[0]}"
     if "--run-config" in arguments:
         _run_config(arguments[arguments.index("--run-config") + 1])
     federations = {"deployment", *_project()["tool"]["flwr"]["federations"]}
