@@ -176,7 +176,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"server-optimizer": "fedacg", "update": "gradients", "local-steps": 1}, "take fedavgm"),
         ({"server-optimizer": "fedacg", "server-learning-rate": 0.5}, "clients' average as it is"),
         ({"dp-noise": 1.0}, "dp-noise=1 has no effect with secure-aggregation=false"),
-        ({"secure-aggregation": True, "unseen-client": True, "method": "fedbn"}, "send what they keep in the clear"),
+        ({"secure-aggregation": True, "unseen-client": True, "method": "fedbn"}, "send the layers that they keep unencrypted"),
         ({"secure-aggregation": True, "clients": 2}, "needs at least 3 clients in a sum"),
         ({"secure-aggregation": True, "method": "fedtan"}, "layer by layer in the clear"),
         ({"secure-aggregation": True, "statistics-rule": "median"}, "secure aggregation shows none"),
@@ -195,7 +195,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"method": "fedtan2", "freeze_after": 99, "rounds": 60}, "freeze-after must not exceed rounds=60, but got 99"),
         (
             {"method": "fedtan", "client_weights": "uniform"},
-            "fedtan weighs clients by the batches they drew.* client-weights must be samples",
+            "fedtan must weigh clients by the sizes of their batches.* client-weights must be samples",
         ),
         ({"method": "fedtan", "exchange_key": "server.key"}, "exchange-certificate, exchange-key and exchange-authority belong together"),
         (
@@ -220,7 +220,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"dataset": "sites"}, "dataset='sites': the server has no data .*: give classes, channels, image-size"),
         ({"dataset": "sites", "classes": 2, "image_size": 4}, "give channels$"),
         ({"dataset": "sites", **SHAPE, "byzantine": 1, "attack": "foe"}, "dataset='sites' has real clients"),
-        ({"dataset": "sites", **SHAPE, "hold_out": "A"}, "dataset='sites': to hold a site out, start the run without it"),
+        ({"dataset": "sites", **SHAPE, "hold_out": "A"}, "dataset='sites' has no domains that hold-out could name"),
         (SHAPE, r"classes=\d+ has no effect with dataset='digits': it counts only with dataset='sites'"),
         ({"method": "fedtan", "exchange_bind": "0.0.0.0"}, "the exchange would be in plaintext at 0.0.0.0"),
     ],
