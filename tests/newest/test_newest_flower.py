@@ -34,12 +34,12 @@ def connections(newest: Newest) -> dict[str, dict[str, object]]:
 
 
 def test_it_is_the_newest_and_the_page_knows_it(newest: Newest) -> None:
-    here = newest.run("python", "-c", "import flwr; from importlib.metadata import version; print(version('flwr'), flwr.__file__)", folder=newest.folder)
-    version, file = here.split()
+    code = "import flwr; from importlib.metadata import version; print(version('flwr'), flwr.__file__)"
+    version, file = newest.run("python", "-c", code, folder=newest.folder).split()
     assert file.startswith(str(newest.folder))
     assert not version.startswith(f"{DEPLOYED}."), "the newest Flower is not tested"
     if not version.startswith(f"{NEWEST}."):
-        print(f"\nflwr {version} is newer than {NEWEST}: where these tests pass, write it as NEWEST in compat.py and in docs/how-to/flower-versions.md")
+        print(f"\nflwr {version} is newer than {NEWEST}: if all tests pass, write it as NEWEST in compat.py, and in docs/how-to/flower-versions.md")
 
 
 def test_the_project_gives_the_bits_of_a_run_in_process(newest: Newest, tmp_path: Path) -> None:
