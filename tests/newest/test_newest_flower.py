@@ -39,7 +39,7 @@ def test_it_is_the_newest_and_the_page_knows_it(newest: Newest) -> None:
     assert file.startswith(str(newest.folder))
     assert not version.startswith(f"{DEPLOYED}."), "the newest Flower is not tested"
     if not version.startswith(f"{NEWEST}."):
-        print(f"\nflwr {version} is newer than {NEWEST}: if all tests pass, write it as NEWEST in compat.py, and in docs/how-to/flower-versions.md")
+        print(f"\nflwr {version} is newer than {NEWEST}: if all tests pass, write it as NEWEST in compat.py, and on its page")
 
 
 def test_the_project_gives_the_bits_of_a_run_in_process(newest: Newest, tmp_path: Path) -> None:
@@ -90,13 +90,14 @@ def test_a_new_app_runs_with_a_superlink_and_two_supernodes(app: Path, newest: N
         started += [newest.start("flower-supernode", *here, str(port), *node, folder=tmp_path, log=tmp_path / f"supernode-{site}.log")]
     try:
         wait_for(tmp_path / "superlink.log", "Activated node", 2)
-        said = newest.run("flwr", "run", ".", "two-sites", "--stream", "--run-config", "num-server-rounds=2", folder=app)
+        run = ("flwr", "run", ".", "two-sites", "--stream", "--run-config", "num-server-rounds=1")  # a process for every message
+        said = newest.run(*run, folder=app, timeout=540)
     finally:
         for process in started:
             process.terminate()
             process.wait(30)
     logs = "\n".join(file.read_text() for file in tmp_path.glob("*.log"))
-    assert len(accuracies(re.sub(r"\x1b\[\d+m", "", said))) == 2, said + logs
+    assert len(accuracies(re.sub(r"\x1b\[\d+m", "", said))) == 1, said + logs
 
 
 def wait_for(log: Path, text: str, times: int, patience: float = 120) -> None:
