@@ -109,7 +109,8 @@ def _flwr(arguments: list[str]) -> None:
     if "--run-config" in arguments:
         _run_config(arguments[arguments.index("--run-config") + 1])
     federations = {"deployment", *_project()["tool"]["flwr"]["federations"]}
-    named = [] if arguments[0] == "config" else [word for word in arguments[1:3] if re.fullmatch(r"[a-z-]+", word) and not word.startswith("-")]
+    words = () if arguments[0] == "config" else arguments[1:3]
+    named = [word for word in words if re.fullmatch(r"[a-z-]+", word) and not word.startswith("-")]
     assert set(named) <= federations, f"pyproject.toml has no federation {named}"
 
 
