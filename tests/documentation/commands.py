@@ -135,7 +135,7 @@ def _python(arguments: list[str]) -> None:
 
 
 def _pip(arguments: list[str]) -> None:
-    assert arguments[0] == "install", arguments
+    assert arguments[0] in ("install", "wheel"), arguments
     extras = set(_project()["project"]["optional-dependencies"])
     for word in arguments:
         if found := re.search(r"\[(.*?)\]", word):
