@@ -30,6 +30,7 @@ from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import Network
+from fl_bn.flower.compat import federation_config
 from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
 from fl_bn.models.dropout import without_dropout
@@ -464,7 +465,7 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
     if clients != config.clients:
         raise ConfigError(
             f"the run is for clients={config.clients}, but this client's node config has num-partitions={clients}: set both alike, "
-            f'e.g. --run-config "clients={clients}" or --federation-config "options.num-supernodes={config.clients}"'
+            f'e.g. --run-config "clients={clients}" or {federation_config({"num-supernodes": config.clients})}'
         )
     if not 0 <= index < clients:
         raise ConfigError(f"partition-id must be 0..{clients - 1}, but got {index}")
