@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.schema import COMPARE
 from fl_bn.flower.app import client_app
+from fl_bn.flower.compat import federation_config
 from fl_bn.flower.log import log
 from fl_bn.flower.own.seats import seat_of_newcomer, seated
 from fl_bn.flower.wire.messages import HELLO
@@ -141,7 +142,7 @@ class Population:
                 keys = "`clients-at-start`" if self.rounds.at_start else "`clients`"
                 raise RunFailed(
                     f"only {here} of {needed} clients came within {wait:.0f} s (missing: {missing}). Start the others, or lower {keys} "
-                    "(in simulation: --federation-config 'options.num-supernodes=...'). If they are slow to start, as Ray's processes "
+                    f"(in simulation: {federation_config({'num-supernodes': '...'})}). If they are slow to start, as Ray's processes "
                     f'are on a busy machine, wait longer: --run-config "wait-timeout={max(600.0, 5 * wait):.0f}"'
                 )
             time.sleep(0.2)
@@ -329,7 +330,7 @@ class Population:
             self._refuse(node, other)
             return (
                 f"{other}: set `clients` and the number of SuperNodes alike, e.g. "
-                f'--run-config "clients={clients}" or --federation-config "options.num-supernodes={expected}"'
+                f'--run-config "clients={clients}" or {federation_config({"num-supernodes": expected})}'
             )
         if index >= expected:
             self._refuse(node, f"it calls itself client {index}, but the {clients} clients are 0..{clients - 1}")
