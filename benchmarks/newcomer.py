@@ -124,8 +124,8 @@ def table(rows: Mapping[Key, Row]) -> str:
     lines = [
         "# A newcomer's table",
         "",
-        f"Five sites, scikit-learn's digits, {ROUNDS} rounds of one local epoch, batches of {BATCH}. `Federation`'s default rate of 0.05 in "
-        "all rounds, nothing tuned. Accuracy (%) of every site's own model under its own camera: mean over the sites, then mean (standard "
+        f"Five sites, scikit-learn's digits, {ROUNDS} rounds of one local epoch, batches of {BATCH}. The rate is 0.05 in all rounds, "
+        "`Federation`'s default, and nothing is tuned. Accuracy (%) of every site's own model under its own camera: mean over the sites, then mean (standard "
         "deviation) over seeds. Made by `benchmarks/newcomer.py`.",
         "",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import matplotlib
@@ -217,10 +218,19 @@ def _stacked(axes: Axes, table: np.ndarray, names: Sequence[str], what: str) -> 
         axes.figure.colorbar(scale, ax=axes, label=what, ticks=MaxNLocator(8, integer=True))
 
 
-def best_first(curves: Mapping[str, np.ndarray], task: Task) -> list[str]:
-    """Return the names of ``curves``, ordered by the mean of the last round; names without a finite mean are last."""
+def best_first(curves: Mapping[str, np.ndarray], task: Task, planned: Mapping[str, int] = MappingProxyType({})) -> list[str]:
+    """Return the names of ``curves``, ordered by the mean of the last round.
+
+    Names with fewer runs than planned come after the others, and those without a finite mean are last.
+
+    Args:
+        curves: Method -> values (seeds, evaluations).
+        task: The runs' task.
+        planned: Method -> the number of its runs. Default: as many as there are.
+    """
     last, sign = {name: float(values[:, -1].mean()) for name, values in curves.items()}, (-1 if task.higher_is_better else 1)
-    return sorted(last, key=lambda name: (not np.isfinite(last[name]), sign * last[name]))
+    fewer = {name: len(values) < planned.get(name, 0) for name, values in curves.items()}
+    return sorted(last, key=lambda name: (not np.isfinite(last[name]), fewer[name], sign * last[name]))
 
 
 def draw_comparison(
@@ -230,8 +240,11 @@ def draw_comparison(
     path: Path,
     task: Task = CLASSIFICATION,
     split: str = "test",
+    planned: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Draw the task's metric over rounds for several methods; a band is one standard deviation.
+
+    The curve of a method with failed runs is pale, and its label says how many runs it is the mean of.
 
     Args:
         curves: Method -> values (seeds, evaluations), in percent if the metric is a share.
@@ -240,16 +253,20 @@ def draw_comparison(
         path: The file.
         task: The runs' task.
         split: The evaluated samples: test or validation.
+        planned: Method -> the number of its runs. Default: as many as there are.
     """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8.5, 4.8), layout="constrained")
         digits = ".1f" if task.scale() == 100 else ".3g"
-        for name in best_first(curves, task):
+        for name in best_first(curves, task, planned):
             values, index = curves[name], list(curves).index(name)
             look = {**line(index), "ms": 3.5, "markevery": max(1, len(values[0]) // 8)}
             mean, std = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
             last = f"{mean[-1]:{digits}}" + (f" ± {std[-1]:{digits}}" if len(values) > 1 else "")
             label = f"{name}  {last if np.isfinite(mean[-1]) else 'not finite'}"
+            if len(values) < planned.get(name, 0):
+                label += f"\n({len(values)} of {planned[name]} runs; the others failed)"
+                look["alpha"] = 0.4
             axes.plot(rounds[name], mean, **look, label=label)
             axes.fill_between(rounds[name], mean - std, mean + std, color=look["color"], alpha=0.15, lw=0)
         axes.set(xlabel="round", ylabel=axis_of(task, f"{split} "), title=lines(title, 66))
