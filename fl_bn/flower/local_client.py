@@ -110,11 +110,12 @@ class LocalClient:
             "label-counts": json.dumps(self.site.label_counts or []),
         }
 
-    def compute(self, request: Request, pack: Callable[[Reply], T]) -> T:
+    def compute(self, request: Request, pack: Callable[[Reply], T], tests: bool = True) -> T:
         """Train or measure as ``request`` says, and keep the tensors that stay with this client.
 
         Args:
             request: the checked content of a message.
+            tests: whether the reply may say how the network did on this client's test data, if the run asks for it.
             pack: makes the outgoing message from the reply. Tensors are kept only after that. A client whose
                 weights do not fit the type in which they travel (``Overflow``) sits the round out.
 
@@ -127,7 +128,8 @@ class LocalClient:
         try:
             with self.network.lend() as lent:
                 round = LocalRound(lent, self.method, instruction, kept, self.settings, joins)
-                source = SampleSource(self.site.train, self.seed, self.site.client, self.task, self.shares_drift)
+                test = self.site.test if tests else None
+                source = SampleSource(self.site.train, self.seed, self.site.client, self.task, self.shares_drift, test)
                 reply, keeps = cohort_round(round, source)
         except Unanswered as pending:
             return pack(question(pending, self.site.client))

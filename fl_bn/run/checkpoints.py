@@ -17,7 +17,7 @@ from fl_bn.support.wire import reason
 FOLDER, CONFIG = "checkpoints", "config.toml"
 AT_ONCE = 2  # the one before the last is there in case the last is damaged
 FREE = {  # keys that may differ from the resumed run: they change the last digits of a number at most
-    "name", "output", "resume", "checkpoint-every", "pictures", "callbacks", "device", "threads", "workers",
+    "name", "output", "resume", "checkpoint-every", "pictures", "callbacks", "early-stop", "keep-best", "device", "threads", "workers",
     "deterministic", "memory-format", "share-label-counts", "min-replies", "min-cohort", "clients-at-start", "client-nodes", "client-names",
     "max-failed-rounds", "round-timeout", "wait-timeout", "retry-timeout", "recalibration", "recalibration-memory",
     *(name for name in FIELDS if name.startswith("exchange")),

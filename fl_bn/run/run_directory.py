@@ -17,7 +17,7 @@ import tomli_w
 from safetensors.torch import save
 
 from fl_bn.derived import plain_names
-from fl_bn.federation.callbacks import Callback
+from fl_bn.federation.callbacks import Callback, Running
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.flower import RunFailed
 from fl_bn.flower.app.checkpoint import Checkpoint
@@ -76,6 +76,7 @@ class RunDirectory(Callback):
         self._log = None if path is None else LogFile(path / LOG)
         self._lock: IO[str] | None = None
         self._ended = False
+        self._running: Running | None = None
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
@@ -139,6 +140,11 @@ class RunDirectory(Callback):
         self.strategy = strategy
         if self.path is not None and strategy.secure is not None and strategy.secure.accountant is not None:
             strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
+
+    def on_start(self, running: Running) -> None:
+        """Give the callbacks that follow the records of a run that continues."""
+        self._running = running
+        running.history = tuple(self.records)
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
         """Note the metric of every domain, also for the callbacks that follow."""
@@ -214,7 +220,8 @@ class RunDirectory(Callback):
         accountant = self.strategy.secure.accountant if self.strategy and self.strategy.secure else None
         privacy = "" if accountant is None else accountant.statement()
         table = disclosure_table(kinds, self.config.called)
-        text = summary(self.config, self.records, error, passes, table, privacy, self.task)
+        early = self._running.reason if self._running else ""
+        text = summary(self.config, self.records, error, passes, table, privacy, self.task, early)
         durable.write(path / "summary.md", text.encode(), mode=0o666)
         self._write_passes()
         draws = self.config.pictures and self._can_draw()

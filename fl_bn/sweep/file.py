@@ -63,6 +63,7 @@ INSTEAD = {  # keys that a sweep decides: what to do instead, in a command of op
     "name": "a run is called by its values on the axes",
     "resume": "the same command with the same --output goes on",
     "pictures": "fl-bn plot draws those of a run",
+    "early-stop": "runs that are compared have one length",
 }
 DECIDED = tuple(INSTEAD)
 Axis = dict[str, dict[str, Any]]

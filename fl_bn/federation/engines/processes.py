@@ -48,7 +48,7 @@ class InWorkers:
             Exception: The error of the first client that failed.
         """
         packed, same = _packed(instruction), (torch.get_num_threads(), torch.get_default_dtype())
-        states = [[one.get_state().numpy() for one in generators(self._clients.loaders[client])] for client in clients]
+        states = [[one.get_state().numpy() for one in generators(self._clients.own[client].loader)] for client in clients]
         tasks = [(str(self._path), same, packed, rounds, *one) for one in zip(clients, map(_packed, kept), states, strict=True)]
         results = []
         for client, done in zip(clients, list(self._workers.run(_work, tasks)), strict=True):
@@ -56,7 +56,7 @@ class InWorkers:
                 done.error.add_note(f"in the worker process of client {client}")
                 raise done.error
             reply, keeps, after = done.value
-            for one, state in zip(generators(self._clients.loaders[client]), after, strict=True):
+            for one, state in zip(generators(self._clients.own[client].loader), after, strict=True):
                 one.set_state(torch.from_numpy(state))
             results.append((_unpacked(reply), _unpacked(keeps)))
         return results
@@ -84,7 +84,7 @@ def _work(
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     clients = _read(path)
-    for one, state in zip(own := generators(clients.loaders[client]), states, strict=True):
+    for one, state in zip(own := generators(clients.own[client].loader), states, strict=True):
         one.set_state(torch.from_numpy(state.copy()))
     reply, keeps = clients.compute(_unpacked(packed), rounds, client, _unpacked(kept))
     return _packed(reply), _packed(keeps), [one.get_state().numpy() for one in own]

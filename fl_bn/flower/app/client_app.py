@@ -43,7 +43,9 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
             return secured(build)(message, context)
         client = build(context)
         request = read(message, client.network)
-        return client.compute(request, partial(reply_to, message, request.header, rounding=request.rounding))
+        limits = Limits.of(context)  # a site that bounds its evaluations tells no others along with its training
+        tests = limits.max_evaluations is None and len(client.site.test) >= limits.min_samples
+        return client.compute(request, partial(reply_to, message, request.header, rounding=request.rounding), tests)
 
     def evaluate(message: Message, context: Context) -> Message:
         client = build(context)
