@@ -175,9 +175,8 @@ def with_clients(
         up, tensors_up = rounding.nbytes(part.sections), count_tensors(part.sections)
         back, waited = sum(up.values()) + layers.up, part.metrics.get("waited", 0.0)
         distance = known.get(client, math.nan)
-        tested = {name: part.metrics.get(name, math.nan) for name in ("before", "after")}
-        one = ClientRecord(client, part.samples, part.steps, part.loss, sent, back, layers.exchanges, waited, distance, **tested)
-        clients.append(one)
+        one = ClientRecord(client, part.samples, part.steps, part.loss, sent, back, layers.exchanges, waited, distance)
+        clients.append(replace(one, before=part.metrics.get("before", math.nan), after=part.metrics.get("after", math.nan)))
     if traffic:
         down = {**down, "exchange": max(t.down for t in traffic.values())}
         up = {**up, "exchange": max(t.up for t in traffic.values())}

@@ -274,7 +274,7 @@ def test_kinds_of_targets_and_the_tasks_that_take_them() -> None:
             find_task("auto", kind_of(targets))
     with pytest.raises(ValueError, match="task 'regression' learns from values, but the data have one label per sample"):
         find_task("regression", kind_of(zeros))
-    with pytest.raises(ValueError, match="task must be auto, one of classification, segmentation, regression, multi-label"):
+    with pytest.raises(ValueError, match="task must be auto, one of classification, segmentation, dice, regression, multi-label"):
         find_task("regresion")
 
 

@@ -252,7 +252,8 @@ class LocalTransport(Transport):
             lent = [returned.enter_context(self._on_cpu.lend()) for _ in clients]
             connect = unneeded if exchanges else None
             rounds = [
-                self.clients.round(one, instruction, self.kept[client], connect) for one, client in zip(lent, clients, strict=True)
+                self.clients.round(client, one, instruction, self.kept[client], connect)
+                for one, client in zip(lent, clients, strict=True)
             ]
             members = [Member(round, source) for round, source in zip(rounds, sources, strict=True)]
             return client_rounds(members, AsOneProgram(self.clients.device))
