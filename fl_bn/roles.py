@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -286,8 +287,12 @@ def inputs_like(model: nn.Module) -> Tensor:
         The first floating-point parameter, else the first floating-point buffer. Without either, an empty
         tensor of torch's default dtype.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    return next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0, device=tensors[0].device if tensors else None))
+    first = None
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.is_floating_point():
+            return tensor
+        first = tensor if first is None else first
+    return torch.empty(0, device=None if first is None else first.device)
 
 
 def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:

@@ -136,10 +136,6 @@ class Engine(Protocol):
         """Train every member on its own ``batches``, and return the results of each one's passes."""
         ...
 
-    def reply(self, member: Member, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
-        """Make one member's reply, see ``Source.reply``."""
-        ...
-
 
 class _OneByOne:
     def check(self, members: Sequence[Member]) -> None:
@@ -151,9 +147,6 @@ class _OneByOne:
 
     def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
         return [self._train(*member, own) for member, own in zip(members, batches, strict=True)]
-
-    def reply(self, member: Member, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
-        return member.source.reply(member.round, batches, trained)
 
     def _train(self, round: LocalRound, source: Source, batches: Iterable[Any]) -> list[Trained]:
         optimizer = source.optimizer(round)
@@ -188,14 +181,14 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
     engine.check(members)
     if not first.trains:
         engine.measure(members)
-        return [engine.reply(member, (), ()) for member in members]
+        return [source.reply(round, (), ()) for round, source in members]
     batches = [source.batches(round) for round, source in members]  # before the statistics pass, which one sample may break
     if first.method.reports(first.phase) is StatisticsReport.PASS:
         engine.measure(members)
     before = [tested(member) for member in members]
     trained = engine.train(members, batches)
     after = [tested(member) for member in members]
-    results = [engine.reply(*one) for one in zip(members, batches, trained, strict=True)]
+    results = [source.reply(round, own, done) for (round, source), own, done in zip(members, batches, trained, strict=True)]
     return [_with_tests(*one) for one in zip(results, before, after, strict=True)]
 
 
