@@ -49,9 +49,9 @@ def far_numbers(parts: Sequence[Reply], sections: Sequence[str]) -> dict[int, st
     """
     reasons: dict[int, str] = {}
     for section in sections:
-        sizes = {part.client: max(sizes(part.sections[section]).values(), default=0.0) for part in parts}
-        limit = WIDEST * max(1.0, median_high(sizes.values())) if len(sizes) >= FEWEST else math.inf
-        for client, size in sizes.items():
+        largest = {part.client: max(sizes(part.sections[section]).values(), default=0.0) for part in parts}
+        limit = WIDEST * max(1.0, median_high(largest.values())) if len(largest) >= FEWEST else math.inf
+        for client, size in largest.items():
             if size > limit:
                 reasons[client] = (
                     f"{section}: expected numbers within +-{limit:.3g}, which is {WIDEST:g} times the median client's largest, or 1, but "
