@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from fl_bn import methods
     from fl_bn.conversion import convert
     from fl_bn.federation.best import EarlyStop, KeepBest
-    from fl_bn.federation.callbacks import Callback, Running
+    from fl_bn.federation.callbacks import Callback
     from fl_bn.federation.federation import Federation
     from fl_bn.federation.loaders import SeededBatches
-    from fl_bn.federation.own_loop import local_round, server_round, server_state
+    from fl_bn.federation.own_loop import client_model, local_round, server_round, server_state
     from fl_bn.federation.per_client import per_client
     from fl_bn.kinds import register_batch_norm
     from fl_bn.roles import set_buffer_roles
@@ -35,11 +35,11 @@ __all__ = [
     "KeepBest",
     "MultiLabel",
     "Regression",
-    "Running",
     "SeededBatches",
     "Segmentation",
     "Task",
     "__version__",
+    "client_model",
     "convert",
     "local_round",
     "methods",
@@ -54,7 +54,7 @@ _HOMES = {
     "Callback": "fl_bn.federation.callbacks",
     "EarlyStop": "fl_bn.federation.best",
     "KeepBest": "fl_bn.federation.best",
-    "Running": "fl_bn.federation.callbacks",
+    "client_model": "fl_bn.federation.own_loop",
     "convert": "fl_bn.conversion",
     "local_round": "fl_bn.federation.own_loop",
     "Federation": "fl_bn.federation.federation",

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from fl_bn import Callback, EarlyStop, Federation, KeepBest, Running, SeededBatches, methods
-from fl_bn.federation.callbacks import Callbacks
+from fl_bn import Callback, EarlyStop, Federation, KeepBest, SeededBatches, methods
+from fl_bn.federation.callbacks import Callbacks, Running
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import run_in_process
