@@ -1,7 +1,7 @@
 """Try what a newcomer tries: methods where the features differ between five sites, where the labels do, and where both do.
 
     nice -n 19 python benchmarks/newcomer.py --output benchmarks/results/newcomer/cells.csv
-    python benchmarks/newcomer.py --table benchmarks/results/newcomer
+    python benchmarks/newcomer.py --table benchmarks/results/newcomer        # table.md there, and the table of docs/methods/choosing.md
 
 A cell is one ``Federation`` in plain torch on scikit-learn's digits, with its default optimiser: nothing is tuned. Under *features*
 every site sees all digits, as another camera would. Under *two classes* every site has two digits, seen alike. Under *both* it has
@@ -16,6 +16,7 @@ import csv
 import itertools
 import logging
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch
 import typer
 from torch import nn
 
+
 SHIFTS = ("none", "invert", "dark", "noise", "blur")  # one per site
 REGIMES = ("features", "two classes", "both")
 METHODS = ("fedavg", "fedbn", "fbn", "hbn", "fixbn", "gn")
@@ -33,6 +35,7 @@ SEEDS = (0, 1, 2)
 ROUNDS, EVERY, BATCH = 40, 4, 32
 KEY = ("regime", "method", "seed")
 FIELDS = (*KEY, "all_classes", "own_classes", "at_freeze", "lowest", "seconds", "commit")
+PAGE, MARK = Path(__file__).parent.parent / "docs" / "methods" / "choosing.md", "newcomer"
 Key = tuple[str, str, int]
 Row = Mapping[str, str]
 
@@ -125,8 +128,8 @@ def table(rows: Mapping[Key, Row]) -> str:
         "# A newcomer's table",
         "",
         f"Five sites, scikit-learn's digits, {ROUNDS} rounds of one local epoch, batches of {BATCH}. The rate is 0.05 in all rounds, "
-        "`Federation`'s default, and nothing is tuned. Accuracy (%) of every site's own model under its own camera: mean over the sites, then mean (standard "
-        "deviation) over seeds. Made by `benchmarks/newcomer.py`.",
+        "`Federation`'s default, and nothing is tuned. Accuracy (%) of every site's own model under its own camera: mean over the sites, then "
+        "mean (standard deviation) over seeds. Made by `benchmarks/newcomer.py`.",
         "",
     ]
     for title, field in (("Tested on all classes", "all_classes"), ("Tested on the site's own classes", "own_classes")):
@@ -143,6 +146,17 @@ def table(rows: Mapping[Key, Row]) -> str:
     return "\n".join([*lines, "", f"Seeds: {', '.join(map(str, seeds))}. {len(rows)} cells were run, {left} were not.", ""])
 
 
+def excerpt(rows: Mapping[Key, Row]) -> str:
+    """Return the table of the page on methods."""
+    head = "| method | features differ | labels differ | both, on all classes | both, on the site's own classes |"
+    lines = [head, "|---|---:|---:|---:|---:|"]
+    columns = (("features", "all_classes"), ("two classes", "all_classes"), ("both", "all_classes"), ("both", "own_classes"))
+    for method in METHODS:
+        said = [shown([row for key, row in rows.items() if key[:2] == (regime, method)], field) for regime, field in columns]
+        lines.append(f"| `{method}` | {' | '.join(said)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main(
     output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
     seconds: Annotated[float, typer.Option(help="begin no cell after so many")] = math.inf,
@@ -150,7 +164,12 @@ def main(
 ) -> None:
     """Run the cells that the file lacks, or write the table."""
     if table_of is not None:
-        (table_of / "table.md").write_text(table(read(table_of / "cells.csv")))
+        sys.path.insert(0, str(Path(__file__).parent.parent))
+        from experiments.marks import replaced
+
+        rows = read(table_of / "cells.csv")
+        (table_of / "table.md").write_text(table(rows))
+        PAGE.write_text(replaced(PAGE.read_text(), MARK, excerpt(rows)))
     if output is None:
         return
     done, begin = read(output), time.monotonic()

@@ -25,17 +25,14 @@ SMOOTH = 1e-5
 class Dice(Segmentation):
     """Segmentation by the soft Dice loss, for images (B, C, H, W) and volumes (B, C, D, H, W).
 
-    The loss of an image is 1 minus its soft Dice, plus ``cross_entropy`` times its cross-entropy. The soft Dice
-    is the mean over classes of 2 sum(p y) / (sum(p) + sum(y)). p is the probability of the class at a labelled
-    pixel, and y is 1 if the pixel has it. ``dice`` takes predictions for p, and sums over all data, not over
-    an image; it is the mean over classes that occur. So it is no mean over images, as some libraries report.
+    An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus ``cross_entropy``
+    times its cross-entropy. p is a class's probability at a labelled pixel, y is 1 where it is the label.
+    ``dice`` is that mean for predictions, with sums over all data and not over an image.
 
     >>> import torch
     >>> from fl_bn import Dice
-    >>> state = Dice().state()
-    >>> state.update(10 * torch.eye(2)[None, :, None], torch.tensor([[[0, 1]]]))  # two pixels, both right
-    >>> state["dice"]
-    1.0
+    >>> float(Dice().loss(40 * torch.eye(2)[None, :, None], torch.tensor([[[0, 1]]])))  # two pixels, both right
+    0.0
 
     Attributes:
         target_key: key of the masks, if batches are dicts. Empty: see ``Task.read``.
