@@ -27,7 +27,6 @@ import torch
 import typer
 from torch import nn
 
-
 SHIFTS = ("none", "invert", "dark", "noise", "blur")  # one per site
 REGIMES = ("features", "two classes", "both")
 METHODS = ("fedavg", "fedbn", "fbn", "hbn", "fixbn", "gn")
@@ -128,8 +127,8 @@ def table(rows: Mapping[Key, Row]) -> str:
         "# A newcomer's table",
         "",
         f"Five sites, scikit-learn's digits, {ROUNDS} rounds of one local epoch, batches of {BATCH}. The rate is 0.05 in all rounds, "
-        "`Federation`'s default, and nothing is tuned. Accuracy (%) of every site's own model under its own camera: mean over the sites, then "
-        "mean (standard deviation) over seeds. Made by `benchmarks/newcomer.py`.",
+        "`Federation`'s default, and nothing is tuned. Accuracy (%) of every site's own model under its own camera: mean over the sites, "
+        "then mean (standard deviation) over seeds. Made by `benchmarks/newcomer.py`.",
         "",
     ]
     for title, field in (("Tested on all classes", "all_classes"), ("Tested on the site's own classes", "own_classes")):

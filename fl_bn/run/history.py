@@ -102,8 +102,7 @@ def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: Client
             "exchanges": client.exchanges,
             "waited": round(client.waited, 4),
             "distance": _finite(client.distance),
-            f"{task.metric}-before": _finite(client.before),
-            f"{task.metric}-after": _finite(client.after),
+            **({} if math.isnan(client.before) else {f"{task.metric}-before": client.before, f"{task.metric}-after": client.after}),
             "refused": client.refused,
         }
     for index, metrics in record.client_evaluation.items():
