@@ -61,7 +61,7 @@ BUFFER_ROLES = {"shared": Role.BUFFER, "kept": Role.KEPT, "recomputed": Role.REC
 
 
 class UnknownTensor(ValueError):
-    """A norm layer holds a tensor of unknown role."""
+    """Signal that a norm layer holds a tensor of unknown role."""
 
 
 NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -129,7 +129,7 @@ def _known(module: nn.Module, key: str) -> Role | None:
     if isinstance(module, parametrizations._SpectralNorm) and key in ("_u", "_v"):
         return Role.RECOMPUTED
     if isinstance(module, parametrizations._Orthogonal) and key == "base":
-        return Role.CONSTANT  # the parameter is a coordinate relative to it: it has a meaning beside the server's base alone
+        return Role.CONSTANT  # the parameter is a coordinate relative to the base, so all clients need the server's base
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, SpectralNorm) and key in (f"{hook.name}_u", f"{hook.name}_v"):
             return Role.RECOMPUTED
@@ -153,7 +153,7 @@ def fake_quantizes(module: nn.Module) -> bool:
 def observes(module: nn.Module) -> bool:
     """Return whether ``module`` is an observer or a FakeQuantize of torch.ao.
 
-    Their extremes are infinite until the first batch.
+    Its minimum and maximum are infinite until the first batch.
     """
     quantization = sys.modules.get("torch.ao.quantization")
     return quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase))

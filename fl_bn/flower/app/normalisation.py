@@ -1,4 +1,4 @@
-"""Describe in the log what happens to every normalisation layer."""
+"""Write the lines of the log about normalisation layers and rounds."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from fl_bn.roles import NORM_LAYERS, Role, buffers_in_words, roles
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.task import CLASSIFICATION, Task
 
-RUNAWAY_GROWTH = 10.0  # a layer's mean variance, from one round to the next
-RUNAWAY_DRIFT = 10.0  # a mean, in standard deviations
+RUNAWAY_GROWTH = 10.0  # the growth of a layer's mean variance in one round from which on there is a warning
+RUNAWAY_DRIFT = 10.0  # the same for the change of a mean, in standard deviations
 
 
 def layers_by_type(model: nn.Module) -> str:
-    """Count the normalisation layers by type: ``3 BatchNorm2d, 1 BatchNorm1d``, for example, or ``no normalisation layer``."""
+    """Return the number of normalisation layers by type, as ``3 BatchNorm2d, 1 BatchNorm1d`` or ``no normalisation layer``."""
     layers = Counter(type(module).__name__ for module in model.modules() if isinstance(module, NORM_LAYERS))
     return ", ".join(f"{count} {name}" for name, count in layers.items()) or "no normalisation layer"
 
 
 def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
-    """Describe what a method does with a model, line by line.
+    """Yield lines on what a method does with a network.
 
-    The lines name the layers before and after conversion, the use of each role's tensors, and the clients'
-    reports.
+    They name the layers before and after conversion, what becomes of the tensors of each role, and what clients report.
 
     Args:
-        source: the network before conversion.
-        model: the network after conversion.
-        method: the method.
+        source: The network before conversion.
+        model: The network after conversion.
+        method: The method.
     """
     before, after = layers_by_type(source), layers_by_type(model)
     yield f"method {method.name}: found {before}" + ("" if before == after else f", trained as {after}")
@@ -68,13 +67,13 @@ def say_layers(source: nn.Module, model: nn.Module, method: Method) -> None:
 
 
 def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> str:
-    """Describe a round in one short line: ``[round 3/20] 3/3 clients  loss 2.2450  accuracy 15.8%  1.2 s``.
+    """Return the short line of a round, as ``[round 3/20] 3/3 clients  loss 2.2450  accuracy 15.8%  1.2 s``.
 
     Args:
-        record: the round.
-        rounds: the number of rounds of the run.
-        task: names and formats the metric.
-        called: the clients' names.
+        record: The record of the round.
+        rounds: The number of rounds of the run.
+        task: The task, which names and formats the metric.
+        called: The names of the clients.
     """
     evaluation, metric, worst = record.evaluation, task.metric, task.worst()
     clients = f"{len(record.accepted)}/{len(record.clients)} clients"
@@ -94,15 +93,15 @@ def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, call
 
 
 def describe_round(record: RoundRecord, rounds: int, task: Task, method: Method, model: nn.Module, called: ClientNames = UNNAMED) -> str:
-    """Describe a round in one long line: first training, then normalisation.
+    """Return the long line of a round: first on the training, then on normalisation, bytes and drift.
 
     Args:
-        record: the round.
-        rounds: the number of rounds of the run.
-        task: names and formats the metric.
-        method: the method.
-        model: the converted network.
-        called: the clients' names.
+        record: The record of the round.
+        rounds: The number of rounds of the run.
+        task: The task, which names and formats the metric.
+        method: The method.
+        model: The converted network.
+        called: The names of the clients.
     """
     evaluation, metric, worst = record.evaluation, task.metric, task.worst()
     score = f", {metric} {task.format_metric(evaluation[metric])}" if metric in evaluation else ""
@@ -140,12 +139,12 @@ def describe_round(record: RoundRecord, rounds: int, task: Task, method: Method,
 
 
 def watch(record: RoundRecord) -> Iterator[str]:
-    """Warn of statistics that run away, and of a loss that is not finite.
+    """Yield warnings about a round: of statistics that run away, and of a loss that is not finite.
 
-    Statistics run away where training normalises with shared constants: many steps at a high rate amplify their
-    own effect.
+    Statistics may run away where training normalises by shared statistics, which stay constant during a round: the
+    effects of many steps at a high learning rate add up.
     """
-    if record.phase == Phase.MEASURE.value:  # nobody trained: a large drift means that the statistics were far off before
+    if record.phase == Phase.MEASURE.value:  # a pass without training: a large drift only means that the statistics were wrong before
         return
     drift = record.drift if record.aggregated and record.round > 1 else None
     if drift and (drift.growth > RUNAWAY_GROWTH or drift.largest > RUNAWAY_DRIFT or not math.isfinite(drift.largest)):
@@ -154,13 +153,15 @@ def watch(record: RoundRecord) -> Iterator[str]:
             f"({drift.layer or 'model'}) in one round. The statistics no longer follow the weights: lower the learning rate or the local "
             "steps"
         )
-    masked = "masked" in record.bytes_up  # a client that diverges sends no summand; privacy withholds the loss
+    masked = (
+        "masked" in record.bytes_up
+    )  # with secure aggregation, a client that diverges sends nothing, and the loss may be withheld for privacy
     if record.aggregated and not masked and not math.isfinite(record.loss):
         yield f"round {record.round}: the training loss is {record.loss}: training diverged; lower the learning rate"
 
 
 def size(nbytes: float) -> str:
-    """Format a number of bytes as B, kB or MB (1 MB = 1024 * 1024 bytes)."""
+    """Format a number of bytes in B, kB or MB, where 1 kB is 1024 bytes and 1 MB is 1024 kB."""
     if nbytes < 1024:
         return f"{nbytes:.0f} B"
     return f"{nbytes / 1024:.1f} kB" if nbytes < 1024**2 else f"{nbytes / 1024**2:.2f} MB"

@@ -1,4 +1,4 @@
-"""Find a message's records by kind and name, and read one by a ``Form``."""
+"""Records of a message: find them by kind and name, and read one by a ``Form``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
     """Return a message's records of one kind, by name.
 
-    Flower's properties (``array_records`` ...) make objects that refer to themselves and to the message. They
-    keep a reply's arrays in memory until Python looks for such circles.
+    Flower's own properties (``array_records`` ...) create reference cycles. These keep a reply's arrays in
+    memory until the garbage collector runs.
     """
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 
@@ -27,7 +27,7 @@ def metrics_of(content: RecordDict) -> MetricRecord | None:
 
 
 class Form(fields.Form):
-    """Find a record in a message, and read it."""
+    """Declare the fields of a record in a message, find the record, and read it."""
 
     def of_configs(self, content: RecordDict) -> Values:
         """Read the config record of this form's name."""
