@@ -118,6 +118,7 @@ class RunKeys(DataKeys):
     local_steps: int = declared(LocalTraining, "steps")
     batch_size: int = declared(LocalTraining, "batch_size")
     drop_last: bool = declared(LocalTraining, "drop_last")
+    local_evaluation: bool = declared(LocalTraining, "local_evaluation")
     update: str = declared(LocalTraining, "update")
     optimizer: str = declared(LocalTraining, "optimizer")
     learning_rate: float = declared(Schedule, "base")
