@@ -54,6 +54,11 @@ class Best(Callback):
         else:
             self.did_not(record, rounds)
 
+    def on_end(self, error: BaseException | None) -> None:
+        """Warn if nothing was evaluated, so that nothing could be chosen."""
+        if not self.round and not self.since:
+            LOGGER.warning("%s had nothing to choose by: no round was evaluated", type(self).__name__)
+
     def improved(self, record: RoundRecord) -> None:
         """Handle an evaluation that is the best so far."""
 
@@ -135,5 +140,6 @@ class KeepBest(Best):
 
     def on_end(self, error: BaseException | None) -> None:
         """Log which evaluation was kept."""
+        super().on_end(error)
         if self.round:
             LOGGER.info("best %s: %.4g in round %s, kept in %s", self.name, self.best, self.round, self.path)

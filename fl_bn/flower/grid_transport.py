@@ -135,6 +135,7 @@ class GridTransport(Transport):
             self.result.evaluate_metrics_serverapp[number] = MetricRecord({**metrics})
         if self._evaluate_fn is not None and (here := self._evaluate_fn(number, arrays)) is not None:
             self.result.evaluate_metrics_serverapp[number] = here
+            metrics = {name: float(value) for name, value in here.items() if isinstance(value, int | float)} | metrics
         return metrics
 
     def _send(self, messages: Iterable[Message]) -> list[Message]:

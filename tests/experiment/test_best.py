@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord
+from flwr.clientapp import ClientApp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -19,7 +21,7 @@ from fl_bn import Callback, EarlyStop, Federation, KeepBest, SeededBatches, meth
 from fl_bn.federation.callbacks import Callbacks, Running
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import RoundRecord
-from fl_bn.flower import run_in_process
+from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, run_in_process, training
 from fl_bn.run.centralised import run_centralised
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
@@ -161,6 +163,43 @@ def test_of_a_strategy_the_model_and_the_end(tiny_clients: Callable[..., list[Sa
     travelled = {name: array.numpy() for name, array in result.arrays.items()}
     assert travelled
     assert all((models.models[3][name].numpy() == array).all() for name, array in travelled.items())
+
+
+def test_of_a_flower_app_of_your_own(tmp_path: Path) -> None:
+    """By the metrics of ``evaluate_fn``, whatever their names."""
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+    app, method, path = ClientApp(), methods.fbn(), tmp_path / "best.safetensors"
+    answer(app, net, method, lambda context: [(x, torch.arange(24) % 2)])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        with training(message, context, net(), method) as round:
+            optimizer = torch.optim.SGD(round.model.parameters(), 0.05)
+            nn.functional.cross_entropy(round.model(x), torch.arange(24) % 2).backward()
+            optimizer.step()
+        return round.message(24)
+
+    def at_server(round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"error": [0.9, 0.2, 0.3, 0.4, 0.5, 0.6][round]})
+
+    models = Models()
+    callbacks = [models, KeepBest(path, "error", higher_is_better=False), EarlyStop(2, "error", higher_is_better=False)]
+    strategy = OwnAppStrategy(net(), method, fraction_evaluate=0, callbacks=callbacks)
+    strategy.start(InProcessGrid(app, 3, {}), num_rounds=5, evaluate_fn=at_server)
+    assert [*models.models] == [1, 2, 3]
+    assert same(load_file(path), models.models[1])
+    assert not same(load_file(path), models.models[3])  # control
+    net().load_state_dict(load_file(path))
+
+
+def test_where_nothing_is_evaluated_they_say_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    fed = federation([EarlyStop(1), KeepBest(tmp_path / "best.safetensors")])
+    silent = Federation(net(), methods.fedavg(), fed.clients, progress=False, callbacks=fed.callbacks)
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        list(silent.run(2))
+    assert "EarlyStop had nothing to choose by: no round was evaluated" in caplog.text
+    assert "KeepBest had nothing to choose by" in caplog.text
+    assert not (tmp_path / "best.safetensors").exists()
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedbn"])
