@@ -47,11 +47,11 @@ root-certificates = {authority}
 
 
 class ControlError(RuntimeError):
-    """The SuperLink does not answer, or refuses a request. The message quotes Flower's."""
+    """Signal that the SuperLink does not answer, or refuses a request. The message quotes Flower's."""
 
 
 class NotRegistered(ControlError):
-    """The SuperLink does not know the key of a site. ``fl-bn register`` may tell it soon."""
+    """Signal that the SuperLink does not know the key of a site. ``fl-bn register`` may tell it soon."""
 
 
 @dataclass(frozen=True)

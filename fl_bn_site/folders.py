@@ -21,7 +21,7 @@ HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+")
 
 
 class FolderError(ValueError):
-    """A folder of the kit, or a line of its TOML file, is wrong. The message names the file and the line."""
+    """Signal that a folder of the kit, or a line of its TOML file, is wrong. The message names the file and the line."""
 
 
 def host_port(address: str) -> tuple[str, int]:

@@ -27,11 +27,11 @@ GB = 1 << 30  # bytes
 
 
 class PolicyError(ValueError):
-    """The policy file cannot be read, or a line of it is wrong. The message names the file and the line."""
+    """Signal that the policy file cannot be read, or a line of it is wrong. The message names the file and the line."""
 
 
 class NotAllowed(Exception):
-    """The policy of the site does not allow a run or a reply. The message quotes the line of the policy."""
+    """Signal that the policy of the site does not allow a run or a reply. The message quotes the line of the policy."""
 
 
 @dataclass(frozen=True)

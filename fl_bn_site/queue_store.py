@@ -32,11 +32,11 @@ READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class QueueError(RuntimeError):
-    """The queue cannot be read or written. The message names the file and says what to do."""
+    """Signal that the queue cannot be read or written. The message names the file and says what to do."""
 
 
 class NoQueue(QueueError):
-    """This user may not write to the folder of the queue, so runs cannot be queued."""
+    """Signal that this user may not write to the folder of the queue, so runs cannot be queued."""
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ ACTIVE = ("pending", "starting", "running")
 
 
 class NoSuchRun(ValueError):
-    """No run has this name or id."""
+    """Signal that no run has this name or id."""
 
 
 class NotHere(ValueError):
-    """The folder of a run is on another machine."""
+    """Signal that the folder of a run is on another machine."""
 
 
 @dataclass(frozen=True)

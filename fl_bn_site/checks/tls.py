@@ -32,7 +32,7 @@ UNEASY = (2.5, 150.0)  # seconds ahead and behind from which there is a warning:
 
 
 class FarApart(LookupError):
-    """The server accepts no time stamp that was tried, so the two clocks are too far apart to measure the difference."""
+    """Signal that the two clocks are too far apart to measure the difference: the server accepts no time stamp that was tried."""
 
 
 Clock = Callable[[], datetime]

@@ -314,7 +314,7 @@ def test_a_flwr_that_answered_and_does_not_end_is_ended(tmp_path: Path, monkeypa
     assert Control("h:1", tmp_path, tmp_path).ask("run")["run-id"] == 7
     assert time.monotonic() - begin < 30
     stand_in(tmp_path, monkeypatch, "exec sleep 60")
-    with pytest.raises(ControlError, match="`flwr run` ended with -9 and said nothing"):
+    with pytest.raises(ControlError, match="`flwr run` ended with exit code -9 and printed nothing"):
         Control("h:1", tmp_path, tmp_path).ask("run")
 
 
@@ -324,7 +324,7 @@ def test_a_flwr_that_holds_a_lock_ends_by_itself_where_nobody_waits_for_it(tmp_p
     monkeypatch.setattr(control_module.subprocess.Popen, "communicate", lambda self, timeout=None: (self.wait(), ("", ""))[1])
     stand_in(tmp_path, monkeypatch, "exec sleep 60")
     begin = time.monotonic()
-    with (tmp_path / ".lock").open("a") as lock, pytest.raises(ControlError, match=f"ended with -{signal.SIGALRM:d}"):
+    with (tmp_path / ".lock").open("a") as lock, pytest.raises(ControlError, match=f"ended with exit code -{signal.SIGALRM:d}"):
         Control("h:1", tmp_path, tmp_path).start_run(tmp_path, "", lock.fileno())
     assert time.monotonic() - begin < 30
 
