@@ -48,9 +48,9 @@ def client_app(
     converted = convert(model or seeded_network("cnn"), method)
 
     class Disturbed(BatchNormClient):
-        def compute(self, request: Request, pack: Callable[[Reply], T], tests: bool = True) -> T:
+        def compute(self, request: Request, pack: Callable[[Reply], T]) -> T:
             disturb(self.site.client, f"{request.header.phase} {request.header.round}")
-            return super().compute(request, pack, tests)
+            return super().compute(request, pack)
 
     def build(context: Context) -> BatchNormClient:
         index = int(context.node_config["partition-id"])

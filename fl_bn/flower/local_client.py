@@ -94,6 +94,7 @@ class LocalClient:
         self.network = model if isinstance(model, Network) else Network(model, method, site.device)
         self.signature, self.tells, self.shares_drift = self.network.signature, tells, shares_drift
         self._context_state = state
+        self.tells_tests = True  # a reply may say how the network did on the test data, if the settings ask for it
 
     @property
     def model(self) -> nn.Module:
@@ -110,12 +111,11 @@ class LocalClient:
             "label-counts": json.dumps(self.site.label_counts or []),
         }
 
-    def compute(self, request: Request, pack: Callable[[Reply], T], tests: bool = True) -> T:
+    def compute(self, request: Request, pack: Callable[[Reply], T]) -> T:
         """Train or measure as ``request`` says, and keep the tensors that stay with this client.
 
         Args:
             request: the checked content of a message.
-            tests: whether the reply may say how the network did on this client's test data, if the run asks for it.
             pack: makes the outgoing message from the reply. Tensors are kept only after that. A client whose
                 weights do not fit the type in which they travel (``Overflow``) sits the round out.
 
@@ -128,7 +128,7 @@ class LocalClient:
         try:
             with self.network.lend() as lent:
                 round = LocalRound(lent, self.method, instruction, kept, self.settings, joins)
-                test = self.site.test if tests else None
+                test = self.site.test if self.tells_tests else None
                 source = SampleSource(self.site.train, self.seed, self.site.client, self.task, self.shares_drift, test)
                 reply, keeps = cohort_round(round, source)
         except Unanswered as pending:

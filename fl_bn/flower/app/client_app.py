@@ -44,8 +44,8 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
         client = build(context)
         request = read(message, client.network)
         limits = Limits.of(context)  # a site that bounds its evaluations tells no others along with its training
-        tests = limits.max_evaluations is None and len(client.site.test) >= limits.min_samples
-        return client.compute(request, partial(reply_to, message, request.header, rounding=request.rounding), tests)
+        client.tells_tests = limits.max_evaluations is None and len(client.site.test) >= limits.min_samples
+        return client.compute(request, partial(reply_to, message, request.header, rounding=request.rounding))
 
     def evaluate(message: Message, context: Context) -> Message:
         client = build(context)

@@ -339,7 +339,8 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
     phase, weights = request.instruction.phase, WEIGHTS.of_configs(message.content)
     noise = NOISE.of_configs(message.content) if "dp-noise" in SECURE.of_configs(message.content) else None
     with telling(training_digest(message, context.run_config)):
-        reply = client.compute(request, _as_it_is, tests=False)
+        client.tells_tests = False
+        reply = client.compute(request, _as_it_is)
     if (reply.samples, reply.steps) != (plan.samples, plan.steps):
         raise ValueError(
             f"client {client.site.client} announced {plan.samples} samples and {plan.steps} steps, but trained with {reply.samples} "
