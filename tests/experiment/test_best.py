@@ -26,7 +26,7 @@ from fl_bn.run.centralised import run_centralised
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.task import CLASSIFICATION, Regression, Task
-from tests.experiment.resuming import small_run
+from tests.experiment.resuming import small_run, stopped
 from tests.in_process import run
 
 
@@ -222,6 +222,19 @@ def test_of_the_application_by_two_keys(method: str, tmp_path: Path) -> None:
         names = set(file.keys())
     assert names == set(load_file(path / "model.safetensors"))
     assert len([*path.glob("clients/client-*.safetensors")]) == (0 if method == "fedavg" else values["clients"])
+
+
+def test_a_run_of_the_application_that_was_resumed_counts_the_rounds_before(tmp_path: Path) -> None:
+    keys = {"rounds": 30, "evaluate_every": 1, "early_stop": 4, "keep_best": True, "learning_rate": 0.0001}
+    whole = run_in_process(small_run(tmp_path / "whole", **keys))
+    values = small_run(tmp_path / "pieces", **keys)
+    stopped(values, at=3)
+    path = run_in_process({**values, "resume": "run", "name": ""})
+    assert whole is not None
+    assert path is not None
+    assert (path / "rounds.csv").read_text().count("\n") == (whole / "rounds.csv").read_text().count("\n") < 30
+    assert same(load_file(path / "best.safetensors"), load_file(whole / "best.safetensors"))
+    assert same(load_file(path / "model.safetensors"), load_file(whole / "model.safetensors"))
 
 
 def test_centralised_training_and_what_is_refused(tmp_path: Path) -> None:

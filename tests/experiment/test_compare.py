@@ -179,7 +179,7 @@ def test_a_mean_of_some_of_the_runs_does_not_look_like_one_of_all(tmp_path: Path
     assert drawn == [("gn  60.0", None), ("fbn  45.0 ± 7.1", None)]
 
 
-@pytest.mark.parametrize("key", ["output='x'", "name='mine'", "resume='latest'", "pictures=true", "method='gn'"])
+@pytest.mark.parametrize("key", ["output='x'", "name='mine'", "resume='latest'", "pictures=true", "method='gn'", "early-stop=2"])
 def test_a_key_that_the_comparison_decides_is_refused(key: str) -> None:
     name = key.partition("=")[0]
     with pytest.raises(ConfigError, match=rf"^{name} is for fl-bn compare to decide, for each of its runs: leave it out \("):
