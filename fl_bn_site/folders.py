@@ -242,10 +242,10 @@ class SiteFolder(Folder):
         "where the layer-wise exchange may be: HOST or HOST:PORT, by commas; empty: on the server's machine, by the name above", "", _hosts
     )
     dataset: str = _line(
-        "this site's own data: npz, folder, a torchvision name, or package.module:function; empty: its share of the run's data (rehearsal)",
+        "this site's own data: npz, folder, csv, a torchvision set, package.module:function; empty: its share of the run's (rehearsal)",
         "",
     )
-    data_path: str = _line("where they are; npz files are separated by commas", "")
+    data_path: str = _line("where they are; npz and CSV files are separated by commas", "")
     allow_modules: str = _line("modules here, beside the app's own, of which a run config may name a function; by commas", "")
     device: str = _line("auto (a GPU if there is one), cpu, cuda:1, ...", "auto", _device)
     state_dir: Path = _line("what must survive a crash of this machine (local layers, momentum): back it up", "state", _given)

@@ -19,6 +19,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
+from fl_bn.data.csv_files import TableData, TableError
 from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.domains import without_domain
 from fl_bn.data.partition import BY_DOMAIN, Indices, label_counts, partition
@@ -29,7 +30,8 @@ from fl_bn.derived import copied
 from fl_bn.federation.best import EarlyStop, KeepBest
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
-from fl_bn.federation.network import MEMORY_FORMATS, Network
+from fl_bn.federation.network import Network
+from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
 from fl_bn.models.dropout import without_dropout
 from fl_bn.models.head import with_projection
@@ -37,7 +39,8 @@ from fl_bn.models.standardise import standardised
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role, batch_norms, parse_buffer_roles, set_buffer_roles
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
-from fl_bn.run.labels import check_labels
+from fl_bn.run.labels import check_labels, check_rows
+from fl_bn.run.memory_layout import memory_format
 from fl_bn.run.run_keys import VALUES
 from fl_bn.support.client_names import nodes_of
 from fl_bn.support.names import names_of
@@ -75,7 +78,7 @@ class OwnData:
         if config.dataset == SITES and not own.dataset:
             raise ConfigError(
                 "the run is for dataset='sites', but this client's node config names no data: start it with "
-                "--node-config \"dataset='npz' data-path='/data/site.npz' ...\" (or folder, or package.module:function)"
+                "--node-config \"dataset='npz' data-path='/data/site.npz' ...\" (or folder, csv, or package.module:function)"
             )
         return own
 
@@ -282,10 +285,14 @@ def client_model(config: RunConfig) -> nn.Module:
 @lru_cache(maxsize=2)
 def network(config: RunConfig, device: torch.device) -> Network:
     """Return the network that all clients of this process train, one after the other."""
-    model = client_model(at_client(config))
-    if (layout := MEMORY_FORMATS[config.memory_format]) is not torch.contiguous_format:
-        model = copied(model).to(memory_format=layout)
-    return Network(model, config.build_method(), device)
+    return Network(laid_out(at_client(config), device), config.build_method(), device)
+
+
+def laid_out(config: RunConfig, device: torch.device) -> nn.Module:
+    """Return ``client_model(config)`` in the memory format of the run. Copy it before a change."""
+    model = client_model(config)
+    layout = memory_format(config.memory_format, source_model(config), shape(config)[1:], device)
+    return model if layout is torch.contiguous_format else copied(model).to(memory_format=layout)
 
 
 @lru_cache(maxsize=4)
@@ -322,7 +329,7 @@ def _honest_parts(config: RunConfig) -> list[Indices]:
     data = _whole_dataset(config)
     domains = None if data.domain_train is None else data.domain_train.numpy()
     if config.partition in BY_DOMAIN and domains is None:
-        needed = "give several npz files, dataset=digits, or shifts"
+        needed = "give several npz or CSV files, dataset=digits, or shifts"
         raise ConfigError(f"partition={config.partition} needs data with domains, but {config.dataset} has none: {needed}")
     honest = config.clients - config.byzantine
     return partition(config.partition, data.y_train.numpy(), domains, honest, config.partition_parameter, config.seed, config.sizes)
@@ -370,7 +377,13 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     Raises:
         ConfigError: The data are missing or malformed, or do not suit the model or the task of the run.
     """
-    data = load(own.dataset, own.path, config.image_size)
+    try:
+        data = load(own.dataset, own.path, config.image_size)
+    except TableError as error:  # its text has a cell of the data, and what a client raises is told to the server
+        LOGGER.error("%s", error)
+        where = "".join((f", line {error.line}" if error.line else "", f", column {error.column!r}" if error.column else ""))
+        raise ConfigError(f"this client's own file {error.file.name}{where}, is refused: its log has the reason") from None
+    _check_columns(config, data)
     data = _tested_on_training(data) if config.evaluate_on == TRAINING else data
     if config.validation_share:
         data = hold_out(data, [np.arange(len(data.y_train))], config.validation_share, config.seed).data
@@ -388,6 +401,29 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     if data.classes > classes:
         raise ConfigError(f"{source}: the run has {classes} classes, 0..{classes - 1}, but these data have labels up to {data.classes - 1}")
     return data
+
+
+def _check_columns(config: RunConfig, data: Dataset) -> None:
+    """Check that a site's CSV files are read as all other sites' are.
+
+    Raises:
+        ConfigError: The run has no columns-digest or another one, or has one for data without columns.
+    """
+    digest = data.columns.digest if isinstance(data, TableData) else ""
+    wanted = config.columns_digest
+    if config.dataset != SITES:
+        run = dataset(config)
+        wanted = run.columns.digest if isinstance(run, TableData) else digest
+    if digest and not wanted:
+        raise ConfigError(
+            f"this client's columns.toml has the digest {digest}, but the run names none, so other sites may read the same cells as other "
+            f"numbers: start the run with columns-digest='{digest}'"
+        )
+    if digest != wanted:
+        here = f"this client's has {digest}" if digest else f"this client's own data, {data.name!r}, have none"
+        raise ConfigError(f"the run is for a columns.toml of the digest {wanted}, but {here}: give all sites one columns.toml")
+    if isinstance(data, TableData):
+        check_rows(data)
 
 
 def forget() -> None:

@@ -91,9 +91,9 @@ class RunConfig(RunKeys):
             )
         if "freeze-after" in options_by_key(METHODS[self.method]) and self.freeze_after > self.rounds > 0:
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
-        if self.engine == VECTORISED and self.workers != 1:
+        if self.engine == VECTORISED and self.workers > 1:
             raise ConfigError(
-                f"engine='vectorised' computes all clients of a cohort in one process, so workers must be 1, but got {self.workers}"
+                f"engine='vectorised' computes all clients of a cohort in one process, so workers must be 0 or 1, but got {self.workers}"
             )
         if self.method in FEDTAN and self.client_weights != "samples":
             raise ConfigError(

@@ -32,7 +32,8 @@ from fl_bn.task.dice import Dice
 from fl_bn.task.find import AUTO, CLASSIFICATION, TASKS, find_task
 from fl_bn.task.metric_state import MetricState, weighted_mean
 from fl_bn.task.multi_label import MultiLabel
-from fl_bn.task.objects import MetricObject, extended
+from fl_bn.task.objects import MetricObject, extended, is_ours
+from fl_bn.task.ranking import ClassificationAUC
 from fl_bn.task.regression import Regression
 from fl_bn.task.targets import LABEL_SETS, LABELS, MASKS, VALUES, kind_of, tensors_in, to_device
 from fl_bn.task.task import ANY, SHARE, Range, Task
@@ -51,6 +52,7 @@ __all__ = [
     "TASKS",
     "VALUES",
     "Classification",
+    "ClassificationAUC",
     "Dice",
     "MetricObject",
     "MetricState",
@@ -62,6 +64,7 @@ __all__ = [
     "confusion_counts",
     "extended",
     "find_task",
+    "is_ours",
     "kind_of",
     "tensors_in",
     "to_device",
