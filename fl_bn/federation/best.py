@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from fl_bn.federation.callbacks import Callback, Running
 from fl_bn.federation.record import RoundRecord
@@ -133,13 +136,19 @@ class KeepBest(Best):
     def improved(self, record: RoundRecord) -> None:
         """Write the model."""
         about = {"round": str(record.round), self.name: repr(self.best)}
-        durable.write(self.path, durable.in_order(save(dict(self.running.arrays()), about)), mode=0o666)
+        _write(self.path, self.running.arrays(), about)
         for client, arrays in self.running.clients().items():
             own = self.path.with_name(f"{self.path.stem}-client-{client}{self.path.suffix}")
-            durable.write(own, durable.in_order(save(dict(arrays), {**about, "client": str(client)})), mode=0o666)
+            _write(own, arrays, {**about, "client": str(client)})
 
     def on_end(self, error: BaseException | None) -> None:
         """Log which evaluation was kept."""
         super().on_end(error)
         if self.round:
             LOGGER.info("best %s: %.4g in round %s, kept in %s", self.name, self.best, self.round, self.path)
+
+
+def _write(path: Path, arrays: Mapping[str, Tensor], about: dict[str, str]) -> None:
+    """Write tensors to a safetensors file, in rows whatever their memory format."""
+    rows = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in arrays.items()}
+    durable.write(path, durable.in_order(save(rows, about)), mode=0o666)
