@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.optim import Optimizer
 
 from fl_bn.derived import copied
 from fl_bn.federation.auxiliary import auxiliary
@@ -40,6 +39,7 @@ from fl_bn.federation.per_client import (
     PerClient,
     optimizers_of,
     own_tests,
+    rate_of,
     schedulers_of,
     tasks_of,
 )
@@ -170,7 +170,7 @@ class Federation:
         for example in examples.values():
             check_optimizer(objective, example)
         method, by_kind = bounded(method, clip, examples, settings)
-        rates = {key: _rate_of(example) for key, example in examples.items()}
+        rates = {key: rate_of(example) for key, example in examples.items()}
         base = max((rate for rate in rates.values() if rate), default=None)
         policy = Rounds(
             len(clients),
@@ -399,8 +399,3 @@ class Federation:
         """
         tests = self.tests if batches is None else own_tests(batches, len(self.clients), again=self.method.personal)
         return {} if tests is None else self._transport.evaluate_on(tests, self.model)[0]
-
-
-def _rate_of(optimizer: Optimizer) -> float | None:
-    rate = optimizer.param_groups[0].get("lr")
-    return float(rate) if isinstance(rate, float | int) and rate > 0 else None

@@ -135,3 +135,9 @@ def own_tests(test: Any, clients: int, again: bool = True) -> tuple[Loader, ...]
 
 def _function(value: Any) -> bool:
     return callable(value) and not isinstance(value, Optimizer | LRScheduler)
+
+
+def rate_of(optimizer: Optimizer) -> float | None:
+    """Return the learning rate of an optimiser; None if it has none that is a number above 0."""
+    rate = optimizer.param_groups[0].get("lr")
+    return float(rate) if isinstance(rate, float | int) and rate > 0 else None
