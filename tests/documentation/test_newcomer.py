@@ -19,6 +19,8 @@ def test_the_table_is_that_of_the_cells() -> None:
     key = next(iter(rows))
     other = {**rows, key: {**rows[key], "all_classes": "1.0"}}
     assert newcomer.table(other) != text  # control
+    lacking = {one: row for one, row in rows.items() if one != key}
+    assert newcomer.whole(lacking).keys() == {one for one in newcomer.whole(rows) if one[2] != key[2]}
     page = newcomer.PAGE.read_text()
     assert replaced(page, newcomer.MARK, newcomer.excerpt(rows)) == page
 
