@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -82,7 +83,10 @@ class DataKeys:
     classes: int = of_sites(0, "dataset=sites: number of classes (of other tasks: values, or labels)", ">= 0")
     channels: int = of_sites(0, "dataset=sites: channels of the images", ">= 0")
     columns_digest: str = of_sites(
-        "", "dataset=sites: digest of the columns.toml that all sites with dataset='csv' must have (`fl-bn data check csv`)", "text"
+        "",
+        "dataset=sites: digest of the columns.toml that all sites with dataset='csv' must have (`fl-bn data check csv`)",
+        "16 hexadecimal digits",
+        lambda digest: not digest or re.fullmatch("[0-9a-f]{16}", digest) is not None,
     )
     data_path: str = own_data(
         "",
