@@ -222,6 +222,11 @@ class ServerFolder(Folder):
         """Return the private key file of the server."""
         return self.path / "server.key"
 
+    @property
+    def nodes_file(self) -> Path:
+        """Return the file that says which node each site has now. ServerApps read it."""
+        return self.state / "nodes.json"
+
     def public_key(self, site: str) -> Path:
         """Return the file in which the server keeps the public key of ``site``."""
         return self.path / "sites" / f"{site}.pub"

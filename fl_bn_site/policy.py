@@ -159,6 +159,21 @@ class Policy:
         return None if self.max_memory is None else int(self.max_memory * GB)
 
 
+def summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
+    """Return how much data a reply summarises.
+
+    Returns:
+        The number of samples (None: the reply does not tell), and by statistic its largest count of values per
+        channel.
+    """
+    if reply.has_error():
+        return None, {}
+    samples = [record["samples"] for record in reply.content.metric_records.values() if "samples" in record]
+    moments = reply.content.array_records.get("moments", {})
+    counts = {name: int(array.numpy().max()) for name, array in moments.items() if name.endswith("count")}
+    return (int(samples[0]) if samples else None), counts
+
+
 def _refusal(line: str, allowed: object, reason: str) -> NotAllowed:
     shown = ", ".join(map(str, allowed)) or "nothing" if isinstance(allowed, tuple) else allowed
     return NotAllowed(f"this site's policy has {line} = {shown}, but {reason}")

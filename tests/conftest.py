@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from fl_bn.federation.local import Samples
 
-WHOLE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(ray|slow|docker)\b", re.MULTILINE)
+WHOLE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(ray|slow|docker|newest)\b", re.MULTILINE)
 """A file whose tests all have that mark."""
 
 

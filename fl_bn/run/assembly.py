@@ -31,6 +31,7 @@ from fl_bn.federation.best import EarlyStop, KeepBest
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import Network
+from fl_bn.flower.compat import federation_config
 from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
 from fl_bn.models.dropout import without_dropout
@@ -42,7 +43,7 @@ from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
 from fl_bn.run.labels import check_labels, check_rows
 from fl_bn.run.memory_layout import memory_format
 from fl_bn.run.run_keys import VALUES
-from fl_bn.support.client_names import nodes_of
+from fl_bn.support.client_names import nodes_of, sites_of
 from fl_bn.support.names import names_of
 from fl_bn.support.user_code import OWN, VARIABLE, Modules, function
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
@@ -448,19 +449,23 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
 
     Args:
         node: The node config of the client. Its ``partition-id`` is the index.
-        config: The run config. If it has ``client-nodes``, the index is the place of ``node_id`` there.
+        config: The run config. If it has ``client-nodes``, the index is the place of ``node_id`` there. For a site
+            whose key was renewed since, it is the place of its name in ``client-names``.
         node_id: Flower's id of the client's node.
 
     Raises:
         ConfigError: Neither gives the index, or the node config counts another number of clients than the run.
     """
-    nodes = nodes_of(config.client_nodes)
+    nodes, names = nodes_of(config.client_nodes), sites_of(config.client_names)
     if "partition-id" not in node and nodes:
-        if node_id not in nodes:
-            raise ConfigError(
-                f"the run is for other nodes than this one ({node_id}): server.toml did not name this site when the run was submitted"
-            )
-        return nodes.index(node_id)
+        if node_id in nodes:
+            return nodes.index(node_id)
+        if (site := str(node.get("site", ""))) in names:  # its key was renewed; the server knows whose key this node has
+            return names.index(site)
+        raise ConfigError(
+            f"site {site or '(without a name)'} takes no part in this run, which was submitted for {', '.join(names) or 'other nodes'}. "
+            "It takes part in runs that are submitted from now on"
+        )
     if "partition-id" not in node or "num-partitions" not in node:
         raise ConfigError(
             'this client\'s node config names no partition: start it with --node-config "partition-id=0 num-partitions=5", or submit the '
@@ -470,7 +475,7 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
     if clients != config.clients:
         raise ConfigError(
             f"the run is for clients={config.clients}, but this client's node config has num-partitions={clients}: set both alike, "
-            f'e.g. --run-config "clients={clients}" or --federation-config "options.num-supernodes={config.clients}"'
+            f'e.g. --run-config "clients={clients}" or {federation_config({"num-supernodes": config.clients})}'
         )
     if not 0 <= index < clients:
         raise ConfigError(f"partition-id must be 0..{clients - 1}, but got {index}")
