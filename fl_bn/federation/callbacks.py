@@ -2,10 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from fl_bn.federation.record import RoundRecord
+from fl_bn.task import Task
+
+
+def _no_client() -> dict[int, dict[str, Tensor]]:
+    return {}
+
+
+@dataclass
+class Running:
+    """Give callbacks a run's model, and let them end the run.
+
+    Attributes:
+        task: The task whose metrics are evaluated.
+        arrays: Returns a copy of the shared model as evaluated last, by the names of your network's
+            state_dict. ``load_state_dict`` takes it; where clients keep tensors, these are missing, so load with
+            ``strict=False``.
+        clients: Returns client -> its own network, whole, where clients keep tensors and are in this process.
+            Otherwise there are none: a client of a Flower app keeps its tensors to itself.
+        history: The records of the rounds before ``on_start``, of a run that continues.
+        reason: Why the run ends early; empty if it does not.
+    """
+
+    task: Task
+    arrays: Callable[[], Mapping[str, Tensor]]
+    clients: Callable[[], Mapping[int, Mapping[str, Tensor]]] = _no_client
+    history: Sequence[RoundRecord] = ()
+    reason: str = ""
+
+    def stop(self, reason: str) -> None:
+        """End the run after this round. Its results are those of the last evaluation.
+
+        Args:
+            reason: Why, for the log. The first reason counts.
+        """
+        self.reason = self.reason or reason
 
 
 class Callback:
@@ -16,6 +54,13 @@ class Callback:
     ...     def on_round(self, record, rounds):
     ...         print(f"{record.round}/{rounds}: {record.loss:.3f}")
     """
+
+    def on_start(self, running: Running) -> None:
+        """Handle the start of the run, before its first round.
+
+        Args:
+            running: has the model at any later time, and ends the run.
+        """
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
         """Handle an evaluation, before ``on_round`` of the same round.
@@ -51,6 +96,11 @@ class Callbacks(Callback):
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self.all = tuple(callbacks)
 
+    def on_start(self, running: Running) -> None:
+        """Call ``on_start`` of each."""
+        for callback in self.all:
+            callback.on_start(running)
+
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
         """Call ``on_evaluation`` of each."""
         for callback in self.all:
@@ -62,6 +112,10 @@ class Callbacks(Callback):
             self.on_evaluation(record, rounds)
         for callback in self.all:
             callback.on_round(record, rounds)
+
+    def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Call ``on_end`` of each at the end of a ``with`` block."""
+        self.on_end(error)
 
     def on_end(self, error: BaseException | None) -> None:
         """Call ``on_end`` of each."""

@@ -5,9 +5,10 @@ A user's own training loop runs inside the same round, see ``own_loop.local_roun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.clipping import clip, norm_in_round
+from fl_bn.federation.local import evaluate
 from fl_bn.federation.momentum import restart
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import ClientState, Reply
@@ -56,6 +58,11 @@ class Source(Protocol):
     @property
     def passes(self) -> int:
         """Return how often a round iterates over its batches."""
+        ...
+
+    @property
+    def test(self) -> Any:
+        """Return the client's own test data, samples or batches; None without any."""
         ...
 
     def batches(self, round: LocalRound) -> Iterable[Any]:
@@ -178,8 +185,41 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
     batches = [source.batches(round) for round, source in members]  # before the statistics pass, which one sample may break
     if first.method.reports(first.phase) is StatisticsReport.PASS:
         engine.measure(members)
+    before = [tested(member) for member in members]
     trained = engine.train(members, batches)
-    return [source.reply(round, own, done) for (round, source), own, done in zip(members, batches, trained, strict=True)]
+    after = [tested(member) for member in members]
+    results = [source.reply(round, own, done) for (round, source), own, done in zip(members, batches, trained, strict=True)]
+    return [_with_tests(*one) for one in zip(results, before, after, strict=True)]
+
+
+def tested(member: Member) -> float | None:
+    """Evaluate a client's network as it is now on the client's own test data, by the task's metric.
+
+    The network, the modes of its modules and torch's random numbers stay as they are.
+
+    Returns:
+        None if the settings ask for no such evaluation, or there is nothing to compute the metric from.
+    """
+    (round, source), own = member, member.source.test
+    if own is None or not round.settings.local_evaluation:
+        return None
+    modes = {module: module.training for module in round.model.modules()}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            state = evaluate(round.model, own, task=source.task)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    value = state[source.task.metric] if state.sums else math.nan
+    return value if math.isfinite(value) else None
+
+
+def _with_tests(result: Result, before: float | None, after: float | None) -> Result:
+    """Add to a reply the metric before and after local training, where both are known."""
+    reply, kept = result
+    if before is None or after is None or not reply.sections:
+        return result
+    return replace(reply, metrics={**reply.metrics, "before": before, "after": after}), kept
 
 
 def client_round(round: LocalRound, source: Source) -> Result:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.optim import SGD, Optimizer
+
+from fl_bn.support.names import check_name
+
+if TYPE_CHECKING:
+    from fl_bn.federation.settings import LocalTraining
+    from fl_bn.methods import Method
 
 CLIPS = ("none", "norm", "round", "value", "adaptive")
 PATH = 20.0
@@ -55,6 +64,30 @@ def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
     if how != "auto":
         return how, limit
     return ("round", PATH) if drifts else ("none", limit)
+
+
+def bounded(
+    method: Method, clip: str, optimizers: Mapping[int, Optimizer], settings: LocalTraining
+) -> tuple[Method, dict[int, LocalTraining]]:
+    """Bound the path of each client's SGD in a round, if ``clip`` says so, and if all clients have SGD.
+
+    Args:
+        method: The method.
+        clip: ``auto`` or ``none``.
+        optimizers: An optimiser of each kind that clients have, by a key.
+        settings: The settings of local training.
+
+    Returns:
+        The method; and, by key, the settings for it.
+    """
+    check_name("clip", clip, ("auto", "none"))
+    if clip == "none" or not all(isinstance(one, SGD) for one in optimizers.values()) or settings.objective.travels:
+        return method, dict.fromkeys(optimizers, settings)
+    how, limit = chosen(clip, settings.clip_limit, drifts=method.calibrate)
+    return method.bounded(), {
+        key: replace(settings, momentum=float(one.param_groups[0]["momentum"]), clip=how, clip_limit=limit)
+        for key, one in optimizers.items()
+    }
 
 
 def norm_in_round(path: float, learning_rate: float, steps: int, momentum: float) -> float:

@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import nn, optim
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import nn
 
 from fl_bn.derived import copied
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.callbacks import Callback, Callbacks
+from fl_bn.federation.callbacks import Callback, Callbacks, Running
+from fl_bn.federation.checkpoint import FederationState, set_generators
+from fl_bn.federation.checkpoint import generators as global_generators
 from fl_bn.federation.client import check_optimizer
-from fl_bn.federation.clipping import chosen
+from fl_bn.federation.clipping import bounded
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.eager import SGD
-from fl_bn.federation.engines.clients import Clients
+from fl_bn.federation.engines.clients import Clients, Own
 from fl_bn.federation.engines.local import LocalTransport
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
 from fl_bn.federation.engines.workers import MOST_WORKERS
-from fl_bn.federation.loaders import Loader, check_loader
+from fl_bn.federation.loaders import Loader, check_loader, generators
 from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.passes import Passes
 from fl_bn.federation.payload import Named
+from fl_bn.federation.per_client import (
+    Loss,
+    MakeOptimizer,
+    MakeScheduler,
+    Metrics,
+    PerClient,
+    optimizers_of,
+    own_tests,
+    rate_of,
+    schedulers_of,
+    tasks_of,
+)
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
-from fl_bn.federation.run import Diverged, run
+from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
 from fl_bn.federation.server import Server, check_learns
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method
@@ -63,14 +76,21 @@ class Federation:
         method: The method, one of ``fl_bn.methods``.
         clients: The training batches of each client: a list, a DataLoader or ``SeededBatches``, but no
             generator.
-        task: Reads a batch, and computes loss and metrics.
+        task: Reads a batch, and computes loss and metrics. This and the next four may also be a list with one
+            value for each client, or ``per_client(function)`` of the client's number.
+        loss: ``loss(output, targets)``: the mean over a batch. Default: the task's.
+        metrics: Further metrics by name: objects with ``update``, ``compute`` and ``reset``, such as
+            torchmetrics has. Each sees all test samples, and computes once.
         optimizer: Makes a client's optimiser of parameters, anew in every round. Default: SGD with learning
             rate 0.05 and momentum 0.9.
         scheduler: Makes a scheduler of that optimiser, stepped after every batch. Default: none.
         schedule: ``schedule(round, rounds)``: a factor of the learning rate for a whole round. Default: 1.
         objective: The local objective, such as ``FedProx``. Default: the loss alone.
         local_epochs: Passes over a client's batches in a round, at least 1.
-        test: The batches to evaluate on. Default: there is no evaluation.
+        local_evaluation: Whether each client tests its network on its test batches before and after local
+            training, for ``before`` and ``after`` of its record. It costs two evaluations per client and round.
+        test: The batches to evaluate on; ``per_client(...)``: each client's own. Default: there is no
+            evaluation.
         evaluate_every: Rounds between evaluations, at least 1; the last round is always evaluated.
         fraction: The share of the clients that train in a round, in (0, 1].
         server_optimizer: Steps on the pseudo-gradient of the weights. Default: the average is the new model.
@@ -99,13 +119,16 @@ class Federation:
         method: Method,
         clients: Sequence[Loader],
         *,
-        task: Task = CLASSIFICATION,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = SGD_05,
-        scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        task: Task | Sequence[Task] | PerClient = CLASSIFICATION,
+        loss: Loss | Sequence[Loss] | PerClient | None = None,
+        metrics: Metrics | Sequence[Metrics] | PerClient | None = None,
+        optimizer: MakeOptimizer | Sequence[MakeOptimizer] | PerClient = SGD_05,
+        scheduler: MakeScheduler | Sequence[MakeScheduler] | PerClient | None = None,
         schedule: Callable[[int, int], float] = lambda round, rounds: 1.0,
         objective: Objective = PLAIN,
         local_epochs: int = 1,
-        test: Loader | None = None,
+        local_evaluation: bool = False,
+        test: Loader | PerClient | None = None,
         evaluate_every: int = 1,
         fraction: float = 1.0,
         server_optimizer: ServerOptimizer | None = None,
@@ -133,17 +156,22 @@ class Federation:
             )
         for number, loader in enumerate(clients):
             check_loader(f"client {number}", loader)
-        if test is not None:
-            check_loader("test", test)
-        self.task, self.clients, self.test = task, clients, test
+        count = len(clients)
+        self.clients, self.tests = clients, own_tests(test, count)
         self.progress, self.callbacks = progress, tuple(callbacks)
-        settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective)
+        if local_evaluation and test is None:
+            raise ValueError("local_evaluation tests each client's network before and after local training: give it batches, test=...")
+        settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective, local_evaluation=local_evaluation)
         check_composition(method, settings, robust=defence.active)
         check_learns(model)
-        example = optimizer(model.parameters())
-        check_optimizer(objective, example)
-        method, settings = _bounded(method, clip, example, settings)
-        base = _rate_of(example)
+        tasks, makers = tasks_of(task, loss, metrics, count), optimizers_of(optimizer, count)
+        self.task = tasks[0]
+        examples = {id(make): make(model.parameters()) for make in makers}
+        for example in examples.values():
+            check_optimizer(objective, example)
+        method, by_kind = bounded(method, clip, examples, settings)
+        rates = {key: rate_of(example) for key, example in examples.items()}
+        base = max((rate for rate in rates.values() if rate), default=None)
         policy = Rounds(
             len(clients),
             fraction,
@@ -160,9 +188,30 @@ class Federation:
         self.history: list[RoundRecord] = []
         where = torch.device(device) if device is not None else inputs_like(model).device
         pristine = copied(self.server.model)  # what the server has changes
-        common = Clients(pristine, method, where, clients, settings, task, optimizer, scheduler, schedule, seed)
-        self._transport = LocalTransport(self.server, common, test, workers, engine == VECTORISED)
+        shares = [(rates[id(make)] or base or 1.0) / (base or 1.0) for make in makers]
+        kinds = [by_kind[id(make)] for make in makers]
+        every = zip(clients, tasks, makers, schedulers_of(scheduler, count), kinds, shares, self.tests or (None,) * count, strict=True)
+        own = [Own(*one) for one in every]
+        common = Clients(pristine, method, where, own, schedule, seed)
+        self._transport = LocalTransport(self.server, common, self.tests, workers, engine == VECTORISED)
         self._evaluated: Named = self.server.shared.tensors()
+        self._last: Round | None = None  # of the run that goes on, or of the last one
+        self._resumed: FederationState | None = None
+        self._decides = {
+            "method": method.name,
+            "the network": self.server.shared.signature,
+            "the number of clients": str(count),
+            "local_epochs": str(local_epochs),
+            "objective": repr(objective),
+            "fraction": repr(fraction),
+            "server_optimizer": type(self.server.optimizer).__name__,
+            "defence": repr(defence),
+            "evaluate_every": str(evaluate_every),
+            "calibrate": str(calibrate),
+            "unit_scale": str(unit_scale),
+            "clip": clip,
+            "seed": str(seed),
+        }
 
     @property
     def method(self) -> Method:
@@ -211,18 +260,121 @@ class Federation:
         Raises:
             Diverged: In three rounds in a row no reply could be used.
         """
-        callbacks = Callbacks([*self._bar(), *self.callbacks])
+        callbacks, start = Callbacks([*self._bar(), *self.callbacks]), self._start(rounds)
+        shared = self.server.shared
+        running = Running(self.task, lambda: shared.whole(self._evaluated, batches_trained(self.history)), self._of_clients)
+        running.history = tuple(self.history[-(start.round - 1) :]) if start.round > 1 else ()
         try:
-            with self._transport.serving(rounds):
-                for one in run(self.server, self._transport, rounds):
-                    self._evaluated = one.evaluated
+            callbacks.on_start(running)
+            with self._transport.serving(rounds, start):
+                for one in run(self.server, self._transport, rounds, start=start):
+                    self._evaluated, self._last = one.evaluated, one
                     self.history.append(one.record)
                     callbacks.on_round(one.record, rounds)
                     yield one.record
+                    if running.reason:
+                        LOGGER.info("the run ends after round %s of %s: %s", one.record.round, rounds, running.reason)
+                        break
         except BaseException as error:
             callbacks.on_end(None if isinstance(error, GeneratorExit) else error)  # who asks for no more has what they wanted
             raise
         callbacks.on_end(None)
+
+    def checkpoint(self, path: str | Path) -> None:
+        """Save the whole federation as it is after its last round, to go on from by ``resume``.
+
+        The file has the server's and all clients' tensors, the optimiser's memory, the records, and the states of
+        random generators. It is safetensors, which run no code.
+
+        Args:
+            path: The file.
+
+        Raises:
+            ValueError: No round was run yet.
+        """
+        if self._last is None:
+            raise ValueError("there is no round to go on from yet: call checkpoint after the first round of federation.run(rounds)")
+        server, rounds = self.server, self.server.rounds
+        own = [[one.get_state() for one in generators(loader)] for loader in self.clients]
+        state = FederationState(
+            self._last.record.round,
+            rounds,
+            self._last.failed,
+            self._decides | {"calendar": self._calendar(rounds)},
+            self._last.tensors,
+            self._evaluated,
+            server.optimizer.buffers(),
+            server.shared.auxiliary_tensors(),
+            self._transport.kept,
+            own,
+            self.history,
+            server.keeps_replies,
+            global_generators(),
+        )
+        state.save(Path(path))
+
+    def resume(self, path: str | Path) -> None:
+        """Load the state that ``checkpoint`` saved, into a federation made with the same arguments.
+
+        ``run(rounds)`` then goes on after the last round, with the same number of rounds. On the CPU it has the
+        bits of a run that was never interrupted, with ``SeededBatches`` or loaders that have a generator.
+
+        Args:
+            path: The file.
+
+        Raises:
+            ValueError: The file is damaged, or is of another network, method, number of clients, or other
+                settings.
+        """
+        state, server = FederationState.load(Path(path)), self.server
+        mine = self._decides | {"calendar": self._calendar(state.rounds)}
+        if other := [name for name in mine if state.decides.get(name) != mine[name]]:
+            theirs, ours = state.decides.get(other[0], "nothing"), mine[other[0]]
+            raise ValueError(f"{path} is of another federation: {other[0]} was {theirs}, and is {ours}: make it with the same arguments")
+        own = [generators(loader) for loader in self.clients]
+        if [len(of) for of in own] != [len(of) for of in state.loaders]:
+            raise ValueError(f"{path} is of another federation: its loaders had other generators: make it with the same loaders")
+        server.shared.restore(state.arrays, state.auxiliary)
+        server.optimizer.restore(state.optimizer)
+        server.keeps_replies, server.round, server.rounds = state.keeps, state.round, state.rounds
+        for of, states in zip(own, state.loaders, strict=True):
+            for one, saved in zip(of, states, strict=True):
+                one.set_state(saved)
+        self._transport.kept, self._evaluated, self.history = list(state.clients), state.evaluated, list(state.history)
+        self._last = Round(self.history[-1], state.arrays, state.evaluated, state.failed)
+        self._resumed = state
+
+    def _start(self, rounds: int) -> Start:
+        """Return where a run of ``rounds`` rounds begins: at round 1, or after a checkpoint that was loaded.
+
+        Raises:
+            ValueError: The checkpoint is of a run of another length.
+        """
+        state, self._resumed = self._resumed, None
+        if state is None or state.round >= state.rounds:
+            return FROM_THE_START
+        if rounds != state.rounds:
+            self._resumed = state
+            raise ValueError(
+                f"the checkpoint is of round {state.round} of {state.rounds}, and calendars depend on that number: call "
+                f"run({state.rounds}), but got run({rounds})"
+            )
+        if self.server.shared.statistics() and Passes(self.server).rescales(rounds):
+            self.server.shared.was_at_unit_scale()
+        set_generators(state.generators)
+        return Start(state.round + 1, state.failed)
+
+    def _calendar(self, rounds: int) -> str:
+        """Return the phases and the learning rates of a run of ``rounds`` rounds, in short."""
+        method, policy = self.server.method, self.server.policy
+        every = [(method.phase(n, rounds).value, policy.rate(n, rounds)) for n in range(1, rounds + 1)]
+        return hashlib.sha256(repr(every).encode()).hexdigest()[:16]
+
+    def _of_clients(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Return client -> the tensors of its own network; empty if clients keep none."""
+        if not self.server.shared.personal:
+            return {}
+        return {client: self._transport.with_own(self.model, client).state_dict() for client in range(len(self.clients))}
 
     def _bar(self) -> list[Callback]:
         """Return a progress bar, if there is a terminal and it is wanted."""
@@ -232,43 +384,18 @@ class Federation:
 
         return [Bar(sys.stderr, self.task)]
 
-    def evaluate(self, batches: Loader | None = None) -> dict[str, float]:
+    def evaluate(self, batches: Loader | PerClient | None = None) -> dict[str, float]:
         """Compute loss and the task's metrics of the shared model.
 
-        If clients have models of their own (FedBN, SiloBN), the result is the mean over the clients that have
+        If clients have models, tasks or batches of their own, the result is the mean over clients, weighted by
+        their test samples. Of the clients with models of their own (FedBN, SiloBN), those count that have
         trained so far.
 
         Args:
-            batches: The batches to evaluate on. Default: ``test``.
+            batches: The batches to evaluate on, or ``per_client(...)``. Default: ``test``.
 
         Returns:
             Metrics by name; none without batches.
         """
-        if batches is not None:
-            check_loader("the batches to evaluate", batches, again=self.method.personal)
-        batches = self.test if batches is None else batches
-        return {} if batches is None else self._transport.evaluate_on(batches, self.model)
-
-
-def _bounded(method: Method, clip: str, optimizer: Optimizer, settings: LocalTraining) -> tuple[Method, LocalTraining]:
-    """Bound the path of a client's SGD in a round, if ``clip`` says so.
-
-    Args:
-        method: The method.
-        clip: ``auto`` or ``none``.
-        optimizer: An optimiser of the clients' kind.
-        settings: The settings of local training.
-
-    Returns:
-        The method and the settings for it.
-    """
-    check_name("clip", clip, ("auto", "none"))
-    if clip == "none" or not isinstance(optimizer, optim.SGD) or settings.objective.travels:
-        return method, settings
-    how, limit = chosen(clip, settings.clip_limit, drifts=method.calibrate)
-    return method.bounded(), replace(settings, momentum=float(optimizer.param_groups[0]["momentum"]), clip=how, clip_limit=limit)
-
-
-def _rate_of(optimizer: Optimizer) -> float | None:
-    rate = optimizer.param_groups[0].get("lr")
-    return float(rate) if isinstance(rate, float | int) and rate > 0 else None
+        tests = self.tests if batches is None else own_tests(batches, len(self.clients), again=self.method.personal)
+        return {} if tests is None else self._transport.evaluate_on(tests, self.model)[0]

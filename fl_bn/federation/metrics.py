@@ -8,7 +8,7 @@ from itertools import count, takewhile
 
 import numpy as np
 
-from fl_bn.task import Task
+from fl_bn.task import Task, weighted_mean
 
 
 def series(metrics: Mapping[str, float], stem: str) -> list[float]:
@@ -45,6 +45,19 @@ def over_clients(task: Task, measured: Sequence[Mapping[str, float]]) -> dict[st
                 values = [metrics[name] for metrics in measured if name in metrics and fits(task, stem, metrics[name])]
                 summary[name] = sum(values) / len(values) if values else math.nan
     return summary
+
+
+def over_samples(measured: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the mean of each metric over clients, weighted by their test samples.
+
+    A metric counts for the clients that have it: a client without a sample of a class has no accuracy of it.
+
+    Args:
+        measured: Each client's number of test samples, and its metrics by name.
+    """
+    names = dict.fromkeys(name for _, metrics in measured for name in metrics)
+    known = {name: [(count, metrics[name]) for count, metrics in measured if name in metrics] for name in names}
+    return {name: weighted_mean(of) for name, of in known.items()}
 
 
 def _names(stem: str, measured: Sequence[Mapping[str, float]]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fl_bn.conversion import convert
 from fl_bn.derived import copied
 from fl_bn.exchange.session import Session
 from fl_bn.federation.auxiliary import auxiliary
@@ -26,6 +28,7 @@ from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.replies import checked
 from fl_bn.federation.rounds import Rounds, constant_rate
+from fl_bn.federation.schema import START
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
@@ -87,6 +90,30 @@ def local_round(
     finally:
         for parameter in fixed:
             parameter.requires_grad_(True)
+
+
+def client_model(model: nn.Module, method: Method, instruction: Instruction, kept: ClientState = NOTHING) -> nn.Module:
+    """Return one client's network in evaluation mode: the server's tensors, and what the client keeps (FedBN's layers).
+
+    >>> from fl_bn import client_model, methods, server_state
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    >>> state = server_state(net, methods.fedbn(), rounds=2)
+    >>> client_model(net, methods.fedbn(), state.instruction()).training
+    False
+
+    Args:
+        model: The network as you wrote it, not converted. It stays unchanged.
+        method: The method, the same as the server's.
+        instruction: The server's newest instruction, whose tensors the network gets.
+        kept: The state that ``round.reply`` returned in the client's last round. Default: that of a client before
+            its first round.
+
+    Raises:
+        ValueError: The parts do not fit together.
+    """
+    sections = {name: own for name, own in instruction.sections.items() if name in ("weights", "statistics", START)}
+    own = LocalRound(convert(model, method), method, replace(instruction, phase=Phase.MEASURE, sections=sections), kept)
+    return own.model.eval()
 
 
 def _check_processes(round: LocalRound) -> None:

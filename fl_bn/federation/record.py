@@ -37,6 +37,8 @@ class ClientRecord:
         waited: Its seconds in exchanges, its own sending included.
         distance: The distance (L2) of its update to the result of a robust rule.
         refused: The reason why its reply was not used; empty if it was.
+        before: The task's metric of its network on its own test data, before local training; NaN if unknown.
+        after: The same after local training.
     """
 
     client: int
@@ -49,6 +51,8 @@ class ClientRecord:
     waited: float = 0.0
     distance: float = float("nan")
     refused: str = ""
+    before: float = float("nan")
+    after: float = float("nan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,7 @@ def with_clients(
         back, waited = sum(up.values()) + layers.up, part.metrics.get("waited", 0.0)
         distance = known.get(client, math.nan)
         one = ClientRecord(client, part.samples, part.steps, part.loss, sent, back, layers.exchanges, waited, distance)
-        clients.append(one)
+        clients.append(replace(one, before=part.metrics.get("before", math.nan), after=part.metrics.get("after", math.nan)))
     if traffic:
         down = {**down, "exchange": max(t.down for t in traffic.values())}
         up = {**up, "exchange": max(t.up for t in traffic.values())}

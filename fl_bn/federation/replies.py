@@ -42,6 +42,8 @@ TRAINED = REPLIED.and_also(
             "drift-layer": whole(default=None),
             "min-var": a_number(default=None),
             "growth": a_number(default=None),
+            "before": a_number(default=None),
+            "after": a_number(default=None),
         },
     )
 )

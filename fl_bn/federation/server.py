@@ -76,7 +76,7 @@ class Server:
         self.round = 0
         self._bounds: dict[str, float] = {}  # of the numbers in the replies to the round that is under way
         self._sent: dict[str, float] = {}  # sizes of the statistics in its instruction
-        self._keeps = False  # all replies until the last is in: a round was lost since one could not be left out any more
+        self.keeps_replies = False  # all replies until the last is in: a round was lost since one could not be left out any more
 
     @property
     def model(self) -> nn.Module:
@@ -127,7 +127,7 @@ class Server:
         shared, phase, policy = self.shared, Phase(self.record.phase), self.policy
         self.round = self.record.round
         far = self._far(replies.parts, phase)
-        self._keeps |= any(part.folded for part in replies.parts if part.client in far)
+        self.keeps_replies |= any(part.folded for part in replies.parts if part.client in far)
         parts, refused = without_far(replies.parts, far), {**replies.refused, **far}
         if phase is Phase.EXCHANGE and replies.exchange is not None:
             parts = taking_part(replies.exchange, parts, refused)
@@ -135,7 +135,7 @@ class Server:
         try:
             parts, overflowing, distances = without_overflow(parts, lambda used, lost: self._step(used, lost, replies), policy.called)
         except TooFew as error:
-            self._keeps |= isinstance(error.__cause__, NotFinite)
+            self.keeps_replies |= isinstance(error.__cause__, NotFinite)
             self.record = with_clients(self.record, replies, parts, refused, self.rounding, policy.called)
             LOGGER.warning("round %s: %s", self.round, error)
             return False
@@ -236,7 +236,7 @@ class Server:
             accompany the weights (control variates, momentum) need them so.
         """
         phase, policy = Phase(self.record.phase), self.policy
-        if self.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or self._keeps:
+        if self.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or self.keeps_replies:
             return None
         by_samples, compares = policy.client_weights == "samples", self.method.reports(phase) is not StatisticsReport.NOTHING
         return StreamingAverage(

@@ -17,7 +17,7 @@ from fl_bn.federation.clipping import CLIPS, FROZEN, PATH
 from fl_bn.federation.eager import SGD, Adam
 from fl_bn.federation.momentum import MAINTAIN
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.options import REQUIRED, Options, option, used_with
+from fl_bn.options import REQUIRED, Options, Used, option, used_with
 from fl_bn.support.names import check_name, expected
 
 OPTIMIZERS = ("sgd", "adam")
@@ -61,6 +61,7 @@ class LocalTraining(Options):
             it trained on in the round.
         drop_last: Whether a last batch smaller than ``batch_size`` is left out. A client with fewer samples
             then sits the round out.
+        local_evaluation: Whether a client tests its network before and after local training.
 
     Raises:
         ValueError: A value is out of range, or two do not fit together.
@@ -118,8 +119,21 @@ class LocalTraining(Options):
         "a last batch smaller than batch-size is left out of each pass, and a client with fewer samples than one batch sits out the round",
     )
 
+    local_evaluation: bool = option(
+        False,
+        "each client tests its network on its own test data before and after local training, in every round that it trains in (costs two "
+        "evaluations each)",
+        used=Used(
+            "with update='weights' and without secure-aggregation, under which no client tells numbers of its own",
+            lambda c: c["update"] == "weights" and not c["secure-aggregation"],
+            ("update", "secure-aggregation"),
+        ),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.local_evaluation and self.update == "gradients":
+            raise ValueError("update='gradients' makes no local step to test before and after: set local_evaluation to False")
         if not self.objective.on:
             object.__setattr__(self, "objective", PLAIN)
         if (self.epochs > 0) == (self.steps > 0):

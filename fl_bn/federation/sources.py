@@ -79,6 +79,7 @@ class SampleSource:
         client: The client's number.
         task: Computes the loss.
         tells_drift: Whether the reply says how far statistics that stay at home moved.
+        test: The client's test samples, for settings with ``local_evaluation``.
     """
 
     samples: Samples
@@ -86,6 +87,7 @@ class SampleSource:
     client: int
     task: Task = CLASSIFICATION
     tells_drift: bool = False
+    test: Samples | None = None
     passes = 1
 
     def batches(self, round: LocalRound) -> IndexBatches:

@@ -90,7 +90,8 @@ class Reply:
             ``batch``: samples of the first batch. ``measured``: samples of a statistics pass. ``waited``:
             seconds in exchanges. ``kept``: the round of the state that the client began with. ``drift``,
             ``drift-layer``, ``min-var`` and ``growth``: how far its own statistics moved, if the run shares
-            that.
+            that. ``before`` and ``after``: the task's metric on its test data, before and after local training,
+            if the run measures that.
         round: The round of the instruction that it answers.
         signature: The signature of the client's model and method.
         largest: The largest size of a number in the sections; 0 if it was not measured.

@@ -75,6 +75,18 @@ class EvaluationsAtClients:
         own = {index: {k: m[k] for k in ("loss", metric)} for index, m in metrics.items()}
         return MetricRecord({**over_clients(self.task, [dict(m) for m in metrics.values()])}), own
 
+    def save_models(self, messages: list[Message], send: Send) -> None:
+        """Let clients save models of their own.
+
+        Args:
+            messages: the messages, of kind ``SAVE``.
+            send: sends messages, and returns the replies.
+        """
+        for reply in send(messages):
+            if reply.has_error():
+                who = self._called.node(reply.metadata.src_node_id)
+                log(logging.WARNING, "%s did not save its model: %s", who, reason(reply.error.reason))
+
     def as_a_sum(
         self, secure: SecureRounds, grid: Grid, instructions: Sequence[Message], clients: Sequence[Client], timeout: float, send: Send
     ) -> MetricRecord | None:
@@ -94,10 +106,7 @@ class EvaluationsAtClients:
         if not instructions:
             return None
         if any(message.content.config_records["config"]["save"] for message in instructions):
-            for reply in send([copy_of(message, kind=SAVE) for message in instructions]):
-                if reply.has_error():
-                    who = self._called.node(reply.metadata.src_node_id)
-                    log(logging.WARNING, "%s did not save its model: %s", who, reason(reply.error.reason))
+            self.save_models([copy_of(message, kind=SAVE) for message in instructions], send)
         nodes = {client.node for client in clients}
         messages = [copy_of(message, kind="train") for message in instructions if message.metadata.dst_node_id in nodes]
         for message in messages:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -14,7 +13,7 @@ from flwr.serverapp.strategy import Result
 from fl_bn.federation.payload import Named
 from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import Instruction, Reply, RoundReplies
-from fl_bn.flower.app.client_app import STATISTICS
+from fl_bn.flower.app.client_app import SAVE, STATISTICS
 from fl_bn.flower.app.unseen import average_kept
 from fl_bn.flower.layerwise.exchanges import BY_PASSES
 from fl_bn.flower.log import log
@@ -122,14 +121,11 @@ class GridTransport(Transport):
         """Evaluate at the clients by the strategy's hooks, or at the server, and note both in the result."""
         strategy, arrays, metrics = self.strategy, arrays_of(tensors), dict[str, float]()
         messages = strategy.configure_evaluate(number, arrays, self._evaluate_config, self.grid)
-        send = partial(
-            send_and_receive, self.grid, timeout=self.timeout, patience=strategy.rounds.retry, called=strategy.rounds.called
-        )
         if strategy.secure is not None:
             as_a_sum = strategy.evaluations.as_a_sum
-            at_clients = as_a_sum(strategy.secure, self.grid, list(messages), strategy.evaluating, self.timeout, send)
+            at_clients = as_a_sum(strategy.secure, self.grid, list(messages), strategy.evaluating, self.timeout, self._send)
         else:
-            at_clients = strategy.aggregate_evaluate(number, send(messages))
+            at_clients = strategy.aggregate_evaluate(number, self._send(messages))
         if at_clients is not None:
             self.result.evaluate_metrics_clientapp[number] = at_clients
             metrics = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}
@@ -139,12 +135,38 @@ class GridTransport(Transport):
             self.result.evaluate_metrics_serverapp[number] = MetricRecord({**metrics})
         if self._evaluate_fn is not None and (here := self._evaluate_fn(number, arrays)) is not None:
             self.result.evaluate_metrics_serverapp[number] = here
+            metrics = {name: float(value) for name, value in here.items() if isinstance(value, int | float)} | metrics
         return metrics
+
+    def _send(self, messages: Iterable[Message]) -> list[Message]:
+        """Send messages, and return the replies."""
+        rounds = self.strategy.rounds
+        return send_and_receive(self.grid, messages, self.timeout, rounds.retry, rounds.called)
 
     def finish_round(self, number: int, changed: bool) -> None:
         """Ask clients for the layers that they keep, after the last round and if unseen clients shall get their average."""
+        if number == self.server.rounds:
+            self._average_kept(number)
+
+    def end_early(self, number: int, tensors: Named) -> None:
+        """Do what follows the last round: clients save models of their own, and unseen clients get an average.
+
+        Args:
+            number: the last round that was run.
+            tensors: name -> shared tensor, as evaluated last.
+        """
         strategy = self.strategy
-        if not (strategy.rounds.unseen and strategy.method.personal and number == self.server.rounds):
+        strategy.shared.load(tensors)
+        if strategy.save_clients and strategy.shared.personal:
+            instruction = strategy.shared.instruction(number, Phase.TRAIN)
+            messages = strategy.messages(SAVE, instruction, strategy.everyone(), {"save": strategy.save_clients})
+            strategy.evaluations.save_models(messages, self._send)
+        self._average_kept(number)
+
+    def _average_kept(self, number: int) -> None:
+        """Ask clients for the layers that they keep, if unseen clients shall get their average."""
+        strategy = self.strategy
+        if not (strategy.rounds.unseen and strategy.method.personal):
             return
         population, run_id = strategy.clients_of(self.grid), strategy.recovery.run_id
         who = strategy.with_models(population.everyone())

@@ -94,6 +94,7 @@ class LocalClient:
         self.network = model if isinstance(model, Network) else Network(model, method, site.device)
         self.signature, self.tells, self.shares_drift = self.network.signature, tells, shares_drift
         self._context_state = state
+        self.tells_tests = True  # a reply may say how the network did on the test data, if the settings ask for it
 
     @property
     def model(self) -> nn.Module:
@@ -127,7 +128,8 @@ class LocalClient:
         try:
             with self.network.lend() as lent:
                 round = LocalRound(lent, self.method, instruction, kept, self.settings, joins)
-                source = SampleSource(self.site.train, self.seed, self.site.client, self.task, self.shares_drift)
+                test = self.site.test if self.tells_tests else None
+                source = SampleSource(self.site.train, self.seed, self.site.client, self.task, self.shares_drift, test)
                 reply, keeps = cohort_round(round, source)
         except Unanswered as pending:
             return pack(question(pending, self.site.client))

@@ -14,12 +14,12 @@ from flwr.serverapp.strategy import Result, Strategy
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fl_bn.federation.callbacks import Callback, Callbacks
+from fl_bn.federation.callbacks import Callback, Callbacks, Running
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.narrow import EXACT, Overflow
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Measured, Passes, TooFewMeasured
-from fl_bn.federation.payload import Payload, to_numpy
+from fl_bn.federation.payload import Named, Payload, to_numpy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.replies import Expected
@@ -99,10 +99,12 @@ class BatchNormStrategy(Strategy):
         self.callbacks = Callbacks(callbacks)
         self.shared, self.cohort, self.unseen = self.server.shared, list[Client](), dict[str, Tensor]()
         self.task = task
+        self.running = Running(task, self._arrays)
         self.population: Population | None = None
         self.evaluating, self.evaluations = list[Client](), EvaluationsAtClients(task, rounds.called)
         self._sent, self._down = list[Message](), Payload()
         self._batches = 0  # that a client trained on
+        self._evaluated: Named = self.shared.tensors()
         self._rounding = EXACT  # of the messages sent last
         self.defence, self.at_clients = defence, self.shared.personal or rounds.at_clients
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active, rounds.called)
@@ -246,6 +248,10 @@ class BatchNormStrategy(Strategy):
 
         return SecureRounds(settings, self.server, self.disclosures.masked)
 
+    def _arrays(self) -> dict[str, Tensor]:
+        """Return the shared model as evaluated last, for callbacks."""
+        return self.shared.whole(self._evaluated, self._batches + batches_trained(self.running.history))
+
     def summary(self) -> None:
         """Log what the method does with every normalisation layer."""
         say_layers(self.server.source, self.shared.model, self.method)
@@ -304,6 +310,7 @@ class BatchNormStrategy(Strategy):
         if num_rounds == 0 and (reason := why_not(self.shared.model, self.method) or ("" if self.statistics.calibration(0) else NOTHING)):
             raise RunFailed(reason)
         self.summary()
+        self.running.reason = ""
         if resume is not None:
             self.recovery.go_back(resume, num_rounds, self.shared, self.server.optimizer)
             if self.shared.statistics() and self.statistics.rescales(num_rounds):
@@ -313,7 +320,9 @@ class BatchNormStrategy(Strategy):
         begin = Start() if resume is None else Start(resume.round + 1, resume.failed)
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         transport = GridTransport(self, grid, self.rounds.timeout if timeout is None else timeout, *configs, evaluate_fn)
+        self._evaluated = self.shared.tensors()
         try:
+            self.callbacks.on_start(self.running)
             self._run(transport, num_rounds, begin)
         except BaseException as error:
             self.exchanges.stop()
@@ -330,6 +339,7 @@ class BatchNormStrategy(Strategy):
         def show(measured: Measured) -> None:
             """Evaluate and report a pass, in a run of 0 rounds, as a round."""
             server.record, result.arrays, number = measured.record, arrays_of(measured.tensors), measured.record.round
+            self._evaluated = measured.tensors
             if measured.last or number % self.rounds.evaluate_every == 0:
                 evaluation = transport.evaluate(number, measured.tensors)
                 server.record = replace(server.record, evaluation=evaluation)
@@ -339,8 +349,12 @@ class BatchNormStrategy(Strategy):
         result.arrays = arrays_of(self.shared.tensors())
         try:
             for one in run(server, transport, rounds, self.statistics, begin, show):
-                result.arrays, failed = arrays_of(one.evaluated), one.failed
+                result.arrays, failed, self._evaluated = arrays_of(one.evaluated), one.failed, one.evaluated
                 self._tell(one.record)
+                if self.running.reason and one.record.round < rounds:
+                    log(logging.INFO, "the run ends after round %s of %s: %s", one.record.round, rounds, self.running.reason)
+                    transport.end_early(one.record.round, one.evaluated)
+                    break
                 state = arrays_of(one.tensors)
                 self.recovery.after_round(one.record.round, rounds, state, self.shared, server.optimizer, failed)
         except TooFewMeasured as error:

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class Series:
         mean: The mean over seeds, of shape (rounds,).
         std: The standard deviation over seeds, of shape (rounds,); 0 for one seed.
         seeds: The number of seeds.
+        runs: The number of runs that there should be; more than ``seeds`` if some have no result.
     """
 
     row: str
@@ -38,12 +39,13 @@ class Series:
     mean: Array
     std: Array
     seeds: int
+    runs: int = 0
 
 
 def series(layout: Layout, metric: str) -> list[Series]:
     """Return the curves of all places with finished runs that measured ``metric``."""
     made = (_series(row, column, layout.finished(row, column), metric) for column in layout.columns for row in layout.rows)
-    return [one for one in made if one is not None]
+    return [replace(one, runs=len(layout.groups[one.row, one.column])) for one in made if one is not None]
 
 
 def _series(row: str, column: str, cells: Sequence[Cell], metric: str) -> Series | None:

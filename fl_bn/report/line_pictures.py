@@ -97,7 +97,7 @@ def _panels_of(layout: Layout, by_metric: Mapping[str, Sequence[Series]], x: str
 
 
 def _curve(axes: Axes, one: Series, x: str, index: int, metric: str) -> None:
-    look, points = line(index), len(one.mean)
+    look, points = line(index) | ({"alpha": 0.4} if one.seeds < one.runs else {}), len(one.mean)
     every = max(1, points // 7)
     axes.plot(one.x[x], one.mean, **look, markevery=(index % every if points > 14 else 0, every), label=one.row)
     if one.seeds > 1:
@@ -275,7 +275,13 @@ def _draw_diagnostics(layout: Layout, quantities: Mapping[str, Mapping[str, Laye
 
 
 def _band(available: Sequence[Series]) -> str:
-    return f" {BAND}" if any(one.seeds > 1 for one in available) else ""
+    """Return the sentences on the band, and on pale lines, which are means of fewer runs than there should be."""
+    several = len({one.column for one in available}) > 1
+    where = {id(one): f"{one.row} ({one.column})" if several else one.row for one in available}
+    fewer = [f"{where[id(one)]}: {one.seeds} of {one.runs} runs" for one in available if one.seeds < one.runs]
+    said = [BAND] if any(one.seeds > 1 for one in available) else []
+    said += [f"Pale lines lack the runs without a result ({'; '.join(dict.fromkeys(fewer))})."] if fewer else []
+    return "".join(f" {sentence}" for sentence in said)
 
 
 def _capital(text: str) -> str:

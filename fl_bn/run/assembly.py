@@ -27,6 +27,7 @@ from fl_bn.data.record import TRAINING, describe
 from fl_bn.data.shift import Limit, limited, shifted
 from fl_bn.data.validation import HeldOut, hold_out
 from fl_bn.derived import copied
+from fl_bn.federation.best import EarlyStop, KeepBest
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import Network
@@ -47,6 +48,7 @@ from fl_bn.support.names import names_of
 from fl_bn.support.user_code import OWN, VARIABLE, Modules, function
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
 
+BEST = "best.safetensors"
 KNOWN = 8  # how many run configs a process caches
 
 
@@ -221,7 +223,11 @@ def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
     Raises:
         ConfigError: A maker returns something other than a ``Callback``, or ``callback_makers`` refuses it.
     """
-    callbacks = []
+    callbacks: list[Callback] = []
+    if config.keep_best and folder is not None:
+        callbacks.append(KeepBest(folder / BEST))
+    if config.early_stop:
+        callbacks.append(EarlyStop(config.early_stop))
     for name, maker in zip(names_of(config.callbacks), callback_makers(config), strict=True):
         callback = maker(config, folder)
         if not isinstance(callback, Callback):

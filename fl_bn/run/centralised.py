@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from fl_bn.data.augment import augmenter
 from fl_bn.data.batches import draw_batches
 from fl_bn.derived import copied
-from fl_bn.federation.callbacks import Callbacks
+from fl_bn.federation.callbacks import Callbacks, Running
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import train
 from fl_bn.federation.local import Samples, torch_seed
@@ -24,7 +25,7 @@ from fl_bn.federation.sources import AUGMENT, BATCHES, DROPOUT, IndexBatches, al
 from fl_bn.flower.population import round_half_up, sample_cohort
 from fl_bn.methods import MOMENTS, Method, Phase, Refresh
 from fl_bn.roles import inputs_like
-from fl_bn.run.assembly import client_samples, dataset, laid_out, task
+from fl_bn.run.assembly import client_samples, dataset, laid_out, own_callbacks, task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.device import device
 from fl_bn.run.run_directory import RunDirectory
@@ -75,8 +76,11 @@ def run_centralised(config: RunConfig) -> RunDirectory:
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
-        with RunDirectory.create(config) as directory:
-            callbacks = Callbacks([directory])
+        with RunDirectory.create(config) as directory, ExitStack() as stack:
+            callbacks = Callbacks([directory, *own_callbacks(config, directory.path)])
+            running = Running(of, lambda: {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()})
+            stack.push(callbacks.end)
+            callbacks.on_start(running)
             for round in range(1, config.rounds + 1):
                 begin, phase = time.perf_counter(), method.phase(round, config.rounds)
                 rate = method.learning_rate(schedule, round, config.rounds)
@@ -92,6 +96,8 @@ def run_centralised(config: RunConfig) -> RunDirectory:
                 seconds = time.perf_counter() - begin
                 record = RoundRecord(round, phase.value, rate, [one], aggregated=True, evaluation=evaluation, seconds=seconds)
                 callbacks.on_round(record, config.rounds)
+                if running.reason:
+                    break
     finally:
         torch.set_num_threads(threads)
     return directory

@@ -58,7 +58,7 @@ def client_columns(task: Task, called: ClientNames = UNNAMED) -> tuple[str, ...]
     """Return the columns of clients.csv, with ``site`` if the clients have names."""
     who = ("round", "client", *(("site",) if called.names else ()))
     before = (*who, "samples", "steps", "loss", "bytes-down", "bytes-up", "exchanges", "waited", "distance")
-    return (*before, task.metric, "test-loss", "refused")
+    return (*before, f"{task.metric}-before", f"{task.metric}-after", task.metric, "test-loss", "refused")
 
 
 def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
@@ -105,6 +105,7 @@ def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: Client
             "exchanges": client.exchanges,
             "waited": round(client.waited, 4),
             "distance": _finite(client.distance),
+            **({} if math.isnan(client.before) else {f"{task.metric}-before": client.before, f"{task.metric}-after": client.after}),
             "refused": client.refused,
         }
     for index, metrics in record.client_evaluation.items():
@@ -148,6 +149,7 @@ def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecor
             keys = ("client", "samples", "steps", "bytes-down", "bytes-up", "exchanges", "waited", "refused")
             values: dict[str, Any] = {key.replace("-", "_"): client[key] for key in keys}
             values |= {key: _number(client[key]) for key in ("loss", "distance")}
+            values |= {key: _number(client.get(f"{task.metric}-{key}")) for key in ("before", "after")}
             clients.append(ClientRecord(**values))
         if task.metric in client:
             own[client["client"]] = {task.metric: client[task.metric], "loss": _number(client["test-loss"])}

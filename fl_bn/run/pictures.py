@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import matplotlib
@@ -237,13 +238,19 @@ def _stacked(axes: Axes, table: np.ndarray, names: Sequence[str], what: str) -> 
         axes.figure.colorbar(scale, ax=axes, label=what, ticks=MaxNLocator(8, integer=True))
 
 
-def best_first(curves: Mapping[str, np.ndarray], task: Task) -> list[str]:
+def best_first(curves: Mapping[str, np.ndarray], task: Task, planned: Mapping[str, int] = MappingProxyType({})) -> list[str]:
     """Return the names of ``curves``, the best first, by the mean over seeds in the last round.
 
-    Names whose mean is not finite come last.
+    Names with fewer runs than planned come after the others. Names whose mean is not finite come last.
+
+    Args:
+        curves: The values of each method, of shape (seeds, evaluated rounds).
+        task: The task of the runs.
+        planned: The number of runs that each method should have. Default: as many as it has.
     """
     last, sign = {name: float(values[:, -1].mean()) for name, values in curves.items()}, (-1 if task.higher_is_better else 1)
-    return sorted(last, key=lambda name: (not np.isfinite(last[name]), sign * last[name]))
+    fewer = {name: len(values) < planned.get(name, 0) for name, values in curves.items()}
+    return sorted(last, key=lambda name: (not np.isfinite(last[name]), fewer[name], sign * last[name]))
 
 
 def draw_comparison(
@@ -253,8 +260,11 @@ def draw_comparison(
     path: Path,
     task: Task = CLASSIFICATION,
     split: str = "test",
+    planned: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Draw the task's metric over the rounds for several methods, with bands of one standard deviation.
+
+    The curve of a method with failed runs is pale, and its label says how many runs it is the mean of.
 
     Args:
         curves: The values of each method, of shape (seeds, evaluated rounds), in percent if the metric is a share.
@@ -263,16 +273,20 @@ def draw_comparison(
         path: The file of the picture.
         task: The task of the runs.
         split: The samples on which they were evaluated: ``test`` or ``validation``.
+        planned: The number of runs that each method should have. Default: as many as it has.
     """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8.5, 4.8), layout="constrained")
         digits = ".1f" if task.scale() == 100 else ".3g"
-        for name in best_first(curves, task):
+        for name in best_first(curves, task, planned):
             values, index = curves[name], list(curves).index(name)
             look = {**line(index), "ms": 3.5, "markevery": max(1, len(values[0]) // 8)}
             mean, std = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
             last = f"{mean[-1]:{digits}}" + (f" ± {std[-1]:{digits}}" if len(values) > 1 else "")
             label = f"{name}  {last if np.isfinite(mean[-1]) else 'not finite'}"
+            if len(values) < planned.get(name, 0):
+                label += f"\n({len(values)} of {planned[name]} runs; the others failed)"
+                look["alpha"] = 0.4
             axes.plot(rounds[name], mean, **look, label=label)
             axes.fill_between(rounds[name], mean - std, mean + std, color=look["color"], alpha=0.15, lw=0)
         axes.set(xlabel="round", ylabel=axis_of(task, f"{split} "), title=lines(title, 66))

@@ -17,7 +17,7 @@ import tomli_w
 from safetensors.torch import save
 
 from fl_bn.derived import plain_names
-from fl_bn.federation.callbacks import Callback
+from fl_bn.federation.callbacks import Callback, Running
 from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.flower import RunFailed
@@ -78,6 +78,7 @@ class RunDirectory(Callback):
         self._log = None if path is None else LogFile(path / LOG)
         self._lock: IO[str] | None = None
         self._ended = False
+        self._running: Running | None = None
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
@@ -143,6 +144,11 @@ class RunDirectory(Callback):
         self.strategy = strategy
         if self.path is not None and strategy.secure is not None and strategy.secure.accountant is not None:
             strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
+
+    def on_start(self, running: Running) -> None:
+        """Give the callbacks that follow the records of a run that continues."""
+        self._running = running
+        running.history = tuple(self.records)
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
         """Add the metric of every domain to the record, where later callbacks find it."""
@@ -228,7 +234,8 @@ class RunDirectory(Callback):
         finally:  # it lists the files that are there
             absent = [f"{self.config.called.client(index)}: {why}" for index, why in self._absent().items()]
             about = (self.config, self.records, error, passes, table, privacy, self.task, absent)
-            text = summary(*about, lambda name: name == "run.log" or (path / name).exists())
+            early = self._running.reason if self._running else ""
+            text = summary(*about, lambda name: name == "run.log" or (path / name).exists(), early)
             durable.write(path / "summary.md", text.encode(), mode=0o666)
         self._history.lengths()
         if error is None:  # the run is complete, so it cannot be resumed

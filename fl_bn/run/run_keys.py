@@ -118,6 +118,7 @@ class RunKeys(DataKeys):
     local_steps: int = declared(LocalTraining, "steps")
     batch_size: int = declared(LocalTraining, "batch_size")
     drop_last: bool = declared(LocalTraining, "drop_last")
+    local_evaluation: bool = declared(LocalTraining, "local_evaluation")
     update: str = declared(LocalTraining, "update")
     optimizer: str = declared(LocalTraining, "optimizer")
     learning_rate: float = declared(Schedule, "base")
@@ -187,6 +188,14 @@ class RunKeys(DataKeys):
     output: str = option("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")
     name: str = option("", "the run folder's name; empty: time, method, data and seed", "a file name", used=when.WRITES)
     pictures: bool = option(True, "draw pictures at the end, and write TensorBoard events after every round")
+    early_stop: int = option(
+        0,
+        "the run ends after so many evaluations in a row whose metric is not better than the best; 0: it never ends early",
+        ">= 0",
+    )
+    keep_best: bool = option(
+        False, "keep the model of the best evaluation, too, as best.safetensors in the run's folder", used=when.WRITES
+    )
     callbacks: str = option(
         "",
         "called after every round, evaluation and at the end (fl_bn.Callback): trackers, say; each is made by its class, or a function, of "

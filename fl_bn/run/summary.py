@@ -23,6 +23,7 @@ def summary(
     task: Task = CLASSIFICATION,
     absent: Sequence[str] = (),
     is_there: Callable[[str], bool] = lambda name: True,
+    early: str = "",
 ) -> str:
     """Return the summary of a run as Markdown.
 
@@ -36,6 +37,7 @@ def summary(
         task: The task of the run.
         absent: For each client that takes no part in the run, its name and the reason.
         is_there: Whether the folder of the run has the file with this name. Only such files are listed.
+        early: The reason why a callback ended the run early; empty: none did.
     """
     if config.rounds == 0:
         return _of_recalibration(config, records, error, passes, disclosures, task, is_there)
@@ -44,9 +46,13 @@ def summary(
         lines += [f"**The run was interrupted** after {len(records)} of {config.rounds} rounds.", ""]
     elif error is not None:
         lines += [f"**The run failed** after {len(records)} of {config.rounds} rounds: {type(error).__name__}: {error}", ""]
+    elif early and len(records) < config.rounds:
+        lines += [f"**The run ended early** after {len(records)} of {config.rounds} rounds: {early}", ""]
     evaluated = [r for r in records if task.metric in r.evaluation]
     if evaluated:
         lines += _metric(evaluated, task)
+        lines += _chosen(config)
+    lines += _before_and_after(records, task)
     lines += [
         f"- {config.clients} clients, partition `{config.partition}` ({config.partition_parameter:g}), model `{config.model}`",
         f"- {len(records)} rounds of {_local(config)}, batches of {config.batch_size}, {config.optimizer} at {config.learning_rate:g} "
@@ -133,6 +139,30 @@ def _composition(config: RunConfig) -> list[str]:
     if config.secure_aggregation:
         parts.append("secure aggregation")
     return [f"- {', '.join(parts)}"] if parts else []
+
+
+def _before_and_after(records: Sequence[RoundRecord], task: Task) -> list[str]:
+    """Say what local training made of the clients' networks, in the last round in which they tested them."""
+    for record in reversed(records):
+        if told := [client for client in record.accepted if math.isfinite(client.before) and math.isfinite(client.after)]:
+            before = task.format_metric(sum(client.before for client in told) / len(told))
+            after = task.format_metric(sum(client.after for client in told) / len(told))
+            clients = f"{len(told)} client{'s' * (len(told) > 1)}"
+            return [
+                f"- {task.metric} on a client's own test data in round {record.round}: {before} before training, {after} after it (mean "
+                f"over {clients}; each client's are in clients.csv)"
+            ]
+    return []
+
+
+def _chosen(config: RunConfig) -> list[str]:
+    """Say what was chosen by the evaluations, and on which samples."""
+    if not (config.keep_best or config.early_stop):
+        return []
+    kept = ["- the model of the best evaluation is in `best.safetensors`"] if config.keep_best and config.output else []
+    if config.validation_share:
+        return kept
+    return [*kept, "- the best round was chosen on the test data, so its number is optimistic (`validation-share` chooses on others)"]
 
 
 def _validation(config: RunConfig) -> list[str]:

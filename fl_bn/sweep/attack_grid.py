@@ -21,7 +21,7 @@ from fl_bn.run.config import ConfigError
 from fl_bn.run.pictures import draw_heat_maps, which_end
 from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.file import Sweep, without_decided
+from fl_bn.sweep.file import Sweep, refuse_decided
 from fl_bn.task import CLASSIFICATION
 
 NONE = "none"
@@ -121,6 +121,14 @@ class Score:
 
 
 Scores = dict[Setting, Score]
+BY_OPTION = {  # keys of the axes, and a key that all runs need alike
+    ("method",): "the methods are --methods",
+    ("partition-parameter",): "its values are --heterogeneity",
+    ("byzantine", "declared-byzantine"): "the numbers of attackers are --byzantine",
+    ("statistics-rule", "update-rule"): "the rules are --rules",
+    ("attack",): "the attacks are --attacks",
+    ("max-failed-rounds",): "a run that diverges is a result, too",
+}
 
 
 def grid_sweep(settings: Sequence[Setting], seeds: Sequence[int], base: Mapping[str, Any], title: str) -> Sweep:
@@ -134,9 +142,10 @@ def grid_sweep(settings: Sequence[Setting], seeds: Sequence[int], base: Mapping[
         title: The title of the tables and pictures.
 
     Raises:
-        ConfigError: A key of ``base`` is unknown, or its value is out of range.
+        ConfigError: A key of ``base`` is unknown or set by the grid itself, or its value is out of range.
     """
-    keys = {"partition": "similarity", **without_decided(base)}
+    refuse_decided("fl-bn attack-grid", base, {key: advice for keys, advice in BY_OPTION.items() for key in keys})
+    keys = {"partition": "similarity", **base}
     keys["max-failed-rounds"] = Usage().config(keys).rounds  # a run that diverges is a result, too
     axes: dict[str, dict[str, dict[str, Any]]] = {}
     for setting in settings:

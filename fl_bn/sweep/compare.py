@@ -17,7 +17,7 @@ from fl_bn.run.config import ConfigError
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.pictures import best_first, draw_comparison, in_words, split_of
 from fl_bn.sweep.cells import Cell
-from fl_bn.sweep.file import Sweep, without_decided
+from fl_bn.sweep.file import Sweep, refuse_decided
 from fl_bn.task import CLASSIFICATION, Task
 
 
@@ -53,8 +53,12 @@ def comparison(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[
         title: The title of the table and the picture.
 
     Raises:
-        ConfigError: Two variants have the same label.
+        ConfigError: Two variants have the same label, or a key is set by the comparison itself.
     """
+    for keys in (base, *(variant.overrides for variant in variants)):
+        refuse_decided("fl-bn compare", keys, {"method": "the methods are --methods"})
+    if any("seed" in variant.overrides for variant in variants):
+        raise ConfigError("seed cannot be a variant's own: all variants have the same seeds; their number is --seeds")
     labels = [variant.label for variant in variants]
     if len(set(labels)) < len(labels):
         raise ConfigError(f"every variant must be given once, but got {labels}")
@@ -62,7 +66,7 @@ def comparison(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[
         "method": {variant.label: {"method": variant.method, **variant.overrides} for variant in variants},
         "seed": {str(seed): {"seed": seed} for seed in seeds},
     }
-    return Sweep(title, without_decided(base), axes, own=frozenset(base), strict=True)
+    return Sweep(title, dict(base), axes, own=frozenset(base), strict=True)
 
 
 def check_metric(cells: Sequence[Cell]) -> None:
@@ -126,18 +130,20 @@ def _evaluated(cell: Cell, row: Mapping[str, Any], metric: str) -> bool:
 def table(curves: Curves) -> list[tuple[str, str, str, str]]:
     """Return the rows of the table: label, metric after the last round, best metric in any round, and number of runs.
 
-    A metric is written as the mean over the runs, with the standard deviation in brackets. The best variant comes
-    first. Variants with a value that is not finite come after the others, and those without a finished run come last.
+    A metric is written as the mean over the runs, with the standard deviation in brackets. If some runs failed, the
+    number says of how many runs it is the mean. The best variant comes first. Variants with a failed run or a value
+    that is not finite come after the others, and those without a finished run come last.
     """
 
     def mean_std(values: np.ndarray) -> str:
         if not np.isfinite(values).all():
             return "not finite"
-        return f"{values.mean():{digits}}" + (f" ({values.std(ddof=1):{digits}})" if len(values) > 1 else "")
+        of = "" if len(values) == wanted else f", of {len(values)} of {wanted} runs"
+        return f"{values.mean():{digits}}" + (f" ({values.std(ddof=1):{digits}})" if len(values) > 1 else "") + of
 
     digits = ".1f" if curves.task.scale() == 100 else ".3g"
     rows = []
-    for label in best_first(curves.values, curves.task):
+    for label in best_first(curves.values, curves.task, curves.seeds):
         (last, best), wanted = curves.of(label), curves.seeds[label]
         runs = str(wanted) if len(last) == wanted else f"{len(last)} of {wanted}, the others failed"
         rows.append((label, mean_std(last), mean_std(best), runs))
@@ -160,12 +166,12 @@ def write(curves: Curves, title: str, output: Path) -> None:
     digits = ".3f" if curves.task.scale() == 100 else ".6g"
     with (output / "table.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["method", "last mean", "last std", "best mean", "best std", "seeds"])
+        writer.writerow(["method", "last mean", "last std", "best mean", "best std", "seeds", "planned seeds"])
         for label in (label for label, *_ in rows if label in curves.values):
             last, best = curves.of(label)
             spread = [v.std(ddof=1) if len(v) > 1 else float("nan") for v in (last, best)]
             numbers = (last.mean(), spread[0], best.mean(), spread[1])
-            writer.writerow([label, *(f"{number:{digits}}" for number in numbers), len(last)])
+            writer.writerow([label, *(f"{number:{digits}}" for number in numbers), len(last), curves.seeds[label]])
     with (output / "curves.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["method", "seed index", "round", curves.task.metric])
@@ -174,4 +180,4 @@ def write(curves: Curves, title: str, output: Path) -> None:
                 for round, value in zip(curves.rounds[label], curve, strict=True):
                     writer.writerow([label, index, round, f"{value:{digits}}"])
     if curves.values:
-        draw_comparison(curves.values, curves.rounds, title, output / "comparison.png", curves.task, curves.split)
+        draw_comparison(curves.values, curves.rounds, title, output / "comparison.png", curves.task, curves.split, curves.seeds)

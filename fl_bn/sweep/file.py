@@ -41,6 +41,7 @@ import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tomli_w
@@ -57,7 +58,14 @@ TABLES = ("title", "run", "axes", "where", "skip", "report", "paper", "notes", "
 VARIANT_TABLES = ("run", "axes", "where", "skip", "report", "paper", "notes", "make")
 PAPER = "paper"  # a name for the file without any of its variants
 DATA = "data"  # {data} stands for the folder of the data, even if there is an axis of this name
-DECIDED = ("output", "name", "resume", "pictures")  # run-config keys that the sweep sets itself
+INSTEAD = {  # run-config keys that the sweep sets itself: what to do instead, in a command with options
+    "output": "the folder is --output",
+    "name": "a run is called by its values on the axes",
+    "resume": "the same command with the same --output goes on",
+    "pictures": "fl-bn plot draws those of a run",
+    "early-stop": "runs that are compared have one length",
+}
+DECIDED = tuple(INSTEAD)
 Axis = dict[str, dict[str, Any]]
 
 
@@ -333,9 +341,20 @@ def _axis(axis: str, values: Any) -> Axis:
     return {label: dict(keys) for label, keys in values.items()}
 
 
-def without_decided(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``keys`` without those that a sweep sets itself for each run (``DECIDED``)."""
-    return _without(keys, DECIDED)
+def refuse_decided(command: str, keys: Mapping[str, Any], instead: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Refuse keys that a command decides for each of its runs.
+
+    Args:
+        command: The command, as it is typed.
+        keys: The keys that were given to it.
+        instead: Further keys that it decides, each with what to do instead.
+
+    Raises:
+        ConfigError: One of them is among ``keys``.
+    """
+    advice = {**INSTEAD, **instead}
+    if taken := [key for key in keys if key in advice]:
+        raise ConfigError(f"{taken[0]} is for {command} to decide, for each of its runs: leave it out ({advice[taken[0]]})")
 
 
 def _without(keys: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:

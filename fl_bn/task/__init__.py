@@ -28,9 +28,11 @@ labels are grades:
 """
 
 from fl_bn.task.classification import CLASS, IGNORE, MEAN_IOU, Classification, Segmentation, confusion_counts
+from fl_bn.task.dice import Dice
 from fl_bn.task.find import AUTO, CLASSIFICATION, TASKS, find_task
-from fl_bn.task.metric_state import MetricState
+from fl_bn.task.metric_state import MetricState, weighted_mean
 from fl_bn.task.multi_label import MultiLabel
+from fl_bn.task.objects import MetricObject, extended, is_ours
 from fl_bn.task.ranking import ClassificationAUC
 from fl_bn.task.regression import Regression
 from fl_bn.task.targets import LABEL_SETS, LABELS, MASKS, VALUES, kind_of, tensors_in, to_device
@@ -51,6 +53,8 @@ __all__ = [
     "VALUES",
     "Classification",
     "ClassificationAUC",
+    "Dice",
+    "MetricObject",
     "MetricState",
     "MultiLabel",
     "Range",
@@ -58,8 +62,11 @@ __all__ = [
     "Segmentation",
     "Task",
     "confusion_counts",
+    "extended",
     "find_task",
+    "is_ours",
     "kind_of",
     "tensors_in",
     "to_device",
+    "weighted_mean",
 ]

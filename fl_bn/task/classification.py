@@ -66,8 +66,8 @@ class Classification(Task):
 class Segmentation(Classification):
     """Task with one of C classes per pixel: loss and metrics of ``Classification``, over labelled pixels.
 
-    Outputs are scores (B, C, H, W), targets int64 masks (B, H, W), with 255 for a pixel without a label.
-    ``mean-iou`` is a further metric, the mean over classes that occur (torchmetrics' macro JaccardIndex).
+    Outputs are scores (B, C, H, W) or (B, C, D, H, W), targets int64 masks (B, H, W) or (B, D, H, W), with 255 for
+    a pixel without a label. ``mean-iou`` is the mean over classes that occur (torchmetrics' macro JaccardIndex).
 
     >>> from fl_bn import Segmentation
     >>> state = Segmentation().state()
@@ -110,8 +110,8 @@ def confusion_counts(output: Tensor, targets: Tensor) -> Tensor:
     """Count how often each class is predicted for each label.
 
     Args:
-        output: scores (B, C), or (B, C, H, W).
-        targets: labels (B,), or masks (B, H, W).
+        output: scores (B, C), or (B, C, H, W), or (B, C, D, H, W).
+        targets: labels (B,), or masks (B, H, W), or (B, D, H, W).
 
     Returns:
         Int64 (C, C): labels in rows, predictions in columns.

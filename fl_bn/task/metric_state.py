@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
+
+from fl_bn.task.objects import compute, fresh, update
 
 if TYPE_CHECKING:
     from fl_bn.task.task import Task
@@ -22,10 +25,14 @@ class MetricState:
         total: sum of the losses of ``count`` samples.
         count: number of samples, or of labelled pixels for masks.
         sums: the task's sums, by name.
+        objects: the task's metric objects, by name, with the batches of this state.
+        parts: of a union, the count of each part and the values of its metric objects.
     """
 
     def __init__(self, task: Task, total: float = 0.0, count: int = 0, sums: Mapping[str, Tensor] | None = None) -> None:
         self.task, self.total, self.count, self.sums = task, total, count, dict(sums or {})
+        self.objects = fresh(task)
+        self.parts: list[tuple[int, dict[str, float]]] = []
 
     @torch.no_grad()
     def update(self, output: Any, targets: Any) -> None:
@@ -42,6 +49,8 @@ class MetricState:
             value = torch.as_tensor(value)
             value = value.to(torch.float64 if value.is_floating_point() else torch.int64)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
+        if self.objects:
+            update(self.objects, output, targets)
 
     @property
     def loss(self) -> float:
@@ -56,7 +65,13 @@ class MetricState:
         """
         if not self.sums:
             raise ValueError(f"task {self.task.name}: metrics need at least one batch, but none was added: call update(output, targets)")
-        return {"loss": self.loss, **self.task.metrics({name: value.cpu() for name, value in self.sums.items()})}
+        return {"loss": self.loss, **self.task.metrics({name: value.cpu() for name, value in self.sums.items()}), **self._values()}
+
+    def _values(self) -> dict[str, float]:
+        """Return the values of the metric objects; of a union, means over the parts, weighted by their counts."""
+        if not self.objects or not self.parts:
+            return compute(self.objects)
+        return {name: weighted_mean([(count, values[name]) for count, values in self.parts]) for name in self.objects}
 
     def __getitem__(self, name: str) -> float:
         """Return one entry of ``result``."""
@@ -69,7 +84,8 @@ class MetricState:
     def union(cls, parts: Iterable[MetricState]) -> Self:
         """Return the state of all parts' data together.
 
-        The sums are added. The parts' mean losses are weighted by their counts.
+        The sums are added. The parts' mean losses, and the values of metric objects, are weighted by their
+        counts.
 
         Raises:
             ValueError: there is no part, or the parts are of several tasks.
@@ -82,14 +98,21 @@ class MetricState:
         filled = [part.sums for part in parts if part.sums]
         names = filled[0] if filled else {}
         sums = {name: torch.stack([part[name].cpu() for part in filled]).sum(0) for name in names}
-        return cls(parts[0].task, total, count, sums)
+        made = cls(parts[0].task, total, count, sums)
+        made.parts = [own for part in parts if part.count for own in part.parts or [(part.count, part._values())]]
+        return made
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the whole state as tensors on the CPU, which can be sent and added up.
 
         Returns:
             ``total`` (float64), ``count`` (int64), and ``sums/NAME`` for every sum.
+
+        Raises:
+            ValueError: the task has metric objects, which have no sums.
         """
+        if self.objects:
+            raise ValueError(f"task {self.task.name}: {', '.join(self.objects)} cannot be added up: objects have no sums to send")
         numbers = {"total": torch.tensor(self.total, dtype=torch.float64), "count": torch.tensor(self.count)}
         return numbers | {f"sums/{name}": value.cpu() for name, value in self.sums.items()}
 
@@ -98,3 +121,10 @@ class MetricState:
         """Restore a state from ``tensors``."""
         sums = {name.removeprefix("sums/"): value for name, value in tensors.items() if name.startswith("sums/")}
         return cls(task, float(tensors["total"]), int(tensors["count"]), sums)
+
+
+def weighted_mean(values: Sequence[tuple[int, float]]) -> float:
+    """Return the mean of values with weights. Values that are not finite do not count; NaN without any other."""
+    finite = [(weight, value) for weight, value in values if math.isfinite(value)]
+    total = sum(weight for weight, _ in finite)
+    return sum(weight * value for weight, value in finite) / total if total else math.nan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from fl_bn.task.metric_state import MetricState
+from fl_bn.task.objects import NAME
 
 Range = tuple[float, float]
 SHARE: Range = (0.0, 1.0)
@@ -61,7 +61,7 @@ class Task(ABC):
     def __init_subclass__(cls) -> None:
         names = [*getattr(cls, "ranges", {}), *([cls.metric] if hasattr(cls, "metric") else [])]
         for name in names:
-            if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*-?", name) or name == "loss":
+            if not NAME.fullmatch(name) or name == "loss":
                 raise ValueError(
                     f"task {cls.__name__}: a metric needs a name of small letters, digits and hyphens, other than 'loss', but got {name!r}"
                 )
@@ -99,6 +99,15 @@ class Task(ABC):
         Returns:
             Metrics by name. NaN if there is nothing to compute a metric from.
         """
+
+    def objects(self) -> Mapping[str, Any]:
+        """Return further metrics by name: objects with ``update``, ``compute`` and ``reset``, as torchmetrics has them.
+
+        Every evaluation makes copies of them. A copy sees all batches and computes once, so the metric is that
+        of all samples, not a mean over batches. Over several domains it is the mean, weighted by samples. By
+        default there are none.
+        """
+        return {}
 
     def samples_behind(self, targets: Any) -> dict[str, int]:
         """Count the samples behind each metric that does not summarise all of ``targets``: per-class ones, say.

@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from fl_bn import Federation, SeededBatches, convert, local_round, server_state
+from fl_bn import Callback, Federation, SeededBatches, convert, local_round, server_state
 from fl_bn.federation.defence import NO_DEFENCE
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.schema import START
@@ -202,14 +202,11 @@ def test_the_start_is_exact_where_weights_travel_in_two_bytes() -> None:
 def test_the_bytes_of_the_start_are_in_the_record_of_those_that_were_sent_it() -> None:
     records = []
 
-    class Keep:
+    class Keep(Callback):
         def on_round(self, record: Any, rounds: int) -> None:
             records.append(record)
 
-        def on_evaluation(self, *args: Any) -> None: ...
-        def on_end(self, *args: Any) -> None: ...
-
-    strategy = OwnAppStrategy(pretrained(), METHODS["fedbn"](), fraction_evaluate=0, callbacks=[Keep()])  # type: ignore[list-item]
+    strategy = OwnAppStrategy(pretrained(), METHODS["fedbn"](), fraction_evaluate=0, callbacks=[Keep()])
     strategy.start(InProcessGrid(own_app("fedbn", lambda *_: None), 3, {}), num_rounds=2)
     first, second = records
     size = sum(t.numel() * t.element_size() for t in pretrained()[2].state_dict().values())

@@ -77,6 +77,13 @@ def test_axes_that_are_none(axis: str, text: str, message: str) -> None:
 # The cells
 
 
+def test_a_key_that_the_grid_decides_is_refused() -> None:
+    for key in ("output", "method", "attack", "update-rule", "max-failed-rounds"):
+        with pytest.raises(ConfigError, match=f"^{key} is for fl-bn attack-grid to decide, for each of its runs: leave it out "):
+            grid_sweep(GRID.settings(), [0], {key: "x"}, "a grid")
+    assert grid_sweep(GRID.settings(), [0], {"rounds": 3}, "a grid").keys["rounds"] == 3  # control
+
+
 def test_every_row_has_its_clean_run_its_defence_alone_and_all_attacks_and_no_run_is_made_twice() -> None:
     settings = GRID.settings()
     assert len(set(settings)) == len(settings)

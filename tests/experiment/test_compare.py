@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.config import ConfigError
+from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.plot import plot
 from fl_bn.run.run_directory import to_toml
 from fl_bn.sweep import cells as cells_module
@@ -126,7 +128,8 @@ def test_finished_cells_are_not_repeated_and_failing_ones_are_reported(tmp_path:
     run_cells(planned, 1, lambda done, total: None)
     assert ran[3:] == ["gn-seed1"]
     rows = table(read_curves(planned))
-    assert rows == [("gn", "60.0", "60.0", "1 of 2, the others failed"), ("fbn", "40.0 (28.3)", "40.0 (28.3)", "2")]
+    some = ("60.0, of 1 of 2 runs",) * 2
+    assert rows == [("fbn", "40.0 (28.3)", "40.0 (28.3)", "2"), ("gn", *some, "1 of 2, the others failed")]
 
 
 def test_the_table_by_hand(tmp_path: Path) -> None:
@@ -149,12 +152,43 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     assert "| hbn | failed | failed | 0 of 2 |" in (tmp_path / "table.md").read_text()
     with (tmp_path / "table.csv").open() as file:
         assert list(csv.reader(file))[1:] == [
-            ["fedavg", "85.000", "7.071", "85.000", "7.071", "2"],
-            ["fbn", "75.000", "7.071", "85.000", "7.071", "2"],
+            ["fedavg", "85.000", "7.071", "85.000", "7.071", "2", "2"],
+            ["fbn", "75.000", "7.071", "85.000", "7.071", "2", "2"],
         ]
     with (tmp_path / "curves.csv").open() as file:
         assert list(csv.reader(file))[1:4] == [["fbn", "0", "1", "20.000"], ["fbn", "0", "2", "90.000"], ["fbn", "0", "3", "70.000"]]
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
+
+
+def test_a_mean_of_some_of_the_runs_does_not_look_like_one_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the picture: its label, its shade, and its place in the legend. Control: with all its runs it is drawn as the others."""
+    values = {"fbn": np.array([[20.0, 40.0], [30.0, 50.0]]), "gn": np.array([[50.0, 60.0]])}
+    rounds, drawn = {"fbn": [1, 2], "gn": [1, 2]}, list[tuple[str, Any]]()
+
+    def kept(figure: Figure, path: Path) -> None:
+        legend = figure.axes[0].get_legend()
+        assert legend is not None
+        looks = {line.get_label(): line for line in figure.axes[0].get_lines()}
+        drawn.extend((text.get_text(), looks[text.get_text()].get_alpha()) for text in legend.texts)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    write(Curves(rounds, values, {"fbn": 2, "gn": 3}), "two methods", tmp_path)
+    assert drawn == [("fbn  45.0 ± 7.1", None), ("gn  60.0\n(1 of 3 runs; the others failed)", 0.4)]
+    drawn.clear()
+    write(Curves(rounds, values, {"fbn": 2, "gn": 1}), "two methods", tmp_path)
+    assert drawn == [("gn  60.0", None), ("fbn  45.0 ± 7.1", None)]
+
+
+@pytest.mark.parametrize("key", ["output='x'", "name='mine'", "resume='latest'", "pictures=true", "method='gn'", "early-stop=2"])
+def test_a_key_that_the_comparison_decides_is_refused(key: str) -> None:
+    name = key.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"^{name} is for fl-bn compare to decide, for each of its runs: leave it out \("):
+        compared("fbn", **parse_overrides(key))
+    with pytest.raises(ConfigError, match=rf"^{name} is for fl-bn compare to decide"):
+        compared(f"fbn:{key}")
+    with pytest.raises(ConfigError, match="seed cannot be a variant's own"):
+        compared("fbn:seed=3")
+    assert compared("fbn", rounds=3).keys == {"rounds": 3}  # control: others are taken
 
 
 def test_the_table_says_what_the_runs_were_tested_on(tmp_path: Path) -> None:

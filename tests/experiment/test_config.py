@@ -38,7 +38,7 @@ FREE = {
     "hold-out",
 } | FILES  # any text: checked where they are used
 WRONG: dict[str, list[object]] = {
-    "freeze-after": [-2], "frozen-rate": [-0.1, 1.1], "validation-share": [-0.1, 0.95], "groups": [0],
+    "freeze-after": [-2], "early-stop": [-1], "frozen-rate": [-0.1, 1.1], "validation-share": [-0.1, 0.95], "groups": [0],
     "fbn-momentum": [-0.1, 1.1], "tracking": [-0.1, 1.1], "hbn-lam": [-0.1, 1.5],
     "hbn-stat-samples": [-1, 1],
     "image-size": [-1, 5000], "partition-parameter": [-0.5], "calibrate": [-3], "clients": [0], "fraction": [0.0, 1.01],

@@ -100,7 +100,13 @@ def rounded(record: RoundRecord) -> RoundRecord:
 def rich() -> list[RoundRecord]:
     """Every kind of round: those of ``records``, one of an exchange, one that diverged, and one without any client."""
     exchange = RoundRecord(
-        4, "exchange", 0.02, [ClientRecord(0, 5, 2, 0.3, 100, 60, 4, 0.123456, 1.5), ClientRecord(1, 5, 2, 0.4, 100, 60, 4, 0.2, 30.0)]
+        4,
+        "exchange",
+        0.02,
+        [
+            ClientRecord(0, 5, 2, 0.3, 100, 60, 4, 0.123456, 1.5, before=0.25, after=0.5),
+            ClientRecord(1, 5, 2, 0.4, 100, 60, 4, 0.2, 30.0, before=0.5, after=0.75),
+        ],
     )
     exchange = replace(
         exchange,

@@ -101,6 +101,8 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("server-beta2", 0.9, {"server-optimizer": "fedadagrad"}, {"server-optimizer": "fedyogi"}),
     ("evaluate-on", "training", {"validation-share": 0.1}, {}),
     ("name", "mine", {"output": ""}, {}),
+    ("keep-best", True, {"output": ""}, {}),
+    ("local-evaluation", True, {"secure-aggregation": True}, {}),
 ]
 BY_CERTIFICATE = {"exchange-certificate", "exchange-key", "exchange-authority"}  # all three or none: a test of their own
 

@@ -94,7 +94,7 @@ def test_a_local_training_option_is_one_file(site: Path, tmp_path: Path) -> None
     add(site, "dampened")
     assert "| `dampening` | `0.0` | [0, 1) | share of a gradient that momentum leaves out |" in printed()
     keys = list(RunConfig.keys())
-    assert keys[keys.index("dampening") - 1] == "drop-last"  # behind the option that is declared before it
+    assert keys[keys.index("dampening") - 1] == "local-evaluation"  # behind the option that is declared before it
     assert "dampening = 0.0" in printed("--toml")
     with pytest.raises(ConfigError, match=r"dampening must be in \[0, 1\), but got 1.0"):
         RunConfig.from_mapping({"dampening": 1.0})

@@ -15,12 +15,13 @@ from flwr.app import ArrayRecord, Context
 from torch import nn
 
 from fl_bn.conversion import convert
+from fl_bn.federation.checkpoint import FORMAT, generators, set_generators
 from fl_bn.federation.local import Samples
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormClient, BatchNormStrategy, Rounds, RunFailed, Site, make_client_app
-from fl_bn.flower.app.checkpoint import FORMAT, Checkpoint, generators, set_generators
+from fl_bn.flower.app.checkpoint import Checkpoint
 from fl_bn.flower.wire.run_id import RunId
 from fl_bn.methods import METHODS, Method
 from fl_bn.support import durable

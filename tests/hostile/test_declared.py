@@ -12,8 +12,9 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fl_bn.exchange.grpc import exchange_pb2 as pb
+from fl_bn.federation.checkpoint import FORMAT
 from fl_bn.federation.fields import Undeclared, Values, whole
-from fl_bn.flower.app.checkpoint import FORMAT, Checkpoint
+from fl_bn.flower.app.checkpoint import Checkpoint
 from fl_bn.flower.app.client_state import NOTHING, MemoryState
 from fl_bn.flower.wire import messages
 from fl_bn.flower.wire.fields import Form

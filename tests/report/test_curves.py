@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from fl_bn.report.cells import Cell, read_cells
 from fl_bn.report.curves import Series, curves_csv, series
 from fl_bn.report.layout import Layout, lay_out
+from fl_bn.report.line_pictures import curves
 from fl_bn.report.settings import read_settings
 from tests.report.made_up import comparison, rounds, run, sweep
 
@@ -31,7 +33,13 @@ def test_mean_and_band_by_hand(tmp_path: Path) -> None:
     run(tmp_path, {"method": "a", "seed": 1}, rounds([0.3, None, 0.5]))
     run(tmp_path, {"method": "a", "seed": 2}, rounds([0.9, None, 0.9]), "failed")
     one = only(series(layout_of(tmp_path), "accuracy"))
-    assert (one.rounds, one.seeds) == ((1, 3), 2)
+    assert (one.rounds, one.seeds, one.runs) == ((1, 3), 2, 3)
+    picture = curves(layout_of(tmp_path), [one], "round")
+    assert picture is not None
+    assert picture.caption.endswith("Pale lines lack the runs without a result (a: 2 of 3 runs).")
+    whole = curves(layout_of(tmp_path), [replace(one, runs=2)], "round")
+    assert whole is not None
+    assert "Pale" not in whole.caption  # control
     assert np.allclose(one.mean, [20, 50])
     assert np.allclose(one.std, [np.sqrt(200), 0])
     lines = list(csv.reader(io.StringIO(curves_csv(layout_of(tmp_path), [one]))))

@@ -300,7 +300,7 @@ def test_kinds_of_targets_and_the_tasks_that_take_them() -> None:
             find_task("auto", kind_of(targets))
     with pytest.raises(ValueError, match="task 'regression' learns from values, but the data have one label per sample"):
         find_task("regression", kind_of(zeros))
-    with pytest.raises(ValueError, match="task must be auto, one of classification, classification-auc, segmentation, regr"):
+    with pytest.raises(ValueError, match="task must be auto, one of classification, classification-auc, segmentation, dice, regr"):
         find_task("regresion")
 
 

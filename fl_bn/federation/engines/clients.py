@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,19 +30,43 @@ Connect = Callable[[int], LocalExchange]
 LEFT_OUT = "left-out"  # of a reply's metrics: batches of one sample that the client did not train on
 
 
+@dataclass(frozen=True)
+class Own:
+    """Hold what one client of a federation may have of its own.
+
+    Attributes:
+        loader: Its batches.
+        task: Reads a batch and computes its loss.
+        make_optimizer: Makes an optimiser of parameters, at the rate of round 1.
+        make_scheduler: Makes the scheduler of the rate within a round; None: the rate stays the same.
+        settings: The settings of local training.
+        rate_share: Its learning rate as a share of the instruction's.
+        test: Its test batches.
+    """
+
+    loader: Loader
+    task: Task
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    make_scheduler: Callable[[Optimizer], LRScheduler] | None
+    settings: LocalTraining
+    rate_share: float = 1.0
+    test: Loader | None = None
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """Return what clients of one program must have in common."""
+        return id(self.task), id(self.make_optimizer), id(self.make_scheduler), self.settings, self.rate_share
+
+
 @dataclass
 class Clients:
-    """Hold what all clients of a federation have in common, and each one's loader.
+    """Hold what all clients of a federation have in common, and what each one has of its own.
 
     Attributes:
         model: The network, converted for ``method``; it stays unchanged.
         method: The method.
         device: The device on which they train.
-        loaders: One loader per client.
-        settings: The settings of local training.
-        task: Reads a batch and computes its loss.
-        make_optimizer: Makes an optimiser of parameters, at the rate of round 1.
-        make_scheduler: Makes the scheduler of the rate within a round; None: the rate stays the same.
+        own: What each client has of its own.
         schedule: ``schedule(round, rounds)``: the factor of the learning rate.
         seed: The seed of the run.
     """
@@ -50,11 +74,7 @@ class Clients:
     model: nn.Module
     method: Method
     device: torch.device
-    loaders: Sequence[Loader]
-    settings: LocalTraining
-    task: Task
-    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    make_scheduler: Callable[[Optimizer], LRScheduler] | None
+    own: Sequence[Own]
     schedule: Callable[[int, int], float]
     seed: int
 
@@ -70,17 +90,22 @@ class Clients:
         self.__post_init__()
 
     def round(
-        self, model: Copy, instruction: Instruction, kept: ClientState, connect: Callable[[int], Any] | None = None
+        self, client: int, model: Copy, instruction: Instruction, kept: ClientState, connect: Callable[[int], Any] | None = None
     ) -> LocalRound:
         """Open the round of one client.
 
         Args:
+            client: The client's number.
             model: A copy of the network.
             instruction: The server's instruction.
             kept: The state that the client keeps.
             connect: Joins the layer-wise exchange, see ``LocalRound``.
         """
-        settings = self.settings if instruction.trains else None
+        own, settings = self.own[client], None
+        if instruction.trains:
+            settings = own.settings
+            if own.rate_share != 1:
+                instruction = replace(instruction, learning_rate=instruction.learning_rate * own.rate_share)
         return LocalRound(model, self.method, instruction, kept, settings, connect)
 
     def compute(
@@ -96,7 +121,7 @@ class Clients:
             connect: Joins the layer-wise exchange, see ``LocalRound``.
         """
         with self.network.lend() as lent:
-            return client_round(self.round(lent, instruction, kept, connect), LoaderSource(self, client, rounds))
+            return client_round(self.round(client, lent, instruction, kept, connect), LoaderSource(self, client, rounds))
 
 
 @dataclass(frozen=True)
@@ -114,14 +139,24 @@ class LoaderSource:
     rounds: int
 
     @property
+    def own(self) -> Own:
+        """Return what the client has of its own."""
+        return self.clients.own[self.client]
+
+    @property
     def task(self) -> Task:
-        """Return the task of all clients."""
-        return self.clients.task
+        """Return the client's task."""
+        return self.own.task
+
+    @property
+    def test(self) -> Loader | None:
+        """Return the client's test batches."""
+        return self.own.test
 
     @property
     def loader(self) -> Loader:
         """Return the client's own batches."""
-        return self.clients.loaders[self.client]
+        return self.own.loader
 
     @property
     def samples(self) -> Samples:
@@ -135,13 +170,13 @@ class LoaderSource:
 
         It is once for ``SeededBatches``, whose batches are those of all epochs.
         """
-        return 1 if isinstance(self.loader, SeededBatches) else self.clients.settings.epochs
+        return 1 if isinstance(self.loader, SeededBatches) else self.own.settings.epochs
 
     def batches(self, round: LocalRound) -> Trainable:
         """Return the batches that the round can train on; it leaves the others out and counts them."""
         own, drawn = self.loader, isinstance(self.loader, SeededBatches)
         if isinstance(own, SeededBatches):
-            own = own.epochs(self.clients.seed, self.client, round.instruction.round, self.clients.settings.epochs)
+            own = own.epochs(self.clients.seed, self.client, round.instruction.round, self.own.settings.epochs)
         return Trainable(round, own, self.task, drawn)
 
     def measure(self, round: LocalRound) -> None:
@@ -155,7 +190,7 @@ class LoaderSource:
 
     def optimizer(self, round: LocalRound) -> Optimizer:
         """Make a fresh optimiser, at the learning rate of the round."""
-        optimizer = self.clients.make_optimizer(round.parameters.values())
+        optimizer = self.own.make_optimizer(round.parameters.values())
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * self.clients.schedule(round.instruction.round, self.rounds)
             if round.instruction.rate_share != 1:
@@ -164,7 +199,7 @@ class LoaderSource:
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """Make the scheduler of the rate within the round; None if there is none."""
-        return None if self.clients.make_scheduler is None else self.clients.make_scheduler(optimizer)
+        return None if self.own.make_scheduler is None else self.own.make_scheduler(optimizer)
 
     @contextmanager
     def training(self, round: LocalRound, optimizer: Optimizer) -> Iterator[None]:
@@ -190,7 +225,7 @@ class LoaderSource:
         if (count := sum(part.samples for part in trained)) == 0:
             return round.sit_out(self.client, metrics)
         loss = sum(part.loss * part.samples for part in trained) / count
-        return round.reply(count // self.clients.settings.epochs, loss, client=self.client, metrics=metrics)
+        return round.reply(count // self.own.settings.epochs, loss, client=self.client, metrics=metrics)
 
     def _seeded(self, round: LocalRound, purpose: int) -> Any:
         own = seeded(self.clients.seed, self.client, round.instruction.round, purpose)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,14 +26,17 @@ from fl_bn.federation.engines.vectorised import AT_ONCE, AsOneProgram, CannotVec
 from fl_bn.federation.engines.workers import cores
 from fl_bn.federation.loaders import REITERABLE, Loader, SeededBatches
 from fl_bn.federation.local import evaluate
+from fl_bn.federation.metrics import over_samples
 from fl_bn.federation.network import Network
 from fl_bn.federation.one_sample import ADVICE
 from fl_bn.federation.payload import Named
 from fl_bn.federation.replies import checked
+from fl_bn.federation.run import FROM_THE_START, Start
 from fl_bn.federation.server import Server
 from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply, RoundReplies
 from fl_bn.methods import Phase
+from fl_bn.task import MetricState
 
 LOGGER = logging.getLogger("flwr")
 
@@ -45,15 +47,17 @@ class LocalTransport(Transport):
     Args:
         server: The federation's server.
         clients: What the clients have in common, and their loaders.
-        test: The batches to evaluate on; None: there is no evaluation.
+        tests: The batches that each client's model is evaluated on; None: there is no evaluation.
         workers: The number of processes that compute; 1: this process alone. 0: this process, and one process
             per core once they are worth it.
         one_program: Whether clients are computed as one program if possible.
     """
 
-    def __init__(self, server: Server, clients: Clients, test: Loader | None, workers: int = 1, one_program: bool = False) -> None:
-        self.server, self.clients, self._test, self._count, self._one_program = server, clients, test, workers, one_program
-        self.kept = [NOTHING for _ in clients.loaders]
+    def __init__(
+        self, server: Server, clients: Clients, tests: Sequence[Loader] | None, workers: int = 1, one_program: bool = False
+    ) -> None:
+        self.server, self.clients, self._tests, self._count, self._one_program = server, clients, tests, workers, one_program
+        self.kept = [NOTHING for _ in clients.own]
         self._rounds = 1  # of the run
         self._workers: InWorkers | None = None
         self._pace = Pace(1, 1)
@@ -61,10 +65,11 @@ class LocalTransport(Transport):
         self._on_cpu = Network(clients.model, clients.method, torch.device("cpu"))
 
     @contextmanager
-    def serving(self, rounds: int) -> Iterator[None]:
+    def serving(self, rounds: int, start: Start = FROM_THE_START) -> Iterator[None]:
         """Serve a run of ``rounds`` rounds in this block, with worker processes if there are several."""
         self._rounds = rounds
-        self.kept = [replace(kept, round=0) for kept in self.kept]  # from before round 1 of this run
+        if start.round == 1:
+            self.kept = [replace(kept, round=0) for kept in self.kept]  # from before round 1 of this run
         decides = self._count == 0 and not self._one_program and can_move(self.clients)
         self._pace = Pace(cores() // torch.get_num_threads() if decides else 1, rounds)
         with ExitStack() as self._serving:
@@ -119,20 +124,42 @@ class LocalTransport(Transport):
         return self._checked(replies, instruction, session, everyone)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate on the test batches, if there are any."""
-        return {} if self._test is None else self.evaluate_on(self._test, self.model(tensors))
+        """Evaluate on the test batches, if there are any, and note each client's metrics in the round's record."""
+        if self._tests is None:
+            return {}
+        metrics, by_client = self.evaluate_on(self._tests, self.model(tensors))
+        self.server.record = replace(self.server.record, client_evaluation=by_client)
+        return metrics
 
-    def evaluate_on(self, batches: Loader, model: nn.Module) -> dict[str, float]:
-        """Compute loss and metrics of ``model`` on ``batches``.
+    def evaluate_on(self, tests: Sequence[Loader], model: nn.Module) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
+        """Evaluate ``model`` on each client's test batches, by the client's task.
 
-        If clients have models of their own, the result is the mean over those that have trained.
+        If clients have models of their own, these are evaluated, of the clients that have trained.
+
+        Args:
+            tests: Each client's test batches.
+            model: The shared network.
+
+        Returns:
+            The metrics over all clients (``metrics.over_samples``); and client -> its metrics, if they differ by
+            client.
         """
-        task, device = self.clients.task, self.clients.device
+        device, personal = self.clients.device, self.server.shared.personal
         trained = [client for client, kept in enumerate(self.kept) if kept.get("local")]
-        if not (self.server.shared.personal and trained):
-            return evaluate(model.to(device), batches, task=task).result()
-        results = [evaluate(self.with_own(model, client).to(device), batches, task=task).result() for client in trained]
-        return {name: float(np.mean([result[name] for result in results])) for name in results[0]}
+        personal &= bool(trained)
+        tasks = [own.task for own in self.clients.own]
+        states: dict[tuple[int, int], MetricState] = {}
+        own = {}
+        for client in trained if personal else range(len(tests)):
+            key = id(tests[client]), id(tasks[client])
+            if personal:
+                own[client] = evaluate(self.with_own(model, client).to(device), tests[client], task=tasks[client])
+            else:
+                states[key] = own[client] = states.get(key) or evaluate(model.to(device), tests[client], task=tasks[client])
+        if not personal and len(states) == 1:
+            return own[0].result(), {}
+        results = {client: state.result() for client, state in own.items()}
+        return over_samples([(state.count, results[client]) for client, state in own.items()]), results
 
     def model(self, tensors: Named, batches: int = 0) -> nn.Module:
         """Return a copy of the shared network in evaluation mode.
@@ -159,16 +186,16 @@ class LocalTransport(Transport):
 
     def cohort(self, number: int) -> list[int]:
         """Return the clients of round ``number``, in order; the seed decides."""
-        everyone = range(len(self.clients.loaders))
+        everyone = range(len(self.clients.own))
         return sorted(Random(f"{self.clients.seed}/{number}").sample(everyone, self._cohort_size))
 
     @property
     def _cohort_size(self) -> int:
-        return max(1, int(self.server.policy.fraction * len(self.clients.loaders) + 0.5))
+        return max(1, int(self.server.policy.fraction * len(self.clients.own) + 0.5))
 
     def _measuring(self, instruction: Instruction) -> Sequence[int]:
         by_cohort = self.server.method.measures_cohort(instruction.round)
-        return self.cohort(instruction.round) if by_cohort else range(len(self.clients.loaders))
+        return self.cohort(instruction.round) if by_cohort else range(len(self.clients.own))
 
     def _checked(
         self, replies: Sequence[Reply], instruction: Instruction, session: Session | None, cohort: Sequence[int] | None = None
@@ -223,9 +250,11 @@ class LocalTransport(Transport):
         return [reply for reply, _ in results]
 
     def _as_one_program(self, instruction: Instruction, clients: Sequence[int]) -> list[Result]:
-        loaders = [self.clients.loaders[client] for client in clients]
-        if not all(isinstance(loader, SeededBatches) for loader in loaders):
+        every = [self.clients.own[client] for client in clients]
+        if not all(isinstance(own.loader, SeededBatches) for own in every):
             raise CannotVectorise("one program must draw the batches itself: give SeededBatches")
+        if len({own.alike for own in every}) > 1:
+            raise CannotVectorise("the clients of one program need one task, loss, optimiser and scheduler, but theirs differ")
         sources = [LoaderSource(self.clients, client, self._rounds) for client in clients]
         if any(len(source.samples) < 2 for source in sources):
             raise CannotVectorise("the batches of one program need at least 2 samples per client, but a client has fewer")
@@ -236,7 +265,8 @@ class LocalTransport(Transport):
             lent = [returned.enter_context(self._on_cpu.lend()) for _ in clients]
             connect = unneeded if exchanges else None
             rounds = [
-                self.clients.round(one, instruction, self.kept[client], connect) for one, client in zip(lent, clients, strict=True)
+                self.clients.round(client, one, instruction, self.kept[client], connect)
+                for one, client in zip(lent, clients, strict=True)
             ]
             members = [Member(round, source) for round, source in zip(rounds, sources, strict=True)]
             return client_rounds(members, AsOneProgram(self.clients.device))

@@ -22,6 +22,7 @@ from fl_bn.federation.engines.workers import Workers
 from fl_bn.federation.loaders import SeededBatches, generators
 from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.values import ClientState, Instruction, Reply
+from fl_bn.task import is_ours
 
 Value = TypeVar("Value", Instruction, ClientState, Reply)
 
@@ -33,14 +34,15 @@ MOST_BYTES = 2**30
 def can_move(clients: Clients) -> bool:
     """Return whether other processes can compute the clients without anybody noticing.
 
-    Code of a user's own might note something where it runs, so the task must be fl-bn's, and the loaders
+    Code of a user's own might note something where it runs, so the tasks must be fl-bn's, and the loaders
     ``SeededBatches`` or DataLoaders of tensors. The clients train on a CPU, and their data have at most
     ``MOST_BYTES``.
     """
-    if clients.device.type != "cpu" or type(clients.task).__module__.partition(".")[0] != "fl_bn":
+    if clients.device.type != "cpu" or not all(is_ours(own.task) for own in clients.own):
         return False
     size = 0
-    for loader in clients.loaders:
+    tested = {id(own.test): own.test for own in clients.own if own.test is not None and own.settings.local_evaluation}
+    for loader in (*(own.loader for own in clients.own), *tested.values()):
         if isinstance(loader, SeededBatches):
             tensors: Sequence[Tensor] = (loader.samples.x, loader.samples.y)
         elif type(loader) is DataLoader and type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
@@ -74,7 +76,7 @@ class InWorkers:
             Exception: The error of the first client that failed.
         """
         packed, same = _packed(instruction), (torch.get_num_threads(), torch.get_default_dtype())
-        states = [[one.get_state().numpy() for one in generators(self._clients.loaders[client])] for client in clients]
+        states = [[one.get_state().numpy() for one in generators(self._clients.own[client].loader)] for client in clients]
         tasks = [(str(self._path), same, packed, rounds, *one) for one in zip(clients, map(_packed, kept), states, strict=True)]
         results = []
         for client, done in zip(clients, list(self._workers.run(_work, tasks)), strict=True):
@@ -82,7 +84,7 @@ class InWorkers:
                 done.error.add_note(f"in the worker process of client {client}")
                 raise done.error
             reply, keeps, after = done.value
-            for one, state in zip(generators(self._clients.loaders[client]), after, strict=True):
+            for one, state in zip(generators(self._clients.own[client].loader), after, strict=True):
                 one.set_state(torch.from_numpy(state))
             results.append((_unpacked(reply), _unpacked(keeps)))
         return results
@@ -110,7 +112,7 @@ def _work(
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     clients = _read(path)
-    for one, state in zip(own := generators(clients.loaders[client]), states, strict=True):
+    for one, state in zip(own := generators(clients.own[client].loader), states, strict=True):
         one.set_state(torch.from_numpy(state.copy()))
     reply, keeps = clients.compute(_unpacked(packed), rounds, client, _unpacked(kept))
     return _packed(reply), _packed(keeps), [one.get_state().numpy() for one in own]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import torch
 from torch import Tensor
 
+from fl_bn.federation.checkpoint import FORMAT, UNREADABLE, read, write
 from fl_bn.flower.wire.run_id import RunId
 from fl_bn.support import durable
-
-FORMAT = "fl-bn checkpoint/1"
 
 
 @dataclass(frozen=True)
@@ -57,14 +53,11 @@ class Checkpoint:
         Raises:
             OSError: The file cannot be written. An existing file is unchanged then.
         """
-        tensors = {f"arrays/{name}": tensor for name, tensor in self.arrays.items()}
-        tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizer.items()}
-        tensors |= {f"auxiliary/{name}": tensor for name, tensor in self.auxiliary.items()}
+        parts = {part: getattr(self, part) for part in ("arrays", "optimizer", "auxiliary")}
         state = {key: dict(getattr(self, key)) for key in ("kept", "counted", "history")}
         state |= {key: getattr(self, key) for key in ("round", "failed", "releases")}
-        run_id = self.run_id.to_config()
-        about = {"format": FORMAT, "state": json.dumps(state), "run_id": json.dumps(run_id), "generators": self.generators}
-        durable.save_tensors(path, tensors, about)
+        about = {"state": json.dumps(state), "run_id": json.dumps(self.run_id.to_config()), "generators": self.generators}
+        write(path, parts, about)
 
     @classmethod
     def load(cls, path: Path) -> Checkpoint:
@@ -73,56 +66,27 @@ class Checkpoint:
         Raises:
             Damaged: The file is incomplete or damaged, or is not a checkpoint.
         """
-        tensors, about = durable.load_tensors(path)
-        if about.get("format") != FORMAT:
-            raise durable.Damaged(f"{path}: expected {FORMAT}, but got {about.get('format', 'a file without a format')!r}")
+        parts, about = read(path)
         try:
-            return cls._read(tensors, about)
-        except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            return cls._read(parts, about)
+        except UNREADABLE as error:
             raise durable.Damaged(f"{path}: expected {FORMAT}, but cannot read it: {error!r}") from error
 
     @classmethod
-    def _read(cls, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> Checkpoint:
+    def _read(cls, parts: Mapping[str, Mapping[str, Tensor]], about: Mapping[str, str]) -> Checkpoint:
         state = json.loads(about["state"])
-        parts: dict[str, dict[str, Tensor]] = {"arrays": {}, "optimizer": {}, "auxiliary": {}}
-        for name, tensor in tensors.items():
-            part, _, key = name.partition("/")
-            parts[part][key] = tensor
+        if unknown := parts.keys() - {"arrays", "optimizer", "auxiliary"}:
+            raise KeyError(*unknown)
         return cls(
             state["round"],
             RunId.of(json.loads(about["run_id"])),
-            parts["arrays"],
-            parts["optimizer"],
+            parts.get("arrays", {}),
+            parts.get("optimizer", {}),
             state["failed"],
             {int(client): round for client, round in state["kept"].items()},
             state["history"],
             about["generators"],
-            parts["auxiliary"],
+            parts.get("auxiliary", {}),
             {int(client): round for client, round in state["counted"].items()},
             state["releases"],
         )
-
-
-def generators() -> str:
-    """Return the states of the global random generators of Python, NumPy and torch, as JSON."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    version, state, gauss = random.getstate()
-    return json.dumps(
-        {
-            "python": [version, list(state), gauss],
-            "numpy": [name, np.asarray(keys).tolist(), *rest],
-            "torch": torch.get_rng_state().tolist(),
-        }
-    )
-
-
-def set_generators(states: str) -> None:
-    """Set the global random generators to the states that ``generators`` returned. An empty text changes nothing."""
-    if not states:
-        return
-    loaded = json.loads(states)
-    version, state, gauss = loaded["python"]
-    random.setstate((version, tuple(state), gauss))
-    name, keys, *rest = loaded["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.tensor(loaded["torch"], dtype=torch.uint8))

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
+from fl_bn.federation.checkpoint import generators, set_generators
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.federation.values import Reply
-from fl_bn.flower.app.checkpoint import Checkpoint, generators, set_generators
+from fl_bn.flower.app.checkpoint import Checkpoint
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.wire.codec import tensors_of

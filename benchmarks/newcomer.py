@@ -1,0 +1,199 @@
+"""Try what a newcomer tries: methods where the features differ between five sites, where the labels do, and where both do.
+
+    nice -n 19 python benchmarks/newcomer.py --output benchmarks/results/newcomer/cells.csv
+    python benchmarks/newcomer.py --table benchmarks/results/newcomer        # table.md there, and the table of docs/methods/choosing.md
+
+A cell is one ``Federation`` in plain torch on scikit-learn's digits, with its default optimiser: nothing is tuned. Under *features*
+every site sees all digits, as another camera would. Under *two classes* every site has two digits, seen alike. Under *both* it has
+two digits, as another camera would see them. Every site's own model (``client_model``) is tested under the site's own camera: on
+the test digits of all classes, and on those of the site's own two. One line per cell, written as it comes. Cells that the file has
+are not run again. ``at_freeze``: all classes after half of the rounds, where FixBN freezes; ``lowest``: the lowest afterwards.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+SHIFTS = ("none", "invert", "dark", "noise", "blur")  # one per site
+REGIMES = ("features", "two classes", "both")
+METHODS = ("fedavg", "fedbn", "fbn", "hbn", "fixbn", "gn")
+SEEDS = (0, 1, 2)
+ROUNDS, EVERY, BATCH = 40, 4, 32
+KEY = ("regime", "method", "seed")
+FIELDS = (*KEY, "all_classes", "own_classes", "at_freeze", "lowest", "seconds", "commit")
+PAGE, MARK = Path(__file__).parent.parent / "docs" / "methods" / "choosing.md", "newcomer"
+Key = tuple[str, str, int]
+Row = Mapping[str, str]
+
+
+def network() -> nn.Sequential:
+    """Return the newcomer's network: two convolutions with BatchNorm."""
+    blocks = [(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2)) for a, b in ((3, 16), (16, 32))]
+    return nn.Sequential(*itertools.chain(*blocks), nn.Flatten(), nn.Linear(32 * 5 * 5, 10))
+
+
+def cells() -> Iterator[Key]:
+    """Yield every cell in the order in which they are run: the first seed of everything first."""
+    for seed in SEEDS:
+        yield from ((regime, method, seed) for regime in reversed(REGIMES) for method in METHODS)
+
+
+def sites(regime: str, seed: int) -> list[tuple[Any, Any, set[int]]]:
+    """Return, for every site, its training samples, the test samples under its camera, and its classes."""
+    from fl_bn.data.digits import load_digits_plain
+    from fl_bn.data.partition import partition
+    from fl_bn.data.shift import shifted
+    from fl_bn.federation.local import Samples
+
+    plain = load_digits_plain("", 20)
+    kind, parameter = ("iid", 0.0) if regime == "features" else ("classes", 2.0)
+    parts = partition(kind, plain.y_train.numpy(), None, len(SHIFTS), parameter, seed)
+    made = []
+    for place, part in enumerate(parts):
+        seen = shifted(plain, ["none" if regime == "two classes" else SHIFTS[place]], seed)  # all samples under this camera
+        own = torch.from_numpy(part)
+        train, test = Samples(seen.x_train[own], seen.y_train[own]), Samples(seen.x_test, seen.y_test)
+        made.append((train, test, set(train.y.tolist())))
+    return made
+
+
+def cell(key: Key) -> dict[str, Any]:
+    """Run one cell, and return its line."""
+    from fl_bn import Federation, SeededBatches, methods
+    from fl_bn.federation.local import Samples, evaluate
+    from fl_bn.support.commit import commit
+
+    regime, method, seed = key
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    data, begin = sites(regime, seed), time.process_time()
+    batches = [SeededBatches(train.x, train.y, BATCH) for train, _, _ in data]
+    federation = Federation(network(), getattr(methods, method)(), batches, seed=seed, evaluate_every=ROUNDS, progress=False)
+    curve: dict[int, tuple[float, float]] = {}
+
+    def accuracy(number: int, test: Samples) -> float:
+        return 100 * evaluate(federation.client_model(number), test).result()["accuracy"]
+
+    try:
+        for record in federation.run(ROUNDS):
+            if record.round % EVERY == 0:
+                wanted = [torch.tensor([y in own for y in test.y.tolist()]) for _, test, own in data]
+                pairs = [(test, rows) for (_, test, _), rows in zip(data, wanted, strict=True)]
+                own = [accuracy(i, Samples(test.x[rows], test.y[rows])) for i, (test, rows) in enumerate(pairs)]
+                curve[record.round] = mean(accuracy(i, test) for i, (test, _) in enumerate(pairs)), mean(own)
+    except RuntimeError as error:  # Diverged: the curve ends there
+        print(f"{key}: {error}", flush=True)
+    last = curve.get(ROUNDS, (math.nan, math.nan))
+    frozen = curve.get(ROUNDS // 2, (math.nan, math.nan))[0]
+    lowest = min((value for at, (value, _) in curve.items() if at > ROUNDS // 2), default=math.nan)
+    numbers = (*(round(value, 1) for value in (*last, frozen, lowest)), round(time.process_time() - begin, 1))
+    return dict(zip(FIELDS, (*key, *numbers, commit()), strict=True))
+
+
+def read(path: Path) -> dict[Key, Row]:
+    """Return cell -> line of a file; empty without a file."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {(row["regime"], row["method"], int(row["seed"])): row for row in csv.DictReader(file)}
+
+
+def shown(rows: list[Row], field: str) -> str:
+    """Format the mean of a field and, for several seeds, the standard deviation."""
+    values = [float(row[field]) for row in rows]
+    if not values:
+        return "-"
+    return f"{mean(values):.1f} ({stdev(values):.1f})" if len(values) > 1 else f"{values[0]:.1f}"
+
+
+def whole(rows: Mapping[Key, Row]) -> dict[Key, Row]:
+    """Return the rows of the seeds with which every cell was run: means over different seeds are not compared."""
+    seeds = [seed for seed in SEEDS if all((regime, method, seed) in rows for regime in REGIMES for method in METHODS)]
+    return {key: row for key, row in rows.items() if key[2] in seeds}
+
+
+def table(rows: Mapping[Key, Row]) -> str:
+    """Return the results as Markdown, of the seeds that are complete."""
+    run, left, rows = len(rows), sum(key not in rows for key in cells()), whole(rows)
+    lines = [
+        "# A newcomer's table",
+        "",
+        f"Five sites, scikit-learn's digits, {ROUNDS} rounds of one local epoch, batches of {BATCH}. The rate is 0.05 in all rounds, "
+        "`Federation`'s default, and nothing is tuned. Accuracy (%) of every site's own model under its own camera: mean over the sites, "
+        "then mean (standard deviation) over seeds. Made by `benchmarks/newcomer.py`.",
+        "",
+    ]
+    for title, field in (("Tested on all classes", "all_classes"), ("Tested on the site's own classes", "own_classes")):
+        lines += [f"## {title}", "", f"| method | {' | '.join(REGIMES)} |", "|---|---:|---:|---:|"]
+        for method in METHODS:
+            own = [[row for key, row in rows.items() if key[:2] == (regime, method)] for regime in REGIMES]
+            lines.append(f"| {method} | {' | '.join(shown(of, field) for of in own)} |")
+        lines.append("")
+    lines += ["## FixBN after it freezes", "", "| regime | at the freeze | lowest afterwards | last |", "|---|---:|---:|---:|"]
+    for regime in REGIMES:
+        of = [row for key, row in rows.items() if key[:2] == (regime, "fixbn")]
+        lines.append(f"| {regime} | {' | '.join(shown(of, field) for field in ('at_freeze', 'lowest', 'all_classes'))} |")
+    seeds = sorted({key[2] for key in rows})
+    return "\n".join([*lines, "", f"Complete seeds: {', '.join(map(str, seeds))}. {run} cells were run, {left} were not.", ""])
+
+
+def excerpt(rows: Mapping[Key, Row]) -> str:
+    """Return the table of the page on methods, of the seeds that are complete."""
+    rows = whole(rows)
+    head = "| method | features differ | labels differ | both, on all classes | both, on the site's own classes |"
+    lines = [head, "|---|---:|---:|---:|---:|"]
+    columns = (("features", "all_classes"), ("two classes", "all_classes"), ("both", "all_classes"), ("both", "own_classes"))
+    for method in METHODS:
+        said = [shown([row for key, row in rows.items() if key[:2] == (regime, method)], field) for regime, field in columns]
+        lines.append(f"| `{method}` | {' | '.join(said)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(
+    output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
+    seconds: Annotated[float, typer.Option(help="begin no cell after so many")] = math.inf,
+    table_of: Annotated[Path | None, typer.Option("--table", help="folder of cells.csv: write table.md there")] = None,
+) -> None:
+    """Run the cells that the file lacks, or write the table."""
+    if table_of is not None:
+        sys.path.insert(0, str(Path(__file__).parent.parent))
+        from experiments.marks import replaced
+
+        rows = read(table_of / "cells.csv")
+        (table_of / "table.md").write_text(table(rows))
+        PAGE.write_text(replaced(PAGE.read_text(), MARK, excerpt(rows)))
+    if output is None:
+        return
+    done, begin = read(output), time.monotonic()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        if not done:
+            writer.writeheader()
+        for key in cells():
+            if key in done:
+                continue
+            if time.monotonic() - begin > seconds:
+                break
+            row = cell(key)
+            writer.writerow(row)
+            file.flush()
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

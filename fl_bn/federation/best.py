@@ -1,0 +1,154 @@
+"""Callbacks that choose by an evaluation: keep the best model, and end a run that no longer improves."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from fl_bn.federation.callbacks import Callback, Running
+from fl_bn.federation.record import RoundRecord
+from fl_bn.support import durable
+
+LOGGER = logging.getLogger("flwr")
+LOSS = "loss"
+
+
+class Best(Callback):
+    """Follow the best value of a metric over the evaluations of a run. Base of ``EarlyStop`` and ``KeepBest``.
+
+    Args:
+        metric: The metric. Default: the task's own, such as ``accuracy``.
+        higher_is_better: Whether a higher value is better. Default: as the task says; a loss should be low.
+        least: An evaluation is better if it is ahead of the best by more than this, at least 0.
+
+    Attributes:
+        best: The best value so far; NaN before the first.
+        round: The round of that value; 0 before the first.
+    """
+
+    def __init__(self, metric: str = "", higher_is_better: bool | None = None, least: float = 0.0) -> None:
+        if not 0 <= least < math.inf:
+            raise ValueError(f"least must be >= 0 and finite: by how much an evaluation must be better, but got {least}")
+        self.metric, self._higher, self._least = metric, higher_is_better, least
+        self.best, self.round, self.since = math.nan, 0, 0
+
+    def on_start(self, running: Running) -> None:
+        """Begin anew, from the evaluations of a run that continues."""
+        task = running.task
+        self.running, self.name = running, self.metric or task.metric
+        self.higher = self._higher
+        if self.higher is None:
+            self.higher = task.higher_is_better if self.name == task.metric else self.name != LOSS
+        self.best, self.round, self.since = math.nan, 0, 0
+        for record in running.history:
+            if record.evaluation:
+                self._better(record)
+
+    def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
+        """Compare an evaluation with the best one."""
+        if self._better(record):
+            self.improved(record)
+        else:
+            self.did_not(record, rounds)
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Warn if nothing was evaluated, so that nothing could be chosen."""
+        if not self.round and not self.since:
+            LOGGER.warning("%s had nothing to choose by: no round was evaluated", type(self).__name__)
+
+    def improved(self, record: RoundRecord) -> None:
+        """Handle an evaluation that is the best so far."""
+
+    def did_not(self, record: RoundRecord, rounds: int) -> None:
+        """Handle an evaluation that is not better than the best one."""
+
+    def _better(self, record: RoundRecord) -> bool:
+        """Tell whether an evaluation is the best so far, and note it. A value that is not finite never is."""
+        if self.name not in record.evaluation:
+            raise ValueError(
+                f"{type(self).__name__} follows {self.name!r}, but round {record.round} evaluated {', '.join(record.evaluation)}: name one "
+                "of them"
+            )
+        value = record.evaluation[self.name]
+        ahead = value - self.best if self.higher else self.best - value
+        better = math.isfinite(value) and (self.round == 0 or ahead > self._least)
+        if better:
+            self.best, self.round, self.since = value, record.round, 0
+        else:
+            self.since += 1
+        return better
+
+
+class EarlyStop(Best):
+    """End a run whose evaluations no longer improve.
+
+    >>> from fl_bn import EarlyStop
+    >>> stop = EarlyStop(patience=3, metric="loss")  # Federation(..., callbacks=[stop])
+
+    Args:
+        patience: The run ends after so many evaluations in a row that are not better than the best one, at
+            least 1.
+        metric: The metric. Default: the task's own.
+        higher_is_better: Whether a higher value is better. Default: as the task says; a loss should be low.
+        least: An evaluation is better if it is ahead of the best by more than this.
+    """
+
+    def __init__(self, patience: int, metric: str = "", higher_is_better: bool | None = None, least: float = 0.0) -> None:
+        if patience < 1:
+            raise ValueError(f"patience must be >= 1: evaluations without a better one, after which the run ends, but got {patience}")
+        super().__init__(metric, higher_is_better, least)
+        self.patience = patience
+
+    def did_not(self, record: RoundRecord, rounds: int) -> None:
+        """End the run after ``patience`` evaluations."""
+        if self.since >= self.patience and record.round < rounds:
+            self.running.stop(
+                f"{self.name} did not improve in {self.since} evaluation{'s' * (self.since > 1)}; the best was {self.best:.4g}, in round "
+                f"{self.round}"
+            )
+
+
+class KeepBest(Best):
+    """Keep the model of the best evaluation in a safetensors file, which is whole or absent at any moment.
+
+    The file has the tensors of ``Running.arrays``. If clients keep tensors and are in this process, the network
+    of client 3 is in ``NAME-client-3.safetensors`` beside it.
+
+    >>> from fl_bn import KeepBest
+    >>> keep = KeepBest("best.safetensors")  # Federation(..., callbacks=[keep])
+
+    Args:
+        path: The file.
+        metric: The metric. Default: the task's own.
+        higher_is_better: Whether a higher value is better. Default: as the task says; a loss should be low.
+    """
+
+    def __init__(self, path: str | Path, metric: str = "", higher_is_better: bool | None = None) -> None:
+        super().__init__(metric, higher_is_better)
+        self.path = Path(path)
+
+    def improved(self, record: RoundRecord) -> None:
+        """Write the model."""
+        about = {"round": str(record.round), self.name: repr(self.best)}
+        _write(self.path, self.running.arrays(), about)
+        for client, arrays in self.running.clients().items():
+            own = self.path.with_name(f"{self.path.stem}-client-{client}{self.path.suffix}")
+            _write(own, arrays, {**about, "client": str(client)})
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Log which evaluation was kept."""
+        super().on_end(error)
+        if self.round:
+            LOGGER.info("best %s: %.4g in round %s, kept in %s", self.name, self.best, self.round, self.path)
+
+
+def _write(path: Path, arrays: Mapping[str, Tensor], about: dict[str, str]) -> None:
+    """Write tensors to a safetensors file, in rows whatever their memory format."""
+    rows = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in arrays.items()}
+    durable.write(path, durable.in_order(save(rows, about)), mode=0o666)

@@ -1,0 +1,208 @@
+"""Store the state of a run in one file that is whole or absent: safetensors, which run no code, with JSON beside.
+
+A run over Flower and a ``Federation`` use the same form. What each of them puts into it stands in
+``flower.app.checkpoint``, and in ``FederationState`` below.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.record import ClientRecord, Disclosure, RoundRecord
+from fl_bn.federation.values import ClientState
+from fl_bn.support import durable
+
+FORMAT = "fl-bn checkpoint/1"
+Parts = Mapping[str, Mapping[str, Tensor]]
+UNREADABLE = (KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError)
+
+
+def write(path: Path, parts: Parts, about: Mapping[str, str]) -> None:
+    """Write a checkpoint to ``path``, in place of the file that was there.
+
+    Args:
+        path: The file.
+        parts: Part -> name -> tensor. A part's name has no slash.
+        about: Texts by name.
+
+    Raises:
+        OSError: The file cannot be written. The old file is unchanged then.
+    """
+    tensors = {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
+    durable.save_tensors(path, tensors, {"format": FORMAT, **about})
+
+
+def read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    """Read a checkpoint.
+
+    Returns:
+        Part -> name -> tensor, and the texts by name.
+
+    Raises:
+        Damaged: The file is not whole, or it is no checkpoint.
+    """
+    tensors, about = durable.load_tensors(path)
+    if about.get("format") != FORMAT:
+        raise durable.Damaged(f"{path}: expected {FORMAT}, but got {about.get('format', 'a file without a format')!r}")
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        part, _, key = name.partition("/")
+        parts.setdefault(part, {})[key] = tensor
+    return parts, dict(about)
+
+
+def generators() -> str:
+    """Return the states of the global generators of Python, NumPy and torch, as JSON."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    version, state, gauss = random.getstate()
+    return json.dumps(
+        {
+            "python": [version, list(state), gauss],
+            "numpy": [name, np.asarray(keys).tolist(), *rest],
+            "torch": torch.get_rng_state().tolist(),
+        }
+    )
+
+
+def set_generators(states: str) -> None:
+    """Set the global generators to ``states``, as ``generators`` returned them; an empty text changes nothing."""
+    if not states:
+        return
+    loaded = json.loads(states)
+    version, state, gauss = loaded["python"]
+    random.setstate((version, tuple(state), gauss))
+    name, keys, *rest = loaded["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.tensor(loaded["torch"], dtype=torch.uint8))
+
+
+@dataclass(frozen=True)
+class FederationState:
+    """Hold the state of a ``Federation`` after a round.
+
+    Attributes:
+        round: The last round that is in this state.
+        rounds: The number of rounds of the run.
+        failed: The number of failed rounds in a row.
+        decides: What decides the numbers of the run, in words by name. A run that continues must have the same.
+        arrays: Name -> shared tensor.
+        evaluated: Name -> shared tensor with which the model was evaluated last.
+        optimizer: The server optimizer's buffers.
+        auxiliary: ``section/name`` -> auxiliary tensor.
+        clients: The state that each client keeps, in order.
+        loaders: The states of the generators of each client's DataLoader.
+        history: The records of all rounds so far.
+        keeps: Whether the server keeps all replies of a round until the last is in.
+        generators: The states of the global generators, see ``generators``.
+    """
+
+    round: int
+    rounds: int
+    failed: int
+    decides: Mapping[str, str]
+    arrays: Mapping[str, Tensor]
+    evaluated: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    auxiliary: Mapping[str, Tensor]
+    clients: Sequence[ClientState]
+    loaders: Sequence[Sequence[Tensor]]
+    history: Sequence[RoundRecord]
+    keeps: bool
+    generators: str
+
+    def save(self, path: Path) -> None:
+        """Write this state to ``path``, in place of the file that was there.
+
+        Raises:
+            OSError: The file cannot be written. The old file is unchanged then.
+        """
+        named = {
+            f"{client}/{section}/{name}": tensor
+            for client, kept in enumerate(self.clients)
+            for section, own in kept.sections.items()
+            for name, tensor in own.items()
+        }
+        loaders = {f"{client}/{n}": state for client, own in enumerate(self.loaders) for n, state in enumerate(own)}
+        parts = {
+            "arrays": self.arrays,
+            "evaluated": self.evaluated,
+            "optimizer": self.optimizer,
+            "auxiliary": self.auxiliary,
+            "clients": named,
+            "loaders": loaders,
+        }
+        state = {
+            "round": self.round,
+            "rounds": self.rounds,
+            "failed": self.failed,
+            "decides": dict(self.decides),
+            "clients": [[kept.round, kept.counted, list(kept.sections)] for kept in self.clients],
+            "history": [asdict(record) for record in self.history],
+            "keeps": self.keeps,
+        }
+        write(path, parts, {"federation": json.dumps(state), "generators": self.generators})
+
+    @classmethod
+    def load(cls, path: Path) -> FederationState:
+        """Read a state from ``path``.
+
+        Raises:
+            Damaged: The file is not whole, or it is no checkpoint of a ``Federation``.
+        """
+        parts, about = read(path)
+        if "federation" not in about:
+            raise durable.Damaged(f"{path}: expected a checkpoint of a Federation, but this one is of a run's folder: use fl-bn resume")
+        try:
+            return cls._read(parts, about)
+        except UNREADABLE as error:
+            raise durable.Damaged(f"{path}: expected {FORMAT} of a Federation, but cannot read it: {error!r}") from error
+
+    @classmethod
+    def _read(cls, parts: Mapping[str, dict[str, Tensor]], about: Mapping[str, str]) -> FederationState:
+        state = json.loads(about["federation"])
+        sections: list[dict[str, dict[str, Tensor]]] = [{name: {} for name in names} for _, _, names in state["clients"]]
+        for path, tensor in parts.get("clients", {}).items():
+            client, section, name = path.split("/", 2)
+            sections[int(client)][section][name] = tensor
+        loaders: list[list[Tensor]] = [[] for _ in sections]
+        for path, tensor in sorted(parts.get("loaders", {}).items(), key=lambda one: [int(part) for part in one[0].split("/")]):
+            loaders[int(path.partition("/")[0])].append(tensor)
+        kept = [ClientState(round, own, counted) for (round, counted, _), own in zip(state["clients"], sections, strict=True)]
+        return cls(
+            state["round"],
+            state["rounds"],
+            state["failed"],
+            state["decides"],
+            parts.get("arrays", {}),
+            parts.get("evaluated", {}),
+            parts.get("optimizer", {}),
+            parts.get("auxiliary", {}),
+            kept,
+            loaders,
+            [_record(record) for record in state["history"]],
+            state["keeps"],
+            about["generators"],
+        )
+
+
+def _record(fields: dict[str, Any]) -> RoundRecord:
+    """Rebuild a record from its fields in JSON."""
+    return RoundRecord(
+        **{
+            **fields,
+            "clients": [ClientRecord(**client) for client in fields["clients"]],
+            "drift": None if fields["drift"] is None else Drift(**fields["drift"]),
+            "client_evaluation": {int(client): metrics for client, metrics in fields["client_evaluation"].items()},
+            "disclosures": [Disclosure(**one) for one in fields["disclosures"]],
+        }
+    )

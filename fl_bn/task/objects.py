@@ -1,0 +1,106 @@
+"""Metrics that are objects with ``update``, ``compute`` and ``reset``, as torchmetrics has them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from fl_bn.task.targets import to_device
+
+if TYPE_CHECKING:
+    from fl_bn.task.task import Task
+
+NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*-?")
+"""The name of a metric. One that ends in "-" stands for a series."""
+Own = TypeVar("Own", bound="Task")
+
+
+@runtime_checkable
+class MetricObject(Protocol):
+    """Describe a metric over any number of batches: torchmetrics' objects, or one of your own."""
+
+    def update(self, preds: Any, target: Any, /) -> None:
+        """Add a batch: the prediction, as ``Task.output`` returns it, and the targets."""
+
+    def compute(self) -> Any:
+        """Return the metric over all batches since the last ``reset``, one number."""
+
+    def reset(self) -> None:
+        """Forget all batches."""
+
+
+def extended(task: Own, loss: Callable[[Any, Any], torch.Tensor] | None = None, metrics: Mapping[str, MetricObject] | None = None) -> Own:
+    """Return a copy of ``task`` with another loss, or with further metrics.
+
+    Args:
+        task: The task.
+        loss: Takes an output and the targets, and returns the mean loss over the batch. None: the task's own.
+        metrics: Further metrics by name.
+
+    Raises:
+        ValueError: A metric has no valid name, or one that the task has already.
+    """
+    made, further = copy.copy(task), {**task.objects(), **(metrics or {})}
+    for name in metrics or {}:
+        if not NAME.fullmatch(name) or name.endswith("-") or name == "loss" or name in task.declared() or name in task.objects():
+            raise ValueError(
+                f"metrics: expected a new name of small letters, digits and hyphens, but got {name!r}; {task.name} has loss, "
+                f"{', '.join([*task.declared(), *task.objects()])} already"
+            )
+    if loss is not None:
+        vars(made)["loss"] = loss  # in place of the method of the class
+    if metrics:
+        vars(made)["objects"] = further.copy
+    return made
+
+
+def is_ours(task: Task) -> bool:
+    """Tell whether a task is one of fl-bn's, without a loss or metrics of the user's own."""
+    return type(task).__module__.partition(".")[0] == "fl_bn" and not {"loss", "objects"} & vars(task).keys()
+
+
+def fresh(task: Task) -> dict[str, MetricObject]:
+    """Return copies of a task's metric objects, without any batch.
+
+    Raises:
+        ValueError: One of them lacks a method.
+    """
+    made = {}
+    for name, metric in task.objects().items():
+        if isinstance(metric, type) or not isinstance(metric, MetricObject):
+            what = metric.__name__ if isinstance(metric, type) else f"a {type(metric).__name__}"
+            raise ValueError(f"metric {name!r} must be an object with update, compute and reset, such as torchmetrics has, but is {what}")
+        made[name] = copy.deepcopy(metric)
+        made[name].reset()
+    return made
+
+
+def update(objects: Mapping[str, MetricObject], output: Any, targets: Any) -> None:
+    """Add a batch to every object, on the CPU."""
+    cpu = torch.device("cpu")
+    output, targets = to_device(output, cpu), to_device(targets, cpu)
+    for name, metric in objects.items():
+        try:
+            metric.update(output, targets)
+        except Exception as error:
+            error.add_note(f"in metric {name!r}, a {type(metric).__name__}")
+            raise
+
+
+def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
+    """Return the value of every object.
+
+    Raises:
+        ValueError: A value is not one number.
+    """
+    values = {}
+    for name, metric in objects.items():
+        value = torch.as_tensor(metric.compute())
+        if value.numel() != 1:
+            raise ValueError(f"metric {name!r} must compute one number, but computed {tuple(value.shape)}: choose an average over classes")
+        values[name] = float(value)
+    return values

@@ -1,0 +1,178 @@
+"""A whole federation in a file: the bits of a run that was never interrupted, in every method and engine; and what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_bn import Callback, Federation, SeededBatches, methods
+from fl_bn.federation.optimizers import server_optimizer
+from fl_bn.federation.record import RoundRecord
+from fl_bn.objectives import Moon, Scaffold
+from fl_bn.support.durable import Damaged
+
+
+def net(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    first = nn.Conv2d(1, width, 2)
+    return nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(2 * width, 3))
+
+
+def made(client: int, n: int = 24) -> tuple[Tensor, Tensor]:
+    x = torch.randn(n, 6, generator=torch.Generator().manual_seed(client)) + 0.3 * client
+    return x.view(n, 1, 2, 3), x[:, :3].argmax(1)
+
+
+CLIENTS = [SeededBatches(*made(client), 8) for client in range(4)]
+TEST = [made(9, 30)]
+
+
+def federation(method: str = "fedavg", **options: Any) -> Federation:
+    given = {"clients": CLIENTS, "test": TEST, "fraction": 0.75, "model": net(), **options}
+    if name := given.get("server_optimizer"):
+        given["server_optimizer"] = server_optimizer(name, learning_rate=0.01)  # it has a memory: one for each federation
+    return Federation(given.pop("model"), methods.METHODS[method](), given.pop("clients"), progress=False, **given)
+
+
+def state(fed: Federation) -> dict[str, Tensor]:
+    own = {f"{i}/{name}": tensor for i in range(len(fed.clients)) for name, tensor in fed.client_model(i).state_dict().items()}
+    return {**fed.model.state_dict(), **own}
+
+
+def shown(records: list[RoundRecord]) -> list[str]:
+    """Records without the clock; their text, since a NaN equals nothing."""
+    return [repr(replace(one, seconds=0.0, clients=[replace(client, waited=0.0) for client in one.clients])) for one in records]
+
+
+def assert_resumes(path: Path, method: str = "fedavg", rounds: int = 4, **options: Any) -> None:
+    whole, first = federation(method, **options), federation(method, **options)
+    list(whole.run(rounds))
+    for record in first.run(rounds):
+        if record.round == 2:
+            first.checkpoint(path)  # and the process ends, as it were
+            break
+    second = federation(method, **options)
+    second.resume(path)
+    assert shown(second.history) == shown(whole.history[:2])
+    assert [record.round for record in second.run(rounds)] == [3, 4]
+    assert shown(second.history) == shown(whole.history)
+    found, expected = state(second), state(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert not all(torch.equal(tensor, expected[name]) for name, tensor in state(first).items())  # control: round 2's are others
+
+
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_a_federation_goes_on_with_the_bits_of_one_never_interrupted(method: str, tmp_path: Path) -> None:
+    assert_resumes(tmp_path / "state.safetensors", method)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"workers": 2},
+        {"objective": Scaffold(), "optimizer": lambda parameters: SGD(parameters, lr=0.05)},
+        {"objective": Moon()},
+        {"server_optimizer": "fedadam"},
+    ],
+    ids=["workers", "scaffold", "moon", "fedadam"],
+)
+def test_with_workers_objectives_and_a_server_optimizer(options: dict[str, Any], tmp_path: Path) -> None:
+    assert_resumes(tmp_path / "state.safetensors", "silobn", **options)
+
+
+def test_one_program(tmp_path: Path) -> None:
+    plain = nn.Sequential(*(layer for layer in net() if not isinstance(layer, nn.Dropout)))
+    assert_resumes(tmp_path / "state.safetensors", "hbn", engine="vectorised", model=plain)
+
+
+def test_loaders_go_on_with_the_state_of_their_generators(tmp_path: Path) -> None:
+    def loaders() -> list[DataLoader[Any]]:
+        return [
+            DataLoader(TensorDataset(*made(i)), 8, shuffle=True, generator=torch.Generator().manual_seed(i)) for i in range(3)
+        ]
+
+    path = tmp_path / "state.safetensors"
+    whole, first, second, fresh = (federation(clients=loaders(), fraction=1.0) for _ in range(4))
+    list(whole.run(4))
+    next(records := first.run(4))
+    first.checkpoint(path)
+    records.close()
+    second.resume(path)
+    list(second.run(4))
+    assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(second).items())
+    fresh.resume(path)
+    for loader in fresh.clients:
+        loader.generator.manual_seed(5)
+    list(fresh.run(4))
+    assert not all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(fresh).items())  # control
+
+
+def test_from_a_callback_and_after_the_end(tmp_path: Path) -> None:
+    class Every(Callback):
+        def on_round(self, record: RoundRecord, rounds: int) -> None:
+            fed.checkpoint(tmp_path / f"{record.round}.safetensors")
+
+    fed = federation(callbacks=[Every()])
+    list(fed.run(3))
+    again = federation()
+    again.resume(tmp_path / "3.safetensors")
+    assert all(torch.equal(tensor, state(fed)[name]) for name, tensor in state(again).items())
+    more = [record.round for record in again.run(2)]  # as a second run of the same federation
+    list(fed.run(2))
+    assert more == [1, 2]
+    assert all(torch.equal(tensor, state(fed)[name]) for name, tensor in state(again).items())
+    assert math.isfinite(again.history[-1].loss)
+
+
+OTHER: dict[str, tuple[str, dict[str, Any], str]] = {
+    "method": ("fedbn", {}, "method was fixbn, and is fedbn"),
+    "network": ("fixbn", {"model": net(9)}, "the network was .*, and is"),
+    "clients": ("fixbn", {"clients": CLIENTS[:3]}, "the number of clients was 4, and is 3"),
+    "seed": ("fixbn", {"seed": 1}, "seed was 0, and is 1"),
+    "rate": ("fixbn", {"optimizer": lambda parameters: SGD(parameters, lr=0.1)}, "calendar was"),
+}
+
+
+def test_what_is_of_another_federation_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    fed = federation("fixbn")
+    with pytest.raises(ValueError, match="there is no round to go on from yet: call checkpoint after the first round"):
+        fed.checkpoint(path)
+    next(fed.run(4))
+    fed.checkpoint(path)
+    for method, options, message in OTHER.values():
+        with pytest.raises(ValueError, match=f"is of another federation: {message}.*: make it with the same arguments$") as caught:
+            federation(method, **options).resume(path)
+        assert "\n" not in str(caught.value)
+    same = federation("fixbn")
+    same.resume(path)  # control
+    with pytest.raises(ValueError, match=r"round 1 of 4, and calendars depend on that number: call run\(4\), but got run\(5\)"):
+        next(same.run(5))
+    assert [record.round for record in same.run(4)] == [2, 3, 4]
+
+
+def test_a_file_that_is_damaged_or_another_is_refused_and_runs_no_code(tmp_path: Path) -> None:
+    path, fed = tmp_path / "state.safetensors", federation()
+    next(fed.run(2))
+    fed.checkpoint(path)
+    assert "clients/0/optimizer" not in "".join(load_file(path))  # what any reader of safetensors opens
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(path.read_bytes()[:-3])
+    other = tmp_path / "other.safetensors"
+    save_file({"a": torch.zeros(1)}, other)
+    for bad in (cut, other):
+        with pytest.raises(Damaged):
+            federation().resume(bad)
+    pickled = tmp_path / "pickle.pt"
+    torch.save(fed.model.state_dict(), pickled)
+    with pytest.raises(Damaged):
+        federation().resume(pickled)

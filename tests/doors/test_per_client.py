@@ -1,0 +1,187 @@
+"""Values of each client's own: task, loss, metrics, optimiser, scheduler, test batches; in every engine."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam
+
+from fl_bn import Classification, Federation, Regression, SeededBatches, methods, per_client
+from fl_bn.federation.local import evaluate
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def made(client: int, n: int = 24) -> tuple[Tensor, Tensor]:
+    x = torch.randn(n, 6, generator=torch.Generator().manual_seed(client)) + 0.3 * client
+    return x, x[:, :3].argmax(1)
+
+
+CLIENTS = [SeededBatches(*made(client), 8) for client in range(3)]
+TESTS = [[made(7, 10)], [made(8, 40)], [made(9, 22)]]
+SLOW, FAST = partial(SGD, lr=0.01), partial(SGD, lr=0.3)
+FLAT = SGD([nn.Parameter(torch.zeros(1))], lr=1)
+
+
+class Halved(Classification):
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output, targets) / 2
+
+
+def federation(method: str = "fedavg", **options: Any) -> Federation:
+    return Federation(net(), methods.METHODS[method](), options.pop("clients", CLIENTS), progress=False, **options)
+
+
+def weights(fed: Federation, rounds: int = 2) -> Tensor:
+    for _ in fed.run(rounds):
+        pass
+    return torch.cat([tensor.flatten().double() for tensor in fed.model.state_dict().values()])
+
+
+ENGINES: dict[str, dict[str, Any]] = {"sequential": {}, "workers": {"workers": 2}, "vectorised": {"engine": "vectorised"}}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_client_has_its_own_optimiser(engine: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Where all trains alone (``single``), each client has the bits of a federation in which all have its optimiser."""
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        mixed = federation("single", optimizer=[SLOW, FAST, SLOW], **ENGINES[engine])
+        weights(mixed)
+    slow, fast = (federation("single", optimizer=make) for make in (SLOW, FAST))
+    weights(slow)
+    weights(fast)
+
+    def alike(client: int, other: Federation) -> bool:
+        mine, theirs = mixed.client_model(client).state_dict(), other.client_model(client).state_dict()
+        return all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+
+    assert [alike(0, slow), alike(1, fast), alike(2, slow)] == [True] * 3
+    assert [alike(0, fast), alike(1, slow)] == [False] * 2  # control
+    fallback = [record.message for record in caplog.records if "work one by one" in record.message]
+    assert len(fallback) == (engine == "vectorised")  # one line, and why
+    assert all("need one task, loss, optimiser and scheduler, but theirs differ" in line for line in fallback)
+
+
+def test_a_sequence_a_function_and_a_single_value_of_the_same_meaning_have_the_same_bits() -> None:
+    single = weights(federation(optimizer=FAST))
+    for several in ([FAST] * 3, per_client([FAST] * 3), per_client(lambda client: FAST)):
+        assert torch.equal(weights(federation(optimizer=several)), single)
+    assert not torch.equal(weights(federation(optimizer=per_client([FAST, FAST, SLOW]))), single)  # control
+
+
+def test_each_client_has_its_own_loss_and_task() -> None:
+    def half(output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output, targets) / 2
+
+    tasks = weights(federation(task=[Halved(), Classification(), Halved()]))
+    assert torch.equal(weights(federation(loss=[half, None, half])), tasks)
+    assert torch.equal(weights(federation(loss=per_client(lambda client: None if client == 1 else half))), tasks)
+    assert not torch.equal(weights(federation(loss=half)), tasks)  # control
+
+
+def test_methods_whose_path_is_bounded_take_each_client_s_own_rate() -> None:
+    """FBN clips by the rate of each client: as in a federation where all have that rate."""
+    assert torch.equal(weights(federation("fbn", optimizer=[FAST] * 3)), weights(federation("fbn", optimizer=FAST)))
+    mixed = federation("fbn", optimizer=[SLOW, FAST, SLOW])
+    rates = [own.rate_share * mixed.server.policy.rate(1, 1) for own in mixed._transport.clients.own]
+    assert rates == pytest.approx([0.01, 0.3, 0.01])
+    assert math.isfinite(float(weights(mixed).sum()))
+    assert {own.settings.clip for own in mixed._transport.clients.own} == {"round"}
+    assert {own.settings.clip for own in federation("fbn", optimizer=[SLOW, Adam, SLOW])._transport.clients.own} == {"none"}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn"])
+def test_test_batches_of_their_own_count_by_their_samples(method: str) -> None:
+    fed = federation(method, test=per_client(TESTS))
+    (record,) = fed.run(1)
+    models = [fed.client_model(i) for i in range(3)]
+    own = [evaluate(model, test).result() for model, test in zip(models, TESTS, strict=True)]
+    weighted = sum(n * metrics["accuracy"] for n, metrics in zip((10, 40, 22), own, strict=True)) / 72
+    assert record.evaluation["accuracy"] == pytest.approx(weighted)
+    assert record.evaluation["accuracy"] != pytest.approx(sum(metrics["accuracy"] for metrics in own) / 3)  # control
+    assert [record.client_evaluation[i]["accuracy"] for i in range(3)] == [metrics["accuracy"] for metrics in own]
+    assert fed.evaluate(per_client(TESTS)) == pytest.approx(record.evaluation, nan_ok=True)
+    assert fed.evaluate(TESTS[0]) == pytest.approx(evaluate(fed.model, TESTS[0]).result(), nan_ok=True) or method == "fedbn"
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "too few": ({"optimizer": [SLOW, FAST]}, "optimizer has 2 values for 3 clients: give one for each client, or a single value for all"),
+    "too many": ({"task": per_client([Classification()] * 4)}, "task has 4 values for 3 clients: give one for each client, or"),
+    "no task": ({"task": [Classification(), "accuracy", Classification()]}, "task of client 1 must be a Task, but got a str"),
+    "a class": ({"task": Classification}, r"task must be a Task, a list .*, or per_client\(...\), but got Classification"),
+    "a bare function": ({"task": lambda client: Classification()}, r"task must be a Task, .* or per_client\(...\), but got a function"),
+    "an optimiser": ({"optimizer": [SLOW, FLAT, SLOW]}, "optimizer of client 1 must be a function that makes an optimiser"),
+    "a number": ({"loss": 3}, "loss must be a function of output and targets, a list with one for each client, or"),
+    "no metric": ({"metrics": {"auc": max}}, "metric 'auc' must be an object with update, compute and reset"),
+    "its class": ({"metrics": {"auc": Classification}}, "metric 'auc' must be an object with .*, but is Classification"),
+    "a name that is taken": ({"metrics": {"accuracy": max}}, "expected a new name .* but got 'accuracy'; classification has"),
+    "a list of metrics": ({"metrics": per_client([[], [], []])}, "metrics of client 0 must be a dict of objects by name, but got a list"),
+    "too few tests": ({"test": per_client(TESTS[:2])}, "test has 2 values for 3 clients"),
+    "no batches": ({"test": per_client([TESTS[0], 3, TESTS[1]])}, "test of client 1: expected batches"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_length_or_type_is_refused_in_one_sentence(wrong: str) -> None:
+    options, message = WRONG[wrong]
+    with pytest.raises(ValueError, match=message) as caught:
+        federation(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_clients_of_several_tasks_have_the_metrics_of_each() -> None:
+    class Column(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.net(x)
+            return out
+
+    values = SeededBatches(made(1)[0], torch.randn(24, 3, generator=torch.Generator().manual_seed(5)), 8)
+    tests: Sequence[Any] = [TESTS[0], [(made(8, 40)[0], torch.randn(40, 3))], TESTS[2]]
+    fed = Federation(
+        Column(), methods.fedavg(), [CLIENTS[0], values, CLIENTS[2]], task=[Classification(), Regression(), Classification()],
+        test=per_client(tests), progress=False,
+    )  # fmt: skip
+    (record,) = fed.run(1)
+    assert {"accuracy", "r2", "loss"} <= set(record.evaluation)
+    assert record.evaluation["r2"] == record.client_evaluation[1]["r2"]
+    first, last = record.client_evaluation[0]["accuracy"], record.client_evaluation[2]["accuracy"]
+    assert record.evaluation["accuracy"] == pytest.approx((10 * first + 22 * last) / 32)
+
+
+def test_a_client_tests_its_network_before_and_after_local_training() -> None:
+    """In every engine the same; by hand of one client. Control: off, nothing is measured, and no bit of training changes."""
+    mine = [[made(client)] for client in range(3)]
+    found: dict[str, list[float]] = {}
+    for engine, options in ENGINES.items():
+        fed = federation(test=per_client(mine), local_evaluation=True, optimizer=FAST, **options)
+        trained = weights(fed)
+        found[engine] = [value for record in fed.history for client in record.clients for value in (client.before, client.after)]
+        if engine != "vectorised":
+            assert torch.equal(trained, weights(federation(test=per_client(mine), optimizer=FAST, **options)))
+    assert found["sequential"] == found["workers"] == pytest.approx(found["vectorised"])
+    assert found["sequential"][0] == evaluate(net(), mine[0])["accuracy"]
+    one = federation(clients=CLIENTS[:1], optimizer=FAST)
+    weights(one, 1)
+    assert found["sequential"][1] == evaluate(one.model, mine[0])["accuracy"] != found["sequential"][0]
+    off = federation(test=per_client(mine))
+    weights(off, 1)
+    assert all(math.isnan(client.before) and math.isnan(client.after) for client in off.history[0].clients)
+    with pytest.raises(ValueError, match=r"local_evaluation tests each client's network before and after .* give it batches, test="):
+        federation(local_evaluation=True)
+
+

@@ -1,0 +1,128 @@
+"""Metrics that are objects: torchmetrics', or of one's own; over all samples, in every door that evaluates by a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_bn import Classification, Federation, MultiLabel, SeededBatches, methods
+from fl_bn.federation.local import evaluate
+from fl_bn.task import MetricState, extended
+
+torchmetrics = pytest.importorskip("torchmetrics.classification")
+
+
+def data(samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.normal(size=(samples, 3))), torch.from_numpy(rng.integers(0, 3, samples))
+
+
+def objects() -> dict[str, Any]:
+    return {"auc": torchmetrics.MulticlassAUROC(3), "f1": torchmetrics.MulticlassF1Score(3)}
+
+
+def batches(*parts: tuple[Tensor, Tensor], task: Classification) -> MetricState:
+    state = task.state()
+    for one in parts:
+        state.update(*one)
+    return state
+
+
+def test_they_see_all_samples_and_are_no_mean_over_batches() -> None:
+    output, targets = data(40, 0)
+    task = extended(Classification(), metrics=objects())
+    parts = [(output[:12], targets[:12]), (output[12:21], targets[12:21]), (output[21:], targets[21:])]
+    found = batches(*parts, task=task).result()
+    functional = pytest.importorskip("torchmetrics.functional.classification")
+    assert found["auc"] == pytest.approx(float(functional.multiclass_auroc(output, targets, 3)), rel=1e-6)
+    assert found["f1"] == pytest.approx(float(functional.multiclass_f1_score(output, targets, 3)), rel=1e-6)
+    own = [batches(part, task=task).result() for part in parts]
+    for name in ("auc", "f1"):  # controls: means over batches
+        assert found[name] != pytest.approx(np.mean([one[name] for one in own]), rel=1e-3)
+    assert found["accuracy"] == batches(*parts, task=Classification())["accuracy"]
+
+
+def test_over_several_domains_they_are_the_mean_weighted_by_samples() -> None:
+    output, targets = data(40, 1)
+    task = extended(Classification(), metrics=objects())
+    parts = [batches((output[a:b], targets[a:b]), task=task) for a, b in ((0, 10), (10, 40))]
+    union = MetricState.union(parts)
+    for name in ("auc", "f1"):
+        weighted = (10 * parts[0][name] + 30 * parts[1][name]) / 40
+        assert union[name] == pytest.approx(weighted)
+        assert union[name] != pytest.approx((parts[0][name] + parts[1][name]) / 2, rel=1e-3)  # control
+        assert (MetricState.union([parts[1]]) + parts[0])[name] == pytest.approx(weighted)
+    with pytest.raises(ValueError, match="auc, f1 cannot be added up: objects have no sums to send"):
+        union.tensors()
+
+
+class Top(Classification):
+    """As a run config names it: task='mytasks:Top'."""
+
+    name = "top"
+
+    def objects(self) -> Mapping[str, Any]:
+        return {"auc": torchmetrics.MulticlassAUROC(3)}
+
+
+def test_a_federation_takes_them_for_all_and_for_each_client() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    clients = [SeededBatches(x.float(), y, 8) for x, y in (data(24, seed) for seed in range(3))]
+    test = [(x.float(), y) for x, y in (data(16, 7), data(9, 8))]
+    given = objects()
+    fed = Federation(net, methods.fbn(), clients, metrics=given, test=test, progress=False)
+    records = [*fed.run(2)]
+    x, y = torch.cat([x for x, _ in test]), torch.cat([y for _, y in test])
+    with torch.no_grad():
+        scores = fed.model(x)
+    assert records[-1].evaluation["auc"] == pytest.approx(float(torchmetrics.MulticlassAUROC(3)(scores, y)), rel=1e-6)
+    assert records[0].evaluation.keys() == {"loss", "accuracy", "accuracy-class-0", "accuracy-class-1", "accuracy-class-2", "auc", "f1"}
+    assert given["auc"].update_count == 0  # yours stay as they are
+    own = Federation(net, methods.fedbn(), clients, metrics=[{"auc": given["auc"]}, None, None], test=test, progress=False)
+    (record,) = own.run(1)
+    with torch.no_grad():
+        expected = torchmetrics.MulticlassAUROC(3)(own.client_model(0)(x), y)
+    assert record.evaluation["auc"] == record.client_evaluation[0]["auc"] == pytest.approx(float(expected), rel=1e-6)
+    assert "auc" not in record.client_evaluation[1]
+    assert evaluate(fed.model, test, task=Top())["auc"] == pytest.approx(records[-1].evaluation["auc"])
+
+
+class Vector:
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def update(self, preds: Any, target: Any) -> None:
+        self.seen.append(target)
+
+    def compute(self) -> Tensor:
+        return torch.bincount(torch.cat(self.seen), minlength=3)
+
+    def reset(self) -> None:
+        self.seen = []
+
+
+def test_one_of_your_own_needs_no_torchmetrics_and_one_number() -> None:
+    class Count(Vector):
+        def compute(self) -> Tensor:
+            return super().compute().sum()
+
+    output, targets = data(5, 0)
+    assert batches((output, targets), task=extended(Classification(), metrics={"n": Count()}))["n"] == 5
+    with pytest.raises(ValueError, match=r"metric 'n' must compute one number, but computed \(3,\): choose an average over classes"):
+        batches((output, targets), task=extended(Classification(), metrics={"n": Vector()})).result()
+    with pytest.raises(RuntimeError, match="expected to have the same shape") as caught:
+        batches((output, targets), task=extended(Classification(), metrics={"auc": torchmetrics.MultilabelAUROC(3)}))
+    assert "in metric 'auc', a MultilabelAUROC" in caught.value.__notes__
+
+
+def test_sets_of_labels_take_them_too() -> None:
+    output, targets = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(48).view(12, 4) % 3 % 2
+    state = extended(MultiLabel(), metrics={"auc": torchmetrics.MultilabelAUROC(4)}).state()
+    state.update(output, targets)
+    assert state["auc"] == pytest.approx(float(torchmetrics.MultilabelAUROC(4)(output, targets)))
