@@ -22,6 +22,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Reply
 from fl_bn.flower import BatchNormClient, BatchNormStrategy, InProcessGrid, Rounds, RunFailed, Site, make_client_app
 from fl_bn.flower.handlers import Request
+from fl_bn.flower.wire.fields import our_records
 from fl_bn.methods import Method
 from tests.kept import Kept
 from tests.networks import seeded_network
@@ -106,7 +107,7 @@ class WatchedGrid(InProcessGrid):
 
 
 def sections(content: RecordDict) -> dict[str, dict[str, np.ndarray]]:
-    return {section: arrays_of(record) for section, record in content.array_records.items()}
+    return {section: arrays_of(record) for section, record in our_records(content, ArrayRecord).items()}
 
 
 def arrays_of(record: ArrayRecord) -> dict[str, np.ndarray]:

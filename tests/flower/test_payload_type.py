@@ -85,7 +85,7 @@ def test_what_is_measured_and_evaluated_is_the_exact_model() -> None:
     done = run(METHODS["hbn"](), equal_clients(CLIENTS), 1, policy={"payload": "bfloat16", "calibrate": 1, "at_clients": True})
     asked: dict[str, set[str]] = {}
     for message in done.grid.sent:
-        for name, array in message.content.array_records.get("weights", ArrayRecord()).items():
+        for name, array in message.content.array_records.get("fl-bn/weights", ArrayRecord()).items():
             asked.setdefault(message.metadata.message_type, set()).update({str(array.dtype)} if learnt(name) else set())
     assert asked == {"query.statistics": {"float32"}, "evaluate": {"float32"}, "train": {"uint16"}}
 
@@ -104,15 +104,15 @@ def lying(payload: str, lie: Any) -> Run:
 
 def tensor(values: Any) -> Any:
     def put(answer: Message) -> None:
-        weights = {name: array.numpy() for name, array in answer.content.array_records["weights"].items()}
+        weights = {name: array.numpy() for name, array in answer.content.array_records["fl-bn/weights"].items()}
         like = weights["9.bias"]
-        answer.content["weights"] = to_record(weights | {"9.bias": values(like)})
+        answer.content["fl-bn/weights"] = to_record(weights | {"9.bias": values(like)})
 
     return put
 
 
 def other_header(answer: Message) -> None:
-    answer.content.config_records["header"]["payload"] = "float32"
+    answer.content.config_records["fl-bn/header"]["payload"] = "float32"
 
 
 LIES = {
@@ -186,7 +186,7 @@ def test_an_app_of_ones_own_answers_in_the_type_that_it_was_asked_in() -> None:
             answer = super()._answer(message)
             if message.metadata.message_type == "train":
                 for one in (message, answer):
-                    found.update(str(array.dtype) for array in one.content.array_records["weights"].values())
+                    found.update(str(array.dtype) for array in one.content.array_records["fl-bn/weights"].values())
             return answer
 
     def trained(payload: str) -> list[dict[str, np.ndarray]]:

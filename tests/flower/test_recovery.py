@@ -124,12 +124,14 @@ def test_every_message_says_what_run_it_is_of_and_how_far_back_the_server_can_go
     server = Server(FEDBN, grid, 7, every=2)
     server.at_once = 2
     server.run()
-    told = {m.metadata.group_id: RunId.of(m.content.config_records["config"]) for m in grid.sent if m.metadata.message_type == "train"}
+    sent = [m for m in grid.sent if m.metadata.message_type == "train"]
+    told = {m.metadata.group_id: RunId.of(m.content.config_records["fl-bn/config"]) for m in sent}
     assert len({run_id.run for run_id in told.values()}) == 1
     assert [told[str(round)].durable for round in range(1, 8)] == [0, 0, 2, 2, 2, 2, 4]
     grid.sent.clear()
     Server(FEDBN, grid, 4, every=0).run()
-    told = {m.metadata.group_id: RunId.of(m.content.config_records["config"]) for m in grid.sent if m.metadata.message_type == "train"}
+    sent = [m for m in grid.sent if m.metadata.message_type == "train"]
+    told = {m.metadata.group_id: RunId.of(m.content.config_records["fl-bn/config"]) for m in sent}
     assert [told[str(round)].durable for round in range(1, 5)] == [0, 1, 2, 3]
 
 

@@ -28,7 +28,7 @@ class Boasts(Liar):
     def answer(self, message: Message, turn: int, asked: str, content: RecordDict) -> Message:
         if asked != "train":
             return Message(content, reply_to=message)
-        rng, times, told = self.rng, float(pick(self.rng, TIMES)), dict(content.metric_records["metrics"])
+        rng, times, told = self.rng, float(pick(self.rng, TIMES)), dict(content.metric_records["fl-bn/metrics"])
         if "moments" in content.array_records and rng.integers(3):
             self.what += f"counts * {times:g} "
             self.change(content, "moments", times, "count")
@@ -76,11 +76,11 @@ def boast(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 def _too_much(reply: RecordDict) -> str:
     """Return what no client of 6 samples, whose inputs are at most ``FAR`` times the others', could have counted; empty: nothing."""
-    counts = {name: plain(a) for name, a in reply.array_records.get("moments", ArrayRecord()).items() if name.endswith("count")}
+    counts = {name: plain(a) for name, a in reply.array_records.get("fl-bn/moments", ArrayRecord()).items() if name.endswith("count")}
     for name, honest_count in _counts(honest_reply=recorded("fbn").canned).items():
         if name in counts and float(counts[name].max(initial=0)) > FAR * honest_count:
             return f"{name} of {counts[name]}"
-    told: MetricRecord = reply.metric_records["metrics"]
+    told: MetricRecord = reply.metric_records["fl-bn/metrics"]
     return f"{dict(told)}" if any(float(told.get(name, 0)) > 6 for name in CLAIMS[:3]) else ""  # type: ignore[arg-type]
 
 
@@ -88,7 +88,7 @@ def _counts(honest_reply: dict[tuple[int, int], tuple[str, RecordDict]]) -> dict
     """By tensor, the count of 6 samples: those of FBN's first batch, times 6 over its samples."""
     for (node, _), (asked, content) in honest_reply.items():
         if node == CLIENTS and asked == "train":
-            batch = float(content.metric_records["metrics"]["batch"])  # type: ignore[arg-type]
-            arrays = content.array_records["moments"]
+            batch = float(content.metric_records["fl-bn/metrics"]["batch"])  # type: ignore[arg-type]
+            arrays = content.array_records["fl-bn/moments"]
             return {name: float(plain(a)[0]) * 6 / batch for name, a in arrays.items() if name.endswith("count")}
     raise LookupError("no reply was recorded")

@@ -60,7 +60,7 @@ class TwoFaced(LivingGrid):
 
     def _answer(self, message: Message) -> Message:
         tells = message.metadata.dst_node_id in self.odd and what(message).startswith("train")
-        if tells and self.only in (0, message.content.config_records["header"]["round"]):
+        if tells and self.only in (0, message.content.config_records["fl-bn/header"]["round"]):
             message.content = cloned(message.content)
             self.tell(message.content)
         return super()._answer(message)

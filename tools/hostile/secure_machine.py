@@ -65,7 +65,7 @@ class Clients(RuleBasedStateMachine):
     def begin(self) -> None:
         self.grid = InProcessGrid(app_of(SCENARIOS["fbn secure"]), CLIENTS, {"secure-aggregation": True})
         training = [(kind, content) for kind, content, _ in recorded("fbn secure").exchanges if kind.startswith("train")]
-        self.templates = {kind.split()[1]: content for kind, content in training if content["header"]["phase"] == "train"}  # type: ignore[call-overload,index]
+        self.templates = {kind.split()[1]: content for kind, content in training if content["fl-bn/header"]["phase"] == "train"}  # type: ignore[call-overload,index]
         self.keys: dict[int, list[bytes]] = {}
         self.shares: dict[int, dict[int, bytes]] = {}  # by source: by destination
         self.answered: dict[int, list[str]] = {node: [] for node in NODES}  # stages, since the last set-up
