@@ -66,6 +66,9 @@ class GridTransport(Transport):
         strategy, shared, hooks, called = self.strategy, self.server.shared, self.hooks, self.strategy.rounds.called
         before = shared.tensors()
         returned = hooks.configure_train(number, strategy.outward(before), self._train_config, self.grid)
+        if self.server.record.round != number:  # the hook did without super()
+            self.server.begin(number)
+            strategy.cohort = strategy.clients_of(self.grid).everyone()
         messages, strategy.cohort = addressed(returned, strategy.cohort, "configure_train", called)
         strategy.sent = messages  # to which those that are sent again are added
         if not messages:

@@ -19,13 +19,13 @@ from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.narrow import EXACT, Overflow
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Measured, Passes, TooFewMeasured
-from fl_bn.federation.payload import Named, Payload, nbytes, to_numpy
+from fl_bn.federation.payload import Named, Payload, to_numpy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.replies import Expected
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.run import Diverged, Start, run, why_failed
-from fl_bn.federation.schema import START, Schema
+from fl_bn.federation.schema import Schema
 from fl_bn.federation.server import Server
 from fl_bn.federation.values import Instruction, Reply, RoundReplies
 from fl_bn.flower.app.adversary import corrupt
@@ -40,14 +40,14 @@ from fl_bn.flower.hooks import RunResult, check_secure
 from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.flower.log import log, say_round
 from fl_bn.flower.population import Client, Population, RunFailed
-from fl_bn.flower.wire.codec import arrays_of, header_for, tensors_of, to_record, to_records
-from fl_bn.flower.wire.fields import OURS, add_to_config
+from fl_bn.flower.starts import Starts
+from fl_bn.flower.wire.codec import arrays_of, header_for, tensors_of, to_records
+from fl_bn.flower.wire.fields import add_to_config
 from fl_bn.flower.wire.messages import evaluated
 from fl_bn.flower.wire.replies import Decoded, Reading, read_replies, with_header
 from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Method, Phase
 from fl_bn.secure.settings import SecureAggregation
-from fl_bn.support.wire import printable
 from fl_bn.task import CLASSIFICATION, Task
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class BatchNormStrategy(Strategy):
         self.told, self.evaluating = list[Client](), list[Client]()  # who got a message to evaluate, and whose metrics count
         self.evaluations = EvaluationsAtClients(task, rounds.called)
         self.sent, self._down = list[Message](), Payload()
-        self.sends_start, self._started = False, dict[int, int]()  # bytes by client
+        self.starts = Starts(self.shared)
         self.batches_trained = 0  # by a client
         self._rounding = EXACT  # of the messages sent last
         self.defence, self.at_clients = defence, self.shared.personal or rounds.at_clients
@@ -157,23 +157,12 @@ class BatchNormStrategy(Strategy):
         share = {} if instruction.rate_share == 1 else {"rate-share": instruction.rate_share}
         values = {"learning-rate": instruction.learning_rate, **share}
         messages = self.messages("train", instruction, self.cohort, values, self._their_config(config, instruction))
-        self._send_start(messages, self.cohort)
+        self.starts.add(messages, self.cohort, self.recovery.keeps)
         return self.recovery.tell(messages, self.cohort)
 
     def _their_config(self, config: Mapping[str, Any], instruction: Instruction) -> dict[str, Any]:
         """Return the user's own ``config`` of a round's messages."""
         return {**config}
-
-    def _send_start(self, messages: Sequence[Message], clients: Sequence[Client]) -> None:
-        """Add the start of what clients keep to the messages for those who keep nothing yet.
-
-        Clients build their networks anew, and not from the weights that the server has.
-        """
-        start = self.shared.start() if self.sends_start else {}
-        self._started = {client.index: nbytes(start) for client in clients if start and not self.recovery.keeps(client.index)}
-        for message, client in zip(messages, clients, strict=True):
-            if client.index in self._started:
-                message.content[OURS + START] = to_record(to_numpy(start[START]))
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Read the replies, and combine them by the server's half of the round.
@@ -191,7 +180,7 @@ class BatchNormStrategy(Strategy):
         reading = Reading(self.cohort, with_header(header, expected, self.server.rounding), self.sent)
         round_replies = self._read_replies(self.overheard(replies), reading)
         changed = self.server.conclude(round_replies)
-        self._count_start()
+        self.server.record = self.starts.counted(self.record)
         accepted = {client.client for client in self.record.accepted}
         counted = [part for part in round_replies.parts if part.client in accepted]
         self.recovery.check(server_round, counted)
@@ -200,14 +189,6 @@ class BatchNormStrategy(Strategy):
         self.recovery.count(server_round, counted)
         samples = sum(client.samples for client in self.record.accepted)
         return self.outward(self.shared.tensors()), MetricRecord({"loss": self.record.loss, "samples": samples})
-
-    def _count_start(self) -> None:
-        """Add the bytes of the starts to the round's record."""
-        if self._started:
-            record = self.record
-            down = {**record.bytes_down, START: max(self._started.values())}
-            clients = [replace(c, bytes_down=c.bytes_down + self._started.get(c.client, 0)) for c in record.clients]
-            self.server.record = replace(record, bytes_down=down, clients=clients)
 
     def _read_replies(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
         """Read the replies to train messages.
@@ -259,7 +240,7 @@ class BatchNormStrategy(Strategy):
         self.evaluating = self.evaluators_of(server_round, have_models, len(everyone))
         self.told = everyone if save else self.evaluating
         messages = self.messages("evaluate", instruction, self.told, {"save": save}, self._their_config(config, instruction))
-        self._send_start(messages, self.told)
+        self.starts.add(messages, self.told, self.recovery.keeps)
         return messages
 
     def evaluators_of(self, server_round: int, clients: list[Client], population: int) -> list[Client]:
@@ -365,7 +346,7 @@ class BatchNormStrategy(Strategy):
             if self.shared.statistics() and self.statistics.rescales(num_rounds):
                 self.shared.was_at_unit_scale()
         elif initial_arrays is not None:
-            self.begin_with(initial_arrays)
+            self.starts.begin_with(initial_arrays)
         begin = Start() if resume is None else Start(resume.round + 1, resume.failed)
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         transport = GridTransport(self, grid, self.rounds.timeout if timeout is None else timeout, *configs, evaluate_fn, hooks)
@@ -378,25 +359,6 @@ class BatchNormStrategy(Strategy):
         self.exchanges.stop()
         self.callbacks.on_end(None)
         return transport.result
-
-    def begin_with(self, arrays: ArrayRecord) -> None:
-        """Start from ``arrays``, by the names of the network's state_dict. So do clients with what they keep.
-
-        Raises:
-            ValueError: an array is of another network.
-        """
-        own, tensors = self.shared.model.state_dict(), tensors_of(arrays)
-        for name, tensor in tensors.items():
-            if name not in own or own[name].shape != tensor.shape:
-                here = f"shape {tuple(own[name].shape)}" if name in own else "no such tensor"
-                raise ValueError(
-                    f"initial_arrays: {printable(name)} has shape {tuple(tensor.shape)}, but the strategy's network has {here}: give "
-                    "ArrayRecord(net.state_dict()) of the network that the strategy has"
-                )
-        if missing := [name for name in self.shared.tensors() if name not in tensors]:
-            raise ValueError(f"initial_arrays lack {missing[0]!r}: give ArrayRecord(net.state_dict()) of the strategy's network")
-        self.shared.load(tensors)
-        self.sends_start = True
 
     def _run(self, transport: GridTransport, rounds: int, begin: Start) -> None:
         """Run the calendar, and report every round at its end."""

@@ -11,11 +11,12 @@ from flwr.app import Context, Message
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_bn import Diverged, Federation, convert, local_round, server_round, server_state
+from fl_bn import Federation, convert, local_round, server_round, server_state
 from fl_bn.federation.divergence import at_the_end, watch, why_failed
 from fl_bn.federation.loaders import SeededBatches
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import ClientRecord, RoundRecord
+from fl_bn.federation.run import Diverged
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import FBN, FedAvgBN, InProcessGrid, RunFailed
 from fl_bn.methods import METHODS

@@ -17,6 +17,7 @@ from tools.hostile.mutations import Rng, pick, plain, replace_record
 TIMES = [0.5, 2, 8, 60, 70, 1e3, 1e6, 2.0**40, 2.0**53]
 CLAIMS = ("samples", "batch", "measured", "steps")
 SCENARIOS_OF = ["fbn", "hbn", "fedavg", "fedbn", "gn", "fbn gradients", "fbn maintained", "fedavg scaffold"]
+MOMENTS, STATISTICS = "fl-bn/moments", "fl-bn/statistics"
 
 
 class Boasts(Liar):
@@ -29,18 +30,18 @@ class Boasts(Liar):
         if asked != "train":
             return Message(content, reply_to=message)
         rng, times, told = self.rng, float(pick(self.rng, TIMES)), dict(content.metric_records["fl-bn/metrics"])
-        if "moments" in content.array_records and rng.integers(3):
+        if MOMENTS in content.array_records and rng.integers(3):
             self.what += f"counts * {times:g} "
-            self.change(content, "moments", times, "count")
+            self.change(content, MOMENTS, times, "count")
         for name in CLAIMS:
             if name in told and rng.integers(3) == 0:
                 self.what += f"{name} * {times:g} "
                 told[name] = int(min(told[name] * times, 2**53))  # type: ignore[operator]
         if rng.integers(3) == 0:
-            section = pick(rng, [section for section in content.array_records if section not in ("moments", "statistics")] or ["moments"])
+            section = pick(rng, [section for section in content.array_records if section not in (MOMENTS, STATISTICS)] or [MOMENTS])
             self.what += f"{section} * {times:g} "
             self.change(content, section, times, "")
-        replace_record(content, "metrics", told, False)
+        replace_record(content, "fl-bn/metrics", told, False)
         self.reply = content
         return Message(content, reply_to=message)
 

@@ -24,6 +24,7 @@ from tools.hostile.mutations import CHANGES
 
 NODES = (1, 2, 3)  # that this server asks; it has names of more
 STAGES = (Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS, Stage.UNMASK)
+OF_FL_BN = ["fl-bn/config", "fl-bn/header"]  # records of an instruction
 HONEST = {Key.SAMPLE_NUMBER: 3, Key.SHARE_NUMBER: 3, Key.THRESHOLD: 2, Key.CLIPPING_RANGE: 8.0}
 HONEST |= {Key.TARGET_RANGE: 2**22, Key.MOD_RANGE: 2**32, Key.MAX_WEIGHT: 1.0, "cohort": list(NODES)}
 OTHERWISE: list[tuple[str, Any]] = [
@@ -145,7 +146,7 @@ class Clients(RuleBasedStateMachine):
     def one_is_asked_out_of_turn(self, node: int, stage: str) -> None:
         self.ask(node, self.content(stage, self.request(stage, node)))
 
-    @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES), record=st.sampled_from(["config", "header"]), which=st.integers(0, 9))
+    @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES), record=st.sampled_from(OF_FL_BN), which=st.integers(0, 9))
     def a_field_is_missing(self, node: int, stage: str, record: str, which: int) -> None:
         content = self.content(stage, self.request(stage, node))
         fields = dict(content.config_records[record])

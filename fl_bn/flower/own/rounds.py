@@ -17,6 +17,7 @@ from fl_bn.federation.values import Instruction, RoundReplies
 from fl_bn.flower.own.metrics import OwnMetrics
 from fl_bn.flower.own.rates import RATES, NamedRates
 from fl_bn.flower.population import Client, Introductions, Population, RunFailed, round_half_up, sample_cohort
+from fl_bn.flower.starts import Starts
 from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.flower.wire.codec import arrays_of, tensors_of
 from fl_bn.flower.wire.replies import Decoded, Reading
@@ -73,7 +74,7 @@ class OwnRounds(BatchNormStrategy):
     ) -> None:
         super().__init__(model, method, rounds, **options)
         self.evaluators, self.metrics, self.introductions = evaluators, metrics, introductions
-        self.configrecord_key, self.sends_start = configrecord_key, True
+        self.configrecord_key, self.starts = configrecord_key, Starts(self.shared, sends=True)
         self.at_clients = evaluators.fraction > 0
         self._own = dict[int, Mapping[str, MetricRecord]]()  # of the clients that replied in this round
 
