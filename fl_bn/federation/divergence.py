@@ -15,7 +15,7 @@ RUNAWAY_LOSS = 10.0
 
 An untrained classifier's loss is the logarithm of the number of classes, and training lowers it.
 """
-NOT_FINITE = "values are not finite"
+NOT_FINITE, DIVERGED = "values are not finite", "the client's training diverged"
 BAD_INPUTS = "bad-inputs"
 """The number in a reply that counts batches with inputs that are not finite, if the reply is not finite, either."""
 INPUTS = "its own inputs are not finite"
@@ -35,7 +35,7 @@ def why_failed(record: RoundRecord) -> str:
     first = next((client for client in record.clients if client.refused), None)
     if first is None:
         return "The log above says why"
-    values = NOT_FINITE in first.refused and not first.refused.startswith("error:")
+    values = any(words in first.refused for words in (NOT_FINITE, DIVERGED)) and not first.refused.startswith("error:")
     advice = f". Training diverged: {LOWER}" if values and INPUTS not in first.refused else ""
     return f"The first reason: client {first.client}: {first.refused}{advice}"
 
@@ -69,8 +69,17 @@ def _diverged(record: RoundRecord, first_loss: float) -> bool:
     return not math.isfinite(record.loss) or record.loss > RUNAWAY_LOSS * max(first_loss, 1.0)
 
 
-def at_the_end(record: RoundRecord, first_loss: float) -> str:
-    """Return a warning of a run that ends with a diverged model; empty if its last round did not diverge."""
+def at_the_end(record: RoundRecord, first_loss: float, failed: int = 0) -> str:
+    """Return a warning of a run that ends with a diverged model, or with failed rounds; empty if its last round is well.
+
+    Args:
+        record: the record of the last round.
+        first_loss: the training loss of the first round.
+        failed: the number of failed rounds in a row at the end.
+    """
+    if failed:
+        rounds = "the last round" if failed == 1 else f"the last {failed} rounds"
+        return f"the run ends, and {rounds} changed nothing. {why_failed(record)}"
     if not record.aggregated or "masked" in record.bytes_up or not _diverged(record, first_loss):
         return ""
     return f"the run ends with a model that diverged (training loss {record.loss:.4g}): do not use it. Train again, and {LOWER}"

@@ -19,7 +19,7 @@ from torch import Tensor, strided
 from fl_bn.exchange.session import Session
 from fl_bn.federation.blocks import extremes, views
 from fl_bn.federation.bounds import WIDEST_WEIGHT
-from fl_bn.federation.divergence import BAD_INPUTS, NOT_FINITE, about_inputs
+from fl_bn.federation.divergence import BAD_INPUTS, DIVERGED, NOT_FINITE, about_inputs
 from fl_bn.federation.fields import LARGEST, Form, Values, number, whole
 from fl_bn.federation.fields import measured as a_number
 from fl_bn.federation.payload import Payload, to_numpy
@@ -152,7 +152,7 @@ class Expected:
                     section,
                     name,
                     f"expected numbers within +-{most:.3g}, by the server's model ({WIDEST_WEIGHT:g} times its largest weight, or 1), but "
-                    f"the largest is {size:.3g}: the client's training diverged, or it lies",
+                    f"the largest is {size:.3g}: {DIVERGED}, or it lies",
                 )
 
 

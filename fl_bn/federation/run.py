@@ -109,7 +109,7 @@ def run(
         first_loss = server.record.loss if math.isnan(first_loss) else first_loss
         for warning in watch(server.record, first_loss):
             LOGGER.warning("%s", warning)
-        if number == rounds and (warning := at_the_end(server.record, first_loss)):
+        if number == rounds and (warning := at_the_end(server.record, first_loss, failed)):
             LOGGER.warning("%s", warning)
         yield Round(server.record, tensors, evaluated, failed)
         if failed >= policy.max_failed:

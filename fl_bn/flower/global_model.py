@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from flwr.app import ArrayRecord
 
 from fl_bn.federation.payload import Named
+from fl_bn.federation.record import batches_trained
 from fl_bn.flower.app.unseen import average_kept
 from fl_bn.flower.log import log
 from fl_bn.flower.wire.codec import arrays_of
@@ -51,7 +52,8 @@ class GlobalModel:
             others |= average
         if number and (kept := [name for name in others if role[name] is Role.KEPT]):
             self._say(KEPT % (kept[0], len(kept)))
-        return arrays_of(shared.whole({**tensors, **others}, self._strategy.batches_trained, others))
+        batches = self._strategy.batches_trained + (batches_trained([self._strategy.record]) if number else 0)  # with this round's
+        return arrays_of(shared.whole({**tensors, **others}, batches, others))
 
     def _average(self, number: int) -> Mapping[str, object] | None:
         strategy = self._strategy

@@ -378,8 +378,8 @@ class BatchNormStrategy(Strategy):
             transport.evaluate_here(0, self.shared.tensors())
         try:
             for one in run(server, transport, rounds, self.statistics, begin, show):
-                result.arrays, failed = self.outward(one.evaluated), one.failed
                 result.records.append(self._tell(one.record))
+                result.arrays, failed = self.outward(one.evaluated), one.failed
                 state = arrays_of(one.tensors)
                 self.recovery.after_round(one.record.round, rounds, state, self.shared, server.optimizer, failed)
         except TooFewMeasured as error:

@@ -54,9 +54,11 @@ def own_app(
     metrics: Callable[[float, int], dict[str, Any]] = metrics_of,
     record: str = "metrics",
     rate: Callable[[Message], float] = lambda message: 0.1,
+    says: Callable[[float, int], float] = lambda loss, round: loss,
     tells: bool = False,
 ) -> ClientApp:
-    """``before`` and ``after``: the user's own code around training, the second with the reply; ``record``: of evaluations."""
+    """``before`` and ``after``: the user's own code around training, the second with the reply; ``record``: the name of evaluations' record;
+    ``says``: the loss that is told."""
     app, chosen = ClientApp(), METHODS[method]() if isinstance(method, str) else method
     answer(app, net, chosen, lambda context: batches(client_of(context)), tells=tells)
 
@@ -71,7 +73,7 @@ def own_app(
                 loss = F.cross_entropy(round.model(x), y)
                 loss.backward()
                 optimizer.step()
-        reply = round.message(SAMPLES, loss.item(), metrics(loss.item(), client))
+        reply = round.message(SAMPLES, says(loss.item(), round.number), metrics(loss.item(), client))
         after(message, context, reply)
         return reply
 

@@ -20,7 +20,7 @@ from fl_bn.federation.run import Diverged
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import FBN, FedAvgBN, InProcessGrid, RunFailed
 from fl_bn.methods import METHODS
-from tests.flower.own_apps import CLIENTS, config, data, net, own_app
+from tests.flower.own_apps import CLIENTS, data, net, own_app
 from tests.in_process import run
 
 INPUTS = "values are not finite (NaN or Inf): its own inputs are not finite (a batch with NaN or Inf): clean this client's data"
@@ -119,23 +119,27 @@ def test_a_federation_that_fails_says_whose_inputs() -> None:
 
 
 def test_a_run_that_ends_diverged_says_so(log: pytest.LogCaptureFixture) -> None:
-    """FBN at a rate that is far too high: a loss of hundreds, and a model of no use."""
+    """As FBN at a rate that is far too high: a loss of hundreds, and a model of no use."""
 
-    def app() -> Any:
-        return own_app("fbn", batches=lambda client: [(x * (1 + 20 * client) + 9 * client, y) for x, y in data(client)], rate=rate)
+    def says(loss: float, round: int) -> float:
+        return 343.0 if round == 3 else loss
 
-    def rate(message: Message) -> float:
-        return float(message.content["config"]["lr"])  # type: ignore[arg-type,call-overload,index]
-
-    says = "the run ends with a model that diverged"
-    FBN(net(), fraction_evaluate=0, calibrate=0, unit_scale=False).start(
-        InProcessGrid(app(), CLIENTS, {}), num_rounds=3, train_config=config(lr=30.0)
-    )
-    assert says in log.text
-    assert "do not use it. Train again, and lower the learning rate" in log.text
+    FBN(net(), fraction_evaluate=0).start(InProcessGrid(own_app("fbn", says=says), CLIENTS, {}), num_rounds=3)
+    assert "round 3: the training loss is 343, and was 1." in log.text
+    assert "the run ends with a model that diverged (training loss 343): do not use it" in log.text
     log.clear()
-    FBN(net(), fraction_evaluate=0).start(InProcessGrid(app(), CLIENTS, {}), num_rounds=3, train_config=config(lr=0.001))
-    assert says not in log.text  # control
+    FBN(net(), fraction_evaluate=0).start(InProcessGrid(own_app("fbn"), CLIENTS, {}), num_rounds=3)
+    assert "diverged" not in log.text  # control
+
+
+def test_a_run_at_a_rate_that_is_far_too_high_fails_with_the_rate_as_its_reason() -> None:
+    def shifted(client: int) -> list[tuple[Tensor, Tensor]]:
+        return [(x * (1 + 20 * client) + 9 * client, y) for x, y in data(client)]
+
+    far = own_app("fbn", batches=shifted, rate=lambda message: 30.0)
+    with pytest.raises(RunFailed) as error:
+        FBN(net(), fraction_evaluate=0, calibrate=0, unit_scale=False).start(InProcessGrid(far, CLIENTS, {}), num_rounds=3)
+    assert "Training diverged: lower the learning rate" in str(error.value)
 
 
 def record(loss: float, number: int = 3) -> RoundRecord:
@@ -159,5 +163,5 @@ def test_a_federation_warns_too(log: pytest.LogCaptureFixture) -> None:
         net(), METHODS["fedavg"](), clients, optimizer=partial(torch.optim.SGD, lr=1e4), clip="none", progress=False
     )
     list(federation.run(2))
-    assert "training diverged; lower the learning rate" in log.text
-    assert "the run ends with a model that diverged" in log.text
+    assert "the run ends, and the last 2 rounds changed nothing. The first reason: client 0: weights/" in log.text
+    assert "Training diverged: lower the learning rate" in log.text

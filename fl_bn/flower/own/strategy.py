@@ -152,7 +152,9 @@ class OwnAppStrategy(Strategy):
             RunFailed: ``start`` was not called yet, so the clients are not known.
         """
         if self._rounds is None:
-            raise RunFailed("the clients are not known before the start: call strategy.start(grid, ...) first")
+            raise RunFailed(
+                "the clients are not known before the start: call strategy.start(grid, ...) first (a start of your own: super().start(...))"
+            )
         return self._rounds
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
