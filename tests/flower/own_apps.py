@@ -57,7 +57,7 @@ def own_app(
     says: Callable[[float, int], float] = lambda loss, round: loss,
     tells: bool = False,
 ) -> ClientApp:
-    """``before`` and ``after``: the user's own code around training, the second with the reply; ``record``: the name of evaluations' record;
+    """``before`` and ``after``: the user's own code around training, the second with the reply; ``record``: evaluations' name;
     ``says``: the loss that is told."""
     app, chosen = ClientApp(), METHODS[method]() if isinstance(method, str) else method
     answer(app, net, chosen, lambda context: batches(client_of(context)), tells=tells)
