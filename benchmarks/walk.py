@@ -73,7 +73,7 @@ class Walk:
             if code.co_name == HEADER:
                 self.headers[self._side] += 1
             return
-        values = value if isinstance(value, tuple) else (value,)
+        values = flat(value)
         if any(isinstance(one, Reply) for one in values):
             self._replied, self._checked = True, self._side == "server"
         if self._replied and code.co_name not in PARTS and carries(value, records=not self._checked):
@@ -109,7 +109,14 @@ def carries(value: Any, records: bool) -> bool:
         return records and isinstance(weights, Mapping) and all(isinstance(t, np.ndarray | Tensor) for t in weights.values())
     if isinstance(value, list) and value and all(isinstance(one, np.ndarray) for one in value):
         return records
-    return isinstance(value, tuple | list) and any(carries(one, records) for one in value if not isinstance(one, tuple | list))
+    return isinstance(value, tuple | list) and any(carries(one, records) for one in flat(value) if not isinstance(one, tuple | list))
+
+
+def flat(value: Any) -> list[Any]:
+    """Return ``value`` alone, or the entries of a tuple or list; those that are tuples, as one client's result is, by their own."""
+    if not isinstance(value, tuple | list):
+        return [value]
+    return [one for entry in value for one in (entry if isinstance(entry, tuple) else (entry,))]
 
 
 def name_of(code: CodeType) -> str:

@@ -1,4 +1,7 @@
-"""Provide the ClientApp of this folder for ``flwr run .``: that of ``fl_bn.apps.client``, with this folder's modules."""
+"""Provide the ClientApp for ``flwr run .`` in this folder.
+
+It is that of ``fl_bn.apps.client``. Run configs may name functions of the modules in this folder.
+"""
 
 from pathlib import Path
 

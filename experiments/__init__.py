@@ -1,4 +1,5 @@
-"""Run the papers' experiments, and judge their claims: a tool of this repository, in no wheel.
+"""Run the papers' experiments, and judge the papers' claims by their results.
 
-``definitions`` has sweep files and programs, ``claims.toml`` has the papers' claims, ``results`` has finished cells.
+This is a tool of the repository, and no part of the wheel. ``definitions`` has the sweep files and programs of the
+experiments, and the register of claims, ``claims.toml``. ``results`` has the results of finished runs.
 """

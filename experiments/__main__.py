@@ -1,4 +1,4 @@
-"""Run ``python -m experiments``: the commands of ``fl-bn experiments``."""
+"""Run the commands of ``fl-bn experiments`` as ``python -m experiments``."""
 
 from experiments.cli import experiments
 

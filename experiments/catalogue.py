@@ -1,10 +1,12 @@
-"""Find the papers' tables and figures: one sweep file in ``experiments/definitions/`` for each, named after it.
+"""Find and run experiments. Each reproduces one table or figure of a paper, and has a file in ``experiments/definitions/``.
 
-Beside a sweep's own tables such a file has
+The file is named after the table or figure. It is a sweep file with one more table:
 
     [experiment]
     paper = "FixBN"
-    program = "programs/normalisation_error.py:run"    # no sweep: a function of folder, and of small, variant, data, jobs
+    program = "programs/normalisation_error.py:run"    # only where the experiment is a function, and not a sweep
+
+The function takes ``folder``, and any of ``small``, ``variant``, ``data`` and ``jobs``.
 """
 
 from __future__ import annotations
@@ -34,15 +36,16 @@ COLUMNS = ("finished", "experiment", "variant", "seconds", "failed", "folder")
 
 @dataclass(frozen=True)
 class Experiment:
-    """Describe one table or figure of a paper.
+    """Describe one experiment, which reproduces a table or figure of a paper.
 
     Attributes:
-        name: Its name, the file's without suffix.
-        file: Its sweep file.
-        paper: The paper's name.
-        title: What it shows.
-        variants: The variants of the file.
-        program: "file:function" for an experiment that is no sweep; the file is beside the experiment's own.
+        name: The name of the experiment, which is that of its file without suffix, as ``000-F3``.
+        file: The file of the experiment.
+        paper: The name of the paper.
+        title: What the table or figure shows.
+        variants: The names of the variants in the file.
+        program: The function of an experiment that is not a sweep, as ``programs/FILE.py:FUNCTION``; empty: it is a
+            sweep.
     """
 
     name: str
@@ -53,23 +56,27 @@ class Experiment:
     program: str = ""
 
     def has(self, variant: str) -> bool:
-        """Tell whether there is such a variant; the paper's own settings need no variant in the file."""
+        """Return whether the experiment has a variant of this name.
+
+        The paper's own settings (``paper``, or the empty name) are always there.
+        """
         return variant in ("", PAPER, *self.variants)
 
 
 def find(names: Sequence[str] = ("all",), folder: Path = FOLDER) -> list[Experiment]:
-    """Find the experiments of these names, in order.
+    """Return the experiments that ``names`` stand for, in the order of their files.
 
     Args:
-        names: Names; ``all`` stands for all, and a paper's number (``003``) for all of that paper.
-        folder: The folder of the sweep files.
+        names: Names of experiments. ``all`` stands for all experiments, ``003`` for all of paper 003, and ``own`` for
+            those that belong to no paper.
+        folder: The folder with the files of the experiments.
 
     Raises:
-        ConfigError: A name is unknown, or the folder is missing.
+        ConfigError: A name is unknown, or the folder has no experiments.
     """
     files = sorted(file for file in folder.glob("*.toml") if file.name != FILE)
     if not files:
-        raise ConfigError(f"there are no experiments in {folder}: run this in a checkout of fl-bn's repository")
+        raise ConfigError(f"{folder} has no experiments: run this command in a checkout of fl-bn's repository")
     known = [_read(file) for file in files]
     for name in names:
         if not any(_is_named(e, name) for e in known):
@@ -78,14 +85,21 @@ def find(names: Sequence[str] = ("all",), folder: Path = FOLDER) -> list[Experim
 
 
 def _is_named(experiment: Experiment, name: str) -> bool:
-    """Tell whether ``name`` is the experiment's, that of its paper (``003``; ``own`` for ours), or ``all``."""
+    """Return whether ``name`` stands for the experiment: its own name, the number of its paper, or ``all``."""
     return name == "all" or name.lower() in (experiment.name.lower(), experiment.name.partition("-")[0])
 
 
 def perform_program(experiment: Experiment, variant: str, data: str, folder: Path, jobs: int = 1) -> None:
-    """Call the experiment's function, unless its result exists.
+    """Call the function of an experiment, and write a report of its results. Nothing is done where the report exists.
 
-    The function gets ``folder``, and by name those of ``small``, ``variant``, ``data`` and ``jobs`` that it takes.
+    The function gets those of ``small``, ``variant``, ``data`` and ``jobs`` for which it has a parameter.
+
+    Args:
+        experiment: An experiment with a program.
+        variant: The variant; empty: the paper's own settings.
+        data: The folder of the data.
+        folder: The folder for the results.
+        jobs: The number of runs at a time.
 
     Raises:
         ConfigError: The variant is unknown, the data are missing, or a file cannot be read or written.
@@ -98,7 +112,7 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
 
     called = program_of(experiment)
     folder.mkdir(parents=True, exist_ok=True)
-    limit_threads(1)  # small matrices: more threads wait for each other
+    limit_threads(1)  # more threads would only wait for each other, since the matrices are small
     known: dict[str, Any] = {"small": variant == "small", "variant": variant, "data": data, "jobs": jobs}
     try:
         called(folder, **{name: value for name, value in known.items() if name in inspect.signature(called).parameters})
@@ -109,13 +123,15 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
 
 @dataclass(frozen=True)
 class Study:
-    """Describe a program whose runs are cells.
+    """Describe a program that measures each run of an experiment in several ways.
+
+    In the table of results, each way of measuring is a value on an axis of its own.
 
     Attributes:
-        plan: A function of folder, variant and data that makes the cells, or the experiment's sweep.
-        axis: The name of the axis on which the ways of measuring stand.
-        ways: The ways of measuring a run.
-        measured: A function that returns way -> value for a finished cell.
+        plan: Takes the folder of the runs, the variant and the folder of the data, and returns the cells to run.
+        axis: The name of the axis of the ways.
+        ways: The names of the ways.
+        measured: Takes a finished cell, and returns for each way the value that it measures.
     """
 
     plan: Callable[[Path, str, str], list[Cell]]
@@ -125,14 +141,15 @@ class Study:
 
 
 def study(experiment: Experiment, measure: str = "") -> Study:
-    """Load the study of the experiment's program: ``plan``, ``AXIS``, ``WAYS`` and ``measured`` of its file.
+    """Load the study of an experiment from its program, a file with ``plan``, ``AXIS``, ``WAYS`` and ``measured``.
 
     Args:
         experiment: The experiment.
-        measure: Another program, to measure the experiment's own runs with.
+        measure: Another program, which measures the runs of the experiment; empty: the experiment's own. If the
+            experiment is a sweep, ``plan`` is not read from the program, but returns the cells of the sweep.
 
     Raises:
-        ConfigError: The file has none of these.
+        ConfigError: The file of the program lacks one of the four names.
     """
     module = _module(replace(experiment, program=measure or experiment.program))
 
@@ -142,14 +159,16 @@ def study(experiment: Experiment, measure: str = "") -> Study:
     try:
         return Study(module.plan if experiment.program else swept, module.AXIS, module.WAYS, module.measured)
     except AttributeError as error:
-        raise ConfigError(f"{experiment.file}: its program keeps no results to commit: {error}") from error
+        raise ConfigError(
+            f"{experiment.file}: its program has no results that can be committed, since it lacks AXIS, WAYS, measured or plan: {error}"
+        ) from error
 
 
 def program_of(experiment: Experiment) -> Callable[..., Any]:
-    """Load the experiment's function, from a file in ``programs/`` beside the experiment's own.
+    """Load the function of an experiment from a file in ``programs/``, beside the file of the experiment.
 
     Raises:
-        ConfigError: There is no such file or function.
+        ConfigError: The file or the function does not exist.
     """
     file, _, name = experiment.program.partition(":")
     program = getattr(_module(experiment), name, None)
@@ -174,7 +193,11 @@ def _module(experiment: Experiment) -> ModuleType:
 
 
 class Log:
-    """Log the experiments that were run, and their seconds: one line per experiment and call."""
+    """Write a CSV file with one line for each experiment that was run.
+
+    Args:
+        path: The file. It is made where it does not exist, else lines are appended.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -183,7 +206,15 @@ class Log:
             path.write_text(",".join(COLUMNS) + "\n")
 
     def add(self, name: str, variant: str, seconds: float, errors: Mapping[str, str], folder: Path) -> None:
-        """Append one line."""
+        """Append the line of one experiment.
+
+        Args:
+            name: The name of the experiment.
+            variant: The variant; empty: the paper's own settings.
+            seconds: How long the experiment took.
+            errors: The errors of failed runs, by the names of the runs; the line has their number.
+            folder: The folder of the results.
+        """
         with self._path.open("a", newline="") as file:
             row = (time.strftime("%Y-%m-%d %H:%M:%S"), name, variant or "full", f"{seconds:.0f}", len(errors), folder.name)
             csv.writer(file).writerow(row)

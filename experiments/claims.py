@@ -1,21 +1,21 @@
-"""Read the register of claims: the papers' claims with their numbers, and our tables that test them.
+"""Read the register of claims: what the papers claim, with their numbers, and which of our tables test it.
 
-It is ``claims.toml`` beside the experiments:
+The register is ``claims.toml`` beside the experiments:
 
-    [rules]                                     # stated before anything is run
-    seeds = 5                                   # that a comparison needs to be decided
-    collapse = 10.0                             # points; a larger difference needs LEAST seeds
-    share = 0.33                                # of the paper's steps per client, in every phase of the schedule, that a run must have
-    flat = 1.0                                  # or its curve gains at most so many points in the last fifth of every phase
-    margin = 1.0                                # points beyond the paper's own gap that still count as near
+    [rules]                                     # they are stated before anything is run; see Rules
+    seeds = 5
+    collapse = 10.0
+    share = 0.33
+    flat = 1.0
+    margin = 1.0
 
     [[claims]]
     id = "000-T5"                               # the paper's own table or figure
     place = "Table 5; l. 211"
     claim = "FixBN is ahead of BN and of GN where clients have few classes"
-    experiment = "000-F3"                       # whose table tests it; without it, the one of that id
-    variant = "evidence"                        # of its file
-    steps = [32000, 16000, 16000]               # the paper's local steps per client, by phase of the schedule; without it, no gate
+    experiment = "000-F3"                       # the experiment whose table tests the claim; if missing, the one named as the claim
+    variant = "evidence"                        # the variant of that experiment
+    steps = [32000, 16000, 16000]               # the paper's local steps per client, in each phase of the learning-rate schedule
     compare = [
         { left = ["FixBN", "Shards"], right = ["BN", "Shards"], paper = [76.56, 53.97], spread = [0.66, 4.18] },
         { left = ["FBN", "0.0"], right = ["centralised", "0.0"], near = true, about = [80, 80], figure = "3a" },
@@ -23,17 +23,18 @@ It is ``claims.toml`` beside the experiments:
         { left = ["BN", "Shards", 16], right = ["BN", "Shards", 128], metric = "drift", figure = "2a" },
     ]
 
-A comparison claims that left is above right. With ``near`` it claims that their distance is at most the paper's own and a margin. A side is
-a place of the table, ``[row, column]`` or ``[row, column, round]``, or two places: then it is the first less the second. ``paper`` has the
-paper's own two numbers. If a figure alone has them, ``figure`` names it, and ``about`` has the numbers that were read off.
+A comparison claims that the value of ``left`` is above that of ``right``. With ``near`` it claims that the two differ by at most the
+paper's own difference plus a margin. A side is a place of the table, ``[row, column]`` or ``[row, column, round]``. It may also be two
+places; its value is then that of the first minus that of the second. ``paper`` has the paper's two numbers. If only a figure shows
+them, ``figure`` names it, and ``about`` has the numbers as we read them off.
 
-    [[own]]                                     # our question about why a claim is contradicted
+    [[own]]                                     # a question of ours: why is a claim contradicted?
     id = "own-robust-updates"
     explains = "003-F4"
     variant = "evidence"
     asks = "..."
-    yes = "..."                                 # what it means if all comparisons held, and if none did
-    no = "..."
+    yes = "..."                                 # the answer if all comparisons held
+    no = "..."                                  # the answer if none held
     compare = [{ left = ["mean", "FBN"], right = ["median", "FBN"] }, { left = ..., right = ..., within = 2.0 }]
 """
 
@@ -50,51 +51,56 @@ from fl_bn.report.cells import title
 from fl_bn.run.config import ConfigError
 from fl_bn.support.names import unknown
 
-VARIANT = "evidence"  # of an experiment's file, which a claim is tested on unless it names another
+VARIANT = "evidence"  # the variant of an experiment that tests a claim, unless the claim names another
 FILE = "claims.toml"
-LEAST = 3  # seeds of a collapse
+LEAST = 3  # the number of seeds that decide where the difference is larger than Rules.collapse
 COMPARISON = ("left", "right", "near", "margin", "within", "metric", "paper", "about", "spread", "figure")
-Place = tuple[str, str, int]  # row, column, and round of the table; round 0: where the table measures
+Place = tuple[str, str, int]  # row, column and round; round 0: the round at which the table of the experiment measures
 Pair = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Side:
-    """Hold one side of a comparison: the value of a place, or how far the first place is above the second.
+    """Name one side of a comparison: a place of the table of results, or the difference of two places.
 
     Attributes:
-        places: One or two places of the table.
+        places: One place, or two: then the value of the side is that of the first minus that of the second.
     """
 
     places: tuple[Place, ...]
 
     @property
     def row(self) -> str:
-        """Return the row, or both rows joined by "less"."""
+        """Return the name of the row, or ``ROW less ROW`` for two places."""
         return " less ".join(row for row, _, _ in self.places)
 
     @property
     def column(self) -> str:
-        """Return the column, or both columns joined by "less"; a column that both places share is there once."""
+        """Return the name of the column, or ``COLUMN less COLUMN`` for two places in different columns.
+
+        Where a place names a round, ``, round N`` is appended to the column.
+        """
         columns = dict.fromkeys(f"{column}, round {round}" if round else column for _, column, round in self.places)
         return " less ".join(columns)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compare two sides: ``left`` is above ``right``, or no further from it than claimed.
+    """Describe one comparison of a claim, with the numbers of the paper.
+
+    It claims that ``left`` is above ``right``. With ``near`` or ``within``, it claims that the two are close.
 
     Attributes:
         left: The first side.
         right: The second side.
-        near: Whether the distance is at most the paper's own gap and a margin.
-        margin: Points that ``near`` allows beyond the paper's gap; None: those of the rules.
-        within: The largest distance in points, for a question of ours.
-        metric: The metric; empty: the table's own.
-        paper: The paper's two numbers.
-        about: Two numbers that were read off the paper's figure.
-        spread: The spread of the paper's numbers.
-        figure: The figure with the numbers, if no text has them.
+        near: Claim that the sides differ by at most the paper's own difference plus ``margin``.
+        margin: The margin of ``near``, in points of the metric; None: that of the rules.
+        within: Claim that the sides differ by at most so many points. Only questions of ours have this.
+        metric: The name of the compared metric; empty: that of the table.
+        paper: The paper's numbers for left and right; None: it does not print them.
+        about: The numbers for left and right, as we read them off a figure of the paper; None: not read off.
+        spread: The spread of the paper's two numbers, as it prints it; None: it prints none.
+        figure: The figure of the paper that shows the numbers, if the paper does not print them.
     """
 
     left: Side
@@ -110,26 +116,26 @@ class Comparison:
 
     @property
     def numbers(self) -> Pair | None:
-        """Return the paper's two numbers, exact or read off; None if the figure has shapes alone."""
+        """Return the paper's two numbers, printed or read off; None where its figure shows no values."""
         return self.paper or self.about
 
     @property
     def gap(self) -> float | None:
-        """Return the paper's own difference, left less right."""
+        """Return the paper's own difference, left minus right; None where its numbers are unknown."""
         return None if self.numbers is None else self.numbers[0] - self.numbers[1]
 
     def limit(self, margin: float) -> float | None:
-        """Return the claimed distance in points; None if an order is claimed.
+        """Return by how many points the sides may differ at most; None where the claim is that left is above right.
 
         Args:
-            margin: The margin of the rules.
+            margin: The margin of the rules, used where the comparison has none of its own.
         """
         if self.near:
             return abs(self.gap or 0.0) + (margin if self.margin is None else self.margin)
         return self.within
 
     def __str__(self) -> str:
-        """Describe the comparison; a column that both sides share is named once."""
+        """Describe the comparison in one line, as ``FixBN > BN (Shards)``."""
         same = self.left.column == self.right.column
         left, right = (side.row if same else f"{side.row} ({side.column})" for side in (self.left, self.right))
         sign = "near" if self.near else ">" if self.within is None else f"within {self.within:g} of"
@@ -139,26 +145,29 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Claim:
-    """Hold a claim of a paper, and how it is tested here.
+    """Describe a claim of a paper, and how we test it.
+
+    The length of the paper's training is given in one of three units: ``steps``, ``epochs`` or ``samples``. If all
+    three are empty, the claim is not about converged accuracy, and runs of any length test it.
 
     Attributes:
-        id: The table or figure of the paper, as an id.
-        place: Where the paper makes the claim: table or figure, and lines of the text.
+        id: The id of the claim, which names a table or figure, as ``000-T5``.
+        place: Where the paper makes the claim: the table or figure, and the lines of its text.
         claim: The claim in words.
-        experiment: The experiment whose table tests it; empty: the one named ``id``.
+        experiment: The experiment whose table tests the claim; empty: the one with the claim's ``id`` as its name.
         variant: The variant of that experiment.
-        differs: The settings that differ from the paper's.
-        steps: The paper's local steps per client, by phase of the schedule; empty: the claim is not about converged
-            accuracy.
-        epochs: The paper's training, too, in passes over a client's data.
-        samples: The paper's training, too, in samples that a client trains on, for batches of several sizes.
-        client_samples: Training samples of our clients, if their rounds are counted in epochs.
-        seeds: How many seeds decide a comparison; 0: as many as the general rules say.
-        resampled: Test samples per training sample, if each seed divides the same samples anew; 0: it does not.
-        rates: The variant that tries learning rates.
-        untestable: The reason why nothing here can test the claim.
-        exact: The test in this project that reproduces the paper's numbers exactly.
-        cause: The reason why our result differs from the paper's.
+        differs: How our settings differ from the paper's, in words.
+        steps: The paper's local steps per client, in each phase of the learning-rate schedule.
+        epochs: The paper's passes over a client's data, in each phase.
+        samples: The samples that a client of the paper trains on, in each phase; for batches of several sizes.
+        client_samples: The training samples of one of our clients; needed where our rounds are counted in epochs.
+        seeds: How many seeds decide a comparison; 0: the number in the rules.
+        resampled: The number of test samples per training sample, if every seed divides the same samples anew; 0:
+            all seeds have the same test samples.
+        rates: The variant of the experiment that tries several learning rates; empty: none.
+        untestable: Why we cannot test the claim; empty: we can.
+        exact: The test of this project that reproduces the paper's numbers exactly; empty: none.
+        cause: Why our result differs from the paper's, in words.
         compare: The comparisons that decide the claim.
     """
 
@@ -182,25 +191,25 @@ class Claim:
 
     @property
     def of(self) -> str:
-        """Return the experiment whose table tests the claim."""
+        """Return the name of the experiment whose table tests the claim."""
         return self.experiment or self.id
 
 
 @dataclass(frozen=True)
 class Own:
-    """Hold a question of ours about the reason why a claim is contradicted.
+    """Describe a question of ours: why does our result contradict a claim?
 
     Attributes:
-        id: The question's id, ``own-...``.
+        id: The id of the question, ``own-...``.
         explains: The id of the claim.
-        asks: The question.
-        experiment: The experiment whose table answers it; empty: the one of ``id``.
+        asks: The question in words.
+        experiment: The experiment whose table answers the question; empty: the one with this ``id`` as its name.
         variant: The variant of that experiment.
-        measure: A program that measures every run in several ways.
-        resampled: As in ``Claim``.
+        measure: The program that measures every run in several ways, as ``programs/FILE.py``; empty: none.
+        resampled: The number of test samples per training sample, as in ``Claim``.
         yes: The answer if all comparisons held.
-        no: The answer if none held.
-        compare: The comparisons.
+        no: The answer if none held and one is contradicted.
+        compare: The comparisons that answer the question.
     """
 
     id: str
@@ -216,13 +225,21 @@ class Own:
 
     @property
     def of(self) -> str:
-        """Return the experiment whose table answers the question."""
+        """Return the name of the experiment whose table answers the question."""
         return self.experiment or self.id
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Hold the rules that decide; they are stated before anything is run (see the module's text)."""
+    """Hold the rules by which comparisons are decided. They are stated before anything is run.
+
+    Attributes:
+        seeds: How many seeds decide a comparison.
+        collapse: If the two sides differ by more than so many points, ``LEAST`` seeds decide.
+        share: The share of the paper's training length that our runs must have, in every phase of the schedule.
+        flat: Shorter runs count, too, if their curves gain fewer points than this in the last fifth of every phase.
+        margin: The points beyond the paper's own difference that still count as near.
+    """
 
     seeds: int = 5
     collapse: float = 10.0
@@ -233,7 +250,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Register:
-    """Hold all claims and questions, in the order of the file."""
+    """Hold the rules, the claims and our questions, in the order of the file."""
 
     rules: Rules
     claims: tuple[Claim, ...]
@@ -241,10 +258,11 @@ class Register:
 
 
 def read_register(folder: Path) -> Register:
-    """Read ``claims.toml`` in ``folder``.
+    """Read the register, ``claims.toml`` in ``folder``.
 
     Raises:
-        ConfigError: The file is missing or no TOML, or an entry has an unknown key, a wrong value, or lacks a key.
+        ConfigError: The file is missing or is not TOML; or an entry lacks a key, or has an unknown key or a wrong
+            value.
     """
     file = folder / FILE
     try:
@@ -255,10 +273,10 @@ def read_register(folder: Path) -> Register:
 
 
 def parse_register(tables: Mapping[str, Any]) -> Register:
-    """Make the register from the tables of its file.
+    """Make the register from the content of its file.
 
     Raises:
-        ConfigError: See ``read_register``.
+        ConfigError: An entry lacks a key, or has an unknown key or a wrong value.
     """
     for name in tables:
         if name not in ("rules", "claims", "own"):
@@ -268,9 +286,9 @@ def parse_register(tables: Mapping[str, Any]) -> Register:
     own = tuple(_own(table) for table in tables.get("own", []))
     ids = [*(one.id for one in claims), *(one.id for one in own)]
     if double := {name for name in ids if ids.count(name) > 1}:
-        raise ConfigError(f"{FILE}: several entries have the same id, which must be unique: {', '.join(sorted(double))}")
+        raise ConfigError(f"{FILE}: each id must be unique, but several entries have {', '.join(sorted(double))}")
     if strange := [one for one in own if one.explains not in ids]:
-        raise ConfigError(f"{FILE}: {strange[0].id} explains {strange[0].explains!r}, but there is no claim with this id")
+        raise ConfigError(f"{FILE}: {strange[0].id} explains the claim {strange[0].explains!r}, which does not exist")
     return Register(rules, claims, own)
 
 
@@ -278,16 +296,22 @@ def _claim(table: Mapping[str, Any]) -> Claim:
     where = f"claim {table.get('id', '?')}"
     made: Claim = _entry(Claim, table, where)
     if made.id.startswith("own-"):
-        raise ConfigError(f"{FILE}: {where}: a claim's id is the paper's own table or figure; questions of ours stand in [[own]]")
+        raise ConfigError(
+            f"{FILE}: {where}: the id of a claim must name a table or figure of the paper; move a question of ours to [[own]]"
+        )
     if not (made.compare or made.untestable or made.exact):
-        raise ConfigError(f"{FILE}: {where} needs comparisons (compare), or a reason (untestable), or the test with its numbers (exact)")
+        raise ConfigError(f"{FILE}: {where} needs one of compare (comparisons), untestable (a reason) and exact (a test)")
     for one in made.compare:
         if one.within is not None:
-            raise ConfigError(f"{FILE}: {where}: {one}: within is for questions of ours: give near = true, with a margin")
+            raise ConfigError(
+                f"{FILE}: {where}: {one}: only questions of ours may have within: write near = true and a margin in its place"
+            )
         if (one.paper is None) == (not one.figure):
-            raise ConfigError(f'{FILE}: {where}: {one}: give the paper\'s own two numbers, or figure = "N" where a figure alone has them')
+            raise ConfigError(
+                f'{FILE}: {where}: {one}: give the paper\'s numbers as paper = [LEFT, RIGHT], or figure = "N" if only a figure has them'
+            )
         if one.near and one.numbers is None and one.margin is None:
-            raise ConfigError(f"{FILE}: {where}: {one}: near needs the paper's two numbers, or a margin")
+            raise ConfigError(f"{FILE}: {where}: {one}: near needs the paper's two numbers (paper or about), or a margin")
     return made
 
 
@@ -295,12 +319,23 @@ def _own(table: Mapping[str, Any]) -> Own:
     where = f"question {table.get('id', '?')}"
     made: Own = _entry(Own, table, where)
     if not made.id.startswith("own-") or not made.compare:
-        raise ConfigError(f"{FILE}: {where}: an id of ours begins with own-, and a question needs comparisons that answer it")
+        raise ConfigError(
+            f"{FILE}: {where}: a question of ours needs an id that begins with own-, and comparisons that answer it (compare)"
+        )
     return made
 
 
 def _entry(kind: type, table: Any, where: str) -> Any:
-    """Make an object of ``kind``, whose fields are the keys of ``table``, ``-`` for ``_``."""
+    """Make a dataclass from a TOML table whose keys are the names of its fields, with ``-`` for ``_``.
+
+    Args:
+        kind: The dataclass.
+        table: The table.
+        where: The name of the entry, for messages.
+
+    Raises:
+        ConfigError: A key is unknown or missing, or its value is of a wrong type.
+    """
     if not isinstance(table, dict):
         raise ConfigError(f"{FILE}: {where} must be a table, but got {table!r}")
     known = {one.name.replace("_", "-"): one for one in fields(kind)}

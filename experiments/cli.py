@@ -1,4 +1,7 @@
-"""Define the commands ``fl-bn experiments`` of a checkout of fl-bn; imports are inside, since torch takes seconds."""
+"""Define the commands of ``fl-bn experiments``, which exist in a checkout of fl-bn's repository.
+
+Each command imports what it needs itself, since an import of torch takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ experiments = typer.Typer(no_args_is_help=True, help="Reproduce the papers' tabl
 
 @experiments.command("list")
 def list_() -> None:
-    """List every experiment: its table or figure, its paper, and its variants."""
+    """List all experiments, by paper: the table or figure that each reproduces, and its variants."""
     from experiments.catalogue import find
 
     tables: dict[str, Table] = {}
@@ -49,8 +52,8 @@ def run_(
     variant: Annotated[
         str,
         typer.Option(
-            help="small: bundled data, minutes on a laptop; evidence: hours of a CPU; paper, or empty: the paper's own settings. Of "
-            "several experiments, those that have the variant are run"
+            help="small: bundled data, minutes on a laptop; evidence: hours of a CPU; paper, or empty: the paper's own settings. If "
+            "you name several experiments, those without this variant are left out"
         ),
     ] = "",
     engine: EngineOption = "in-process",
@@ -58,17 +61,18 @@ def run_(
     ray_address: AddressOption = "",
     gpus_per_run: GpusOption = 0.0,
     data: DataOption = "data",
-    output: Annotated[str, typer.Option(help="folder; each experiment has one of its own in it")] = "runs/experiments",
+    output: Annotated[str, typer.Option(help="the folder in which each experiment makes its own folder")] = "runs/experiments",
     retry: RetryOption = False,
     only: OnlyOption = "",
     results: Annotated[
-        Path | None, typer.Option(help="the --folder of `compact`: cells that have a result there are not run again, on any machine")
+        Path | None,
+        typer.Option(help="the --folder of `compact`: runs that have a result there are not repeated, whatever machine ran them"),
     ] = None,
     run_config: RunConfigOption = "",
 ) -> None:
-    """Run one table or figure of a paper, several, or all; then write a page with all of them.
+    """Run one or several experiments, or all of them, and write a page with their tables and pictures.
 
-    After an interruption the same command continues.
+    After an interruption, the same command continues.
     """
     from experiments.catalogue import Log, find, perform_program
     from experiments.evidence import known_cells
@@ -82,11 +86,11 @@ def run_(
         matches = find(names)
         chosen = matches if len(matches) == 1 else [one for one in matches if one.has(variant)]
         if not chosen:
-            raise ConfigError(f"none of {', '.join(names)} has a variant {variant!r}: fl-bn experiments list names the variants")
+            raise ConfigError(f"none of {', '.join(names)} has a variant {variant!r}: see the variants in `fl-bn experiments list`")
         programs = [one.name for one in chosen if one.program]
         given = {"--run-config": run_config, "--only": only, "--results": results, "--retry": retry, "--engine": engine != "in-process"}
         if programs and (ignored := ", ".join(option for option, value in given.items() if value)):
-            problem = f"{ignored}: for sweeps, not for experiments that are programs"
+            problem = f"{ignored} can be given for sweeps, but not for experiments that are programs"
             if len(programs) == len(chosen):
                 raise ConfigError(f"{problem} ({', '.join(programs)}): leave it out")
             console.print(f"{problem}; these run without it: {', '.join(programs)}", highlight=False, soft_wrap=True)
@@ -100,7 +104,7 @@ def run_(
                 else:
                     known = known_cells(experiment, variant, results) if results else {}
                     errors = perform(experiment.file, variant, data, place, where, retry, run_config, only, known=known)
-            except Exception as error:  # one of many must not end the others
+            except Exception as error:  # if several experiments are run, an error in one must not end the others
                 if len(chosen) == 1:
                     raise
                 errors = {experiment.name: f"{type(error).__name__}: {error}"}
@@ -122,9 +126,12 @@ def run_(
 def compact(
     runs: Annotated[Path, typer.Argument(help="the output folder of `fl-bn experiments run ... --variant evidence`")],
     data: DataOption = "data",
-    folder: Annotated[Path, typer.Option(help="where results/NAME.jsonl are")] = Path("experiments"),
+    folder: Annotated[Path, typer.Option(help="the folder with results/NAME.jsonl")] = Path("experiments"),
 ) -> None:
-    """Keep the finished cells of every variant but small as files to commit: settings, commit, curve."""
+    """Write the results of finished runs, of all variants but small, to files that can be committed.
+
+    Each result has the settings of the run, the commit of fl-bn, and the curve of its metrics.
+    """
     from experiments import evidence
     from experiments.catalogue import find
     from fl_bn.run.config import ConfigError
@@ -142,11 +149,18 @@ def compact(
 
 @experiments.command("evidence")
 def evidence(
-    folder: Annotated[Path, typer.Option(help="where results/NAME.jsonl are, and EVIDENCE.md is written")] = Path("experiments"),
-    pages: Annotated[Path | None, typer.Option(help="folder for a page per claim that opens offline")] = None,
-    readme: Annotated[Path | None, typer.Option(help="a README.md whose table of verdicts is written anew")] = None,
+    folder: Annotated[Path, typer.Option(help="the folder with results/NAME.jsonl, into which EVIDENCE.md is written")] = Path(
+        "experiments"
+    ),
+    pages: Annotated[
+        Path | None, typer.Option(help="the folder for one page per claim, which can be read offline; default: no pages")
+    ] = None,
+    readme: Annotated[Path | None, typer.Option(help="the README.md whose table of verdicts is updated; default: none")] = None,
 ) -> None:
-    """Write EVIDENCE.md from the results in the folder: every claim, our numbers, a paired test over seeds, a verdict."""
+    """Judge every claim of the papers by the committed results, and write EVIDENCE.md.
+
+    It has our numbers for each claim, a paired test over seeds, and a verdict.
+    """
     from experiments.evidence_page import write_evidence
     from fl_bn.run.config import ConfigError
 

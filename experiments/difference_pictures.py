@@ -1,4 +1,4 @@
-"""Draw the papers' differences and ours on one axis, in named groups."""
+"""Draw the differences that the papers report beside ours, on one axis, in one group per claim."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from matplotlib.figure import Figure
 from fl_bn.report.pictures import Picture
 from fl_bn.run.palette import COLOURS, QUIET
 
-STATES = (COLOURS[2], COLOURS[4], QUIET, QUIET)  # for the claim, against it, undecided, no test
+STATES = (COLOURS[2], COLOURS[4], QUIET, QUIET)  # colours of results for the claim, against it, undecided, and no test
 MARKS = ("o", "o", "o", "x")
-INK = "black"  # of the paper
-LINEAR = 10  # points from zero; beyond, the axis is logarithmic
+INK = "black"  # the colour of the paper's difference
+LINEAR = 10  # points up to which the axis is linear; beyond, it is logarithmic
 TICKS = (-50, -20, -10, -5, 0, 5, 10, 20, 50)
-GAP = 1.6  # between groups, in comparisons: room for a group's name
+GAP = 1.6  # the height of a group's name, in lines
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Hold one difference, in points.
+    """Describe one line of the picture: the difference of a comparison, in points.
 
     Attributes:
-        name: The comparison.
+        name: The comparison in words.
         mean: Our difference.
-        half: Half of its confidence interval; NaN: unknown.
-        state: The state of the comparison.
-        within: The claimed distance, if one is claimed.
-        paper: The paper's own difference; None if it has shapes alone.
-        exact: Whether the paper prints it; if not, it was read off a figure.
+        half: Half of the width of our confidence interval; NaN: it is unknown.
+        state: The state of the comparison, as ``held``.
+        within: The largest difference that the claim allows; None: the claim is about an order.
+        paper: The paper's difference; None: the paper gives no numbers.
+        exact: Whether the paper prints its difference; else it was read off a figure.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Difference:
 
 
 def differences(name: str, groups: Mapping[str, Sequence[Difference]], states: tuple[str, str, str, str]) -> Picture:
-    """Draw a line per difference, under its group's name.
+    """Make the picture of all differences, one line for each, below the name of its group.
 
     Args:
-        name: The name of the picture's file.
-        groups: Group -> its differences. A claimed distance is two short bars.
-        states: The possible values of ``Difference.state``, in the order of ``STATES``.
+        name: The name of the file, without suffix.
+        groups: The differences of each group. ``within`` is drawn as two short bars.
+        states: The values that ``Difference.state`` may have, in the order of ``STATES``.
     """
     ink, mark = dict(zip(states, STATES, strict=True)), dict(zip(states, MARKS, strict=True))
     lines = sum(len(rows) + GAP for rows in groups.values())

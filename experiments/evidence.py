@@ -25,21 +25,21 @@ from fl_bn.support.names import unknown
 from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.file import PAPER, read
 
-RESULTS = "results"  # folder of the JSON lines
-HOURS = "gpu.json"  # in that folder: the measurements of benchmarks/gpu.py
-SMALL = "small"  # the variant of every file that is no evidence
+RESULTS = "results"  # the folder of the files with JSON lines
+HOURS = "gpu.json"  # the file in that folder with the measurements of benchmarks/gpu.py
+SMALL = "small"  # the variant for trying an experiment out; its results are not kept
 NOWHERE = Path("/nowhere")  # a folder without runs
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Hold one variant of an experiment.
+    """Hold the committed results of one variant of an experiment.
 
     Attributes:
-        defined: The cells of its definition.
-        kept: The committed results among them.
-        settings: The settings of its table.
-        report: The report of the results; None without any.
+        defined: All cells of the variant.
+        kept: The results of those cells that have one.
+        settings: The settings of the table of results.
+        report: The report with the table of results; None: there are no results.
     """
 
     defined: tuple[Cell, ...]
@@ -49,15 +49,16 @@ class Runs:
 
     @property
     def missing(self) -> list[Cell]:
-        """Return the cells without a result."""
+        """Return the cells that have no result."""
         there = {kept.name for kept in self.kept}
         return [cell for cell in self.defined if cell.config.name not in there]
 
     @property
     def hours_missing(self) -> float:
-        """Estimate the hours of one core that the missing cells need, by the clock of the finished ones.
+        """Estimate the hours that the missing cells take on one core; NaN where no cell is finished.
 
-        Each counts the median of the same settings with other seeds, else of all; NaN if none is finished.
+        A missing cell takes as long as the median of the finished cells with the same settings and other seeds, or
+        of all finished cells where there is none.
         """
         of: dict[tuple[object, ...], list[float]] = defaultdict(list)
         for kept in self.kept:
@@ -68,23 +69,26 @@ class Runs:
 
     @property
     def places(self) -> set[tuple[str, str]]:
-        """Return rows and columns of the table that all cells would fill, with the known domains and their mean."""
+        """Return the (row, column) pairs of the table that there would be if all cells were finished."""
         empty = [Kept(cell.config.name, cell.axes, own_config(cell.config), "", 0.0, ()) for cell in self.missing]
         report = report_of(self.settings, [one.shown() for one in (*self.kept, *empty)], "")
         return set(report.layout.groups)
 
     def values(self, side: Side, metric: str) -> dict[str, float]:
-        """Return seed -> the side's value: of a place, or of the first place less the second.
+        """Return the value of a side of a comparison, by seed.
 
         Args:
-            side: The side.
-            metric: The metric; empty: the table's own.
+            side: One or two places; the value of two is that of the first minus that of the second.
+            metric: The metric; empty: that of the table.
+
+        Returns:
+            The values by seed. A seed for which a place has no finite value is left out.
         """
         first, *others = [self._by_seed(place, metric) for place in side.places]
         return {seed: value - sum(other[seed] for other in others) for seed, value in first.items() if all(seed in o for o in others)}
 
     def short(self, side: Side, claim: Claim, rules: Rules) -> str:
-        """Return the reason why the runs of ``side`` are too short for ``claim``; empty if they are long or missing."""
+        """Return why the runs of ``side`` are too short to test ``claim``; empty: they are long enough, or missing."""
         groups = self.report.layout.groups if self.report else {}
         problems = (too_short(groups.get((row, column), ()), claim, rules) for row, column, _ in side.places)
         return next(filter(None, problems), "")
@@ -107,16 +111,16 @@ class Runs:
 
 @dataclass(frozen=True)
 class Tested:
-    """Hold one claim with its results.
+    """Hold one claim with the results that test it.
 
     Attributes:
-        experiment: The experiment whose table tests it.
+        experiment: The experiment whose table tests the claim.
         claim: The claim.
-        runs: Its runs; None if there can be none.
+        runs: The results; None: the claim has no comparisons.
         outcomes: The outcome of each comparison.
-        rates: The runs with other learning rates; None if none were to be tried.
-        own: Our questions about it, each with its runs and outcomes.
-        gpu_hours: Hours of a GPU at the paper's scale, if measured.
+        rates: The results at other learning rates; None: the claim names no variant for them.
+        own: Our questions about the claim, each with its results and the outcomes of its comparisons.
+        gpu_hours: The hours that the paper's own setting takes on a GPU; None: not measured.
     """
 
     experiment: Experiment
@@ -134,36 +138,43 @@ class Tested:
 
     @property
     def reasons(self) -> list[str]:
-        """Return the reasons why comparisons are undecided."""
+        """Return why comparisons are undecided, or why the claim cannot be tested; empty where nothing was run."""
         return [self.claim.untestable] if self.claim.untestable else reasons(self.outcomes) if self.was_run else []
 
     @property
     def was_run(self) -> bool:
-        """Tell whether some comparison has runs."""
+        """Return whether at least one comparison has results."""
         return any(one.state != MISSING for one in self.outcomes)
 
     @property
     def main(self) -> Outcome | None:
-        """Return the comparison that stands for the claim in one line: the first with runs, else the first."""
+        """Return the comparison that represents the claim in the overview.
+
+        It is the first one with results, or else the first one; None where the claim has no comparisons.
+        """
         ran = [one for one in self.outcomes if one.state != MISSING]
         return next(iter((*ran, *self.outcomes)), None)
 
     @property
     def anchor(self) -> str:
-        """Return the anchor of the claim's section."""
+        """Return the anchor of the claim's section in EVIDENCE.md."""
         return self.claim.id.lower()
 
     def answer(self, own: Own, outcomes: Sequence[Outcome]) -> str:
-        """Return the answer to a question of ours."""
+        """Return the answer to a question of ours, as ``judging.answer`` does."""
         return answer(own, outcomes)
 
 
 def gather(folder: Path, experiments: Path = FOLDER) -> list[Tested]:
-    """Return every claim of the register in ``experiments``, with its results in ``folder/results``.
+    """Return every claim of the register, with its results.
+
+    Args:
+        folder: The folder that holds ``results``.
+        experiments: The folder with the register and the files of the experiments.
 
     Raises:
-        ConfigError: A result does not fit the experiment's definition, or the register is wrong, or names something
-            that does not exist.
+        ConfigError: The register is wrong, it names an experiment, variant or place that does not exist, or a result
+            does not fit the definition of its experiment.
     """
     register, gpu = read_register(experiments), gpu_hours(folder)
     known = {experiment.name: experiment for experiment in find(folder=experiments)}
@@ -207,7 +218,7 @@ def _outcomes(of: Claim | Own, runs: Runs, register: Register) -> tuple[Outcome,
             for row, column, _ in side.places:
                 if (row, column) not in places:
                     there = sorted({c for r, c in places if r == row} or {r for r, _ in places})
-                    raise ConfigError(f"{FILE}: {of.id}: its table has no place {[row, column]}: choose from {', '.join(there)}")
+                    raise ConfigError(f"{FILE}: {of.id}: the table has no place {[row, column]}: choose from {', '.join(there)}")
         left, right = (runs.values(side, one.metric) for side in (one.left, one.right))
         seeds = [seed for seed in left if seed in right]
         judged = isinstance(of, Claim) and not one.metric
@@ -228,16 +239,16 @@ def _outcomes(of: Claim | Own, runs: Runs, register: Register) -> tuple[Outcome,
 
 
 def runs_of(experiment: Experiment, variant: str, folder: Path, measure: str = "") -> Runs:
-    """Read the results of the experiment's ``variant`` from ``folder/results``.
+    """Read the committed results of one variant of an experiment.
 
     Args:
         experiment: The experiment.
-        variant: Its variant.
-        folder: The folder of the results.
-        measure: A program that measures the runs in several ways; empty: none.
+        variant: The variant.
+        folder: The folder that holds ``results``.
+        measure: The program that measures each run in several ways; empty: none.
 
     Raises:
-        ConfigError: See ``gather``.
+        ConfigError: The variant does not exist, or a result does not fit the definition of the experiment.
     """
     defined, text = definition(experiment, variant, measure)
     kept = load(results_of(experiment, variant, folder, measure), defined)
@@ -253,10 +264,18 @@ def _without_seed(axes: Mapping[str, Value]) -> tuple[object, ...]:
 
 
 def definition(experiment: Experiment, variant: str, measure: str = "") -> tuple[list[Cell], str]:
-    """Return the cells of a variant, and the text of the sweep file with the settings of its table.
+    """Return the definition of one variant of an experiment.
+
+    Args:
+        experiment: The experiment.
+        variant: The variant.
+        measure: The program that measures each run in several ways; empty: none.
+
+    Returns:
+        Its cells, and the text of the sweep file, which has the settings of the table of results.
 
     Raises:
-        ConfigError: There is no such variant.
+        ConfigError: The variant does not exist.
     """
     if not experiment.has(variant):
         there = ", ".join((PAPER, *experiment.variants))
@@ -269,18 +288,22 @@ def definition(experiment: Experiment, variant: str, measure: str = "") -> tuple
 
 
 def sources(experiment: Experiment, measures: Mapping[tuple[str, str], Sequence[str]]) -> list[tuple[str, str]]:
-    """Return the variants of ``experiment`` whose results are kept, each with the program that measures it, if any.
+    """Return which results of an experiment are kept, one file for each.
 
     Args:
-        experiment: The experiment; its small variant is left out.
-        measures: (experiment, variant) -> programs, see ``measures``.
+        experiment: The experiment.
+        measures: The programs that measure runs in several ways, as ``measures()`` returns them.
+
+    Returns:
+        Pairs of a variant and a program. The program is empty for the results of the runs themselves. The small
+        variant is left out.
     """
     variants = dict.fromkeys((PAPER, *(name for name in experiment.variants if name != SMALL)))
     return [(variant, measure) for variant in variants for measure in ("", *measures.get((experiment.name, variant), ()))]
 
 
 def measures(folder: Path = FOLDER) -> dict[tuple[str, str], list[str]]:
-    """Return (experiment, variant) -> the programs that measure each of its runs in several ways."""
+    """Return the programs that measure runs in several ways, by the names of the experiment and its variant."""
     programs: dict[tuple[str, str], list[str]] = {}
     for one in read_register(folder).own:
         if one.measure:
@@ -289,25 +312,33 @@ def measures(folder: Path = FOLDER) -> dict[tuple[str, str], list[str]]:
 
 
 def results_of(experiment: Experiment, variant: str, folder: Path, measure: str = "") -> Path:
-    """Return the file of the results of a variant."""
+    """Return the file with the committed results of a variant, or of the program ``measure`` on its runs."""
     parts = [experiment.name, *([variant] if variant != VARIANT else []), *([Path(measure.partition(":")[0]).stem] if measure else [])]
     return folder / RESULTS / f"{'.'.join(parts)}.jsonl"
 
 
 def known_cells(experiment: Experiment, variant: str, folder: Path) -> dict[str, str]:
-    """Return the cells of ``variant`` with a result in ``folder``: name -> the file of the result."""
+    """Return the names of the cells of ``variant`` that have a committed result, each with the file of the result."""
     file = results_of(experiment, variant, folder)
     return {kept.name: str(file) for kept in load(file, cells_of(read(experiment.file, variant, ANY_DATA)))}
 
 
 def compact(experiment: Experiment, variant: str, place: Path, data: str, folder: Path, measure: str = "") -> tuple[Path, int, int]:
-    """Keep the finished runs of ``place`` as committed results.
+    """Write the results of finished runs to the file of committed results.
+
+    Args:
+        experiment: The experiment.
+        variant: The variant.
+        place: The folder of the runs.
+        data: The folder of the data with which they were run.
+        folder: The folder that holds ``results``.
+        measure: The program that measures each run in several ways; empty: none.
 
     Returns:
-        The file, the number of cells in it now, and the number of defined cells.
+        The file, the number of results in it, and the number of cells of the variant.
 
     Raises:
-        ConfigError: ``place`` or the file holds runs of other settings.
+        ConfigError: ``place`` or the file holds runs with other settings.
     """
     defined, _ = definition(experiment, variant, measure)
     file = results_of(experiment, variant, folder, measure)
@@ -320,6 +351,6 @@ def compact(experiment: Experiment, variant: str, place: Path, data: str, folder
 
 
 def gpu_hours(folder: Path) -> Mapping[str, float]:
-    """Return experiment -> hours of one GPU at the paper's scale; empty without measurements."""
+    """Return the measured hours that each experiment takes on a GPU in the paper's own setting; empty: not measured."""
     file = folder / RESULTS / HOURS
     return json.loads(file.read_text(encoding="utf-8"))["hours"] if file.exists() else {}

@@ -1,4 +1,6 @@
-"""Make the data of the ``evidence`` variants: ``python experiments/evidence_data.py SOURCE TARGET``, then ``--data TARGET``.
+"""Make the data of the ``evidence`` variants: ``python experiments/evidence_data.py SOURCE TARGET``.
+
+Give TARGET to ``fl-bn experiments run`` as ``--data``.
 
 SOURCE holds archives as docs/data.md describes them (``cifar10.npz``, ``digits_*.npz``) and
 
@@ -29,14 +31,14 @@ from numpy.typing import NDArray
 from fl_bn.data.connectomes import held_out
 
 ORDERS = 10
-SHIFTS = {"abide": 1.0, "abide-shift/removed": 0.0, "abide-shift/4-fold": 4.0}  # folder -> a site's distance from the mean of all
-HELD_OUT = 0.2  # of the training samples, to try learning rates on
+SHIFTS = {"abide": 1.0, "abide-shift/removed": 0.0, "abide-shift/4-fold": 4.0}  # by folder: the factor on a site's distance from the mean
+HELD_OUT = 0.2  # the share of the training samples on which learning rates are tried
 AS_THEY_ARE = ("cifar10.npz", "cifar10_full.npz", "digits_*.npz")
 Arrays = dict[str, NDArray[Any]]
 
 
 def main(source: Path, target: Path) -> None:
-    """Make the data of the ``evidence`` variants, as far as their source archives exist.
+    """Make the data of the ``evidence`` variants. Data whose source archives are missing are left out.
 
     Args:
         source: The folder of the source archives; the module's docstring lists them.
@@ -56,7 +58,7 @@ def main(source: Path, target: Path) -> None:
 
 
 def by_domain(file: Path, target: Path) -> None:
-    """Write one archive per domain."""
+    """Write an archive for each domain in ``file``, and another one for trying learning rates."""
     arrays = read(file)
     for number, name in enumerate(arrays["domain_names"].tolist()):
         mine = {
@@ -69,7 +71,12 @@ def by_domain(file: Path, target: Path) -> None:
 
 
 def held_out_of_training(arrays: Arrays, seed: int) -> Arrays:
-    """Return the training part alone, with a fifth of every class as its test part."""
+    """Divide the training samples anew: a fifth of every class becomes the test part.
+
+    Args:
+        arrays: The arrays of an archive. Its test part is not used.
+        seed: The seed of the division.
+    """
     rng, x, y = np.random.default_rng(seed), arrays["x_train"], arrays["y_train"]
     tested = np.zeros(len(y), bool)
     for label in np.unique(y):
@@ -79,9 +86,10 @@ def held_out_of_training(arrays: Arrays, seed: int) -> Arrays:
 
 
 def by_site(file: Path, target: Path) -> None:
-    """Write all subjects of every site in ten orders, with the sites' means as they are and moved.
+    """Write all subjects of every site in ten orders, with the mean of the site as it is, removed and moved away.
 
-    A site's mean is that of all its subjects; labels have no part in it. ``rates`` gets the training subjects of order 0.
+    The mean of a site is that of all its subjects, whatever their labels. ``rates`` gets the training subjects of
+    order 0.
     """
     arrays = read(file)
     names = arrays["domain_names"].tolist()
@@ -103,7 +111,7 @@ def by_site(file: Path, target: Path) -> None:
 
 
 def which_site(sites: list[Arrays], target: Path) -> None:
-    """Write the two largest sites, labelled by site, and with shuffled labels as the control."""
+    """Write the subjects of the two largest sites, with the site as their label, and with shuffled labels as a control."""
     pair = sorted(sites, key=lambda site: len(site["y"]))[-2:]
     x, y = np.concatenate([site["x"] for site in pair]), np.repeat([0, 1], [len(site["y"]) for site in pair])
     for order in range(ORDERS):
@@ -114,13 +122,13 @@ def which_site(sites: list[Arrays], target: Path) -> None:
 
 
 def read(file: Path) -> Arrays:
-    """Read the arrays of an archive."""
+    """Return the arrays of an archive (npz), by name."""
     with np.load(file, allow_pickle=False) as archive:
         return {key: archive[key] for key in archive.files}
 
 
 def save(file: Path, arrays: Arrays) -> None:
-    """Write the arrays to an archive."""
+    """Write arrays to an archive (npz), and make its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     np.savez(file, **arrays)  # type: ignore[arg-type]  # its other parameter is no array
 

@@ -1,4 +1,4 @@
-"""Write EVIDENCE.md, its picture and README's table: every claim with the paper's difference, ours, and a verdict."""
+"""Write EVIDENCE.md, its picture, and the table in README: each claim with the paper's difference, ours and a verdict."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ RULES = (
 
 
 def readme(text: str, claims: Sequence[Tested], folder: str) -> str:
-    """Return the README's ``text`` with the verdicts between its marks.
+    """Return the text of the README with a new table of verdicts between its marks.
 
     Args:
         text: The text of the README.
@@ -61,13 +61,13 @@ def readme(text: str, claims: Sequence[Tested], folder: str) -> str:
         folder: The folder of EVIDENCE.md, relative to the README.
 
     Raises:
-        ConfigError: The text has no marks.
+        ConfigError: The text lacks the marks ``<!-- evidence -->`` and ``<!-- end -->``.
     """
     return replaced(text, "evidence", short(claims, f"{folder}/{PAGE}"))
 
 
 def write_evidence(folder: Path, pages: Path | None = None, experiments: Path = FOLDER, readme_file: Path | None = None) -> list[Path]:
-    """Write EVIDENCE.md and the picture into ``folder``.
+    """Judge all claims by the committed results, and write EVIDENCE.md and its picture.
 
     Args:
         folder: The folder of the results and of EVIDENCE.md.
@@ -76,7 +76,7 @@ def write_evidence(folder: Path, pages: Path | None = None, experiments: Path = 
         readme_file: The README whose table is written; None: none.
 
     Returns:
-        The paths of the files.
+        The paths of the files that were written.
     """
     claims = gather(folder, experiments)
     made = [folder / PAGE]
@@ -96,7 +96,7 @@ def write_evidence(folder: Path, pages: Path | None = None, experiments: Path = 
 
 
 def markdown(claims: Sequence[Tested]) -> str:
-    """Return EVIDENCE.md: one line per claim, the picture, then a section per paper."""
+    """Return the text of EVIDENCE.md: a table with one line per claim, the picture, and a section per paper."""
     lines = [*HEAD, "", "| claim | verdict | the paper's difference | ours |", "|---|---|---|---|"]
     lines += [
         f"| [{one.claim.id}](#{one.anchor}) {one.claim.claim} | {_bold(one.verdict)} | {_paper(one)} | {_ours(one)} |" for one in claims
@@ -111,7 +111,7 @@ def markdown(claims: Sequence[Tested]) -> str:
 
 
 def short(claims: Sequence[Tested], page: str) -> str:
-    """Return README's table of the tested claims, and their number.
+    """Return the table for the README: the claims that have results, and how many there are.
 
     Args:
         claims: The claims with their results.
@@ -134,7 +134,7 @@ def _line(one: Tested, link: str, verdict: str) -> str:
 
 
 def statement(one: Tested) -> Statement:
-    """Return the head of a claim's own page."""
+    """Return what stands on a claim's own page above its report."""
     words = [(title, text) for title, text in (("Where", one.claim.place), *_words(one), *_cells(one.runs)) if text]
     whys = [Answered(own.asks, one.answer(own, outcomes), _all(outcomes)) for own, _, outcomes in one.own]
     name = one.claim.of
@@ -147,7 +147,10 @@ def statement(one: Tested) -> Statement:
 
 
 def picture(claims: Sequence[Tested]) -> Picture | None:
-    """Draw the paper's difference and ours, a line per comparison in points; None without any."""
+    """Return the picture of the papers' differences and ours, for all comparisons in points that have results.
+
+    None: there is no such comparison.
+    """
     groups = {
         f"{one.claim.id}: {one.verdict}": [
             Difference(str(o.comparison), o.mean, o.half, o.state, o.limit, o.comparison.gap, bool(o.comparison.paper))
@@ -196,7 +199,7 @@ def _words(one: Tested) -> tuple[tuple[str, str], ...]:
 
 
 def _decided(one: Tested, bold: bool = False) -> str:
-    """Return the verdict, and the reasons for undecided comparisons."""
+    """Return a text with the verdict, and with the reasons for which comparisons are undecided."""
     said = f"Verdict: {one.verdict}."
     if one.claim.exact:
         return f"{f'**{said}**' if bold else said} The numbers are equal: `{one.claim.exact}`."
@@ -219,7 +222,7 @@ def _row(one: Outcome) -> tuple[str, ...]:
 
 
 def _numbers(one: Comparison) -> str:
-    """Return the paper's two numbers and their difference, or the figure that they were read off."""
+    """Return the paper's two numbers and their difference, or the figure from which they were read off."""
     if one.paper:
         spread = f" (± {one.spread[0]:g}, {one.spread[1]:g})" if one.spread else ""
         return f"{one.paper[0]:g}, {one.paper[1]:g}: {one.gap:+.2f}{spread}"
@@ -229,7 +232,7 @@ def _numbers(one: Comparison) -> str:
 
 
 def _paper(one: Tested) -> str:
-    """Return the paper's own difference of the comparison that stands for the claim."""
+    """Return the paper's own difference in the comparison that represents the claim."""
     if one.main is None:
         return "exact" if one.claim.exact else "–"
     comparison = one.main.comparison
@@ -250,7 +253,7 @@ def _bold(verdict: str) -> str:
 
 
 def _cells(runs: Runs | None) -> list[tuple[str, str]]:
-    """Return titles and texts about the finished and the missing cells."""
+    """Return a title and a text about the finished and the missing cells; an empty list without results."""
     if runs is None or not runs.kept:
         return []
     commits = ", ".join(f"{len([k for k in runs.kept if k.commit == c])} on {c}" for c in dict.fromkeys(k.commit for k in runs.kept))
@@ -286,5 +289,5 @@ def _mean(values: Sequence[float], one: Outcome) -> str:
 
 
 def _digits(one: Outcome) -> int:
-    """Return the digits after the point: fewer for points of accuracy than for a named metric."""
+    """Return how many digits to print after the decimal point: fewer for accuracy in points than for another metric."""
     return 3 if one.comparison.metric else 1

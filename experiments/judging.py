@@ -1,4 +1,4 @@
-"""Judge comparisons by paired seeds, and claims by their comparisons: the verdict."""
+"""Judge comparisons by a paired t-test over seeds, and claims by their comparisons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from experiments.claims import LEAST, Claim, Comparison, Own, Rules
 
-LEVEL = 0.05  # of the paired, two-sided t-test, and of the confidence intervals
+LEVEL = 0.05  # the level of the paired, two-sided t-test, and of the confidence intervals
 POWER = 0.8  # the power of the test for a detectable difference
 HELD, AGAINST, OPEN, SMALL, MISSING = "held", "contradicted", "undecided", "not at scale", "not run yet"
 REPRODUCED, MOSTLY, CONTRADICTED, UNDECIDED = "reproduced", "mostly reproduced", "contradicted", "undecided"
@@ -18,21 +18,21 @@ NOT_AT_SCALE, UNTESTABLE, NOT_RUN = "not at scale", "not testable here", "not ru
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold the outcome of one comparison.
+    """Hold the values of one comparison, and test it.
 
-    With ``resampled`` divisions of the same samples share most of their training samples, so they are no independent
-    draws. Reference: Nadeau, Bengio: Inference for the Generalization Error, Machine Learning 52, 2003, the corrected
-    resampled t-test.
+    With ``resampled``, the seeds divide the same samples anew. Their training parts overlap, so the seeds are not
+    independent. The variance is then corrected by the corrected resampled t-test of Nadeau and Bengio: Inference for
+    the Generalization Error, Machine Learning 52, 2003.
 
     Attributes:
         comparison: The comparison.
         left: The left side's value for each seed that both sides have, in points of the metric.
         right: The right side's values.
-        needed: The seeds that decide.
-        collapse: Points; for a larger difference ``LEAST`` seeds decide.
-        limit: The claimed distance; None if an order is claimed.
-        small: The reason why the runs are too short to test the claim; empty if they are long enough.
-        resampled: As in ``Claim``.
+        needed: How many seeds decide the comparison.
+        collapse: If the difference is larger than so many points, ``LEAST`` seeds decide.
+        limit: The largest difference that the claim allows; None: the claim is that left is above right.
+        small: Why the runs are too short to test the claim; empty: they are long enough.
+        resampled: The number of test samples per training sample, as in ``Claim``; 0: seeds are independent.
     """
 
     comparison: Comparison
@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def differences(self) -> tuple[float, ...]:
-        """Return the differences, left less right, by seed."""
+        """Return the difference of each seed, left minus right."""
         return tuple(left - right for left, right in zip(self.left, self.right, strict=True))
 
     @property
@@ -62,8 +62,8 @@ class Outcome:
 
     @property
     def p(self) -> float:
-        """Return p of the paired t-test that the difference is 0; NaN for fewer than two seeds."""
-        from scipy.special import stdtr  # type: ignore[import-untyped]  # here, not above: others need not pay for the import
+        """Return the p-value of the paired, two-sided t-test that the difference is 0; NaN for fewer than two seeds."""
+        from scipy.special import stdtr  # type: ignore[import-untyped]  # imported here, since it is slow and others do not need it
 
         if len(self.differences) < 2:
             return math.nan
@@ -73,7 +73,7 @@ class Outcome:
 
     @property
     def half(self) -> float:
-        """Return half of the 95 % confidence interval of the mean; NaN for fewer than two seeds."""
+        """Return half of the width of the 95 % confidence interval of the mean; NaN for fewer than two seeds."""
         from scipy.special import stdtrit
 
         if len(self.differences) < 2:
@@ -95,13 +95,19 @@ class Outcome:
 
     @property
     def enough(self) -> bool:
-        """Tell whether there are enough seeds to decide: ``needed``, or ``LEAST`` if the difference is a collapse."""
+        """Return whether the number of seeds is enough to decide.
+
+        It is ``needed``, or ``LEAST`` where the difference is larger than ``collapse``.
+        """
         n = len(self.differences)
         return n >= self.needed or (n >= LEAST and abs(self.mean) > self.collapse)
 
     @property
     def state(self) -> str:
-        """Return the state of the comparison: ``HELD`` or ``AGAINST`` if runs are long enough and seeds decide."""
+        """Return the state of the comparison: ``HELD``, ``AGAINST``, ``OPEN``, ``SMALL`` or ``MISSING``.
+
+        ``SMALL`` stands for runs that are too short, ``OPEN`` for too few seeds or an undecided test.
+        """
         if not self.differences:
             return MISSING
         if self.small:
@@ -110,7 +116,10 @@ class Outcome:
 
     @property
     def tested(self) -> str:
-        """Return the result of the test alone, whatever the scale and the number of seeds."""
+        """Return the result of the statistical test: ``HELD``, ``AGAINST`` or ``OPEN``.
+
+        It ignores the length of the runs, and takes any number of seeds from two on.
+        """
         if len(self.differences) < 2:
             return OPEN
         if self.limit is None:
@@ -121,7 +130,7 @@ class Outcome:
 
     @property
     def too_coarse(self) -> bool:
-        """Tell whether the seeds differ too much to see the paper's own difference, or the claimed distance."""
+        """Return whether the seeds differ so much that a difference as small as the paper's, or as ``limit``, cannot be seen."""
         if self.limit is not None:
             return self.half > self.limit
         gap = self.comparison.gap
@@ -129,10 +138,10 @@ class Outcome:
 
 
 def verdict(claim: Claim, outcomes: Sequence[Outcome]) -> str:
-    """Return the verdict on ``claim``, with the number of its comparisons behind it.
+    """Return the verdict on a claim, with the number of comparisons that decided it, as ``contradicted (1 of 3)``.
 
-    Contradictions come first: one is enough. A claim is mostly reproduced if more than half of its comparisons held and
-    none is contradicted.
+    One contradicted comparison is enough to contradict the claim. It is mostly reproduced if none is contradicted
+    and more than half of them held.
     """
     if claim.untestable:
         return UNTESTABLE
@@ -152,7 +161,7 @@ def verdict(claim: Claim, outcomes: Sequence[Outcome]) -> str:
 
 
 def reasons(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the reasons why comparisons are undecided, each once."""
+    """Return why comparisons are undecided: each reason once, with the number of comparisons that have it."""
     counts: dict[str, int] = {}
     for one in outcomes:
         if one.state == SMALL:
@@ -172,7 +181,11 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def answer(own: Own, outcomes: Sequence[Outcome]) -> str:
-    """Return ``own.yes`` if every comparison held, ``own.no`` if none held and one is contradicted, else the counts."""
+    """Return the answer to a question of ours.
+
+    It is ``own.yes`` if all comparisons held, and ``own.no`` if none held and one is contradicted. Otherwise it is a
+    sentence with the counts.
+    """
     states = [one.state for one in outcomes]
     if all(state == MISSING for state in states):
         return "Not run yet."
@@ -184,5 +197,5 @@ def answer(own: Own, outcomes: Sequence[Outcome]) -> str:
 
 
 def needed(claim: Claim, rules: Rules) -> int:
-    """Return the seeds that decide a comparison of ``claim``."""
+    """Return how many seeds decide a comparison of ``claim``."""
     return claim.seeds or rules.seeds

@@ -1,7 +1,7 @@
-"""Keep finished cells of a sweep in a form to commit: a file of JSON lines per experiment and variant, a line per cell.
+"""Read and write committed results: one file of JSON lines per variant of an experiment, one line per finished cell.
 
-A line has the cell's name, its axes, the keys of its run config that are not the default, its commit, its seconds, and
-its evaluated rounds. Data paths are those of the sweep file, with ``{data}``.
+A line has the name of the cell, its values on the axes, the run-config keys that differ from the defaults, the commit
+of fl-bn, the seconds, and the evaluated rounds. The folder of the data is written as ``{data}`` in paths.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from fl_bn.sweep.cells import OWN, ROUNDS_OTHERWISE, Cell
 from fl_bn.sweep.file import Sweep
 from fl_bn.task import CLASSIFICATION
 
-ANY_DATA = "{data}"  # a value of --data that leaves the paths of a sweep file unchanged
+ANY_DATA = "{data}"  # the folder of the data in committed results, where it must be the same on all machines
 CURVE = ("round", "loss", "per-domain", "drift", "min-var", *sorted(EVALUATION))
 DIGITS = 6
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Hold one finished cell.
+    """Hold the committed result of one finished cell.
 
     Attributes:
-        name: The cell's name.
-        axes: Axis -> its value.
-        config: The keys of its run config that are not the default.
-        commit: The commit that it ran on.
-        seconds: Its seconds of wall clock.
-        curve: Its evaluated rounds.
+        name: The name of the cell.
+        axes: The value of the cell on each axis.
+        config: The run-config keys that differ from the defaults.
+        commit: The commit of fl-bn that ran the cell.
+        seconds: The duration of the run, in seconds.
+        curve: The evaluated rounds, each with its metrics.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Kept:
     curve: tuple[Mapping[str, Any], ...]
 
     def shown(self) -> Shown:
-        """Return the cell as a report reads it."""
+        """Return the cell in the form that reports read."""
         return Shown(self.name, self.axes, {**RunConfig().to_mapping(), **self.config}, "finished", rows=self.curve)
 
     def line(self) -> str:
@@ -56,10 +56,10 @@ class Kept:
 
 
 def keep(found: Iterable[Kept], defined: Sequence[Cell], file: Path) -> int:
-    """Write results into ``file``, beside those that it has.
+    """Add results to a file, or replace those of the same cells. The lines are in the order of ``defined``.
 
     Args:
-        found: New results, of cells in ``defined``.
+        found: The new results, of cells in ``defined``.
         defined: The cells of the experiment.
         file: The file.
 
@@ -67,7 +67,7 @@ def keep(found: Iterable[Kept], defined: Sequence[Cell], file: Path) -> int:
         The number of results in the file.
 
     Raises:
-        ConfigError: A line of ``file`` is of another cell, or of other settings.
+        ConfigError: A line of ``file`` is not of a cell in ``defined``, or has other settings.
     """
     there = {kept.name: kept for kept in (*load(file, defined), *found)}
     lines = [there[cell.config.name].line() for cell in defined if cell.config.name in there]
@@ -78,11 +78,11 @@ def keep(found: Iterable[Kept], defined: Sequence[Cell], file: Path) -> int:
 
 
 def finished(ran: Sequence[Cell], defined: Sequence[Cell]) -> Iterator[Kept]:
-    """Yield the results of the finished cells.
+    """Yield the results of those cells that are finished.
 
     Args:
-        ran: The cells in their folders.
-        defined: The same cells of the same sweep file, read with ``ANY_DATA``.
+        ran: The cells with the folders of their runs.
+        defined: The same cells in the same order, with ``ANY_DATA`` as the folder of the data.
 
     Raises:
         ConfigError: A folder holds another run than the sweep file defines.
@@ -101,14 +101,15 @@ def measured(
     measure: Callable[[Cell], Mapping[str, float]],
     there: Iterable[Kept] = (),
 ) -> Iterator[Kept]:
-    """Yield the results of a program's finished runs: one per way of measuring a run.
+    """Measure finished runs in several ways, and yield one result per run and way.
 
     Args:
-        ran: The cells in their folders.
-        defined: The cells of ``in_ways``.
-        ways: The ways of measuring.
-        measure: A function that returns way -> value for a run.
-        there: Earlier results; a run with the same commit and seconds is not measured again.
+        ran: The cells with the folders of their runs.
+        defined: The cells that ``in_ways`` returns: for each run, one per way.
+        ways: The names of the ways.
+        measure: Takes a run, and returns the value of each way.
+        there: Earlier results. They are yielded again, without measuring, where the commit and the seconds of the
+            run are still the same.
     """
     before = {kept.name: kept for kept in there}
     for n, cell in enumerate(ran):
@@ -127,7 +128,13 @@ def measured(
 
 
 def in_ways(cells: Sequence[Cell], axis: str, ways: Sequence[str]) -> list[Cell]:
-    """Return each of ``cells`` once per way of measuring it, which stands on ``axis``."""
+    """Return a cell for each pair of a run and a way of measuring it.
+
+    Args:
+        cells: The runs.
+        axis: The name of the axis on which the ways stand.
+        ways: The names of the ways.
+    """
     return [
         Cell(replace(cell.config, name=f"{cell.config.name}-{way.replace(' ', '_')}"), {**cell.axes, axis: way})
         for cell in cells
@@ -136,10 +143,14 @@ def in_ways(cells: Sequence[Cell], axis: str, ways: Sequence[str]) -> list[Cell]
 
 
 def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
-    """Read the results of ``file``, in their order; a missing file has none.
+    """Return the results in ``file``, in its order; an empty list where the file does not exist.
+
+    Args:
+        file: The file.
+        defined: The cells of the experiment.
 
     Raises:
-        ConfigError: A line cannot be read, is of no cell in ``defined``, or of one with another config.
+        ConfigError: A line cannot be read, is not of a cell in ``defined``, or has other settings than that cell.
     """
     if not file.exists():
         return []
@@ -164,25 +175,25 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
 
 
 def own_config(config: RunConfig) -> dict[str, Value]:
-    """Return the keys that are not the default, without those that a sweep decides."""
+    """Return the run-config keys that differ from the defaults, without those that every sweep sets itself."""
     default = RunConfig().to_mapping()
     return {key: value for key, value in config.to_mapping().items() if value != default[key] and key not in OWN}
 
 
 def _as_run(config: Mapping[str, Value], cell: Cell) -> dict[str, Value]:
-    """Return ``config`` with the keys that change last digits, as ``cell`` was run."""
+    """Replace the keys that only change last digits (``ROUNDS_OTHERWISE``) by the values with which ``cell`` was run."""
     there, default = cell.ran(), RunConfig().to_mapping()
     own = {key: there[key] for key in sorted(ROUNDS_OTHERWISE) if there[key] != default[key]}
     return {key: value for key, value in config.items() if key not in ROUNDS_OTHERWISE} | own
 
 
 def cells_of(sweep: Sweep) -> list[Cell]:
-    """Return the cells of a sweep, in a folder without runs."""
+    """Return the cells of a sweep for comparing their definitions. Their folder does not exist."""
     return sweep.cells(Path("/nowhere"))
 
 
 def _origin(cell: Cell) -> tuple[str, float]:
-    """Return the cell's commit and its seconds, also those before a resumption."""
+    """Return the commit that ran the cell, and its seconds, including those before the run was resumed."""
     environment = json.loads((cell.path / "environment.json").read_text(encoding="utf-8"))
     seconds = max(float(cell.outcome().get("seconds", 0.0)), sum(row.get("seconds") or 0.0 for row in cell.rows()))
     return str(environment["commit"]), round(seconds, 1)

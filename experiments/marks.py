@@ -1,4 +1,4 @@
-"""Write parts of a page, between two marks."""
+"""Replace a part of a page that stands between two marks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ END = "<!-- end -->"
 
 
 def replaced(text: str, name: str, part: str) -> str:
-    """Return a page's ``text`` with ``part`` between the lines ``<!-- name -->`` and ``<!-- end -->``.
+    """Replace the text between the lines ``<!-- NAME -->`` and ``<!-- end -->`` of a page.
+
+    Args:
+        text: The text of the page.
+        name: The name in the first mark.
+        part: The new text between the marks.
 
     Raises:
         ConfigError: The page lacks the marks.

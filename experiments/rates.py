@@ -1,4 +1,4 @@
-"""Compare the learning rates of a claim's runs with others, tried on samples held out of the training part."""
+"""Compare the learning rate of a claim's runs with other rates, on samples held out of the training part."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from statistics import fmean, stdev
 from experiments.evidence import Runs
 from fl_bn.report.settings import SEED, label
 
-AXIS = "rate"  # of the variant that tries learning rates
+AXIS = "rate"  # the axis of the learning rates in the variant that tries them
 
 
 @dataclass(frozen=True)
 class Tried:
-    """Hold one method at several learning rates.
+    """Hold the accuracies of one method at several learning rates.
 
     Attributes:
         name: The method, and its values on other axes.
-        accuracies: Rate -> percent, a value per seed whose run stayed finite.
-        claimed: The rate of the claim's runs; NaN if they have several.
+        accuracies: For each rate, the accuracy in percent of every seed whose run stayed finite.
+        claimed: The rate of the claim's runs; NaN: they have several.
     """
 
     name: str
@@ -29,16 +29,16 @@ class Tried:
 
     @property
     def best(self) -> float:
-        """Return the rate with the highest mean."""
+        """Return the rate with the highest mean accuracy."""
         return max(self.accuracies, key=self.mean)
 
     @property
     def lost(self) -> float:
-        """Return by how many points the best rate is above the claim's; NaN if that was not tried."""
+        """Return by how many points the best rate is above the claim's rate; NaN: the claim's rate was not tried."""
         return self.mean(self.best) - self.mean(self.claimed) if self.claimed in self.accuracies else math.nan
 
     def mean(self, rate: float) -> float:
-        """Return the mean in percent; minus infinity if no run stayed finite."""
+        """Return the mean accuracy in percent at ``rate``; minus infinity where no run stayed finite."""
         return fmean(self.accuracies[rate]) if self.accuracies[rate] else -math.inf
 
     def shown(self, rate: float) -> str:
@@ -51,9 +51,12 @@ class Tried:
 
 
 def tried(claim: Runs, rates: Runs) -> list[Tried]:
-    """Return every method of ``rates``, with the rate of the ``claim``'s runs.
+    """Return the accuracies of every method at the tried rates, with the rate that the runs of the claim have.
 
-    Those are the runs of the method with the same values on the other axes; without any, all runs of the method.
+    Args:
+        claim: The runs of the claim. Those of the same method with the same values on the other axes are compared;
+            where there are none, all of the same method.
+        rates: The runs at several learning rates.
     """
     if rates.report is None:
         return []
@@ -71,7 +74,7 @@ def tried(claim: Runs, rates: Runs) -> list[Tried]:
 
 
 def in_words(methods: Sequence[Tried]) -> str:
-    """Describe for which methods the claim's rate is the best one, and how much better another was."""
+    """Return a sentence: for which methods the claim's rate was the best one, and how much better another rate was."""
     best = [one.name for one in methods if one.lost == 0]
     worse = [f"{one.name} ({one.best:g}, by {one.lost:.1f})" for one in methods if one.lost > 0]
     unknown = [f"{one.name} ({one.best:g})" for one in methods if math.isnan(one.lost)]
@@ -82,6 +85,6 @@ def in_words(methods: Sequence[Tried]) -> str:
 
 
 def _rates(runs: Runs, place: Mapping[str, str]) -> set[float]:
-    """Return the learning rates of the runs at ``place``, compared on the axes that they have."""
+    """Return the learning rates of those runs whose values on their axes are the ones in ``place``."""
     alike = [cell for cell in runs.defined if all(label(cell.axes[axis]) == of for axis, of in place.items() if axis in cell.axes)]
     return {cell.config.learning_rate for cell in alike}

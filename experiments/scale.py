@@ -1,8 +1,9 @@
 """Decide whether a run is long enough to test a claim about converged accuracy.
 
-It is if it has a share of the paper's local steps per client in every phase of the schedule, or if its curve is flat:
-in the last fifth of every phase it gains less than a margin. A phase whose rate falls to nothing (a cosine) ends flat
-however short it is. So flatness counts only if the last rate is at least a tenth of the phase's first.
+A run is long enough if it has a certain share of the paper's local steps per client, in every phase of the schedule.
+It is also long enough if its curve is flat: if it gains less than a margin in the last fifth of every phase. A phase
+whose learning rate falls to nothing, as along a cosine, ends flat in any case. So flatness counts only if the last
+rate of the phase is at least a tenth of its first.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from fl_bn.report.cells import Cell
 from fl_bn.run.config import RunConfig
 from fl_bn.run.usage import Usage
 
-STEADY = 0.1  # of the phase's first rate
-LAST = 0.2  # of a phase, in which a flat curve gains little
+STEADY = 0.1  # the smallest share of a phase's first rate that its last rate may be, where flatness counts
+LAST = 0.2  # the last part of a phase, in which a flat curve gains little
 
 
 def phases(config: RunConfig) -> list[int]:
-    """Return the last round of every phase of the schedule: where its rate drops, and the end."""
+    """Return the last round of every phase of the learning-rate schedule. A phase ends where the rate drops."""
     rounds = config.rounds
     if config.learning_rate_schedule == "step":
         return [rounds // 2, 3 * rounds // 4, rounds]
@@ -31,7 +32,13 @@ def phases(config: RunConfig) -> list[int]:
 
 
 def too_short(cells: Sequence[Cell], claim: Claim, rules: Rules) -> str:
-    """Return how short ``cells``, one place's seeds, are for a claim about converged accuracy; empty if long enough."""
+    """Return how short runs are in comparison with the paper's; empty: they are long enough to test the claim.
+
+    Args:
+        cells: The runs at one place of the table, one per seed.
+        claim: The claim, which has the length of the paper's training.
+        rules: The rules, which say how long is enough.
+    """
     unit, paper = next(((name, of) for name in UNITS if (of := getattr(claim, name))), ("", ()))
     if not paper or not cells:
         return ""
@@ -79,4 +86,4 @@ def _samples(config: RunConfig, client_samples: float) -> float:
 
 
 UNITS = {"steps": _steps, "epochs": _epochs, "samples": _samples}
-"""What a claim counts its length in, and what a client of ours makes of that in a round."""
+"""The units of a paper's training length, each with a function that returns how much a client of ours does in a round."""

@@ -1,4 +1,4 @@
-"""Conversion of any torch model: its norm layers become those of a method."""
+"""Conversion of a torch model: its BatchNorm layers become those of a method."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
                 "found. Give the network as it was before torch.jit.script or torch.jit.trace"
             )
         if any(map(nn.parameter.is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
-            # deepcopy would refuse it, too, but without a name
+            # deepcopy would refuse it, too, but would not name the layer
             raise Unconvertible(
                 f"{name or 'the model'} ({type(module).__name__}): a lazy layer has no shape yet: run one batch through the model first"
             )
     model = copied(model)
-    freeze_statistics(model, False)  # a copy that was made in a frozen round
+    freeze_statistics(model, False)  # the model may be a copy that was made in a frozen round
     remember_modes(model)
     replaced: dict[int, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -99,13 +99,14 @@ def _check_tensors(model: nn.Module, method: Method) -> None:
         extremes = getattr(module, "min_val", None)
         if observes(module) and isinstance(extremes, torch.Tensor) and not extremes.numel():
             raise Unconvertible(
-                f"{name or 'the model'} ({type(module).__name__}): its extremes have no shape yet: run one batch through the model first"
+                f"{name or 'the model'} ({type(module).__name__}): its minimum and maximum have no shape yet: run one batch through the "
+                "model first"
             )
 
 
 def _check(module: nn.Module, method: Method) -> None:
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
-        raise ValueError("no method defines the shared statistics of InstanceNorm: build it with track_running_stats=False")
+        raise ValueError("no method combines running statistics of InstanceNorm layers: build the layer with track_running_stats=False")
     if isinstance(module, OwnBatchNorm):
         raise ValueError("the model was converted before: convert the original one")
     if isinstance(module, _BatchNorm) and hasattr(module, "parametrizations"):
@@ -143,7 +144,7 @@ def _replacement(module: nn.Module, method: Method) -> nn.Module:
             "layer of their own"
         )
     new = method.layer(layer)
-    for key in ("weight", "bias"):  # the layer's own parameter, not a copy: another layer may share it
+    for key in ("weight", "bias"):  # keep the layer's own parameter, not a copy, because another layer may share it
         mine, theirs = getattr(new, key, None), getattr(layer, key)
         if isinstance(mine, nn.Parameter) and mine.shape == theirs.shape and (mine.is_meta or torch.equal(mine, theirs)):
             setattr(new, key, theirs)

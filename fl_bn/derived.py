@@ -2,9 +2,9 @@
 
 This file copies networks with such weights, and recomputes the buffers that follow from the weights.
 
-Spectral norm divides a weight by its largest singular value, whose singular vectors ``u`` and ``v`` are
-buffers. Every training pass makes one step of the power iteration. The average of several clients' vectors
-fits none of their weights, nor the average of the weights.
+Spectral norm divides a weight by its largest singular value. The singular vectors ``u`` and ``v`` are
+buffers, and every training pass improves them by one step of the power iteration. The average of several
+clients' vectors fits neither their weights nor the averaged weight, so the server computes them anew.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from fl_bn.roles import RECOMPUTE, STATED, Role, fake_quantizes, roles
 
 Holder = TypeVar("Holder")
-MOST_STEPS = 200  # of a power iteration that starts from the last vectors; it needs more only if two singular values are nearly equal
+MOST_STEPS = 200  # steps of the power iteration from the last vectors; more are needed only if two singular values are nearly equal
 
 
 def copied(holder: Holder) -> Holder:

@@ -1,11 +1,11 @@
-"""Norm layers, one small class per way of normalising a training batch. In evaluation each is plain BatchNorm.
+"""BatchNorm layers, one small class for each way of normalising a training batch. In evaluation all are plain BatchNorm.
 
 A layer of this project is a subclass of the torch layer that it replaces. So a user's ``isinstance(layer,
-nn.BatchNorm2d)`` finds it, and its tensors have torch's names. Whether a layer's statistics are frozen, and
-who observes its inputs, is state of the layer itself. Neither is a mode or a hook, so a training loop cannot
-undo it.
+nn.BatchNorm2d)`` is true, and its tensors have torch's names. A layer itself stores whether its statistics
+are frozen, and who observes its inputs. It uses neither its mode nor a hook for that, so a training loop
+cannot undo it.
 
-All layers take 1d, 2d and 3d inputs, with channels at dimension 1.
+All layers take inputs of 1, 2 or 3 spatial dimensions, with channels at dimension 1.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
 class Unconvertible(ValueError):
-    """A layer cannot be replaced without changing what the network computes. The message says why and what to do."""
+    """Signal that replacing a layer would change what the network computes. The message says why and what to do."""
 
 
 class Composed(nn.Module):
-    """A class that ``composed`` may put in front of another layer's class. Abstract.
+    """Let ``composed`` put this class in front of another layer's class. Abstract.
 
     Attributes:
-        way: of a composed class, the class in front.
-        kind: of a composed class, the class behind.
+        way: the class in front, which decides how the layer computes.
+        kind: the class behind, which is that of the replaced layer.
     """
 
     way: ClassVar[type[Composed]]
     kind: ClassVar[type[nn.Module]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the classes that the layer's class is composed of: pickle cannot find a class made at run time."""
+        """Pickle the layer by the classes that its class is made of. Pickle cannot find a class that was made at run time."""
         if "kind" not in vars(type(self)):
             return super().__reduce_ex__(protocol)
         return _rebuilt, (_parts(type(self)),), self.__dict__
@@ -57,7 +57,7 @@ _COMPOSED: dict[tuple[type[Any], type[Any]], type[Any]] = {}
 
 
 def composed(way: type[Any], kind: type[Any]) -> type[Any]:
-    """Return the class of a ``kind`` that computes as ``way`` does: a subclass of both, the same one every time."""
+    """Return the class that computes as ``way`` does and is a subclass of both ``way`` and ``kind``. It is the same one every time."""
     if (way, kind) not in _COMPOSED:
         body = {"__module__": way.__module__, "way": way, "kind": kind}
         _COMPOSED[way, kind] = type(way.__name__, (way, kind), body)
@@ -77,12 +77,12 @@ def _rebuilt(parts: tuple[type[Any], ...]) -> Any:
 
 
 class OwnBatchNorm(Composed, _BatchNorm):
-    """BatchNorm that a method can freeze and observe, whatever the training loop around it does. Abstract.
+    """Normalise like BatchNorm, but let a method freeze and observe the layer, whatever the training loop does. Abstract.
 
     Attributes:
-        frozen: the layer normalises with its running statistics and does not update them. ``model.train()``,
-            ``layer.train()`` and ``layer.training = True`` do not change that.
-        observation: receives the layer's inputs. A copy of the layer has none.
+        frozen: whether the layer normalises with its running statistics and does not update them.
+            ``model.train()``, ``layer.train()`` and ``layer.training = True`` do not change that.
+        observation: receives the layer's inputs. None: nobody observes them. A copy of the layer has none.
     """
 
     frozen = False
@@ -90,7 +90,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
     @property
     def training(self) -> bool:
-        """Whether the layer normalises as in training: never while it is frozen."""
+        """Tell whether the layer normalises as in training. It never does while it is frozen."""
         return bool(self.__dict__["training"]) and not self.frozen
 
     @training.setter
@@ -99,7 +99,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
     @classmethod
     def from_batch_norm(cls, layer: _BatchNorm) -> Self:
-        """Make a layer of this class with everything that ``layer`` has: tensors, mode, hooks, attributes.
+        """Make a layer of this class with the tensors, mode, hooks and attributes of ``layer``.
 
         Raises:
             Unconvertible: ``layer`` has no running statistics.
@@ -115,22 +115,22 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
     @property
     def held(self) -> bool:
-        """Whether the layer's owner has frozen its affine parameters, and with them the shared statistics."""
+        """Tell whether the layer's owner has frozen its affine parameters. The shared statistics are then frozen, too."""
         return False
 
 
 class FrozenBatchNorm(OwnBatchNorm):
-    """A BatchNorm layer of torch, or of a user, that always computes as in evaluation: see ``freeze_statistics``."""
+    """Normalise as in evaluation, always, in place of a BatchNorm layer of torch or of a user. See ``freeze_statistics``."""
 
     frozen = True
 
 
 class _SharedNorm(OwnBatchNorm):
-    """Common part of the layers that normalise in a way of their own. Abstract: a subclass has ``normalised``.
+    """Share what layers with a way of normalising of their own have in common. Abstract: a subclass defines ``normalised``.
 
     Attributes:
-        then: names of submodules that the layer calls on its output, in this order (an activation, say).
-        spatial: numbers of spatial dimensions that it takes; empty for any number.
+        then: names of submodules that the layer calls on its output, in this order, such as an activation.
+        spatial: numbers of spatial dimensions that an input may have. Empty: any number.
     """
 
     then: tuple[str, ...] = ()
@@ -141,7 +141,7 @@ class _SharedNorm(OwnBatchNorm):
 
     @classmethod
     def from_batch_norm(cls, layer: _BatchNorm) -> Self:
-        """Make a layer of this class with everything that ``layer`` has: tensors, mode, hooks, attributes.
+        """Make a layer of this class with the tensors, mode, hooks and attributes of ``layer``.
 
         Raises:
             Unconvertible: ``layer`` has no running statistics, or averages them cumulatively
@@ -156,7 +156,7 @@ class _SharedNorm(OwnBatchNorm):
 
     @property
     def held(self) -> bool:
-        """Whether the layer's owner has frozen its affine parameters, and with them the shared statistics."""
+        """Tell whether the layer's owner has frozen its affine parameters. The shared statistics are then frozen, too."""
         own = [p for p in (self.weight, self.bias) if p is not None]
         return bool(own) and not any(p.requires_grad for p in own)
 
@@ -172,10 +172,10 @@ class _SharedNorm(OwnBatchNorm):
         raise NotImplementedError
 
     def check_input(self, x: Tensor) -> None:
-        """Refuse an input of another shape than (B, C, *), with the channels and dimensions of this layer.
+        """Check that ``x`` has shape (B, C, *), with this layer's number of channels and of dimensions.
 
         Raises:
-            ValueError: with the expected shape and that of ``x``.
+            ValueError: it has another shape.
         """
         if x.dim() < 2 or x.shape[1] != self.num_features or (self.spatial and x.dim() - 2 not in self.spatial):
             wanted = " or ".join(f"(B, {self.num_features}{', *' * d})" for d in self.spatial or (0, 1, 2, 3))
@@ -187,10 +187,10 @@ class _SharedNorm(OwnBatchNorm):
 
 
 class FederatedBatchNorm(_SharedNorm):
-    """BatchNorm that normalises with the shared running statistics, also in training (FBN, Algorithm 2, line 3).
+    """Normalise with the shared running statistics, also in training (FBN, Algorithm 2, line 3).
 
-    The statistics are constants of the round: the layer never updates them. ``observe`` measures the training
-    batches.
+    The layer never updates the statistics, so they are constants during a round. ``observe`` measures the
+    training batches.
     """
 
     def normalised(self, x: Tensor) -> Tensor:
@@ -205,11 +205,12 @@ _OWN = ("weight", "bias", "mixing_logit", "running_mean", "running_var")
 
 
 class HybridBatchNorm(_SharedNorm):
-    """BatchNorm with a learnable mix of batch and shared statistics per channel (HBN, equations 9 and 10).
+    """Normalise with a learnable mixture of batch and shared statistics, per channel (HBN, equations 9 and 10).
 
     In training, ``mean = a * batch + (1 - a) * shared`` with ``a = sigmoid(mixing_logit)``, and the same for
     the (biased) variance. Gradients flow through the batch statistics and ``a``. In evaluation the layer uses
-    the shared statistics alone. ``a = 1`` is ``nn.BatchNorm`` in training, ``a = 0`` a frozen layer.
+    the shared statistics alone. With ``a = 1`` it is ``nn.BatchNorm`` in training, with ``a = 0`` a frozen
+    layer.
 
     Symbols: distribution factor -> sigmoid(mixing_logit).
     """
@@ -220,11 +221,11 @@ class HybridBatchNorm(_SharedNorm):
 
     @classmethod
     def from_batch_norm(cls, layer: _BatchNorm, fixed: float | None = None) -> Self:
-        """Make a layer of this class with everything that ``layer`` has, and with mixing logits.
+        """Make a layer of this class with mixing logits, and with the tensors, mode, hooks and attributes of ``layer``.
 
         Args:
             layer: a BatchNorm layer with running statistics.
-            fixed: value of the mixing logits, which then do not learn. None: they learn, from 0 on.
+            fixed: the value of the mixing logits, which then do not learn. None: they start at 0 and learn.
 
         Raises:
             Unconvertible: ``layer`` has no running statistics, or averages them cumulatively
@@ -265,7 +266,7 @@ class HybridBatchNorm(_SharedNorm):
         return (plain if transformed else normalise)(x, (weight, bias), logit, (mean, var), batch, self.eps)
 
     def _own(self) -> list[Any]:
-        """Return weight, bias, mixing logit, running mean and variance, faster than a Module's attributes."""
+        """Return weight, bias, mixing logit, running mean and variance. This is faster than reading a Module's attributes."""
         tensors = {**self._parameters, **self._buffers}
         return [tensors[name] if name in tensors else getattr(self, name) for name in _OWN]
 
@@ -277,7 +278,7 @@ class HybridBatchNorm(_SharedNorm):
 
 
 class InstanceNorm(nn.GroupNorm):
-    """Instance normalisation: a GroupNorm of one channel per group, without statistics."""
+    """Normalise every channel of every instance by itself: a GroupNorm with one channel per group, without statistics."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise every channel of every instance of ``x`` (B, C, *).
@@ -294,7 +295,7 @@ class InstanceNorm(nn.GroupNorm):
 
 
 class Followed(Composed):
-    """A layer of any kind that calls submodules on its output.
+    """Call submodules on the output of a layer of any kind.
 
     Attributes:
         then: names of the submodules, in this order.
@@ -340,7 +341,7 @@ def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.Gro
 
     Args:
         layer: the BatchNorm layer that it replaces.
-        groups: groups of channels; 0 for one group per channel.
+        groups: the number of groups of channels. 0: one group per channel.
         kind: the class to make.
 
     Raises:
@@ -358,7 +359,7 @@ def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.Gro
 
 def _like(new: M, layer: _BatchNorm) -> M:
     for key in ("weight", "bias"):
-        if getattr(layer, key) is None:  # the bias alone may be missing: torch's BatchNorm(bias=False)
+        if getattr(layer, key) is None:  # with torch's BatchNorm(bias=False), only the bias is missing
             setattr(new, key, None)
         else:
             getattr(new, key).requires_grad_(getattr(layer, key).requires_grad)
@@ -366,15 +367,15 @@ def _like(new: M, layer: _BatchNorm) -> M:
 
 
 def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[str] | None = None) -> None:
-    """Let BatchNorm layers of ``model`` normalise with their running statistics and stop updating them.
+    """Let BatchNorm layers of ``model`` normalise with their running statistics, and stop updating them.
 
-    Affine parameters keep training. Dropout and everything else stay in their mode (FixBN, stage II). Setting
-    a mode later has no effect on frozen layers.
+    Affine parameters keep training. Dropout and everything else keep their mode (FixBN, stage II).
+    ``model.train()`` has no effect on frozen layers.
 
     Args:
         model: changed in place.
-        frozen: False thaws the layers.
-        layers: names of the layers that freeze, all by default. The others are thawed.
+        frozen: False: the layers are no longer frozen.
+        layers: names of the layers to freeze. The others are no longer frozen. None: all layers.
     """
     for name, layer in batch_norms(model).items():
         freezes = frozen and (layers is None or name in layers)
@@ -413,18 +414,18 @@ def in_backward() -> bool:
 
     A forward pass inside it repeats an earlier one (activation checkpointing).
     """
-    return bool(torch._C._current_graph_task_id() != -1)  # as torch.utils.checkpoint asks
+    return bool(torch._C._current_graph_task_id() != -1)  # torch.utils.checkpoint tests it in the same way
 
 
 def always(layer: nn.Module, x: Tensor) -> bool:
-    """Count every forward pass."""
+    """Return True: every forward pass counts."""
     return True
 
 
 def eagerly(function: F_) -> F_:
-    """Let ``function`` run outside of the graph of a compiled network.
+    """Keep ``function`` out of the graph of a compiled network.
 
-    Torch's compiler is not imported unless somebody compiles.
+    Torch's compiler is imported only if a network is compiled.
     """
 
     @wraps(function)
@@ -433,12 +434,12 @@ def eagerly(function: F_) -> F_:
             return function(*args, **named)
         return torch.compiler.disable(function)(*args, **named)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable marks what it returns
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable sets the same mark
     return cast(F_, call)
 
 
 class Observation:
-    """Observer of one layer's inputs. A copy of the layer has no observer, in memory and in a pickle."""
+    """Record the inputs of one layer. A copy of the layer has no observer, neither in memory nor in a pickle."""
 
     def __init__(
         self,
@@ -446,12 +447,12 @@ class Observation:
         counts: Callable[[nn.Module, Tensor], bool],
         outer: Observation | None = None,
     ) -> None:
-        """Record the inputs of one layer.
+        """Make the observer of one layer.
 
         Args:
             record: ``(layer, moments)``, called for every input that counts.
             counts: ``(layer, x) -> bool``, whether an input is recorded.
-            outer: the observer that the layer had before, which sees every input, too.
+            outer: the layer's previous observer, which still sees every input. None: it had none.
         """
         self._record, self._counts, self._outer = record, counts, outer
 
@@ -492,9 +493,9 @@ def observe(
 ) -> Iterator[dict[str, list[Moments]]]:
     """Record the moments of every BatchNorm layer's input during the ``with`` block.
 
-    Layers that their owner holds in evaluation mode (``modes.held_layers``) are left out. Layers of this
-    project report by themselves. Torch's own have hooks for the block, which a compiled network does not
-    call. ``pooled`` combines the result.
+    Layers that their owner keeps in evaluation mode (``modes.held_layers``) are left out. Layers of this
+    project call their observer. Torch's own layers get hooks for the block. A compiled network does not call
+    such hooks. ``pooled`` combines the result.
 
     Args:
         model: the network.
@@ -502,7 +503,7 @@ def observe(
         counts: ``(layer, x) -> bool``, whether a pass is recorded.
 
     Yields:
-        A list per layer, by name, with one ``Moments`` per forward pass.
+        A list for each layer, by name, with one ``Moments`` per forward pass.
     """
     held = held_layers(model)
     layers = {name: layer for name, layer in batch_norms(model).items() if name not in held}
@@ -535,15 +536,19 @@ def _observed_by(layer: OwnBatchNorm, observation: Observation | None) -> None:
 
 
 def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
-    """Pool the moments of each layer that saw any input."""
+    """Pool the recorded moments of each layer. Layers without any input are left out."""
     return {name: pool(parts) for name, parts in observed.items() if parts}
 
 
 def moving_average(layer: _BatchNorm, batches: Sequence[Moments]) -> Moments:
-    """Return the running statistics of ``layer`` after following ``batches`` one by one, as torch's BatchNorm does.
+    """Return the running statistics of ``layer`` after it has seen ``batches`` in order, as torch's BatchNorm updates them.
+
+    Args:
+        layer: a BatchNorm layer with running statistics and a momentum. It is not changed.
+        batches: the moments of the batches.
 
     Returns:
-        Mean and unbiased variance in float64, with the count of all batches.
+        Mean and unbiased variance in float64, with the count of all batches together.
     """
     assert layer.running_mean is not None
     assert layer.running_var is not None

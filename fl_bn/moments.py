@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 Average = Callable[[Tensor, Tensor], Tensor]
-"""A rule ``(values (n, d), counts (n,)) -> (d,)`` that combines the values of n clients into one."""
+"""A function ``(values (n, d), counts (n,)) -> (d,)`` that combines the values of n clients into one vector."""
 
 
 def weighted_mean(values: Tensor, counts: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     mean = x.mean(dims, keepdim=True)
     centred = x - mean
     differentiated = centred.requires_grad or torch._C._are_functorch_transforms_active()
-    squares = centred.square() if differentiated else centred.square_()  # in place: new memory costs more than the arithmetic
+    squares = centred.square() if differentiated else centred.square_()  # in place: allocating memory takes longer than the arithmetic
     return mean.flatten(), squares.mean(dims)
 
 

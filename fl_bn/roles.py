@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ BUFFER_ROLES = {"shared": Role.BUFFER, "kept": Role.KEPT, "recomputed": Role.REC
 
 
 class UnknownTensor(ValueError):
-    """A norm layer holds a tensor of unknown role."""
+    """Signal that a norm layer holds a tensor of unknown role."""
 
 
 NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -128,7 +129,7 @@ def _known(module: nn.Module, key: str) -> Role | None:
     if isinstance(module, parametrizations._SpectralNorm) and key in ("_u", "_v"):
         return Role.RECOMPUTED
     if isinstance(module, parametrizations._Orthogonal) and key == "base":
-        return Role.CONSTANT  # the parameter is a coordinate relative to it: it has a meaning beside the server's base alone
+        return Role.CONSTANT  # the parameter is a coordinate relative to the base, so all clients need the server's base
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, SpectralNorm) and key in (f"{hook.name}_u", f"{hook.name}_v"):
             return Role.RECOMPUTED
@@ -152,7 +153,7 @@ def fake_quantizes(module: nn.Module) -> bool:
 def observes(module: nn.Module) -> bool:
     """Return whether ``module`` is an observer or a FakeQuantize of torch.ao.
 
-    Their extremes are infinite until the first batch.
+    Its minimum and maximum are infinite until the first batch.
     """
     quantization = sys.modules.get("torch.ao.quantization")
     return quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase))
@@ -286,8 +287,12 @@ def inputs_like(model: nn.Module) -> Tensor:
         The first floating-point parameter, else the first floating-point buffer. Without either, an empty
         tensor of torch's default dtype.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    return next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0, device=tensors[0].device if tensors else None))
+    first = None
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.is_floating_point():
+            return tensor
+        first = tensor if first is None else first
+    return torch.empty(0, device=None if first is None else first.device)
 
 
 def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:

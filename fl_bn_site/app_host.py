@@ -1,21 +1,22 @@
-"""Run a SuperNode's ClientApp, in place of ``flower-superexec``: ``python -P app_host.py --appio-api-address HOST:PORT``.
+"""Answer the messages that a SuperNode receives, in place of ``flower-superexec``.
 
-Flower 1.25 starts a Python process for every message, which imports torch, unpacks the app and imports it. Here
-these imports happen once:
+Usage: ``python -P app_host.py --appio-api-address HOST:PORT``.
 
-* The *host* asks the SuperNode for work, every 0.1 s while there is some. No other process talks gRPC before it
-has a message.
-* The *cold process* is forked at the start. It has imported torch and Flower, but no fl-bn: the run brings
-that.
-* The *warm process* is forked from the cold one. It has imported the app of the last run, from the folder where
-the run's first message unpacked it.
+Flower 1.25 starts a new Python process for every message. That process imports torch, unpacks the app and
+imports the app. This program makes these imports once, with the following processes:
+
+* The *host* asks the SuperNode for work: every 0.1 s while there is work, else every 0.5 s. No other process
+opens a gRPC connection before it has a message to answer.
+* The *cold process* is forked at the start. It imports torch and Flower. It does not import fl-bn, since each
+run brings its own version.
+* The *warm process* is forked from the cold one. It imports the app of the last run from the folder into which
+the first message of that run unpacked it.
 * Every message has a process of its own, as in Flower. It is forked from the warm process, or from the cold one
-where there is no warm process yet. What a message changes in its process ends with the process, and the memory
-is the system's again.
+where there is no warm process yet. It ends after its message, so no message can affect the next one.
 
-A site's policy (``policy.py``) is checked in the message's process before any code of the run is loaded. This
-program, which is the site's own, checks it. It is run by its path, and loads ``compat`` and ``policy`` by
-theirs: the package around them may be the run's.
+The process of a message checks the policy of the site (``policy.py``) before it loads any code of the run. This
+program belongs to the site, not to the run. It is therefore run by its path, and loads ``compat`` and ``policy``
+by their paths: an import of ``fl_bn`` could find the version that the run brings.
 """
 
 from __future__ import annotations
@@ -42,26 +43,26 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).parent
-PACKAGE = HERE.parent / "fl_bn"  # beside this one
-PROGRAM = "flwr-clientapp"  # Flower's, whose place a message's process takes
-INSTALLED = "fl_bn.apps.client"  # what runs where the policy allows only code that is installed
+PACKAGE = HERE.parent / "fl_bn"  # the package fl_bn that is installed beside this one
+PROGRAM = "flwr-clientapp"  # the program of Flower that the process of a message replaces
+INSTALLED = "fl_bn.apps.client"  # the app that runs where the policy allows only installed code
 READY = b"1"
-BUSY, IDLE, QUIET = 0.1, 0.5, 60.0  # seconds: between questions for work; the same after so many seconds without any
+BUSY, IDLE, QUIET = 0.1, 0.5, 60.0  # seconds between two questions for work: BUSY, or IDLE after QUIET seconds without work
 PRELOADED = ("numpy", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib")
-MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # torch's and NumPy's words
+MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # how torch and NumPy report it
 
 find = runpy.run_path(str(PACKAGE / "flower" / "compat.py"))["find"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """Describe one message to answer.
+    """Name one message to answer, and the app that answers it.
 
     Attributes:
-        token: The SuperNode's token for it.
-        fab_id: The app that it is for: PUBLISHER/NAME.
-        fab_version: The app's version.
-        fab_hash: The app's SHA-256.
+        token: The token with which the message is fetched from the SuperNode.
+        fab_id: The id of the app, PUBLISHER/NAME.
+        fab_version: The version of the app.
+        fab_hash: The SHA-256 of the app's archive, in hexadecimal digits.
     """
 
     token: str
@@ -72,13 +73,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Site:
-    """Describe the site.
+    """Describe the site on whose machine this program runs.
 
     Attributes:
-        address: Where the SuperNode listens.
-        home: Where apps are unpacked.
-        policy: The site's policy file; None: there is none.
-        cold_process: The process id of the cold process.
+        address: The address on which the SuperNode listens for this program, HOST:PORT.
+        home: The folder in which apps are unpacked.
+        policy: The policy file of the site; None: the site has none, and everything is allowed.
+        cold_process: The process id of the cold process; 0: it is not known yet.
     """
 
     address: str
@@ -87,13 +88,16 @@ class Site:
     cold_process: int = 0
 
     def app_folder(self, request: Request) -> Path:
-        """Return the folder in which the app is, or will be, unpacked. Flower gives it this name."""
+        """Return the folder into which the app of ``request`` is unpacked. Its name is the one that Flower uses."""
         publisher, _, name = request.fab_id.partition("/")
         return self.home / "apps" / f"{publisher}.{name}.{request.fab_version}.{request.fab_hash[:8]}"
 
 
 def policy_module() -> ModuleType:
-    """Load ``policy.py`` under a name of its own, since a run may bring another."""
+    """Load the ``policy.py`` of this site.
+
+    It has a module name of its own, so that it cannot be confused with the ``policy.py`` of a run.
+    """
     name = "policy_of_this_site"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, HERE / "policy.py")
@@ -108,7 +112,7 @@ def policy_module() -> ModuleType:
 
 
 def ask_for_work(site: Site, hand_over: Callable[[Request], None]) -> None:
-    """Ask the SuperNode for messages, for ever, and hand over a request for each."""
+    """Ask the SuperNode for messages for ever, and call ``hand_over`` with a request for each."""
     stub = _stub(site)
     worked = -QUIET
     while True:
@@ -124,18 +128,18 @@ def ask_for_work(site: Site, hand_over: Callable[[Request], None]) -> None:
 
 
 def serve(lines: Iterable[str], site: Site) -> None:
-    """Be the cold process: answer each request in a process of its own.
+    """Run the cold process, which answers each request in a process of its own.
 
     Args:
-        lines: The requests as JSON, until the host ends.
+        lines: One request per line, as JSON. The lines end when the host ends.
         site: The site.
     """
     for name in PRELOADED:
-        with suppress(ModuleNotFoundError):  # of an extra
+        with suppress(ModuleNotFoundError):  # some belong to extras that are not installed
             importlib.import_module(name)
     find("pull_clientappinputs")  # imports Flower
     site, warm = replace(site, cold_process=os.getpid()), None
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes children that have ended
     for line in lines:
         request = Request(**json.loads(line))
         key = _warm_key(site, request)
@@ -151,12 +155,14 @@ def serve(lines: Iterable[str], site: Site) -> None:
 
 
 class WarmProcess:
-    """Fork a process that imports the app of ``request``. It is not usable where the app cannot be imported.
+    """Fork a process that imports an app once and answers requests for it.
+
+    Where the app cannot be imported, the process ends, and ``answer`` returns False.
 
     Args:
         site: The site.
-        request: The first request.
-        key: See ``_warm_key``.
+        request: The first request, which names the app.
+        key: The app and the memory limit, as ``_warm_key`` returns them.
     """
 
     def __init__(self, site: Site, request: Request, key: tuple[str, int | None]) -> None:
@@ -170,7 +176,9 @@ class WarmProcess:
             sys.argv = [PROGRAM]  # an app may ask, when it is imported, whether it is deployed
             app = load(site, request, key[0] == INSTALLED)
             if len(os.listdir("/proc/self/task")) > 1:
-                raise RuntimeError("the app starts threads when it is imported: every message imports it anew")
+                raise RuntimeError(
+                    "the app starts threads when it is imported, so every message imports it anew (threads do not survive a fork)"
+                )
             os.write(ready, READY)
             os.close(ready)
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -182,11 +190,18 @@ class WarmProcess:
         fork(stay)
         os.close(out)
         os.close(ready)
-        self._usable = os.read(told, len(READY)) == READY  # else it has ended
+        self._usable = os.read(told, len(READY)) == READY  # nothing to read: the process has ended
         os.close(told)
 
     def answer(self, line: str) -> bool:
-        """Hand over a request. Return False where the process is not usable."""
+        """Hand over a request.
+
+        Args:
+            line: The request as one line of JSON.
+
+        Returns:
+            Whether the process took it; False where the process has ended.
+        """
         try:
             if self._usable:
                 os.write(self._lines, line.encode())
@@ -195,19 +210,19 @@ class WarmProcess:
         return self._usable
 
     def close(self) -> None:
-        """Let the process end. What it has forked goes on."""
+        """Let the process end. The processes of messages that it has forked go on."""
         os.close(self._lines)
 
 
 def _warm_key(site: Site, request: Request) -> tuple[str, int | None] | None:
-    """Return which app and memory limit a warm process for the request would have.
+    """Return the app and the memory limit (bytes; None: no limit) of the warm process that suits ``request``.
 
-    None: it cannot have any, since the app is not unpacked yet, or the policy is wrong.
+    None: no warm process can be made, since the app is not unpacked yet, or the policy file is wrong.
     """
     try:
         policy = policy_module().Policy.read(site.policy)
     except ValueError:
-        return None  # the message's process says so
+        return None  # the process of the message reads the policy again, and reports the error
     if policy.allow_code == "installed":
         return INSTALLED, policy.memory()
     folder = site.app_folder(request)
@@ -215,7 +230,11 @@ def _warm_key(site: Site, request: Request) -> tuple[str, int | None] | None:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Fork this process. The child does ``work`` and ends. Return the child's process id."""
+    """Fork this process. The child calls ``work`` and ends.
+
+    Returns:
+        The process id of the child. Only the parent returns.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     if child := os.fork():
@@ -239,16 +258,16 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def answer(site: Site, request: Request, app: Any) -> None:
-    """Answer one of Flower's messages in this process, under the site's policy.
+    """Answer one message in this process, if the policy of the site allows it.
 
     Args:
         site: The site.
         request: The message to fetch and answer.
-        app: The loaded app that makes the reply; None: the message's app is unpacked and loaded first.
+        app: The loaded ClientApp; None: unpack and load the one that the message brings.
     """
     find("start_parent_process_monitor")(site.cold_process)
     sys.argv = [PROGRAM]
-    random.seed()  # forks would draw the same
+    random.seed()  # else all forks would draw the same numbers
     with suppress(ImportError):
         importlib.import_module("numpy").random.seed()
     stub = _stub(site)
@@ -276,19 +295,32 @@ def answer(site: Site, request: Request, app: Any) -> None:
 
 
 def unpack(site: Site, request: Request, fab: bytes, code: str) -> None:
-    """Unpack the app beside the others, completely or not at all."""
+    """Unpack an app, unless its folder exists. The folder appears when it is complete, or not at all.
+
+    Args:
+        site: The site.
+        request: The message that brings the app.
+        fab: The archive of the app.
+        code: The policy's ``allow_code``; with ``installed`` nothing is unpacked.
+    """
     folder = site.app_folder(request)
     if code == "installed" or folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as made:
         find("install_from_fab")(fab, flwr_dir=Path(made), skip_prompt=True)
-        with suppress(OSError):  # another message was faster
+        with suppress(OSError):  # another message has unpacked the same app meanwhile
             shutil.move(str(Path(made) / "apps" / folder.name), folder)
 
 
 def load(site: Site, request: Request, installed: bool) -> Any:
-    """Load the ClientApp of the request: the unpacked one, or that of fl-bn as ``installed`` here."""
+    """Load the ClientApp that answers ``request``.
+
+    Args:
+        site: The site.
+        request: The message, which names the app.
+        installed: Load the app of the fl-bn that is installed here, in place of the unpacked one.
+    """
     if installed:
         return importlib.import_module(INSTALLED).app
     load_app = find("get_load_client_app_fn")(default_app_ref="", app_path=None, multi_app=True, flwr_dir=str(site.home))
@@ -296,14 +328,17 @@ def load(site: Site, request: Request, installed: bool) -> Any:
 
 
 def limit_memory(most: int | None) -> None:
-    """Let this process, and those that it forks, each hold at most ``most`` bytes of data; None: no limit."""
+    """Limit the memory for data of this process, and of each process that it forks, to ``most`` bytes; None: no limit."""
     if most is not None:
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most if hard == resource.RLIM_INFINITY else min(most, hard)))
 
 
 def _within_memory(policy: Any, work: Callable[[], Any]) -> Any:
-    """Do ``work``. Where the policy limits memory, an allocation that fails is reported as its refusal."""
+    """Return the result of ``work``.
+
+    Where an allocation fails and the policy has ``max-memory``, raise NotAllowed, which names that line.
+    """
     try:
         return work()
     except (MemoryError, RuntimeError) as error:
@@ -314,7 +349,12 @@ def _within_memory(policy: Any, work: Callable[[], Any]) -> Any:
 
 
 def _summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
-    """Return how many samples a reply summarises, if it says so, and how many values each of its statistics does."""
+    """Return how much data a reply summarises.
+
+    Returns:
+        The number of samples (None: the reply does not tell), and by statistic its largest count of values per
+        channel.
+    """
     if reply.has_error():
         return None, {}
     samples = [record["samples"] for record in reply.content.metric_records.values() if "samples" in record]
@@ -324,7 +364,7 @@ def _summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
 
 
 def _error(message: Any, error: Exception) -> Any:
-    """Return the reply that Flower makes where a ClientApp raises."""
+    """Return the reply that Flower sends when a ClientApp raises ``error``."""
     from flwr.app import Error, Message
 
     print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
@@ -342,14 +382,14 @@ def _stub(site: Site) -> Any:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this program's command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--appio-api-address", required=True, help="where the SuperNode listens")
+    made.add_argument("--appio-api-address", required=True, help="address on which the SuperNode listens, HOST:PORT")
     made.add_argument("--policy", type=Path, help="the site's policy file")
-    made.add_argument("--health-server-address", help="where to answer health checks")
+    made.add_argument("--health-server-address", help="address on which to answer health checks, HOST:PORT")
     return made
 
 
 def main() -> None:
-    """Run the host until it is killed, or the cold process ends."""
+    """Run the host until it is killed or the cold process ends."""
     given = parser().parse_args()
     try:
         runpy.run_path(str(PACKAGE / "flower" / "compat.py"))["check_deployed"]("fl-bn's host of ClientApps")
@@ -361,21 +401,23 @@ def main() -> None:
 
     requests, lines = os.pipe()
 
-    def stay() -> None:  # before gRPC is here, which does not survive a fork
+    def stay() -> None:  # forked before gRPC is imported, since gRPC does not survive a fork
         os.close(lines)
         with os.fdopen(requests) as stream:
             serve(stream, site)
 
     fork(stay)
     os.close(requests)
-    signal.signal(signal.SIGCHLD, lambda number, frame: sys.exit("the process that starts those of the messages has ended"))
+    signal.signal(
+        signal.SIGCHLD, lambda number, frame: sys.exit("the cold process, which answers the messages, has ended: start this program again")
+    )
 
     def hand_over(request: Request) -> None:
         os.write(lines, (json.dumps(asdict(request)) + "\n").encode())
 
     health = find("run_health_server_grpc_no_tls")(given.health_server_address) if given.health_server_address else None
     ask_for_work(site, hand_over)
-    del health  # a gRPC server that nothing refers to stops
+    del health  # kept until here: a gRPC server stops as soon as no variable refers to it
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Make, write and compare the X.509 certificates and key pairs of a kit. Only their owner can read private keys."""
+"""Make, write and compare the X.509 certificates and key pairs of a kit.
+
+Files with private keys can be read by their owner only.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}\.?)+")
-AUTHORITY_DAYS = 3650  # outlives the server's certificate, so that renewing that one reaches no site
+AUTHORITY_DAYS = 3650  # longer than the server's certificate, so that sites keep their ca.crt when that one is renewed
 
 
 @dataclass(frozen=True)
@@ -43,18 +46,26 @@ class Identity:
     key: ec.EllipticCurvePrivateKey
 
     def write(self, certificate: Path, key: Path) -> None:
-        """Write both as PEM files. Raises FileExistsError where the key's file exists."""
+        """Write the certificate and the key as PEM files.
+
+        Args:
+            certificate: The file of the certificate.
+            key: The file of the private key, which must not exist. It has mode 0600.
+
+        Raises:
+            FileExistsError: The file of the key exists.
+        """
         certificate.write_bytes(self.certificate.public_bytes(Encoding.PEM))
         write_private(key, self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
 
 def make_authority(name: str, days: int) -> Identity:
-    """Make a certificate authority that signs itself.
+    """Make a certificate authority, with a certificate that it signs itself.
 
     Args:
-        name: Its common name.
-        days: For how long a server's certificate will be valid. The authority is valid for as long, and for ten
-            years at least.
+        name: The common name of the authority.
+        days: The days for which the server's certificate will be valid. The authority is valid for the same
+            time, but for ten years at least.
     """
     key = ec.generate_private_key(ec.SECP384R1())
     subject = _name(name)
@@ -68,15 +79,15 @@ def make_authority(name: str, days: int) -> Identity:
 
 
 def make_server(authority: Identity, hosts: Iterable[str], days: int) -> Identity:
-    """Make a server certificate that ``authority`` signs, and its key.
+    """Make a key pair for the server, and a certificate for it that ``authority`` signs.
 
     Args:
-        authority: Who signs.
-        hosts: Names and addresses of the server.
-        days: How long the certificate is valid.
+        authority: The certificate authority of the kit.
+        hosts: Host names and IP addresses of the server, without ports.
+        days: The days for which the certificate is valid.
 
     Raises:
-        ValueError: A host is neither a name nor an address.
+        ValueError: A host is neither a name nor an IP address.
     """
     names = [alternative_name(host) for host in dict.fromkeys(hosts)]
     key = ec.generate_private_key(ec.SECP256R1())
@@ -94,7 +105,7 @@ def make_server(authority: Identity, hosts: Iterable[str], days: int) -> Identit
 
 
 def write_site_key(private: Path, public: Path, site: str) -> None:
-    """Write a new key pair of a site, in the form that Flower's SuperNode authentication reads: ECDSA P-384, OpenSSH.
+    """Make and write the key pair of a site: ECDSA on P-384, in OpenSSH's format, as Flower's SuperNode reads it.
 
     Args:
         private: The file of the private key, which must not exist.
@@ -102,7 +113,7 @@ def write_site_key(private: Path, public: Path, site: str) -> None:
         site: The site's name, which becomes the comment of the public key.
 
     Raises:
-        FileExistsError: There is a private key already.
+        FileExistsError: The file of the private key exists.
     """
     key = ec.generate_private_key(ec.SECP384R1())
     write_private(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
@@ -111,29 +122,34 @@ def write_site_key(private: Path, public: Path, site: str) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write ``content`` to a new file, which has mode 0600 from its first byte on.
+    """Write ``content`` to a new file of mode 0600.
 
-    Raises FileExistsError: no key is overwritten.
+    Raises:
+        FileExistsError: The file exists. No key is ever overwritten.
     """
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
 
 def alternative_name(host: str) -> x509.GeneralName:
-    """Return ``host`` in the form in which a certificate names it.
+    """Return the entry for ``host`` in a certificate's list of names (subjectAltName).
 
-    Raises ValueError where it is neither a name nor an address.
+    Args:
+        host: A host name or an IP address, without a port.
+
+    Raises:
+        ValueError: ``host`` is neither.
     """
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         if not HOST.fullmatch(host):
-            raise ValueError(f"a host must be a name or an address, without a port, but got {host!r}") from None
+            raise ValueError(f"a host must be a host name or an IP address, without a port, but got {host!r}") from None
         return x509.DNSName(host)
 
 
 def names_in(certificate: x509.Certificate) -> list[x509.GeneralName]:
-    """Return the names and addresses that ``certificate`` is for; none where it has no such list."""
+    """Return the host names and IP addresses for which ``certificate`` is valid; an empty list where it names none."""
     try:
         return list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     except x509.ExtensionNotFound:
@@ -141,7 +157,10 @@ def names_in(certificate: x509.Certificate) -> list[x509.GeneralName]:
 
 
 def is_for(certificate: x509.Certificate, host: str) -> bool:
-    """Return whether gRPC would accept ``certificate`` from ``host``; ``*.example.org`` stands for one label."""
+    """Return whether gRPC accepts ``certificate`` from the server ``host``.
+
+    A name ``*.example.org`` in the certificate stands for hosts with one more label, as ``a.example.org``.
+    """
     name = alternative_name(host)
     patterns = {name.value.lower() for name in names_in(certificate) if isinstance(name, x509.DNSName)}
     if isinstance(name, x509.DNSName):
@@ -150,22 +169,24 @@ def is_for(certificate: x509.Certificate, host: str) -> bool:
 
 
 def read_certificate(path: Path) -> x509.Certificate:
-    """Read a certificate (PEM). Raises OSError or ValueError where it cannot be read."""
+    """Read a certificate from a PEM file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file holds no certificate.
+    """
     return x509.load_pem_x509_certificate(path.read_bytes())
 
 
 def public_half(private: Path) -> bytes:
-    """Return the public key that belongs to a private key.
+    """Return the public key that belongs to a private key, in DER.
 
     Args:
-        private: The file of the private key, PEM or OpenSSH.
-
-    Returns:
-        The public key as DER.
+        private: The file of the private key, in PEM or OpenSSH's format.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It holds no elliptic curve key.
+        ValueError: The file holds no elliptic curve key.
     """
     content = private.read_bytes()
     load = load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key
@@ -173,7 +194,15 @@ def public_half(private: Path) -> bytes:
 
 
 def read_public(path: Path) -> bytes:
-    """Read a public key (OpenSSH) and return it as DER. Raises OSError or ValueError where it cannot be read."""
+    """Read a public key from a file in OpenSSH's format.
+
+    Returns:
+        The key in DER.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file holds no elliptic curve key.
+    """
     try:
         return _der(load_ssh_public_key(path.read_bytes()))
     except UnsupportedAlgorithm as error:
@@ -181,12 +210,16 @@ def read_public(path: Path) -> bytes:
 
 
 def public_in(content: bytes) -> bytes:
-    """Return the public key in ``content`` (PEM) as DER. Raises ValueError where there is none."""
+    """Convert a public key from PEM to DER.
+
+    Raises:
+        ValueError: ``content`` is no elliptic curve key in PEM.
+    """
     return _der(load_pem_public_key(content))
 
 
 def key_in(certificate: x509.Certificate) -> bytes:
-    """Return the public key of ``certificate`` as DER."""
+    """Return the public key in ``certificate``, in DER."""
     return _der(certificate.public_key())
 
 
@@ -208,7 +241,7 @@ def _unsigned(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublic
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))  # for clocks that are a little behind
+        .not_valid_before(now - timedelta(hours=1))  # so that a site whose clock is a little behind accepts it
         .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )

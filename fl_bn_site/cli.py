@@ -1,6 +1,6 @@
 """Define the commands of a deployment: ``fl-bn kit``, ``start``, ``register``, ``submit`` and others.
 
-Imports are inside the commands, since torch takes seconds.
+Each command imports what it needs itself, since an import of torch takes seconds.
 """
 
 from __future__ import annotations
@@ -22,32 +22,37 @@ if TYPE_CHECKING:
     from fl_bn_site.folders import ServerFolder
     from fl_bn_site.status import Status
 
-WATCH = 2.0  # seconds
+WATCH = 2.0  # seconds between two looks at the server
 
 kit = typer.Typer(no_args_is_help=True, help="Certificates, keys and one folder per machine, for running on separate machines.")
 
 ServerArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="the server's folder of the kit: kit/server")]
 SiteArgument = Annotated[str, typer.Argument(metavar="NAME", help="the site's name")]
 PublicKeyOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="the site.pub that the site sent, of a key pair it made itself; default: make one here")
+    Path | None,
+    typer.Option(metavar="FILE", help="the site.pub of a key pair that the site made itself and sent; default: make a key pair here"),
 ]
 SiteFolderOption = Annotated[
     Path | None, typer.Option("--output", metavar="FOLDER", help="the site's folder; default: sites/NAME beside FOLDER")
 ]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="its name, or the id that `fl-bn runs` shows")]
-ControlOption = Annotated[str, typer.Option("--control", metavar="HOST:PORT", help="the SuperLink's Control API, if not as in server.toml")]
+ControlOption = Annotated[
+    str, typer.Option("--control", metavar="HOST:PORT", help="address of the SuperLink's Control API; default: control in server.toml")
+]
 
 
 @kit.command()
 def create(
     superlink: Annotated[str, typer.Option(metavar="HOST", help="the name or address by which sites reach the server")],
     sites: Annotated[str, typer.Option(metavar="A,B,C", help="names of the sites; the order gives each its partition-id")],
-    output: Annotated[Path, typer.Option(help="folder that is made; keys in it are never overwritten")] = Path("kit"),
-    exchange_host: Annotated[str, typer.Option(metavar="HOST", help="by which they reach FedTAN's exchange; default: the same")] = "",
+    output: Annotated[Path, typer.Option(help="the folder to make; keys in it are never overwritten")] = Path("kit"),
+    exchange_host: Annotated[
+        str, typer.Option(metavar="HOST", help="the name or address by which sites reach FedTAN's exchange; default: as --superlink")
+    ] = "",
     also: Annotated[str, typer.Option(metavar="NAME,IP", help="further names and addresses for the server's certificate")] = "",
-    days: Annotated[int, typer.Option(help="validity of the server's certificate")] = 825,
-    fleet_port: Annotated[int, typer.Option(help="where sites connect")] = 9092,
-    exchange_port: Annotated[int, typer.Option(help="where FedTAN's exchange listens")] = 9095,
+    days: Annotated[int, typer.Option(help="days for which the server's certificate is valid")] = 825,
+    fleet_port: Annotated[int, typer.Option(help="the port to which sites connect")] = 9092,
+    exchange_port: Annotated[int, typer.Option(help="the first port of FedTAN's exchange")] = 9095,
 ) -> None:
     """Make a kit: an authority, the server's folder, and one folder per site."""
     from fl_bn_site.kit import KitError, KitPlan
@@ -69,7 +74,7 @@ def add_site(
     public_key: PublicKeyOption = None,
     output: SiteFolderOption = None,
 ) -> None:
-    """Let another site take part, also while the server and a run go on: no other site notices."""
+    """Let another site take part. The server and its runs go on meanwhile, and no other site changes."""
     from fl_bn_site.membership import add_site as add
 
     with _refusals():
@@ -78,13 +83,13 @@ def add_site(
         changed = add(folder, name, public_key, place)
         typer.echo(f"{name} is in {changed.path / changed.file}; {_clients_from_now_on(changed)}")
         if public_key is None:
-            typer.echo(f"{place}: hand it to {name} over a channel that keeps it secret; its GUIDE.md says how to go on")
+            typer.echo(f"{place}: send this folder to {name} over a secret channel; its GUIDE.md says how to go on")
         _tell_superlink(changed)
 
 
 @kit.command("remove-site")
 def remove_site(server: ServerArgument, name: SiteArgument) -> None:
-    """Shut a site out at once: it gets no further message, also of a run that goes on."""
+    """Shut a site out at once. It gets no further message, not even of a run that has begun."""
     from fl_bn_site.membership import remove_site as remove
 
     with _refusals():
@@ -96,15 +101,15 @@ def remove_site(server: ServerArgument, name: SiteArgument) -> None:
 @kit.command()
 def renew(
     server: ServerArgument,
-    site: Annotated[str, typer.Option(metavar="NAME", help="this site's key, not the server's certificate")] = "",
+    site: Annotated[str, typer.Option(metavar="NAME", help="renew the key of this site; default: renew the server's certificate")] = "",
     public_key: PublicKeyOption = None,
     output: SiteFolderOption = None,
     authority: Annotated[
-        Path | None, typer.Option(help="the authority's folder of the kit, for the server's certificate; default: beside FOLDER")
+        Path | None, typer.Option(help="the folder `authority` of the kit, which signs the server's certificate; default: beside FOLDER")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="validity of the server's certificate")] = 825,
+    days: Annotated[int, typer.Option(min=1, help="days for which the server's certificate is valid")] = 825,
 ) -> None:
-    """Make the server's certificate anew, or a site's key; what it replaces stays in a folder `former`."""
+    """Make a new server certificate, or a new key of a site. The replaced files stay in a folder `former`."""
     from fl_bn_site.membership import days_left, renew_server, renew_site
 
     with _refusals():
@@ -113,12 +118,12 @@ def renew(
             place = output or _beside(folder, site)
             renew_site(folder, site, public_key, place)
             if public_key is None:
-                typer.echo(f"{place / 'site.key'}: hand it to {site} over a channel that keeps it secret; {site} starts again with it")
+                typer.echo(f"{place / 'site.key'}: send this key to {site} over a secret channel; {site} has to start again with it")
             _tell_superlink(folder)
         else:
             former = renew_server(folder, authority or folder.path.parent / "authority", days)
             typer.echo(f"{folder.certificate} is valid for {days_left(folder)[1]} days; the former one is in {former}")
-            typer.echo("end `fl-bn start` here and start it again: sites connect again by themselves, and their folders stay as they are")
+            typer.echo("now end `fl-bn start` here and start it again. Sites connect again by themselves, and need no new files")
 
 
 @kit.command()
@@ -138,9 +143,11 @@ def verify(folder: Annotated[Path, typer.Argument(help="a kit, its server folder
 def start(
     folder: Annotated[Path, typer.Argument(help="kit/server or kit/sites/NAME")],
     show: Annotated[bool, typer.Option("--print", help="only show what would run")] = False,
-    only: Annotated[str, typer.Option(metavar="supernode|clientapp", help="of a site: one program, where each has a user of its own")] = "",
+    only: Annotated[
+        str, typer.Option(metavar="supernode|clientapp", help="run only this program of a site, where each program has a user of its own")
+    ] = "",
 ) -> None:
-    """Run this machine's part of the deployment, and keep it running until Ctrl-C or SIGTERM."""
+    """Start the programs of this machine, and keep them running until Ctrl-C or SIGTERM."""
     from fl_bn_site.commands import commands, prepare
     from fl_bn_site.folders import FolderError, read_folder
     from fl_bn_site.membership import check_expiry
@@ -160,9 +167,9 @@ def start(
 
 
 def register(folder: ServerArgument, control: ControlOption = "") -> None:
-    """Tell a running SuperLink who takes part: it lets the sites of server.toml in, and nobody else.
+    """Tell a running SuperLink which sites may connect: those of server.toml, and no others.
 
-    `fl-bn start` does it, too.
+    `fl-bn start` does this, too.
     """
     from fl_bn_site.control import ControlError, register_sites
     from fl_bn_site.folders import FolderError, ServerFolder
@@ -178,11 +185,13 @@ def submit(
     folder: ServerArgument,
     run_config: Annotated[str, typer.Option("--run-config", help="keys to override: \"rounds=10 method='hbn'\"")] = "",
     control: ControlOption = "",
-    parallel: Annotated[int, typer.Option(min=0, help="start beside others, up to so many runs at a time; 0: as server.toml says")] = 0,
+    parallel: Annotated[
+        int, typer.Option(min=0, help="start this run while fewer than so many runs go on; 0: the number in server.toml")
+    ] = 0,
 ) -> None:
-    """Submit a run to the deployed sites, show its log, and exit with 1 if it does not complete.
+    """Submit a run to the deployed sites, wait for the runs before it, and show its log.
 
-    It waits for runs before it.
+    The exit code is 1 if the run does not complete.
     """
     from fl_bn_site.submit import submit as run
 
@@ -190,7 +199,13 @@ def submit(
 
 
 def resume(folder: Path, name: str, control: str) -> None:
-    """Resume a deployed run. Its log is shown as ``submit`` does it."""
+    """Resume a deployed run, and show its log, as ``submit`` does.
+
+    Args:
+        folder: The server's folder.
+        name: The name of the run; empty: the run with the newest checkpoint.
+        control: The address of the Control API; empty: the one in server.toml.
+    """
     from fl_bn_site.submit import resume as run
 
     _carry_out(lambda: run(_server(folder), name, control, _say))
@@ -206,7 +221,7 @@ def _carry_out(run: Callable[[], bool]) -> None:
 
     try:
         completed = run()
-    except ValueError as error:  # ConfigError, FolderError and NameTaken are
+    except ValueError as error:  # ConfigError, FolderError and NameTaken are ValueErrors
         raise refused(error) from error
     except (ControlError, QueueError, OSError) as error:
         raise refused(error, 1) from error
@@ -219,9 +234,9 @@ def _carry_out(run: Callable[[], bool]) -> None:
 def runs(
     folder: ServerArgument,
     control: ControlOption = "",
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
-    """List the runs of a server, those that wait first: id, name, state, round, start, seconds."""
+    """List the runs of a server: id, name, state, round, start and seconds. Waiting runs come first."""
     from rich.table import Table
 
     from fl_bn_site.runs import list_runs, to_json
@@ -241,7 +256,7 @@ def runs(
 
 
 def abort(folder: ServerArgument, run: RunArgument, control: ControlOption = "") -> None:
-    """End a run at once, or take it out of the queue. What it has done so far stays."""
+    """End a run at once, or take it out of the queue. The results of its rounds so far stay."""
     from fl_bn_site.runs import abort as end
 
     with _refusals():
@@ -251,10 +266,12 @@ def abort(folder: ServerArgument, run: RunArgument, control: ControlOption = "")
 def fetch(
     folder: ServerArgument,
     run: RunArgument,
-    destination: Annotated[Path | None, typer.Argument(metavar="[DEST]", help="folder to copy it into; none: only say where it is")] = None,
+    destination: Annotated[
+        Path | None, typer.Argument(metavar="[DEST]", help="the folder to copy it into; default: print where the run's folder is")
+    ] = None,
     control: ControlOption = "",
 ) -> None:
-    """Copy a run's folder, with all of its results, or say where it is."""
+    """Copy the folder of a run with all its results, or print where that folder is."""
     from fl_bn_site.runs import fetch as get
 
     with _refusals():
@@ -262,7 +279,7 @@ def fetch(
 
 
 def queue(folder: ServerArgument, control: ControlOption = "") -> None:
-    """Start the runs that wait, until Ctrl-C. `fl-bn start` of the server does it, too."""
+    """Start waiting runs as their turn comes, until Ctrl-C. `fl-bn start` of the server does this, too."""
     from fl_bn_site.control import ControlError, control_of
     from fl_bn_site.queue import Queue
     from fl_bn_site.queue_store import QueueError
@@ -288,9 +305,14 @@ def queue(folder: ServerArgument, control: ControlOption = "") -> None:
 def status(
     folder: ServerArgument,
     control: ControlOption = "",
-    watch: Annotated[bool, typer.Option("--watch", help="again every two seconds, until Ctrl-C")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="for programs; with --watch a line each time")] = False,
-    serve: Annotated[str, typer.Option(metavar="[HOST:]PORT", help="as metrics for Prometheus, until Ctrl-C; HOST: 127.0.0.1")] = "",
+    watch: Annotated[bool, typer.Option("--watch", help="show it again every two seconds, until Ctrl-C")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs; with --watch, one line each time")] = False,
+    serve: Annotated[
+        str,
+        typer.Option(
+            metavar="[HOST:]PORT", help="publish metrics for Prometheus at this address, until Ctrl-C; HOST is 127.0.0.1 if left out"
+        ),
+    ] = "",
 ) -> None:
     """Show which sites are online, when each was last seen, and how far each run is."""
     if serve:
@@ -323,9 +345,18 @@ def status(
 
 
 def _statuses(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
-    """Yield the status every two seconds, and what is wrong where that status is an old one.
+    """Yield the status of a server every two seconds.
 
-    What is wrong at first, or for a long time, is raised.
+    Args:
+        folder: The server's folder.
+        control: The address of the Control API; empty: the one in server.toml.
+
+    Yields:
+        The last status that could be read, and why it could not be read anew (empty: it could).
+
+    Raises:
+        FolderError, ControlError, QueueError, OSError: The first status cannot be read, or none could for
+            ``SILENCE`` seconds.
     """
     from fl_bn_site.control import SILENCE, ControlError
     from fl_bn_site.folders import FolderError
@@ -337,7 +368,11 @@ def _statuses(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
         yield current, problem
         time.sleep(WATCH)
         try:
-            current, problem, answered = of(_server(folder), control), "", time.monotonic()  # server.toml anew: sites come and go
+            current, problem, answered = (
+                of(_server(folder), control),
+                "",
+                time.monotonic(),
+            )  # reads server.toml again, since sites may have been added or removed
         except (FolderError, ControlError, QueueError, OSError) as error:
             if time.monotonic() - answered > SILENCE:
                 raise
@@ -345,7 +380,7 @@ def _statuses(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
 
 
 def _tables(current: Status) -> Group:
-    """Return the tables of ``fl-bn status``."""
+    """Return the tables of sites and of runs that ``fl-bn status`` prints."""
     from rich.table import Table
 
     sites = Table("site", "state", "last seen", "node", title=f"{current.server}, {current.at}; certificate: {current.expires} days left")
@@ -382,14 +417,17 @@ def _clients_from_now_on(server: ServerFolder) -> str:
 
 
 def _tell_superlink(server: ServerFolder) -> None:
-    """Tell a SuperLink that runs here at once. One that does not run learns it when it starts."""
+    """Tell the SuperLink of ``server`` which sites may connect now, and print the answer.
+
+    A SuperLink that is not running learns it when it starts; then this is printed instead.
+    """
     from fl_bn_site.control import ControlError, register_sites
 
     try:
         for site, outcome in register_sites(server, wait=0.0):
             typer.echo(f"{site}: {outcome}")
     except ControlError as error:
-        typer.echo(f"the server here learns it when it starts, or by `fl-bn register {server.path}` ({error})")
+        typer.echo(f"the SuperLink was not told ({error}). `fl-bn start`, or `fl-bn register {server.path}`, tells it")
 
 
 @contextmanager
@@ -410,7 +448,7 @@ def _split(text: str) -> list[str]:
 
 
 def add_to(app: typer.Typer, panel: str) -> None:
-    """Add the commands of a deployment to ``app``, in this ``panel`` of its help."""
+    """Add the commands of a deployment to ``app``, under the heading ``panel`` of its help."""
     for command in (start, register, submit, status, runs, abort, fetch, queue):
         app.command(rich_help_panel=panel)(command)
     app.add_typer(kit, name="kit", rich_help_panel=panel)

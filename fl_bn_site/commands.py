@@ -1,4 +1,4 @@
-"""Build Flower's command lines from a folder of the kit. Nothing else builds them."""
+"""Build the command lines of Flower's programs from a folder of the kit. No other module builds them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from fl_bn.support.loopback import with_exceptions
 from fl_bn.support.user_code import VARIABLE
 from fl_bn_site.folders import ServerFolder, SiteFolder
 
-WATCHED = Path(__file__).with_name("watched.py")  # notices where a SuperNode would hang
-SUPERLINK = Path(__file__).with_name("superlink.py")  # Flower's, with a repair
-SUPERNODE = SUPERLINK.with_name("supernode.py")  # Flower's, asking more often
-APP_HOST = SUPERLINK.with_name("app_host.py")  # runs a site's ClientApp
-COMPAT = Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"  # run by its path: the package around it imports torch
-PROGRAMS = ("supernode", "clientapp")  # of a site; each may belong to a user of its own
-UNREACHABLE = "Connection attempt failed"  # Flower's words, also for a process of the site itself that has just ended
+WATCHED = Path(__file__).with_name("watched.py")  # ends a SuperNode that would hang
+SUPERLINK = Path(__file__).with_name("superlink.py")  # Flower's SuperLink with repairs
+SUPERNODE = SUPERLINK.with_name("supernode.py")  # Flower's SuperNode, which asks for messages more often
+APP_HOST = SUPERLINK.with_name("app_host.py")  # runs the ClientApp of a site
+COMPAT = Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"  # run by its path, since the package around it imports torch
+PROGRAMS = ("supernode", "clientapp")  # the programs of a site; each may run as a user of its own
+UNREACHABLE = "Connection attempt failed"  # printed by Flower, also when another process of this site has just ended
 
 
 @dataclass(frozen=True)
 class Command:
-    """Describe a program to keep running.
+    """Describe a program that the supervisor keeps running.
 
     Attributes:
-        name: Its name in the log.
+        name: The name of the program in the log.
         argv: The program and its arguments.
-        env: What is added to this process's environment.
-        cwd: The folder in which it runs.
-        once: Whether it has done its work when it exits with 0.
-        hints: By words in its output: what they mean, and what to do.
+        env: Environment variables that are added to those of this process.
+        cwd: The working directory of the program.
+        once: Whether the program is done, and not started again, after it exits with 0.
+        hints: Explanations of lines that the program may print: from words in such a line to what they mean
+            and what to do.
     """
 
     name: str
@@ -46,41 +47,48 @@ class Command:
     hints: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return the command as a shell would run it."""
+        """Return the command as one line that can be pasted into a shell."""
         return " ".join(
             [f"cd {shlex.quote(str(self.cwd))} &&", *(f"{k}={shlex.quote(v)}" for k, v in self.env.items()), shlex.join(self.argv)]
         )
 
 
 def commands(folder: ServerFolder | SiteFolder, only: str = "") -> list[Command]:
-    """Return the commands that run on the machine with ``folder``. ``prepare`` makes the folders that they need.
+    """Return the commands of all programs that run on one machine. ``prepare`` makes the folders that they need.
 
     Args:
-        folder: The server's folder, or a site's.
-        only: The name of one program of a site; empty: all.
+        folder: The folder of the kit on that machine: the server's, or a site's.
+        only: The name of the one program of a site to return, ``supernode`` or ``clientapp``; empty: both.
 
     Raises:
-        WrongFlower: The installed Flower is not the deployment's.
-        ValueError: There is no such program.
+        WrongFlower: The installed version of Flower is not the one that deployments need.
+        ValueError: ``only`` names no program of this folder.
     """
     check_flower("fl-bn start")
     all_commands = server_commands(folder) if isinstance(folder, ServerFolder) else [supernode(folder), clientapp(folder)]
     if only and (isinstance(folder, ServerFolder) or only not in PROGRAMS):
-        raise ValueError(f"--only must be {' or '.join(PROGRAMS)}, of a site's folder, but got {only!r} for {folder.path / folder.file}")
+        raise ValueError(f"--only must be {' or '.join(PROGRAMS)}, for a site's folder, but got {only!r} for {folder.path / folder.file}")
     return [command for command in all_commands if only in ("", command.name)]
 
 
 def check_flower(what: str) -> None:
-    """Raise WrongFlower (a ValueError) where the installed Flower is not the one whose programs ``what`` starts."""
+    """Check that the installed version of Flower is the one that deployments need.
+
+    Args:
+        what: The command that needs it, for the message.
+
+    Raises:
+        WrongFlower: Another version is installed. It is a ValueError.
+    """
     runpy.run_path(str(COMPAT))["check_deployed"](what)
 
 
 def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
-    """Make the folders for state (readable by its owner only), results and logs.
+    """Make the folders for state (readable by their owner only), results and logs.
 
     Args:
         folder: The server's folder, or a site's.
-        only: The name of one program of a site, whose folders alone are made; empty: all.
+        only: The name of the one program of a site to make folders for; empty: both.
 
     Returns:
         The folder of the logs.
@@ -92,13 +100,13 @@ def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
         private = [path for name, path in (("supernode", folder.node_dir), ("clientapp", folder.state_dir)) if only in ("", name)]
     for path in private:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    logs = private[0] / "logs" if only else folder.logs  # each program's own, where each has its own user
+    logs = private[0] / "logs" if only else folder.logs  # where each program has a user of its own, it has logs of its own
     logs.mkdir(parents=True, exist_ok=True)
     return logs
 
 
 def server_commands(server: ServerFolder) -> list[Command]:
-    """Return the commands of the server's machine."""
+    """Return the commands of all programs on the server's machine."""
     published = [metrics(server)] if server.metrics else []
     return [superlink(server), serverapp(server), register(server), queue(server), *published]
 
@@ -106,7 +114,7 @@ def server_commands(server: ServerFolder) -> list[Command]:
 def superlink(server: ServerFolder) -> Command:
     """Return the command of the SuperLink.
 
-    Its database and separate processes for apps let a run survive its restart.
+    It keeps its state in a database and runs apps in separate processes, so runs survive its restart.
     """
     options = {
         "--ssl-ca-certfile": server.authority,
@@ -128,7 +136,7 @@ def superlink(server: ServerFolder) -> Command:
 
 
 def serverapp(server: ServerFolder) -> Command:
-    """Return the command that starts a ServerApp for each run, beside ``results``."""
+    """Return the command of Flower's SuperExec, which starts a ServerApp for each run in the folder that holds ``results``."""
     options = {"--plugin-type": "serverapp", "--appio-api-address": local(server.serverappio)}
     argv = (program("flower-superexec"), "--insecure", *_flat(options))
     allowed = {VARIABLE: server.allow_modules} if server.allow_modules else {}
@@ -136,12 +144,12 @@ def serverapp(server: ServerFolder) -> Command:
 
 
 def register(server: ServerFolder) -> Command:
-    """Return the command that tells the SuperLink the sites' public keys, and ends."""
+    """Return the command that tells the SuperLink the public keys of the sites. It runs once."""
     return Command("register", (program("fl-bn"), "register", str(server.path)), _environment(server.state), server.path, once=True)
 
 
 def queue(server: ServerFolder) -> Command:
-    """Return the command that starts the runs that wait, one after the other."""
+    """Return the command that starts waiting runs in their order."""
     return Command("queue", (program("fl-bn"), "queue", str(server.path)), _environment(server.state), server.path)
 
 
@@ -162,14 +170,15 @@ def supernode(site: SiteFolder) -> Command:
         "--node-config": flower_config(node_config(site)),
     }
     hints = {
-        UNREACHABLE: f"{site.superlink} does not answer, or not as the server that ca.crt vouches for. It goes on trying; "
+        UNREACHABLE: f"{site.superlink} does not answer, or its certificate is not signed by ca.crt. The SuperNode tries again; "
         "`fl-bn doctor .` finds out which",
-        "CERTIFICATE_VERIFY_FAILED": f"{site.superlink} is not the server that ca.crt vouches for: another server, or another kit's",
-        "No SuperNode found with the given public key": "the server does not know this site's key: send its operator site.pub",
+        "CERTIFICATE_VERIFY_FAILED": f"the certificate of {site.superlink} is not signed by ca.crt: it is another server, or "
+        "has the folder of another kit",
+        "No SuperNode found with the given public key": "the server does not know this site's key: send site.pub to its operator",
         "Invalid timestamp": "this machine's clock is 5 s or more ahead of the server's, or 305 s or more behind, and Flower refuses that: "
-        "set the clock right, on whichever of the two it is wrong (chrony, systemd-timesyncd). It goes on trying",
-        "could not be activated": "the server still counts this site as connected, as it does for a minute after a crash. It goes on "
-        "trying; if that does not end, another machine uses this site's key",
+        "correct the wrong clock of the two (chrony, systemd-timesyncd). The SuperNode tries again",
+        "could not be activated": "the server still counts this site as connected, as it does for a minute after a crash. The SuperNode "
+        "tries again; if this line keeps coming, another machine uses this site's key",
     }
     flower = (sys.executable, "-P", str(SUPERNODE), "--poll-seconds", str(site.poll_seconds))
     argv = (sys.executable, "-I", "-S", str(WATCHED), *flower, *_flat(options))
@@ -177,16 +186,19 @@ def supernode(site: SiteFolder) -> Command:
 
 
 def clientapp(site: SiteFolder) -> Command:
-    """Return the command that runs what the server sends.
+    """Return the command that runs the ClientApp of a site, with the code that the server sends.
 
-    It needs no key, so another user than the SuperNode's may own it.
+    This program needs no key, so it may run as another user than the SuperNode.
     """
     options = {"--appio-api-address": site.clientappio, "--policy": site.policy}
     return Command("clientapp", (sys.executable, "-P", str(APP_HOST), *_flat(options)), _environment(site.state_dir), site.path)
 
 
 def node_config(site: SiteFolder) -> dict[str, Scalar]:
-    """Return the node config, which tells the ClientApp about this site. Paths are absolute."""
+    """Return the node config of a site, by which the ClientApp knows the site's data, device and folders.
+
+    Paths in it are absolute. Optional lines that site.toml leaves empty are absent.
+    """
     config: dict[str, Scalar] = {
         "site": site.site,
         "state-dir": str(site.state_dir),
@@ -198,22 +210,26 @@ def node_config(site: SiteFolder) -> dict[str, Scalar]:
 
 
 def local(address: str) -> str:
-    """Return the address at which this machine reaches a service that listens on ``address``."""
+    """Return the address, HOST:PORT, by which programs of this machine reach a service that listens on ``address``."""
     host, _, port = address.rpartition(":")
     return f"{ {'0.0.0.0': '127.0.0.1', '[::]': '[::1]'}.get(host, host) }:{port}"
 
 
 def program(name: str) -> str:
-    """Return the path of the program ``name`` in this Python's environment, active or not."""
+    """Return the path of the program ``name`` in the environment of this Python, also if that environment is not active.
+
+    Where it has no such program, return ``name``, which is then looked up in PATH.
+    """
     path = Path(sysconfig.get_path("scripts")) / name
     return str(path) if path.exists() else name
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with ``extra``.
+    """Return the environment variables for a program that this process starts.
 
-    Flower's programs start each other by name, so this Python's programs come first in PATH. On this machine
-    they call each other without a proxy.
+    They are those of this process with three changes. In PATH, the programs of this Python come first, since
+    Flower's programs start each other by name. Addresses of this machine are excepted from proxies. The
+    variables in ``extra`` are added last.
     """
     scripts = sysconfig.get_path("scripts")
     path = f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"

@@ -1,4 +1,4 @@
-"""Talk to a SuperLink's Control API, directly or through Flower's own command ``flwr``, which answers in JSON."""
+"""Talk to the Control API of a SuperLink: by gRPC, or through Flower's command ``flwr``, which answers in JSON."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from fl_bn_site.membership import former_owner
 from fl_bn_site.registered import Node, Submitted, registered_nodes, run_log, submitted_runs
 
 FEDERATION = "deployment"
-IN_USE = "already in use"  # Flower's words for a key that is registered
-PREAMBLE = ("Loading project configuration", "Success", "Creating a new `.gitignore`")  # and these, before a reason
-ANSWER = 300.0  # seconds that an answer of ``flwr`` may take; one that submits a run packs and sends the app
-SILENCE = 600.0  # seconds without an answer of the SuperLink after which it counts as lost
-BOUNDED = "import os, signal, sys; signal.alarm(int(sys.argv[1])); os.execvp(sys.argv[2], sys.argv[2:])"  # ends also with nobody to end it
+IN_USE = "already in use"  # part of Flower's message where a key is registered already
+PREAMBLE = ("Loading project configuration", "Success", "Creating a new `.gitignore`")  # lines of ``flwr`` before the reason of an error
+ANSWER = 300.0  # seconds that ``flwr`` may take to answer; to submit a run, it packs and sends the app
+SILENCE = 600.0  # seconds without an answer after which the SuperLink counts as lost
+# ends ``flwr`` after so many seconds, even if this process is killed meanwhile
+BOUNDED = "import os, signal, sys; signal.alarm(int(sys.argv[1])); os.execvp(sys.argv[2], sys.argv[2:])"
 PROJECT = """\
 [project]
 name = "fl-bn-federation"
@@ -46,23 +47,23 @@ root-certificates = {authority}
 
 
 class ControlError(RuntimeError):
-    """The SuperLink does not answer, or refuses. The message has Flower's words."""
+    """The SuperLink does not answer, or refuses a request. The message quotes Flower's."""
 
 
 class NotRegistered(ControlError):
-    """The SuperLink does not know the key of a site, or not yet."""
+    """The SuperLink does not know the key of a site. ``fl-bn register`` may tell it soon."""
 
 
 @dataclass(frozen=True)
 class Control:
     """Talk to the Control API of one SuperLink.
 
-    Every method raises ControlError where the SuperLink does not answer or refuses.
+    Every method raises ControlError where the SuperLink does not answer or refuses the request.
 
     Attributes:
-        address: HOST:PORT of the Control API.
-        authority: The certificate that vouches for the SuperLink.
-        project: A folder whose pyproject.toml tells ``flwr`` both.
+        address: The address of the Control API, HOST:PORT.
+        authority: The certificate file of the authority that signed the SuperLink's certificate.
+        project: A folder whose pyproject.toml tells ``flwr`` the address and the authority.
     """
 
     address: str
@@ -74,13 +75,13 @@ class Control:
 
         Args:
             words: The arguments of ``flwr``.
-            lock: See ``start_run``.
+            lock: The descriptor of a locked file that ``flwr`` inherits, as in ``start_run``; None: no file.
 
         Returns:
-            The answer.
+            The JSON object that ``flwr`` prints.
 
         Raises:
-            ControlError: The SuperLink does not answer, or refuses.
+            ControlError: The SuperLink does not answer, or refuses the request.
         """
         argv, inherited = [program("flwr"), *words, "--format", "json"], () if lock is None else (lock,)
         if inherited:
@@ -89,7 +90,7 @@ class Control:
         with subprocess.Popen(argv, env=_environment(), stdout=pipe, stderr=pipe, text=True, pass_fds=inherited) as process:
             try:
                 out, err = process.communicate(timeout=ANSWER)
-            except subprocess.TimeoutExpired:  # it may have said all, and still not end: see ``registered``
+            except subprocess.TimeoutExpired:  # ``flwr`` may hang after it has printed its answer: see registered.py
                 process.kill()
                 out, err = process.communicate()
         _, brace, rest = out.partition("{")
@@ -99,12 +100,19 @@ class Control:
             answer = {"error-message": (out + err).strip()}
         if not answer.get("success"):
             lines = [line for line in str(answer.get("error-message", "")).splitlines() if line.strip() and not line.startswith(PREAMBLE)]
-            reason = " ".join(lines[-3:]) or f"`flwr {' '.join(words[:2])}` ended with {process.returncode} and said nothing"
+            reason = " ".join(lines[-3:]) or f"`flwr {' '.join(words[:2])}` ended with exit code {process.returncode} and printed nothing"
             raise ControlError(f"the SuperLink at {self.address}: {reason}")
         return answer
 
     def register(self, public_key: Path) -> bool:
-        """Let in the site with ``public_key``. Return False where it was let in before."""
+        """Let the site with this public key connect.
+
+        Args:
+            public_key: The file of the key.
+
+        Returns:
+            Whether this is new; False where the SuperLink knew the key already.
+        """
         try:
             self.ask("supernode", "register", str(public_key), str(self.project), FEDERATION)
         except ControlError as error:
@@ -114,55 +122,55 @@ class Control:
         return True
 
     def start_run(self, app: Path, run_config: str, lock: int | None = None) -> str:
-        """Submit an app.
+        """Submit an app to the SuperLink, which starts it as a run.
 
         Args:
             app: The folder of the app.
-            run_config: Keys of the run config, as ``flwr run`` takes them.
-            lock: The descriptor of a locked file. It stays locked until the app is submitted, even if this
-                process is killed meanwhile.
+            run_config: Keys of the run config, as ``flwr run --run-config`` takes them.
+            lock: The descriptor of a locked file. The file stays locked until the app is submitted, even if this
+                process is killed meanwhile; None: no file.
 
         Returns:
             Flower's id of the run.
 
         Raises:
-            ControlError: The SuperLink does not answer, or refuses.
+            ControlError: The SuperLink does not answer, or refuses the app.
         """
         at = flower_config({"address": self.address, "root-certificates": str(self.authority)})
         answer = self.ask("run", str(app), FEDERATION, "--federation-config", at, "--run-config", run_config, lock=lock)
         return str(answer["run-id"])
 
     def unregister(self, node: int) -> None:
-        """Shut out the site with this ``node``: from now on it gets no message."""
+        """Shut out the site with this node id. It gets no message from now on."""
         self.ask("supernode", "unregister", str(node), str(self.project), FEDERATION)
 
     def stop(self, run: str) -> None:
-        """End a run."""
+        """End the run with this id."""
         self.ask("stop", run, str(self.project), FEDERATION)
 
     def all_nodes(self) -> list[Node]:
-        """Return the nodes of all sites that are let in."""
+        """Return the nodes of all sites that may connect."""
         try:
             return registered_nodes(self.address, self.authority.read_bytes())
         except ConnectionError as error:
             raise ControlError(str(error)) from error
 
     def runs(self) -> list[Submitted]:
-        """Return all runs, the newest first."""
+        """Return all runs of the SuperLink, the newest first."""
         try:
             return submitted_runs(self.address, self.authority.read_bytes())
         except ConnectionError as error:
             raise ControlError(str(error)) from error
 
     def registered(self) -> dict[bytes, int]:
-        """Return the node ids of all sites that are let in, by public key (DER)."""
+        """Return the node ids of all sites that may connect, by public key (in DER)."""
         return {public_in(node.key): node.id for node in self.all_nodes()}
 
     def nodes(self, sites: Sequence[Path]) -> list[int]:
-        """Return the node id of each site.
+        """Return the node id of each site, in the order of ``sites``.
 
         Args:
-            sites: The files with the sites' public keys.
+            sites: The public key files of the sites.
 
         Raises:
             NotRegistered: The SuperLink does not know a key.
@@ -171,45 +179,63 @@ class Control:
         keys, nodes = [key_of(site) for site in sites], self.registered()
         if missing := [site for site, key in zip(sites, keys, strict=True) if key not in nodes]:
             raise NotRegistered(
-                f"the SuperLink at {self.address} does not know the key {missing[0]}: `fl-bn register` tells it (`fl-bn start` does, too)"
+                f"the SuperLink at {self.address} does not know the key {missing[0]}: `fl-bn register` or `fl-bn start` tells it"
             )
         return [nodes[key] for key in keys]
 
     def status(self, run: str) -> str:
-        """Return the status of a run: running, finished:completed, finished:failed, ..."""
+        """Return Flower's status of the run with this id: ``running``, ``finished:completed``, ``finished:failed`` or another."""
         match = next((one for one in self.runs() if str(one.id) == run), None)
         if match is None:
             raise ControlError(f"the SuperLink at {self.address} has no run {run}")
         return match.status
 
     def log(self, run: str, after: float) -> Iterator[tuple[str, float]]:
-        """Follow the log of a run as ``run_log`` does. Where the connection breaks, the log ends."""
+        """Follow the log of a run, as ``run_log`` does. Where the connection breaks, the iterator ends without an error.
+
+        Args:
+            run: Flower's id of the run.
+            after: The time, in seconds, after which the log is wanted; 0: all of it.
+
+        Yields:
+            A piece of the log and its time.
+        """
         with suppress(ConnectionError):
             yield from run_log(self.address, self.authority.read_bytes(), int(run), after)
 
 
 def key_of(site: Path) -> bytes:
-    """Return the public key in a site's file in ``sites/`` as DER. Raises ControlError, which names the file."""
+    """Read the public key of a site.
+
+    Args:
+        site: The site's file in the folder ``sites`` of the server.
+
+    Returns:
+        The key in DER.
+
+    Raises:
+        ControlError: The file is missing or holds no public key. The message names the file.
+    """
     try:
         return read_public(site)
     except (OSError, ValueError) as error:
         reason = "it is missing" if isinstance(error, FileNotFoundError) else error
-        raise ControlError(f"{site}: {reason}. server.toml names the site {site.stem}, so its public key belongs there") from error
+        raise ControlError(f"{site}: {reason}. server.toml names the site {site.stem}, so this file must hold its public key") from error
 
 
 @contextmanager
 def control_of(server: ServerFolder, address: str = "") -> Iterator[Control]:
-    """Connect to the SuperLink of a server.
+    """Make a Control for the SuperLink of a server. It can be used inside the ``with`` block.
 
     Args:
         server: The server's folder.
-        address: Of the Control API, if it is not the one in server.toml.
+        address: The address of the Control API; empty: the one in server.toml.
 
     Yields:
-        The SuperLink.
+        The Control.
 
     Raises:
-        ControlError: The installed ``flwr`` is not of the deployment's version.
+        ControlError: The installed version of Flower is not the one that deployments need.
     """
     try:
         check_flower("the command flwr, through which fl-bn talks to a SuperLink,")
@@ -223,24 +249,24 @@ def control_of(server: ServerFolder, address: str = "") -> Iterator[Control]:
 
 
 def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) -> Iterator[tuple[str, str]]:
-    """Let in every site of ``server.toml``, and nobody else.
+    """Let the sites of ``server.toml`` connect to the SuperLink, and no others.
 
-    A key that the SuperLink knows, but that no site has, is shut out: it belongs to a site that was removed, or
-    is a site's former key.
+    Keys that the SuperLink knows, but that belong to no site now, are shut out. They are keys of sites that were
+    removed, or former keys of sites.
 
     Args:
         server: The server's folder.
-        address: Of the Control API, if it is not the one in server.toml.
-        wait: For how many seconds to wait for a SuperLink.
+        address: The address of the Control API; empty: the one in server.toml.
+        wait: The seconds to wait for the SuperLink to answer.
 
     Yields:
-        The name of a site and what became of it.
+        The name of a site, and what was done with it.
 
     Raises:
-        ControlError: No SuperLink answers, it refuses a key, or a site has no key.
+        ControlError: No SuperLink answers, it refuses a key, or a site has no public key.
     """
     for site in server.sites:
-        key_of(server.public_key(site))  # what is wrong here is said before anything is waited for
+        key_of(server.public_key(site))  # raise for a missing key before waiting for the SuperLink
     deadline = time.monotonic() + wait
     with control_of(server, address) as control:
         while True:

@@ -1,4 +1,4 @@
-"""Check a machine of a deployment before a run, and say what to mend: ``fl-bn doctor FOLDER``."""
+"""Check a machine of a deployment before a run, and say what to repair: ``fl-bn doctor FOLDER``."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port,
 
 
 def diagnose(folder: Path, overrides: str = "") -> Iterator[Finding]:
-    """Check this machine, a folder of a kit, and a run there.
+    """Check this machine, its folder of the kit, and whether a run could take place here.
 
     Args:
         folder: The server's folder, or a site's.
         overrides: Keys of the run config, as for ``fl-bn submit``.
 
     Yields:
-        What each check finds. Whatever is wrong is a finding, and raises nothing.
+        One finding per check. A fault is a finding, too: this function raises nothing.
     """
     yield from this_machine()
     try:
         kit_folder = read_folder(folder)
     except (FolderError, OSError) as error:
-        yield Finding("fail", "folder", reason(error), "name kit/server or kit/sites/NAME, or correct that file")
+        yield Finding("fail", "folder", reason(error), "give the folder kit/server or kit/sites/NAME, or correct that file")
         return
     checks = _site(kit_folder, overrides) if isinstance(kit_folder, SiteFolder) else _server(kit_folder, overrides)
     yield from guard_each("folder", lambda: checks)
@@ -60,16 +60,21 @@ def _policy(file: Path) -> Finding:
     try:
         policy = Policy.read(file)
     except PolicyError as error:
-        return Finding("fail", "policy", str(error), "correct the line: until then this site refuses every run")
+        return Finding("fail", "policy", str(error), "correct that line: until then this site refuses every run")
     lines = {spec.name.replace("_", "-"): getattr(policy, spec.name) for spec in fields(policy)}
     set_here = [f"{name} = {value}" for name, value in lines.items() if value != getattr(Policy(), name.replace("-", "_"))]
     return Finding("ok", "policy", f"{file}: {'; '.join(set_here) or 'takes part in every run'}")
 
 
 def _superlink(host: str, port: int, authority: Path) -> Iterator[Finding]:
-    """Check the way to the SuperLink, from its name to its clock.
+    """Check the connection to the SuperLink: proxy, name, port, TLS and clock.
 
-    Each step is made only where the one before it succeeded.
+    Port and TLS are checked only where the check before succeeded.
+
+    Args:
+        host: The name or address of the SuperLink.
+        port: Its port for SuperNodes.
+        authority: The certificate file of the kit's authority.
     """
     skew = None
     yield guard("proxy", lambda: network.proxy(host))
@@ -117,13 +122,15 @@ def _server_run(server: ServerFolder, overrides: str) -> Iterator[Finding]:
         yield experiment.refusal(error)
         return
     if values["clients"] != len(server.sites):
-        what = f"the run is for clients={values['clients']}, but server.toml names {len(server.sites)} sites, who would refuse"
+        what = (
+            f"the run config has clients={values['clients']}, but server.toml names {len(server.sites)} sites, which would refuse the run"
+        )
         yield Finding("fail", "clients", what, "leave clients out of --run-config")
     yield from run(values)
 
 
 def _running(logs: Path) -> bool:
-    """Return whether ``fl-bn start`` of the folder with ``logs`` runs: it holds a lock there."""
+    """Return whether ``fl-bn start`` runs for the folder with these ``logs``. It locks a file there while it runs."""
     try:
         with open(logs / ".lock") as lock:
             hold(lock, shared=True)

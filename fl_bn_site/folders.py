@@ -1,4 +1,4 @@
-"""Read and check the folders of a kit: ``server.toml`` and ``site.toml`` become values with absolute paths."""
+"""Read and check the folders of a kit. The lines of ``server.toml`` and ``site.toml`` become fields of a dataclass."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ import tomli_w
 from fl_bn.support.client_names import SITE
 from fl_bn.support.names import unknown
 
-MOST_RUNS = 1024  # at a time
-EXCHANGE_PORTS = 4  # that the sites' firewalls let through, unless told otherwise
+MOST_RUNS = 1024  # the largest number of runs at a time that server.toml may allow
+EXCHANGE_PORTS = 4  # the default number of ports for the layer-wise exchange, which firewalls must let through
 ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]\"\\]+):([0-9]{1,5})")
 HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+")
 
 
 class FolderError(ValueError):
-    """A folder of the kit, or a line of its TOML file, is wrong. The message names the file and the line's key."""
+    """A folder of the kit, or a line of its TOML file, is wrong. The message names the file and the line."""
 
 
 def host_port(address: str) -> tuple[str, int]:
-    """Split ``fl.example.org:9092`` into host and port. An IPv6 address stands in brackets, which are removed.
+    """Split an address into host and port.
+
+    Args:
+        address: HOST:PORT, as ``fl.example.org:9092``, or ``[::1]:9092`` for an IPv6 address.
+
+    Returns:
+        The host, an IPv6 address without its brackets, and the port.
 
     Raises:
         ValueError: The address is not HOST:PORT.
@@ -37,7 +43,11 @@ def host_port(address: str) -> tuple[str, int]:
 
 
 def site_name(name: str) -> str:
-    """Return ``name``, which becomes the name of files and folders. Raises ValueError where it cannot."""
+    """Check the name of a site, and return it.
+
+    Raises:
+        ValueError: The name has characters that are not allowed, since files and folders are named after the site.
+    """
     if not SITE.fullmatch(name):
         raise ValueError(f"a site's name must be letters, digits, '.', '_' and '-', but got {name!r}")
     return name
@@ -45,7 +55,9 @@ def site_name(name: str) -> str:
 
 def _sites(names: tuple[str, ...]) -> None:
     if not names or len({site_name(name).casefold() for name in names}) < len(names):
-        raise ValueError(f"must be at least one name, and names must differ in more than capitals, but got {', '.join(names) or 'none'}")
+        raise ValueError(
+            f"must be at least one name, and names must differ in more than upper and lower case, but got {', '.join(names) or 'none'}"
+        )
 
 
 def _port(port: int) -> None:
@@ -75,7 +87,7 @@ def _few(number: int) -> None:
 
 
 def _device(name: str) -> None:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):  # as the run config's device
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):  # the same values as the key device of a run config
         raise ValueError(f"must be auto, cpu, cuda, cuda:1, ..., but got {name!r}")
 
 
@@ -90,38 +102,39 @@ def _given(text: str) -> None:
 
 
 def _line(text: str, default: Any = MISSING, check: Callable[[Any], object] = lambda value: None) -> Any:
-    """Declare one line of a TOML file.
+    """Declare one line of a TOML file as a field of a dataclass.
 
     Args:
-        text: The meaning of the line, which becomes the comment beside it.
-        default: Its default; MISSING: the line must be there.
-        check: Raises ValueError where a value is not allowed.
+        text: The meaning of the line, which becomes the comment beside it in the file.
+        default: The value where the file lacks the line; MISSING: the file must have the line.
+        check: Takes the value of the line, and raises ValueError where it is not allowed.
     """
     return field(default=default, metadata={"help": text, "check": check}, kw_only=True)
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Read a folder with a TOML file.
+    """Hold the settings of a folder of the kit, which stand in a TOML file there.
 
-    Fields other than ``path`` are the lines of the file. Paths in them become absolute.
+    Every field other than ``path`` is a line of that file. Relative paths in the file start at the folder; the
+    fields hold absolute ones.
 
     Attributes:
         path: The folder.
         file: The name of the TOML file.
-        gone: Lines of earlier versions, and why they are no longer needed.
+        gone: Lines that only earlier versions had, with the reason for which they are no longer needed.
     """
 
     path: Path
     file = ""
-    gone: ClassVar[Mapping[str, str]] = {}  # lines of earlier versions, and why they are not needed any more
+    gone: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def read(cls, path: Path | str) -> Self:
-        """Read the folder at ``path``.
+        """Read and check the TOML file of the folder at ``path``.
 
         Raises:
-            FolderError: The file is missing or no TOML, or a line is unknown, missing, of another type or out
+            FolderError: The file is missing or is not TOML, or a line is unknown, missing, of a wrong type or out
                 of range.
         """
         folder = Path(path).absolute()
@@ -147,18 +160,18 @@ class Folder:
 
     @classmethod
     def lines(cls) -> list[Field[Any]]:
-        """Return the fields that are lines of the file."""
+        """Return the dataclass fields that stand for lines of the file: all but ``path``."""
         return [spec for spec in fields(cls) if spec.name != "path"]
 
     @property
     def logs(self) -> Path:
-        """Return the folder of the logs."""
+        """Return the folder in which the programs of this machine write their logs."""
         return self.path / "logs"
 
 
 @dataclass(frozen=True)
 class ServerFolder(Folder):
-    """Hold ``kit/server``: what the machine with the SuperLink needs."""
+    """Hold the settings of ``kit/server``, the folder for the machine with the SuperLink."""
 
     superlink: str = _line("the name by which sites reach this machine; it is in server.crt", check=_given)
     fleet: str = _line("where sites connect", "0.0.0.0:9092", host_port)
@@ -185,36 +198,41 @@ class ServerFolder(Folder):
 
     def __post_init__(self) -> None:
         if self.last_exchange_port > 65535:
-            raise ValueError(f"exchange-port and exchange-ports must stay below 65536, but the last would be {self.last_exchange_port}")
+            raise ValueError(
+                f"the last port of the exchange, exchange-port + exchange-ports - 1, must be below 65536, but is {self.last_exchange_port}"
+            )
 
     @property
     def last_exchange_port(self) -> int:
-        """Return the last port of the layer-wise exchange."""
+        """Return the last of the ports for the layer-wise exchange."""
         return self.exchange_port + self.exchange_ports - 1
 
     @property
     def authority(self) -> Path:
-        """Return the file of the authority's certificate."""
+        """Return the certificate file of the kit's authority."""
         return self.path / "ca.crt"
 
     @property
     def certificate(self) -> Path:
-        """Return the file of the server's certificate."""
+        """Return the certificate file of the server."""
         return self.path / "server.crt"
 
     @property
     def key(self) -> Path:
-        """Return the file of the server's private key."""
+        """Return the private key file of the server."""
         return self.path / "server.key"
 
     def public_key(self, site: str) -> Path:
-        """Return the file of a site's public key."""
+        """Return the file in which the server keeps the public key of ``site``."""
         return self.path / "sites" / f"{site}.pub"
 
 
 @dataclass(frozen=True)
 class SiteFolder(Folder):
-    """Hold ``kit/sites/NAME``: what one site's machine needs. ``data_path`` is absolute unless a function reads it."""
+    """Hold the settings of ``kit/sites/NAME``, the folder for the machine of one site.
+
+    ``data_path`` becomes absolute, unless ``dataset`` is a function: then the function gets the text as it stands.
+    """
 
     site: str = _line("this site's name", check=site_name)
     superlink: str = _line("where the server is", check=host_port)
@@ -245,32 +263,36 @@ class SiteFolder(Folder):
 
     @property
     def public_key(self) -> Path:
-        """Return the file of this site's public key."""
+        """Return the public key file of this site."""
         return self.path / "site.pub"
 
     @property
     def node_dir(self) -> Path:
-        """Return the folder of the SuperNode, which keeps the apps of runs there."""
+        """Return the folder of the SuperNode's state, with the apps of the runs."""
         return self.path / "node"
 
 
 def read_folder(path: Path | str) -> ServerFolder | SiteFolder:
-    """Read the folder at ``path``, the server's or a site's. Raises FolderError where it is neither."""
+    """Read a folder of the kit, the server's or a site's.
+
+    Raises:
+        FolderError: The folder at ``path`` is neither, or its TOML file is wrong.
+    """
     for kind in (ServerFolder, SiteFolder):
         if (Path(path) / kind.file).exists():
             return kind.read(path)
-    raise FolderError(f"{path} is no folder of a kit: expected server.toml (kit/server) or site.toml (kit/sites/NAME) in it")
+    raise FolderError(f"{path} is not a folder of a kit: expected server.toml (kit/server) or site.toml (kit/sites/NAME) in it")
 
 
 def render(kind: type[Folder], **values: object) -> str:
-    """Return the text of a TOML file, with the meaning of each line beside it.
+    """Return the text of a folder's TOML file, with the meaning of each line in a comment beside it.
 
     Args:
-        kind: The folder whose file it is.
-        values: Values by the names of the fields. Other fields have their defaults.
+        kind: ``ServerFolder`` or ``SiteFolder``.
+        values: Values of fields, by name. The other fields have their defaults.
 
     Raises:
-        TypeError: The file has no such line.
+        TypeError: ``values`` names a field that the file does not have.
     """
     lines = []
     for spec in kind.lines():
@@ -287,7 +309,10 @@ def _kebab(spec: Field[Any]) -> str:
 
 
 def one_line(value: object) -> str:
-    """Return ``value`` as TOML on one line, beside which a comment fits: tomli-w gives each item of a list a line of its own."""
+    """Return ``value`` in TOML, on one line, so that a comment fits beside it.
+
+    ``tomli_w.dumps`` would put each item of a list on a line of its own.
+    """
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(one_line(item) for item in value)}]"
     return tomli_w.dumps({"value": str(value) if isinstance(value, Path) else value}).removeprefix("value = ").rstrip("\n")
@@ -299,9 +324,20 @@ def _within(folder: Path, path: str) -> Path:
 
 
 def _value(source: Path, name: str, spec: Field[Any], type_hint: Any, values: dict[str, Any]) -> Any:
-    """Return the checked value of the line ``name``. Raises FolderError."""
+    """Return the value of one line, checked and converted to the type of its field.
+
+    Args:
+        source: The TOML file, for messages; relative paths start at its folder.
+        name: The name of the line.
+        spec: The field.
+        type_hint: The type of the field.
+        values: The values of the file.
+
+    Raises:
+        FolderError: The line is missing, of a wrong type, or its value is not allowed.
+    """
     if name not in values and spec.default is MISSING:
-        raise FolderError(f"{source}: the line {name} is missing: {spec.metadata['help']}")
+        raise FolderError(f"{source}: the line {name} is missing ({spec.metadata['help']})")
     value = values.get(name, spec.default)
     kind: type = type_hint if type_hint in (int, float) else list if type_hint == tuple[str, ...] else str
     value = float(value) if kind is float and type(value) is int else value

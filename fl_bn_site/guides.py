@@ -15,16 +15,16 @@ def kit_file(name: str) -> str:
 
 
 def kit_readme(sites: Sequence[str]) -> str:
-    """Return the page for who makes the kit, with a row for each of the ``sites``."""
+    """Return the README of a kit, for the person who makes it. It has a row for each of the ``sites``."""
     rows = [f"| `sites/{site}/` | the IT person of {site}, over a channel that keeps it secret | `site.key` |" for site in sites]
     return Template(kit_file("kit.md")).substitute(rows="\n".join(rows))
 
 
 def server_guide(fleet: int, exchange: int) -> str:
-    """Return the page for who runs the server.
+    """Return the guide for the person who runs the server.
 
     Args:
-        fleet: The port that SuperNodes connect to.
+        fleet: The port to which SuperNodes connect.
         exchange: The first port of the layer-wise exchange.
     """
     last = exchange + EXCHANGE_PORTS - 1
@@ -32,11 +32,11 @@ def server_guide(fleet: int, exchange: int) -> str:
 
 
 def site_guide(site: str, fleet: str, exchange: str) -> str:
-    """Return the page for who runs a site.
+    """Return the guide for the person who runs a site.
 
     Args:
-        site: The site's name.
-        fleet: The server's address for SuperNodes, HOST:PORT.
+        site: The name of the site.
+        fleet: The address to which SuperNodes connect, HOST:PORT.
         exchange: The first address of the layer-wise exchange, HOST:PORT.
     """
     return Template(kit_file("site.md")).substitute(
@@ -45,5 +45,5 @@ def site_guide(site: str, fleet: str, exchange: str) -> str:
 
 
 def _install() -> str:
-    """Return how to install fl-bn, which both guides say."""
+    """Return the section on how to install fl-bn, which is part of both guides."""
     return kit_file("install.md").rstrip("\n")

@@ -1,4 +1,4 @@
-"""Make a kit: everything that separate machines need to train together, one folder for each. ``fl-bn kit create``."""
+"""Make a kit, which has one folder for each machine of a deployment: ``fl-bn kit create``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fl_bn_site.certificates import alternative_name, make_authority, make_serve
 from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name
 from fl_bn_site.guides import kit_file, kit_readme, server_guide, site_guide
 
-LOCAL = ("localhost", "127.0.0.1", "::1")  # runs are submitted from the server's own machine
+LOCAL = ("localhost", "127.0.0.1", "::1")  # names under which the server's own machine submits runs
 
 
 class KitError(ValueError):
@@ -19,19 +19,20 @@ class KitError(ValueError):
 
 @dataclass(frozen=True)
 class KitPlan:
-    """Describe the kit to make. Hosts have no ports.
+    """Describe the kit to make.
 
     Attributes:
-        superlink: The name or address by which sites reach the server.
-        sites: The names of the sites.
-        exchange_host: The name or address of the layer-wise exchange; empty: the same as ``superlink``.
-        also: Further names and addresses for the server's certificate.
-        days: How long the server's certificate is valid.
-        fleet_port: The port that SuperNodes connect to.
+        superlink: The host name or IP address by which sites reach the server, without a port.
+        sites: The names of the sites. Their order is the order of the clients.
+        exchange_host: The host name or IP address by which sites reach the layer-wise exchange, without a port;
+            empty: as ``superlink``.
+        also: Further host names and IP addresses for which the server's certificate is valid.
+        days: The days for which the server's certificate is valid.
+        fleet_port: The port to which SuperNodes connect.
         exchange_port: The first port of the layer-wise exchange.
 
     Raises:
-        KitError: A value is not allowed.
+        KitError: A host, a name, a port or the number of days is not allowed.
     """
 
     superlink: str
@@ -52,7 +53,9 @@ class KitPlan:
             raise KitError(str(error)) from error
         if not self.sites or len({site.casefold() for site in self.sites}) < len(self.sites):
             names = ", ".join(self.sites) or "none"
-            raise KitError(f"a kit needs at least one site, and the sites' names must differ in more than capitals, but got {names}")
+            raise KitError(
+                f"a kit needs at least one site, and the sites' names must differ in more than upper and lower case, but got {names}"
+            )
         ports = (self.fleet_port, self.exchange_port, self.exchange_port + EXCHANGE_PORTS - 1)
         if self.days < 1 or not all(0 < port < 65536 for port in ports):
             raise KitError(f"days must be at least 1 and ports 1..65535, but got {self.days}, {self.fleet_port}, {self.exchange_port}")
@@ -64,17 +67,25 @@ class KitPlan:
 
     @property
     def fleet(self) -> str:
-        """Return the address that SuperNodes connect to, HOST:PORT."""
+        """Return the address to which SuperNodes connect, HOST:PORT."""
         return joined(self.superlink, self.fleet_port)
 
 
 def joined(host: str, port: int) -> str:
-    """Return HOST:PORT; an IPv6 address is put in brackets."""
+    """Join host and port to HOST:PORT. An IPv6 address is put in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def create(plan: KitPlan, output: Path) -> None:
-    """Write the kit. Raises KitError where ``output`` holds files already: a key is never overwritten."""
+    """Make all keys and certificates of a kit, and write its folders.
+
+    Args:
+        plan: The kit.
+        output: The folder of the kit, which may exist, but must hold no files.
+
+    Raises:
+        KitError: ``output`` holds files. They could be keys, which are never overwritten.
+    """
     if output.is_file() or any(path.is_file() for path in output.rglob("*")):
         raise KitError(f"{output} holds files already, and keys are never overwritten: give another --output, or move it away first")
     authority_folder, server = output / "authority", output / "server"
@@ -110,14 +121,14 @@ def create(plan: KitPlan, output: Path) -> None:
 
 
 def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes) -> None:
-    """Fill the empty folder of a site: a key pair, the authority's certificate, and where the server is.
+    """Fill the empty folder of a site: key pair, the authority's certificate, site.toml, policy, guide and script.
 
     Args:
-        folder: The site's folder.
-        name: The site's name.
-        fleet: The server's address for SuperNodes, HOST:PORT.
+        folder: The folder of the site.
+        name: The name of the site.
+        fleet: The address to which SuperNodes connect, HOST:PORT.
         exchange: The first address of the layer-wise exchange, HOST:PORT.
-        ca: The authority's certificate (PEM).
+        ca: The certificate of the kit's authority, in PEM.
     """
     write_site_key(folder / "site.key", folder / "site.pub", name)
     (folder / "ca.crt").write_bytes(ca)
@@ -130,6 +141,6 @@ def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes) ->
 
 
 def _script(path: Path) -> None:
-    """Write the script of the kit with that name, for its owner and others to run."""
+    """Write the script of ``kit_files`` that has the name of ``path``, and make it executable for everybody."""
     path.write_text(kit_file(path.name))
     path.chmod(0o755)

@@ -1,6 +1,6 @@
-"""Change a kit after its first day: add and remove sites, renew keys and certificates.
+"""Change a kit that is in use: add and remove sites, renew keys and certificates.
 
-No change touches a site other than the one that it names.
+A change affects only the site that it names. The other sites need no new files.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ from fl_bn_site.certificates import Identity, make_server, names_in, read_certif
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, one_line, site_name
 from fl_bn_site.kit import KitError, joined, write_site
 
-SOON = 30  # days before a certificate ends that are worth a word
-FORMER = "former"  # folder beside what was replaced
+SOON = 30  # a warning is given when a certificate expires in fewer days
+FORMER = "former"  # the folder for replaced files, beside the new ones
 
 
 def add_site(server: ServerFolder, name: str, public_key: Path | None, output: Path) -> ServerFolder:
-    """Let another site take part: its key goes to ``sites/``, its name to server.toml.
+    """Let another site take part: enter its key in ``sites/`` and its name in server.toml.
 
     Args:
         server: The server's folder.
-        name: The site's name.
-        public_key: The public key of a pair that the site made itself; None: make a whole folder for the site
-            in ``output``.
-        output: The site's folder, which must be empty or absent. It is not used where ``public_key`` is given.
+        name: The name of the new site.
+        public_key: The public key file of a key pair that the site made itself; None: make a key pair and the
+            whole folder of the site, in ``output``.
+        output: The folder of the site, which must be empty or absent. It is not used with ``public_key``.
 
     Returns:
         The server's folder after the change.
 
     Raises:
-        KitError: The name is taken or not allowed, the key belongs to another site or cannot be read,
-            ``output`` holds files, or server.toml has to be corrected by hand first. Nothing has changed then.
+        KitError: Nothing was changed, because the name is taken or not allowed, the key belongs to another site
+            or cannot be read, ``output`` holds files, or server.toml has to be corrected by hand first.
     """
     try:
         site_name(name)
     except ValueError as error:
         raise KitError(str(error)) from error
     if name.casefold() in {site.casefold() for site in server.sites}:
-        raise KitError(f"{server.path / server.file} names a site {name} already: choose another name, or `fl-bn kit renew` its key")
+        raise KitError(
+            f"{server.path / server.file} names a site {name} already: choose another name, or give that site a new key: `fl-bn kit renew`"
+        )
     text = _text_with_sites(server, [*server.sites, name])
     if public_key is None:
         if output.exists() and any(output.iterdir()):
@@ -62,53 +64,55 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
 
 
 def remove_site(server: ServerFolder, name: str) -> ServerFolder:
-    """Take a site out of server.toml, and its key out of ``sites/``.
+    """Take a site out of server.toml, and move its key from ``sites/`` to ``sites/former/``.
 
     Args:
         server: The server's folder.
-        name: The site's name.
+        name: The name of the site.
 
     Returns:
         The server's folder after the change.
 
     Raises:
-        KitError: There is no such site, it is the last one, or server.toml has to be corrected by hand first.
-            Nothing has changed then.
+        KitError: Nothing was changed, because there is no such site, it is the last one, or server.toml has to
+            be corrected by hand first.
     """
     if name not in server.sites:
         raise KitError(f"{server.path / server.file} names no site {name}; it names {', '.join(server.sites)}")
     if len(server.sites) == 1:
-        raise KitError(f"{name} is the last site: a server without sites has nothing to do; stop it instead")
+        raise KitError(f"{name} is the last site, and a server needs one: to end the deployment, stop `fl-bn start` instead")
     changed = _write(server, _text_with_sites(server, [site for site in server.sites if site != name]))
     _retire_key(server, name)
     return changed
 
 
 def renew_server(server: ServerFolder, authority: Path, days: int) -> Path:
-    """Make the server's certificate and key anew, for the same names.
+    """Make a new certificate and key of the server, for the names of the old certificate.
 
     Args:
         server: The server's folder.
-        authority: The folder with the authority's certificate and key, which signs the new certificate.
-        days: How long the new certificate is valid.
+        authority: The folder ``authority`` of the kit, with the certificate and key that sign the new certificate.
+        days: The days for which the new certificate is valid.
 
     Returns:
-        The folder with the former certificate and key.
+        The folder to which the old certificate and key were moved.
 
     Raises:
-        KitError: ``authority`` is not the one that the sites trust, cannot be read, or has expired.
+        KitError: The authority is not the one that the sites trust, cannot be read, or has expired.
     """
     certificate, key = authority / "ca.crt", authority / "ca.key"
     try:
         vouches, old = read_certificate(certificate), read_certificate(server.certificate)
         private = load_pem_private_key(key.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
-        raise KitError(f"the certificate cannot be renewed: {error}. Give the authority's folder of the kit (--authority)") from error
+        raise KitError(f"the certificate cannot be renewed: {error}. Give the folder `authority` of this kit (--authority)") from error
     if not isinstance(private, ec.EllipticCurvePrivateKey) or certificate.read_bytes() != server.authority.read_bytes():
-        raise KitError(f"{certificate} is not {server.authority}, which the sites trust: give the authority of this kit")
+        raise KitError(
+            f"{certificate} is not {server.authority}, which the sites trust: give the folder `authority` of this kit (--authority)"
+        )
     if vouches.not_valid_after_utc < datetime.now(UTC):
         ended = f"{vouches.not_valid_after_utc:%Y-%m-%d}"
-        raise KitError(f"{certificate} expired on {ended}: make a new kit, since every site needs another ca.crt")
+        raise KitError(f"{certificate} expired on {ended}: make a new kit, since every site needs a new ca.crt")
     renewed = make_server(Identity(vouches, private), [str(name.value) for name in names_in(old)], days)
     former = [_retire(path) for path in (server.certificate, server.key)]
     renewed.write(server.certificate, server.key)
@@ -116,22 +120,26 @@ def renew_server(server: ServerFolder, authority: Path, days: int) -> Path:
 
 
 def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder: Path) -> None:
-    """Give a site another key.
+    """Replace the key of a site.
 
     Args:
         server: The server's folder.
-        name: The site's name.
-        public_key: The public key of a pair that the site made itself; None: make a new pair in ``folder``.
-        folder: The site's folder.
+        name: The name of the site.
+        public_key: The public key file of a key pair that the site made itself; None: make a new key pair in
+            ``folder``.
+        folder: The folder of the site. It is not used with ``public_key``.
 
     Raises:
-        KitError: There is no such site or folder, or the key cannot be used.
+        KitError: There is no such site, ``folder`` is not a site's folder, or the key cannot be read or belongs
+            to another site.
     """
     if name not in server.sites:
         raise KitError(f"{server.path / server.file} names no site {name}; it names {', '.join(server.sites)}")
     if public_key is None:
         if not (folder / SiteFolder.file).exists():
-            raise KitError(f"{folder} has no {SiteFolder.file}: give the site's folder (--output), or the public key that it sent")
+            raise KitError(
+                f"{folder} has no {SiteFolder.file}: give the site's folder (--output), or the public key that the site sent (--public-key)"
+            )
         public_key = folder / "site.pub"
         for half in ("site.key", "site.pub"):
             if (folder / half).exists():
@@ -143,10 +151,10 @@ def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder:
 
 
 def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:
-    """Find the certificate in ``folder`` that ends first.
+    """Find the certificate in ``folder`` that expires first.
 
     Returns:
-        Its path, and the days that it is still valid; negative: it has ended.
+        Its path, and the whole days until it expires; negative: it has expired.
 
     Raises:
         OSError: A certificate cannot be read.
@@ -159,35 +167,44 @@ def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:
 
 
 def ago(days: int) -> str:
-    """Return how long ago a certificate ended, as ``3 days ago``.
+    """Return in words how long ago a certificate expired, as ``3 days ago``.
 
-    ``days`` are those that it is still valid: a negative number.
+    Args:
+        days: The days until it expires, rounded down, as ``days_left`` returns them: a negative number.
     """
     whole = -days - 1
     return "less than a day ago" if whole == 0 else f"{whole} day{'s' if whole > 1 else ''} ago"
 
 
 def check_expiry(folder: ServerFolder | SiteFolder) -> str:
-    """Return a warning if a certificate in ``folder`` ends soon; empty: none does.
+    """Return a warning if a certificate in ``folder`` expires within ``SOON`` days; else an empty text.
 
     Raises:
-        FolderError: A certificate has ended, so that nothing would connect.
+        FolderError: A certificate has expired, so no site could connect.
         OSError: A certificate cannot be read.
         ValueError: A file holds no certificate.
     """
     path, days = days_left(folder)
     renewal = (
-        "`fl-bn kit renew` makes another server certificate"
+        "renew the server's certificate by `fl-bn kit renew`"
         if isinstance(folder, ServerFolder)
         else "ask the server's operator for a new kit"
     )
     if days < 0:
-        raise FolderError(f"{path} expired {ago(days)}, and nothing would connect: {renewal}")
+        raise FolderError(f"{path} expired {ago(days)}, so no site could connect: {renewal}")
     return f"{path} expires in {days} days: {renewal}" if days < SOON else ""
 
 
 def former_owner(server: ServerFolder, key: bytes) -> str:
-    """Return the site that had the public ``key`` (DER) before; empty: this folder knows of none."""
+    """Find the site to which a public key belonged earlier.
+
+    Args:
+        server: The server's folder, which keeps former keys in ``sites/former``.
+        key: The public key in DER.
+
+    Returns:
+        The name of the site; empty: no former key is this one.
+    """
     for path in (server.path / "sites" / FORMER).glob("*.pub.*"):
         with suppress(OSError, ValueError):
             if read_public(path) == key:
@@ -196,25 +213,26 @@ def former_owner(server: ServerFolder, key: bytes) -> str:
 
 
 def _read_key(server: ServerFolder, name: str, public_key: Path) -> bytes:
-    """Read the public key that becomes the site's.
+    """Return the content of a public key file that is to become the key of the site ``name``.
 
-    Raises KitError where it is no public key, or belongs to another site.
+    Raises:
+        KitError: The file holds no public key, or the key of another site.
     """
     try:
         content, key = public_key.read_bytes(), read_public(public_key)
     except (OSError, ValueError) as error:
-        raise KitError(f"{public_key} is no public key of a site: {error}") from error
+        raise KitError(f"{public_key} is not the public key of a site (site.pub): {error}") from error
     for other in server.sites:
         if other != name and server.public_key(other).exists() and read_public(server.public_key(other)) == key:
-            raise KitError(f"{public_key} is the key of {other}: every site has a key of its own")
+            raise KitError(f"{public_key} is the key of {other}, but every site needs a key of its own: make another key pair for {name}")
     return content
 
 
 def _text_with_sites(server: ServerFolder, sites: Sequence[str]) -> str:
-    """Return the text of server.toml with other ``sites``. All other lines and comments stay.
+    """Return the text of server.toml with another list of ``sites``. All other lines and comments stay.
 
     Raises:
-        KitError: The line of the sites cannot be replaced.
+        KitError: The line ``sites = [...]`` cannot be found or replaced.
     """
     path = server.path / server.file
     old = path.read_text(encoding="utf-8")
@@ -228,20 +246,24 @@ def _text_with_sites(server: ServerFolder, sites: Sequence[str]) -> str:
 
 
 def _write(server: ServerFolder, text: str) -> ServerFolder:
-    """Write ``text`` to server.toml. Return the folder as it is then."""
+    """Write ``text`` to server.toml, and read the folder again."""
     path = server.path / server.file
     write(path, text.encode(), path.stat().st_mode & 0o777)
     return ServerFolder.read(server.path)
 
 
 def _retire_key(server: ServerFolder, name: str) -> None:
-    """Move the site's public key, if there is one, to the former ones."""
+    """Move the public key of the site ``name``, if there is one, to ``sites/former``."""
     if server.public_key(name).exists():
         _retire(server.public_key(name))
 
 
 def _retire(path: Path) -> Path:
-    """Move a file that is replaced to ``former/`` beside it, under its name and the time. Nothing is deleted."""
+    """Move a file to the folder ``former`` beside it, so that a new one can be written.
+
+    Returns:
+        The new path, which ends in the time of the move.
+    """
     folder = path.parent / FORMER
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / f"{path.name}.{datetime.now(UTC):%Y%m%dT%H%M%S%f}"

@@ -22,19 +22,23 @@ from fl_bn_site.membership import ago
 from fl_bn_site.queue_store import QueueError
 from fl_bn_site.status import RunStatus, Status, status
 
-FRESH = 2.0  # seconds for which an answer is given again
-EVERY = 15.0  # seconds between health files
+FRESH = 2.0  # seconds for which the last status is returned again
+EVERY = 15.0  # seconds after which the health file is written again
 HEALTH = "health.json"
 Labels = dict[str, str]
 
 
 def metrics(current: Status | None) -> str:
-    """Return Prometheus' text of the status ``current``; None: the SuperLink does not answer."""
+    """Return a status as metrics in Prometheus' text format.
+
+    Args:
+        current: The status; None: the SuperLink does not answer. Then ``fl_bn_up`` is 0, and the only metric.
+    """
     return generate_latest(_Collector(current)).decode()
 
 
 class _Collector(Collector):
-    """Turn one status into metrics.
+    """Give Prometheus' client the metrics of one status.
 
     Args:
         current: The status; None: the SuperLink does not answer.
@@ -44,7 +48,7 @@ class _Collector(Collector):
         self.current = current
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric with its samples."""
+        """Yield every metric with its values, as the client calls for them."""
         current = self.current
         yield _gauge("up", "1 if the SuperLink answers", [({}, float(current is not None))])
         if current is None:
@@ -81,7 +85,7 @@ def _gauge(name: str, help: str, samples: Sequence[tuple[Labels, float]]) -> Met
 
 
 def _counter(name: str, help: str, samples: Sequence[tuple[Labels, float]]) -> Metric:
-    """Return a metric that only grows. In Prometheus its name ends in ``_total``."""
+    """Return a metric whose values only grow. The names of such metrics end in ``_total``."""
     return _filled(CounterMetricFamily(f"fl_bn_{name}", help), f"fl_bn_{name}_total", samples)
 
 
@@ -92,78 +96,85 @@ def _filled(metric: Metric, name: str, samples: Sequence[tuple[Labels, float]]) 
 
 
 def _newest(current: Status) -> list[Any]:
-    """Return each run once, under its name: a resumed run has several ids."""
+    """Return the newest status of each run. A resumed run has several ids, but one name."""
     return list({run.name or run.id: run for run in reversed(current.runs)}.values())
 
 
 def health(current: Status | None, problem: str = "") -> dict[str, Any]:
-    """Return the state of the server, as the health file has it.
+    """Return the state of the server for the health file.
 
     Args:
         current: The status; None: the SuperLink does not answer.
-        problem: Why it does not.
+        problem: Why the SuperLink does not answer; used only where ``current`` is None.
 
     Returns:
-        ``ok``: whether the SuperLink answers and its certificates are valid; ``problem``: why not; and the
-            whole status.
+        ``ok``, whether the SuperLink answers and its certificates are valid; ``problem``, why not; and all fields
+            of the status.
     """
     if current is None:
         return {"ok": False, "problem": problem, "at": datetime.now().astimezone().isoformat(timespec="seconds")}
-    problem = f"a certificate ended {ago(current.expires)}" if current.expires < 0 else ""
+    problem = f"a certificate expired {ago(current.expires)}" if current.expires < 0 else ""
     return {"ok": not problem, "problem": problem, **asdict(current)}
 
 
 class Watcher:
-    """Ask for the status, at most every ``FRESH`` seconds. Several threads may call it.
+    """Read the status of a server, at most once in ``FRESH`` seconds. Several threads may use one watcher.
 
     Args:
         server: The server's folder.
-        address: Of the Control API, if it is not the one in server.toml.
+        address: The address of the Control API; empty: the one in server.toml.
     """
 
     def __init__(self, server: ServerFolder, address: str = "") -> None:
         self.server, self.address = server, address
         self._lock, self._at = threading.Lock(), -FRESH
-        self._last: tuple[Status | None, str] = (None, "nobody has looked yet")
+        self._last: tuple[Status | None, str] = (None, "the status has not been read yet")
 
     def look(self) -> tuple[Status | None, str]:
-        """Return the status and an empty text, or None and what is wrong."""
+        """Return the status and an empty text; or None and why the status cannot be read."""
         with self._lock:
             if time.monotonic() - self._at >= FRESH:
                 try:
-                    self._last = status(ServerFolder.read(self.server.path), self.address), ""  # anew: sites come and go
+                    self._last = (
+                        status(ServerFolder.read(self.server.path), self.address),
+                        "",
+                    )  # read again, since sites may have been added or removed
                 except (ControlError, QueueError, FolderError, OSError, ValueError) as error:
                     self._last = None, str(error)
                 self._at = time.monotonic()
             return self._last
 
     def write(self) -> None:
-        """Write the health file into the server's ``state``. Raises OSError where it cannot be written."""
+        """Write the health file into the folder ``state`` of the server.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         text = json.dumps(health(*self.look()), indent=1) + "\n"
         durable.write(self.server.state / HEALTH, text.encode(), 0o644)
 
 
 def make_server(server: ServerFolder, where: str, address: str = "") -> tuple[ThreadingHTTPServer, Watcher]:
-    """Make a web server that answers ``/metrics`` and ``/health``.
+    """Make a web server that answers requests for ``/metrics`` and ``/health``. It does not run yet.
 
     Args:
         server: The server's folder.
-        where: [HOST:]PORT; without HOST only this machine reaches it.
-        address: Of the Control API, if it is not the one in server.toml.
+        where: The address to listen on, [HOST:]PORT; without HOST, only this machine can reach it.
+        address: The address of the Control API; empty: the one in server.toml.
 
     Returns:
-        The web server, and the watcher that it asks.
+        The web server, and the watcher from which it gets the status.
 
     Raises:
-        ValueError: ``where`` is no address.
-        OSError: The address cannot be listened on.
+        ValueError: ``where`` is not [HOST:]PORT.
+        OSError: This machine cannot listen on that address.
     """
     host, port = host_port(where if ":" in where else f"127.0.0.1:{where}")
     watcher = Watcher(server, address)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            """Answer one question."""
+            """Answer one request."""
             current, problem = watcher.look()
             if self.path.partition("?")[0] == "/metrics":
                 self._answer(200, CONTENT_TYPE_LATEST, metrics(current))
@@ -182,29 +193,29 @@ def make_server(server: ServerFolder, where: str, address: str = "") -> tuple[Th
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Print nothing: a question every few seconds is no news."""
+            """Print nothing, since Prometheus sends a request every few seconds."""
 
     return ThreadingHTTPServer((host, port), Handler), watcher
 
 
 def serve(server: ServerFolder, where: str, address: str = "", say: Callable[[str], None] = print) -> None:
-    """Publish the status until Ctrl-C, and write the health file every ``EVERY`` seconds.
+    """Publish the status of a server until Ctrl-C, and write the health file every ``EVERY`` seconds.
 
     Args:
         server: The server's folder.
-        where: [HOST:]PORT; without HOST only this machine reaches it.
-        address: Of the Control API, if it is not the one in server.toml.
-        say: Is given each message.
+        where: The address to listen on, [HOST:]PORT; without HOST, only this machine can reach it.
+        address: The address of the Control API; empty: the one in server.toml.
+        say: Called with each message for the user.
 
     Raises:
-        ValueError: ``where`` is no address.
-        OSError: The address cannot be listened on.
+        ValueError: ``where`` is not [HOST:]PORT.
+        OSError: This machine cannot listen on that address.
     """
     web, watcher = make_server(server, where, address)
     with web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
         host, port = web.server_address[:2]
-        say(f"http://{host!s}:{port}/metrics and /health; {server.state / HEALTH} every {EVERY:.0f} s")
+        say(f"http://{host!s}:{port}/metrics and /health; {server.state / HEALTH} is written every {EVERY:.0f} s")
         last = ""
         try:
             while True:

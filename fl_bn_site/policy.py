@@ -1,10 +1,10 @@
-"""Read and check a site's policy, ``policy.toml``: which runs this site takes part in.
+"""Read the policy of a site, ``policy.toml``, and check whether a run is allowed by it.
 
-It is checked before any code of a run is loaded. The file belongs to the site. A run can neither read nor
-change it: the checks are made by ``app_host.py``, which is installed at the site, and not by the code that a
-run brings. A line that is missing allows everything.
+The policy says in which runs the site takes part. ``app_host.py``, which is installed at the site, makes the
+checks before it loads any code of a run. The code that a run brings takes no part in them. A line that the
+file lacks allows everything.
 
-This file imports nothing but the standard library, so that ``app_host.py`` can load it by its path.
+This module imports only the standard library, so that ``app_host.py`` can load it by its path.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from typing import Any
 FILE = "policy.toml"
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")  # package.module:function
 CODE = ("sent", "installed")
-PACKAGE = "fl_bn/"  # what code = "installed" compares
-BATCHES = ("batch-size", "hbn-stat-samples")  # keys of the run config: samples that statistics summarise; 0: all of the site's
-GB = 1 << 30
+PACKAGE = "fl_bn/"  # the files of a run that allow-code = "installed" compares with those of the site
+BATCHES = ("batch-size", "hbn-stat-samples")  # run-config keys for how many samples a statistic summarises; 0: all samples of the site
+GB = 1 << 30  # bytes
 
 
 class PolicyError(ValueError):
-    """The policy file is wrong. The message names the file and the line."""
+    """The policy file cannot be read, or a line of it is wrong. The message names the file and the line."""
 
 
 class NotAllowed(Exception):
-    """The site's policy refuses a run or a reply. The message has the line and what it allows."""
+    """The policy of the site does not allow a run or a reply. The message quotes the line of the policy."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Hold the lines of ``policy.toml``; None: everything is allowed.
+    """Hold the lines of ``policy.toml``. The value None allows everything.
 
     Attributes:
-        allow_methods: Values of the run config's ``method``.
-        allow_modules: Modules of which a run config may name a function.
-        allow_code: ``sent``: the code that the server sends; ``installed``: only code that equals the fl-bn
-            that is installed here.
-        max_memory: GB that the process of a message may hold.
-        min_samples: The fewest samples that a statistic or a reply may summarise.
-        max_evaluations: How many evaluations a run gets an answer to.
-        max_unknown_rounds: How many earlier rounds of a secure sum may have happened without this site.
+        allow_methods: The values of the run-config key ``method`` that are allowed.
+        allow_modules: The modules whose functions a run config may name. A package allows its submodules, too.
+        allow_code: ``sent`` allows any code that the server sends; ``installed`` allows only code that equals the
+            fl-bn that is installed here.
+        max_memory: The memory in GB (2**30 bytes) that the process of a message may use for data.
+        min_samples: The smallest number of samples that a statistic or a reply may summarise; 0: no limit.
+        max_evaluations: The largest number of evaluations that this site answers in one run.
+        max_unknown_rounds: The largest number of earlier rounds with secure aggregation that may have taken place
+            without this site.
     """
 
     allow_methods: tuple[str, ...] | None = None
@@ -59,10 +60,10 @@ class Policy:
 
     @classmethod
     def read(cls, file: Path | None) -> Policy:
-        """Read the policy in ``file``; no file allows everything.
+        """Read the policy in ``file``. None, or a file that does not exist, allows everything.
 
         Raises:
-            PolicyError: The file cannot be read, or a line is unknown or not allowed.
+            PolicyError: The file cannot be read, a line is unknown, or its value is not allowed.
         """
         if file is None or not file.exists():
             return cls()
@@ -76,7 +77,11 @@ class Policy:
         return cls(**{known[name]: _check_line(file, name, value) for name, value in values.items()})
 
     def check_run(self, run_config: Mapping[str, Any]) -> None:
-        """Raise NotAllowed where this site takes no part in a run with this config."""
+        """Check whether the policy allows a run with this run config.
+
+        Raises:
+            NotAllowed: The policy does not allow the method, a function, or a number of samples in the run config.
+        """
         if self.allow_methods is not None and run_config.get("method") not in self.allow_methods:
             raise _refusal("allow-methods", self.allow_methods, f"the run's method is {run_config.get('method')!r}")
         if self.allow_modules is not None:
@@ -87,16 +92,22 @@ class Policy:
                         raise _refusal("allow-modules", self.allow_modules, f"the run config names {key}={name[0]!r}")
         for key in BATCHES:
             if 0 < int(run_config.get(key, 0)) < self.min_samples:
-                raise _refusal("min-samples", self.min_samples, f"the run config has {key}={run_config[key]}: statistics of so few samples")
+                raise _refusal(
+                    "min-samples", self.min_samples, f"the run config has {key}={run_config[key]}, so statistics would be of fewer samples"
+                )
 
     def check_code(self, fab: bytes, package: Path) -> None:
-        """Raise NotAllowed where only installed code may run, and a run brings another fl-bn.
+        """Check whether the policy allows the code of a run. Call it before any of that code is loaded.
 
-        No code of the run is loaded then. It is refused because two versions would not compute the same.
+        Where ``allow_code`` is ``installed``, the site runs its own fl-bn. The fl-bn of the run must then be the
+        same, since two versions would not compute the same.
 
         Args:
-            fab: The app that the run brings, a zip file.
-            package: The folder of the fl-bn that is installed here.
+            fab: The app that the run brings, as a zip file.
+            package: The folder of the package ``fl_bn`` that is installed here.
+
+        Raises:
+            NotAllowed: Only installed code is allowed, and the app of the run has other files.
         """
         if self.allow_code != "installed":
             return
@@ -107,14 +118,22 @@ class Policy:
         for name, content in sorted(sent.items()):
             mine = package / name.removeprefix(PACKAGE)
             if not mine.is_file() or mine.read_bytes() != content:
-                raise _refusal("allow-code", self.allow_code, f"the run has another {name} than this site: install the server's version")
+                raise _refusal(
+                    "allow-code",
+                    self.allow_code,
+                    f"the file {name} of the run differs from this site's: install the server's version of fl-bn here",
+                )
 
     def check_reply(self, samples: int | None, counts: Mapping[str, int]) -> None:
-        """Raise NotAllowed where a reply summarises fewer samples than the policy allows.
+        """Check whether a reply summarises enough samples.
 
         Args:
-            samples: The samples that the reply summarises; None: it does not say.
-            counts: Values per channel, by the layer's tensor; 0: the layer did not run.
+            samples: The number of samples that the reply summarises; None: the reply does not tell.
+            counts: The number of values per channel that a statistic summarises, by the name of its count; 0: the
+                layer did not run.
+
+        Raises:
+            NotAllowed: The reply, or one of its statistics, summarises fewer than ``min_samples``.
         """
         if samples is not None and 0 < samples < self.min_samples:
             raise _refusal("min-samples", self.min_samples, f"the reply summarises {samples} samples")
@@ -123,9 +142,9 @@ class Policy:
                 raise _refusal("min-samples", self.min_samples, f"the statistic {name} is of {count} values")
 
     def limits(self, node_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``node_config`` with the limits that the app itself enforces.
+        """Add to ``node_config`` the limits of the policy that the ClientApp enforces itself.
 
-        Where both name a limit, the stricter one holds.
+        Where ``node_config`` has the same limit already, the stricter one is returned.
         """
         limits = dict(node_config)
         if self.min_samples:
@@ -146,7 +165,11 @@ def _refusal(line: str, allowed: object, reason: str) -> NotAllowed:
 
 
 def _check_line(file: Path, name: str, value: Any) -> Any:
-    """Return the value of the line ``name``. Raises PolicyError where it is not allowed."""
+    """Return the value of the line ``name``, with lists as tuples.
+
+    Raises:
+        PolicyError: The value is not allowed. The message names ``file`` and the line.
+    """
 
     def wrong(expected: str) -> PolicyError:
         return PolicyError(f"{file}: {name} must be {expected}, but got {value!r}")

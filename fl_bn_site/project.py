@@ -1,4 +1,4 @@
-"""Find the project that a server submits, and copy what Flower sends of it."""
+"""Find the project that a server submits as an app, and copy the files that Flower sends to the sites."""
 
 from __future__ import annotations
 
@@ -15,41 +15,44 @@ import tomli_w
 from fl_bn.support.commit import COMMIT, commit_of
 from fl_bn_site.folders import FolderError, ServerFolder
 
-SENT = {".py", ".toml", ".md"}  # by Flower, to the sites; all else stays
-APART = ("pyvenv.cfg", "server/server.toml", "server.toml", "site.toml")  # a folder with one of these is an environment, or of a kit
+SENT = {".py", ".toml", ".md"}  # the kinds of files that Flower sends
+APART = ("pyvenv.cfg", "server/server.toml", "server.toml", "site.toml")  # files that only an environment or a folder of a kit has
 
 
 def project_of(server: ServerFolder) -> Path:
-    """Return the project that is submitted: server.toml's ``app``, else the one that this package is installed from.
+    """Return the folder of the project that ``server`` submits.
+
+    It is the one at ``app`` in server.toml, or else the one from which this package is installed (editable).
 
     Raises:
-        FolderError: This package is not installed from a project.
+        FolderError: The folder has no pyproject.toml.
     """
     folder = server.app or Path(__file__).parents[1]
     if not (folder / "pyproject.toml").exists():
         raise FolderError(
-            f"{folder} has no pyproject.toml, so there is no project to submit: give its folder as `app` in {server.path / server.file}, "
-            "or install it with pip install -e"
+            f"{folder} has no pyproject.toml, so it is not a project that can be submitted: write the folder of the project at `app` in "
+            f"{server.path / server.file}, or install fl-bn from its project by pip install -e"
         )
     return folder
 
 
 @contextmanager
 def stage(project: Path) -> Iterator[Path]:
-    """Copy what Flower sends of a project.
+    """Copy the files of a project that Flower sends, into a temporary folder.
 
-    Flower writes beside the project, and would read all files of an environment in it. The copy lacks the
-    folders and files that the project's pyproject.toml names under ``[tool.fl-bn] not-sent``. A copy of fl-bn
-    itself says of which commit it is, since git does not travel.
+    A copy is submitted in place of the project, because Flower writes files beside the project, and reads
+    every file in it, also those of a virtual environment. The copy lacks environments, folders of a kit, hidden
+    files, and the paths at ``[tool.fl-bn] not-sent`` in the project's pyproject.toml. A copy of fl-bn itself
+    has a file with its commit, since the copy has no git repository.
 
     Args:
         project: The folder of the project.
 
     Yields:
-        The folder of the copy, which is deleted at the end.
+        The folder of the copy. It is deleted when the ``with`` block ends.
 
     Raises:
-        FolderError: pyproject.toml cannot be read, ``not-sent`` is no list of texts, or a file cannot be
+        FolderError: pyproject.toml cannot be read, ``not-sent`` is not a list of texts, or a file cannot be
             copied.
     """
     file = project / "pyproject.toml"

@@ -1,7 +1,8 @@
-"""Start the runs that wait for their turn, in the order in which they were submitted.
+"""Start waiting runs in the order in which they were submitted.
 
-Every change is made under one lock and is on the disk before the next step. Each process that looks after the queue (``fl-bn start`` of
-the server, every ``fl-bn submit`` that waits) starts what may start. Where one of them is killed, no run is lost or started twice.
+Several processes serve the same queue: ``fl-bn start`` of the server, and every ``fl-bn submit`` that waits. Each
+of them starts any run that may start. They change the queue under one lock, and write each change to the disk
+before the next step. So no run is lost, or started twice, when one of them is killed.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from fl_bn_site.project import project_of, stage
 from fl_bn_site.queue_store import REFUSED, STARTED, STARTING, WAITING, QueuedRun, QueueError, QueueStore, run_name
 from fl_bn_site.registered import Submitted
 
-FINISHED_ENTRIES = 50  # that are kept, of runs that were started or refused
-FREE_MEMORY = 1024  # MiB of this machine's memory that are free before a run starts beside another
-FREE_DISK = 32  # MiB of the state's disk that are free before a run starts
-CHECKPOINT_EVERY = 5  # rounds, unless the run config says otherwise: from there fl-bn resume goes on
+FINISHED_ENTRIES = 50  # entries of started or refused runs that are kept; older ones are deleted
+FREE_MEMORY = 1024  # MiB of memory that must be free before a run starts beside another
+FREE_DISK = 32  # MiB that must be free on the disks of the state and of temporary files before a run starts
+CHECKPOINT_EVERY = 5  # rounds between checkpoints, from which fl-bn resume goes on, unless the run config has the key
 
 
 class NameTaken(ValueError):
-    """Another run has this name."""
+    """Another run has this name, or the run to resume waits in the queue already."""
 
 
 class Queue:
-    """The queue of one server.
+    """Queue runs for one server, and start them when their turn comes.
 
     Args:
         server: The server's folder.
@@ -43,32 +44,40 @@ class Queue:
         self.server, self.store = server, QueueStore(server.state / "queue")
 
     def waiting(self) -> list[QueuedRun]:
-        """Return the runs that have not been started, in their order. Raises QueueError where the queue cannot be read."""
+        """Return the runs that have not been started, the next one first.
+
+        Raises:
+            QueueError: The queue cannot be read.
+        """
         return self.store.entries(WAITING, STARTING)
 
     def add(self, config: Mapping[str, Scalar], parallel: int = 0, rename: bool = True) -> QueuedRun:
-        """Put a run at the end.
+        """Add a run at the end of the queue.
 
         Args:
-            config: Keys of the run config, with a ``name`` or with ``resume``.
-            parallel: The number of runs at a time that it may be one of; 0: as server.toml says.
-            rename: Add a number to a name that is taken.
+            config: The keys of the run config. ``name`` names a new run, ``resume`` the run to resume.
+            parallel: The most runs that may go on at a time while this one does, itself included; 0: the number
+                in server.toml.
+            rename: Where another run has the name, append a number to it, in place of raising NameTaken.
+
+        Returns:
+            The new entry, with its number and the name of the run's folder.
 
         Raises:
-            NameTaken: Another run has the name, or the run to resume waits already.
-            NoQueue: The folder may not be written to.
-            QueueError: The disk is full, say. The run is then not in the queue.
+            NameTaken: Another run has the name, or the run to resume waits in the queue already.
+            NoQueue: This user may not write to the folder of the queue.
+            QueueError: The queue cannot be written, for example because the disk is full. The run was not added.
         """
         with self.store.locked():
             entries = self.store.entries()
             resumes, name = str(config.get("resume") or ""), str(config.get("name") or "")
             if resumes and resumes in {entry.name for entry in entries if entry.state in (WAITING, STARTING)}:
-                raise NameTaken(f"{resumes} waits in the queue already: `fl-bn runs {self.server.path}` shows it")
+                raise NameTaken(f"{resumes} is in the queue already, so it cannot be resumed again: see `fl-bn runs {self.server.path}`")
             if not resumes:
                 free = self._free_name(name, {entry.name for entry in entries if entry.state != REFUSED})
                 if free != name and not rename:
                     raise NameTaken(
-                        f"another run here is called {name}: give another name, or go on with it: fl-bn resume {self.server.path} {name}"
+                        f"another run here is called {name}: give another name, or resume that run: fl-bn resume {self.server.path} {name}"
                     )
                 name = free
             values = dict(config) | ({} if resumes else {"name": name})
@@ -76,7 +85,17 @@ class Queue:
             return self.store.add(QueuedRun(0, resumes or name, values, parallel, now))
 
     def remove(self, entry: QueuedRun) -> bool:
-        """Remove a run that waits. Return False where it no longer waits. Raises QueueError where the queue cannot be written."""
+        """Remove a waiting run from the queue.
+
+        Args:
+            entry: The run.
+
+        Returns:
+            Whether it was removed; False where it no longer waits, since it was started or removed meanwhile.
+
+        Raises:
+            QueueError: The queue cannot be written.
+        """
         with self.store.locked():
             if (current := self.store.find(entry.number)) is None or current.state != WAITING:
                 return False
@@ -84,15 +103,20 @@ class Queue:
             return True
 
     def dispatch(self, control: Control) -> dict[int, str]:
-        """Start what may start. server.toml is read anew each time, since sites come and go.
+        """Start every waiting run that may start now.
+
+        server.toml is read again each time, since sites may have been added or removed.
+
+        Args:
+            control: The SuperLink that starts the runs.
 
         Returns:
-            By number, why each of the other runs waits.
+            For each run that still waits, its number and the reason.
 
         Raises:
             ControlError: The SuperLink does not answer.
             FolderError: server.toml cannot be read.
-            QueueError: The queue cannot be written. The runs that could have started wait.
+            QueueError: The queue cannot be written. The runs go on waiting.
         """
         with self.store.locked() as lock:
             self.server = ServerFolder.read(self.server.path)
@@ -106,7 +130,10 @@ class Queue:
             return why
 
     def complete_config(self, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """Return the keys that follow from the server's folder, and those of ``given``, which win."""
+        """Add to ``given`` the run-config keys that follow from the server's folder, such as ``clients`` and ``output``.
+
+        Where ``given`` has such a key itself, its value stays.
+        """
         server = self.server
         of_folder: dict[str, Scalar] = {
             "clients": len(server.sites),
@@ -114,7 +141,7 @@ class Queue:
             "checkpoint-every": CHECKPOINT_EVERY,
             "exchange-host": server.exchange_host,
             "exchange-port": server.exchange_port,
-            "exchange-join-timeout": 120.0,  # at Flower's pace a slow machine starts half a minute after the others
+            "exchange-join-timeout": 120.0,  # a slow site may start half a minute after the others
             "exchange-certificate": str(server.certificate),
             "exchange-key": str(server.key),
             "exchange-authority": str(server.authority),
@@ -122,30 +149,45 @@ class Queue:
         return of_folder | dict(given)
 
     def sites(self, config: Mapping[str, Scalar]) -> list[str]:
-        """Return the sites of a run by client index; none where its clients are not the sites of server.toml."""
+        """Return the names of the sites that take part in a run, in the order of the clients.
+
+        Args:
+            config: The whole run config.
+
+        Returns:
+            The names at ``client-names``, or else those of server.toml; empty where the number of clients is not
+            the number of sites.
+        """
         if names := [name for name in str(config.get("client-names") or "").split(",") if name]:
             return names
         return list(self.server.sites) if config["clients"] == len(self.server.sites) else []
 
     def submit(self, given: Mapping[str, Scalar], control: Control) -> str:
-        """Submit a run to the SuperLink now, without a queue.
+        """Submit a run to the SuperLink at once, without the queue.
+
+        Args:
+            given: The keys of the run config.
+            control: The SuperLink.
 
         Returns:
             Flower's id of the run.
 
         Raises:
             ControlError: The SuperLink does not answer, or refuses the run.
-            FolderError: A file of the project cannot be read, or a site of the run is no longer in server.toml.
+            FolderError: A file of the project cannot be read, or a site of the run is not in server.toml any more.
         """
         return self._send(self._add_sites(given, control), control)
 
     def _add_sites(self, given: Mapping[str, Scalar], control: Control) -> dict[str, Scalar]:
-        """Return the whole run config of ``given``. Its clients are the sites, each with the node that has the site's key."""
+        """Return the whole run config for the keys in ``given``.
+
+        Its clients are the sites. Each is bound to the Flower node whose public key is the site's.
+        """
         server, config = self.server, self.complete_config(given)
         names = self.sites(config)
         if missing := [name for name in names if name not in server.sites]:
             run = config.get("resume") or config.get("name")
-            raise FolderError(f"{', '.join(missing)} took part in {run}, but is no longer a site in {server.path / server.file}")
+            raise FolderError(f"{', '.join(missing)} took part in {run}, but is not a site in {server.path / server.file} any more")
         if names and not config.get("client-nodes"):
             config["client-nodes"] = ",".join(map(str, control.nodes([server.public_key(name) for name in names])))
             config["client-names"] = ",".join(names)
@@ -156,7 +198,17 @@ class Queue:
             return control.start_run(app, flower_config(config), lock)
 
     def _start(self, entry: QueuedRun, active: list[Submitted], control: Control, lock: int) -> str:
-        """Start ``entry``, and add it to ``active``. Return why it is refused or has to wait; empty: it is started."""
+        """Start the run of ``entry``, and add it to ``active``.
+
+        Args:
+            entry: A waiting run.
+            active: The runs that go on.
+            control: The SuperLink.
+            lock: The descriptor of the queue's lock, which stays held until the run is submitted.
+
+        Returns:
+            Why the run was refused, or has to wait; empty: it was started.
+        """
         given = dict(entry.config)
         if "exchange-port" not in given:
             given["exchange-port"] = self._free_port(active)
@@ -166,24 +218,29 @@ class Queue:
             starting = replace(entry, state=STARTING, earlier_runs=earlier)
             self.store.update(starting)
             run = self._send(config, control, lock)
-        except NotRegistered as error:  # `fl-bn register` may still be at work
+        except NotRegistered as error:  # the run waits, since `fl-bn register` may not have finished yet
             return str(error)
         except (ControlError, FolderError, OSError, ValueError) as error:
-            known = control.runs()  # raises where the SuperLink itself is gone: then the run waits
-            if full := self._disk_is_full():  # the SuperLink does not say so
+            known = control.runs()  # raises where the SuperLink does not answer at all: then the run waits
+            if full := self._disk_is_full():  # errors of a full disk do not name it as their cause
                 return full
             if (settled := self._settle(starting, control)).state == STARTED:
                 active.extend(run for run in known if str(run.id) == settled.run)
                 return ""
             self.store.update(replace(entry, state=REFUSED, why=str(error)))
             return str(error)
-        with suppress(QueueError):  # the next look finds the run by its name
+        with suppress(QueueError):  # the next dispatch finds the run by its name
             self.store.update(replace(entry, state=STARTED, run=run))
         active.append(Submitted(int(run), "pending", given, None, None))
         return ""
 
     def _settle(self, entry: QueuedRun, control: Control) -> QueuedRun:
-        """Find out whether a run was started by a process that was stopped meanwhile. Return its entry: started, or waiting again."""
+        """Complete an entry in state ``starting``, which a process left when it was killed.
+
+        Returns:
+            The entry: ``started`` where the SuperLink has the run, else ``waiting`` again. Entries in any other
+            state are returned unchanged.
+        """
         if entry.state != STARTING:
             return entry
         mine = [run for run in control.runs() if entry.started_as(run)]
@@ -192,36 +249,40 @@ class Queue:
         return settled
 
     def _obstacle(self, entry: QueuedRun, active: Sequence[Submitted]) -> str:
-        """Return why ``entry`` has to wait; empty: it may start."""
+        """Return why the run of ``entry`` has to wait beside the ``active`` runs; empty: it may start."""
         most, others = entry.parallel or self.server.parallel, ", ".join(run_name(run) or str(run.id) for run in active)
         if len(active) >= most:
             return f"{others} {'is' if len(active) == 1 else 'are'} going on, and at most {most} may run at a time"
         if entry.name in {run_name(run) for run in active}:
-            return f"the former run of {entry.name} is still going on"
+            return f"the run {entry.name}, which it resumes, is still going on"
         if active and (free := free_memory()) is not None and free < FREE_MEMORY:
-            return f"{free} MiB of memory are free, and a run beside {others} takes {FREE_MEMORY}"
+            return f"{free} MiB of memory are free, but {FREE_MEMORY} must be free to start a run beside {others}"
         if full := self._disk_is_full():
             return full
         if "exchange-port" not in entry.config and not self._free_port(active):
             first, last = self.server.exchange_port, self.server.last_exchange_port
-            return f"all ports of the exchange, {first} to {last}, are in use: close what listens there, or raise exchange-ports"
+            return f"all ports of the exchange, {first} to {last}, are in use: end the programs that listen there, or raise exchange-ports"
         return ""
 
     def _disk_is_full(self) -> str:
-        """Return which disk has too little room for a run: of the queue and the SuperLink, or of the copy that is sent; empty: none."""
+        """Return a sentence about a disk with too little room to start a run; empty: there is room.
+
+        The disk of ``state`` holds the queue and the SuperLink's database. The disk of temporary files holds the
+        copy of the app that is sent.
+        """
         for folder in (self.server.state, Path(tempfile.gettempdir())):
             if (free := shutil.disk_usage(folder).free // 2**20) < FREE_DISK:
-                return f"{free} MiB are free on the disk of {folder}, and a run takes {FREE_DISK}: make room there"
+                return f"{free} MiB are free on the disk of {folder}, but {FREE_DISK} must be free to start a run: make room there"
         return ""
 
     def _free_port(self, active: Sequence[Submitted]) -> int:
-        """Return the first port of the exchange that neither a run nor another program of this machine uses; 0: there is none."""
+        """Return the first port of the exchange that no active run and no other program uses; 0: all are in use."""
         used = {int(run.config.get("exchange-port", 0)) for run in active}
         ports = range(self.server.exchange_port, self.server.last_exchange_port + 1)
         return next((port for port in ports if port not in used and is_free(port)), 0)
 
     def _free_name(self, name: str, taken: set[str]) -> str:
-        """Return ``name``, with a number where it is one of ``taken``, or where a run's folder has it."""
+        """Return ``name``, with ``-2``, ``-3``, ... appended where it is in ``taken`` or a folder of ``results`` has it."""
         free, number = name, 1
         while free in taken or (self.server.results / free).exists():
             number += 1
@@ -229,13 +290,13 @@ class Queue:
         return free
 
     def _forget(self, entries: Sequence[QueuedRun]) -> None:
-        """Remove the oldest runs that were started or refused."""
+        """Delete old entries of started and refused runs, all but the last ``FINISHED_ENTRIES``."""
         if old := [entry.number for entry in entries if entry.state in (STARTED, REFUSED)][:-FINISHED_ENTRIES]:
             self.store.remove(old)
 
 
 def free_memory() -> int | None:
-    """Return the MiB of memory that programs could have; None where the system does not say."""
+    """Return how many MiB of memory are available to programs; None where the system does not tell (not Linux)."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
     except OSError:
@@ -244,7 +305,7 @@ def free_memory() -> int | None:
 
 
 def is_free(port: int) -> bool:
-    """Return whether no program listens on ``port`` of this machine."""
+    """Return whether a program of this machine could listen on TCP ``port`` now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,6 +1,7 @@
-"""The queue on the disk: an SQLite database in the server's ``state/queue``.
+"""Keep the queue on the disk, as an SQLite database in the server's ``state/queue``.
 
-Every change is one transaction, which is on the disk before the next step begins. A process that is killed in between loses nothing.
+Every change is one transaction, which is on the disk before the next step begins. So nothing is lost when a
+process is killed.
 """
 
 from __future__ import annotations
@@ -23,35 +24,36 @@ from fl_bn_site.registered import Submitted
 
 WAITING, STARTING, STARTED, REFUSED = "waiting", "starting", "started", "refused"
 DATABASE, LOCK = "queue.db", ".lock"
-VERSION = 1  # of the table in queue.sql
-LAST = "last"  # a file of earlier versions: the last number that was given
-LOCK_TIMEOUT = ANSWER + 60  # seconds: a process that starts a run holds the lock for less
-BUSY_TIMEOUT = 30.0  # seconds that SQLite waits for another process, which reads or writes for milliseconds
+VERSION = 1  # the version of the table in queue.sql
+LAST = "last"  # a file of earlier versions, which holds the highest number that an entry has had
+LOCK_TIMEOUT = ANSWER + 60  # seconds to wait for the lock, longer than any process needs it to start a run
+BUSY_TIMEOUT = 30.0  # seconds that SQLite waits while another process reads or writes, which takes milliseconds
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class QueueError(RuntimeError):
-    """The queue cannot be read or written. The message says which file, and what to do."""
+    """The queue cannot be read or written. The message names the file and says what to do."""
 
 
 class NoQueue(QueueError):
-    """This folder may not be written to, so it has no queue."""
+    """This user may not write to the folder of the queue, so runs cannot be queued."""
 
 
 @dataclass(frozen=True)
 class QueuedRun:
-    """One run in the queue.
+    """Describe one run in the queue.
 
     Attributes:
-        number: Its place: runs start in the order of their numbers.
-        name: The name of the run's folder; of a resumed run the name that it had before.
-        config: The keys of the run config that the user gave, and the name.
-        parallel: The number of runs at a time that it may be one of; 0: as server.toml says.
-        submitted: When it was submitted, in ISO 8601.
-        state: waiting, starting, started or refused.
-        earlier_runs: Flower's ids of the runs that existed before this one was being started.
-        run: Flower's id of it, once it is started.
-        why: The reason for which it was refused.
+        number: The place in the queue. Runs start in the order of their numbers.
+        name: The name of the run's folder. A resumed run keeps its name.
+        config: The keys of the run config that the user gave, and ``name``.
+        parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
+            server.toml.
+        submitted: The time at which the run was submitted, in ISO 8601.
+        state: ``waiting``, ``starting``, ``started`` or ``refused``.
+        earlier_runs: Flower's ids of all runs that existed when the start of this one began; empty: it waits.
+        run: Flower's id of this run; empty: it is not started.
+        why: Why the run was refused; empty: it was not.
     """
 
     number: int
@@ -65,31 +67,36 @@ class QueuedRun:
     why: str = ""
 
     def started_as(self, run: Submitted) -> bool:
-        """Return whether ``run`` is this entry, and was submitted since the entry was being started."""
+        """Return whether ``run`` of the SuperLink is the run of this entry, submitted by the start that has begun."""
         return self.state == STARTING and run.id not in self.earlier_runs and run_name(run) == self.name
 
 
 def run_name(run: Submitted) -> str:
-    """Return the name of the run's folder; empty where fl-bn did not submit the run."""
+    """Return the name of a run's folder; empty where the run was not submitted by fl-bn."""
     return str(run.config.get("resume") or run.config.get("name") or "")
 
 
 class QueueStore:
-    """The entries of a queue in ``folder``. Whoever changes them holds ``locked``; reading needs no lock."""
+    """Read and change the entries of a queue. Changes need the lock (``locked``); reading does not.
+
+    Args:
+        folder: The folder of the queue. ``locked`` makes it where it does not exist.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / DATABASE
 
     @contextmanager
     def locked(self) -> Iterator[int]:
-        """Hold the queue against other processes.
+        """Lock the queue against changes by other processes, inside the ``with`` block.
 
         Yields:
-            The descriptor of the lock. A child process that inherits it holds the queue, too, for as long as it lives.
+            The descriptor of the lock file. The queue also stays locked while a child process that has inherited
+            the descriptor runs.
 
         Raises:
-            NoQueue: The folder may not be written to.
-            QueueError: The queue cannot be written, or another process holds it for too long.
+            NoQueue: This user may not write to the folder.
+            QueueError: The queue cannot be written, or another process holds the lock for too long.
         """
         with self._errors():
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -103,14 +110,14 @@ class QueueStore:
                 except BlockingIOError as error:
                     if time.monotonic() > end:
                         raise QueueError(
-                            f"another fl-bn has held {self.folder} for {LOCK_TIMEOUT:.0f} s: look which process hangs, and end it"
+                            f"another fl-bn has locked {self.folder} for {LOCK_TIMEOUT:.0f} s: find the process that hangs, and end it"
                         ) from error
                     time.sleep(0.05)
             self._prepare()
             yield lock.fileno()
 
     def entries(self, *states: str) -> list[QueuedRun]:
-        """Return the entries in the order of their numbers: those in one of the ``states``, or all.
+        """Return the entries whose state is one of ``states``, in the order of their numbers; no states: all entries.
 
         Raises:
             QueueError: The database cannot be read.
@@ -119,26 +126,38 @@ class QueueStore:
         return self._select(f"{chosen} ORDER BY number", states)
 
     def find(self, number: int) -> QueuedRun | None:
-        """Return the entry with this ``number``; None where there is none. Raises QueueError as ``entries`` does."""
+        """Return the entry with this ``number``; None where there is none.
+
+        Raises:
+            QueueError: The database cannot be read.
+        """
         return next(iter(self._select("WHERE number = ?", (number,))), None)
 
     def add(self, entry: QueuedRun) -> QueuedRun:
-        """Add ``entry`` at the end. Return it with its number, which no entry before it had.
+        """Add ``entry`` at the end of the queue, and return it with its number. Numbers are never used again.
 
         Raises:
-            QueueError: The disk is full, say. The queue is as it was before.
+            QueueError: The queue cannot be written, for example because the disk is full. It has not changed.
         """
         with self._transaction() as connection:
             return replace(entry, number=_insert(connection, entry, None))
 
     def update(self, entry: QueuedRun) -> None:
-        """Replace the entry that has the number of ``entry``. Raises QueueError as ``add`` does."""
+        """Replace the entry that has the number of ``entry``.
+
+        Raises:
+            QueueError: The queue cannot be written. It has not changed.
+        """
         with self._transaction() as connection:
             columns = ", ".join(f"{name} = :{name}" for name in _names())
             connection.execute(f"UPDATE runs SET {columns} WHERE number = :number", _row(entry))
 
     def remove(self, numbers: Sequence[int]) -> None:
-        """Remove the entries with these ``numbers``. Raises QueueError as ``add`` does."""
+        """Remove the entries with these ``numbers``.
+
+        Raises:
+            QueueError: The queue cannot be written. It has not changed.
+        """
         with self._transaction() as connection:
             connection.executemany("DELETE FROM runs WHERE number = ?", [(number,) for number in numbers])
 
@@ -150,7 +169,7 @@ class QueueStore:
             return []
         with self._errors(), closing(self._connect()) as connection:
             connection.row_factory = sqlite3.Row
-            if self._version(connection) == 0:  # a process was killed before it made the table
+            if self._version(connection) == 0:  # the file is empty, since a process was killed before it made the table
                 return []
             try:
                 return [_queued_run(row) for row in connection.execute(f"SELECT * FROM runs {which}", values)]
@@ -160,9 +179,9 @@ class QueueStore:
                 ) from error
 
     def _connect(self) -> sqlite3.Connection:
-        where = f"{self.path.absolute().as_uri()}?mode=rw"  # never makes the file
+        where = f"{self.path.absolute().as_uri()}?mode=rw"  # rw: raise where the file does not exist
         connection = sqlite3.connect(where, uri=True, timeout=BUSY_TIMEOUT, isolation_level=None)
-        connection.execute("PRAGMA synchronous = EXTRA")  # a change that was made is still there after a power cut
+        connection.execute("PRAGMA synchronous = EXTRA")  # a committed change survives a power cut
         return connection
 
     @contextmanager
@@ -170,10 +189,10 @@ class QueueStore:
         with self._errors(), closing(self._connect()) as connection:
             connection.execute("BEGIN IMMEDIATE")
             yield connection
-            connection.execute("COMMIT")  # else closing the connection takes all of it back
+            connection.execute("COMMIT")  # where the block raises, this is not reached, and closing rolls the change back
 
     def _prepare(self) -> None:
-        """Make the table where there is none, and take over what an earlier version has left."""
+        """Make the table where there is none, and enter the runs from files of an earlier version, which are then deleted."""
         with self._errors():
             if not self.path.exists():
                 self.path.touch(mode=0o600)
@@ -187,7 +206,11 @@ class QueueStore:
                     path.unlink()
 
     def _version(self, connection: sqlite3.Connection) -> int:
-        """Return the version of the table; 0: there is no table yet."""
+        """Return the version of the table; 0: there is no table yet.
+
+        Raises:
+            QueueError: A newer fl-bn made the table.
+        """
         version = int(connection.execute("PRAGMA user_version").fetchone()[0])
         if version > VERSION:
             raise QueueError(
@@ -197,11 +220,14 @@ class QueueStore:
         return version
 
     def _old_files(self) -> list[Path]:
-        """Return the files of earlier versions, which kept one JSON file per run, and the last number."""
+        """Return the files of an earlier version's queue: a JSON file per run, and a file with the last number."""
         return [*sorted(self.folder.glob("[0-9]*.json")), *self.folder.glob(LAST)]
 
     def _take_over(self, old: Sequence[Path]) -> None:
-        """Enter the runs of the ``old`` files, each once, however often this is begun and interrupted."""
+        """Enter the runs from the ``old`` files into the table.
+
+        After an interruption this can be called again: a run that was entered before is left out.
+        """
         with self._transaction() as connection:
             for path in old:
                 try:
@@ -224,7 +250,7 @@ class QueueStore:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turn errors of the disk and of SQLite into a QueueError that says what to do."""
+        """Raise errors of the disk and of SQLite in the ``with`` block as a QueueError that says what to do."""
         try:
             yield
         except sqlite3.Error as error:
@@ -237,18 +263,18 @@ class QueueStore:
 
     def _unwritten(self, reason: object, read_only: bool) -> QueueError:
         return (NoQueue if read_only else QueueError)(
-            f"the queue in {self.folder} cannot be written ({reason}): make room on that disk. No run was lost: "
-            "the runs that wait are still there, and no other was added"
+            f"the queue in {self.folder} cannot be written ({reason}): make room on that disk. "
+            "The waiting runs are still in the queue, and no other run was added"
         )
 
 
 def _names() -> tuple[str, ...]:
-    """Return the columns that an entry has beside its number."""
+    """Return the names of the table's columns, all but ``number``."""
     return tuple(spec.name for spec in fields(QueuedRun) if spec.name != "number")
 
 
 def _insert(connection: sqlite3.Connection, entry: QueuedRun, number: int | None) -> int:
-    """Insert ``entry`` with this ``number``, or with the next one. Return the number."""
+    """Insert ``entry`` into the table with this ``number``; None: with the next free one. Return the number."""
     columns = ("number", *_names())
     values = f"({', '.join(columns)}) VALUES ({', '.join(f':{name}' for name in columns)})"
     return connection.execute(f"INSERT INTO runs {values}", {**_row(entry), "number": number}).lastrowid or 0
@@ -264,6 +290,6 @@ def _queued_run(row: sqlite3.Row) -> QueuedRun:
 
 
 def _old_queued_run(text: str) -> QueuedRun:
-    """Return the entry in a JSON file of an earlier version."""
+    """Return the entry that an earlier version wrote as ``text`` in JSON."""
     values = json.loads(text)
     return QueuedRun(**{name: value for name, value in values.items() if name != "before"}, earlier_runs=tuple(values["before"]))

@@ -1,7 +1,7 @@
-"""Ask a SuperLink's Control API for its nodes, with their keys, and for its runs.
+"""Ask the Control API of a SuperLink, by gRPC, for its nodes with their keys, for its runs, and for their logs.
 
-Flower's own command ``flwr`` shows neither keys nor when a site was last seen. After a failed connection
-``flwr`` may also hang for ever, because a thread of gRPC holds the lock of a channel that nobody closed.
+Flower's command ``flwr`` is no help here. It shows neither keys nor when a site was last seen. After a failed
+connection it may hang for ever, because a thread of gRPC holds the lock of a channel that is never closed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fl_bn_site.commands import COMPAT
 
 @dataclass(frozen=True)
 class Node:
-    """Describe a registered SuperNode.
+    """Describe a SuperNode that is registered at the SuperLink.
 
     Attributes:
         id: Flower's id of the node.
-        key: Its public key (PEM).
-        online: Whether it is connected now.
-        seen: When it was connected last; None: never.
+        key: The public key of the node, in PEM.
+        online: Whether the node is connected now.
+        seen: When the node was connected last; None: never.
     """
 
     id: int
@@ -41,12 +41,12 @@ class Submitted:
 
     Attributes:
         id: Flower's id of the run.
-        status: pending, starting, running, finished:completed, ...
-        config: The run config that was submitted with it.
-        submitted: When it was submitted.
-        ended: When it ended; None: it has not.
-        started: When it began to run; None: it has not.
-        nbytes: Bytes from the sites and to the sites so far.
+        status: Flower's status: ``pending``, ``starting``, ``running``, ``finished:completed`` or another.
+        config: The run config that was submitted with the run.
+        submitted: When the run was submitted; None: Flower does not tell.
+        ended: When the run ended; None: it has not ended.
+        started: When the run began; None: it has not begun.
+        nbytes: The bytes received from the sites, and sent to them, so far.
     """
 
     id: int
@@ -61,16 +61,15 @@ class Submitted:
 def registered_nodes(address: str, authority: bytes, timeout: float = 30.0) -> list[Node]:
     """Return the nodes that are registered at a SuperLink.
 
-    Flower binds node id and key: with every request a SuperNode proves that it has the private key of the node
-    id it acts for.
+    A node id stands for a key: with every request, a SuperNode proves that it has the private key of its node.
 
     Args:
-        address: Of the Control API, HOST:PORT.
-        authority: The certificate (PEM) that vouches for the SuperLink.
-        timeout: Seconds.
+        address: The address of the Control API, HOST:PORT.
+        authority: The certificate of the authority that signed the SuperLink's, in PEM.
+        timeout: The seconds to wait for the answer.
 
     Raises:
-        ConnectionError: No SuperLink for which ``authority`` vouches answers.
+        ConnectionError: No SuperLink with a certificate of this authority answers.
     """
     answer = _ask(address, authority, "ListNodes", "ListNodesRequest", timeout)
     nodes = []
@@ -87,12 +86,12 @@ def submitted_runs(address: str, authority: bytes, timeout: float = 30.0) -> lis
     """Return the runs of a SuperLink, the newest first.
 
     Args:
-        address: Of the Control API, HOST:PORT.
-        authority: The certificate (PEM) that vouches for the SuperLink.
-        timeout: Seconds.
+        address: The address of the Control API, HOST:PORT.
+        authority: The certificate of the authority that signed the SuperLink's, in PEM.
+        timeout: The seconds to wait for the answer.
 
     Raises:
-        ConnectionError: No SuperLink for which ``authority`` vouches answers.
+        ConnectionError: No SuperLink with a certificate of this authority answers.
     """
     answer = _ask(address, authority, "ListRuns", "ListRunsRequest", timeout)
     runs = [
@@ -111,17 +110,17 @@ def submitted_runs(address: str, authority: bytes, timeout: float = 30.0) -> lis
 
 
 def run_log(address: str, authority: bytes, run: int, after: float, timeout: float = 60.0) -> Iterator[tuple[str, float]]:
-    """Follow what a run's ServerApp prints, until the run ends or ``timeout`` has passed.
+    """Follow the log of a run, which is what its ServerApp prints.
 
     Args:
-        address: Of the Control API, HOST:PORT.
-        authority: The certificate (PEM) that vouches for the SuperLink.
+        address: The address of the Control API, HOST:PORT.
+        authority: The certificate of the authority that signed the SuperLink's, in PEM.
         run: Flower's id of the run.
-        after: Only what was printed after this time, in seconds; 0: everything.
-        timeout: Seconds.
+        after: The time, in seconds, after which the log is wanted; 0: all of it.
+        timeout: The seconds after which the iterator ends, if the run has not ended before.
 
     Yields:
-        A piece of the log and its time.
+        A piece of the log and its time, which can be given as ``after`` to go on from there.
 
     Raises:
         ConnectionError: The connection cannot be made, or breaks.

@@ -1,4 +1,4 @@
-"""List the runs of a server, end one, or copy its folder: ``fl-bn runs``, ``abort`` and ``fetch``."""
+"""List the runs of a server, end a run, or copy its folder: ``fl-bn runs``, ``fl-bn abort`` and ``fl-bn fetch``."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class NoSuchRun(ValueError):
 
 
 class NotHere(ValueError):
-    """The files of a run are on another machine."""
+    """The folder of a run is on another machine."""
 
 
 @dataclass(frozen=True)
 class RunLine:
-    """Describe a run in one line.
+    """Describe a run, as one line of ``fl-bn runs``.
 
     Attributes:
-        id: Flower's id; empty while the run waits in the queue.
-        name: The name of its folder.
-        state: waiting, pending, starting, running, completed, failed or stopped.
-        round: The last round that is done.
-        rounds: How many rounds there will be; 0: not known yet.
-        start: When it started, or, before that, when it was submitted, in ISO 8601.
-        seconds: How long it took, or has taken so far; None: it has not started.
+        id: Flower's id of the run; empty while the run waits in the queue.
+        name: The name of the run's folder.
+        state: ``waiting``, ``pending``, ``starting``, ``running``, ``completed``, ``failed`` or ``stopped``.
+        round: The number of the last complete round; 0: none is complete.
+        rounds: The number of rounds of the whole run; 0: it is not known yet.
+        start: When the run started, or was submitted if it has not started, in ISO 8601.
+        seconds: The seconds that the run took, or has taken so far; None: it waits in the queue.
     """
 
     id: str
@@ -53,9 +53,15 @@ class RunLine:
 
 
 def list_runs(server: ServerFolder, address: str = "") -> list[RunLine]:
-    """List all runs, the newest first.
+    """Return all runs of a server, the newest first. Runs that wait in the queue come before the others.
 
-    Raises ControlError or QueueError where the SuperLink or the queue cannot be read.
+    Args:
+        server: The server's folder.
+        address: The address of the Control API; empty: the one in server.toml.
+
+    Raises:
+        ControlError: The SuperLink does not answer.
+        QueueError: The queue cannot be read.
     """
     with control_of(server, address) as control:
         runs = control.runs()
@@ -72,11 +78,11 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
 
     Args:
         server: The server's folder.
-        name: The run's name, or Flower's id.
-        address: Of the Control API, if it is not the one in server.toml.
+        name: The name of the run, or Flower's id of it.
+        address: The address of the Control API; empty: the one in server.toml.
 
     Returns:
-        A sentence on what became of the run.
+        A sentence that says what was done.
 
     Raises:
         NoSuchRun: No run has this name or id.
@@ -86,34 +92,34 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
     queue = Queue(server)
     for entry in queue.waiting():
         if entry.name == name and queue.remove(entry):
-            return f"{name} was taken out of the queue; it had not begun"
+            return f"{name} was taken out of the queue before it began"
     with control_of(server, address) as control:
         run = _find(server, name, control)
         if run.status.startswith("finished"):
             return f"{name} had ended already: {run.status.removeprefix('finished:')}"
         control.stop(str(run.id))
-    from fl_bn_site.submit import how_to_go_on  # imports torch, for which nobody should wait before the run is stopped
+    from fl_bn_site.submit import how_to_go_on  # imported here, since it imports torch: the run is stopped before that
 
     return f"{run_name(run) or name} is stopped; {how_to_go_on(server, run_name(run))}"
 
 
 def fetch(server: ServerFolder, name: str, destination: Path | None, address: str = "") -> str:
-    """Copy a run's folder, or say where it is.
+    """Copy the folder of a run, or find it.
 
     Args:
         server: The server's folder.
-        name: The run's name, or Flower's id.
-        destination: The folder in which the copy is made, under the run's name; None: make no copy.
-        address: Of the Control API, if it is not the one in server.toml.
+        name: The name of the run, or Flower's id of it.
+        destination: The folder in which to make the copy, which has the name of the run; None: make no copy.
+        address: The address of the Control API; empty: the one in server.toml.
 
     Returns:
-        The path of the copy, or of the run's folder.
+        The path of the copy; without a destination, the path of the run's folder.
 
     Raises:
         NoSuchRun: No run has this name or id.
-        NotHere: The files are on another machine. The message says where.
-        FileExistsError: The copy's place is taken.
-        OSError: The folder cannot be copied. No part of it stays at the destination.
+        NotHere: The folder is on another machine. The message has its path there.
+        FileExistsError: The destination has a file or folder of this name already.
+        OSError: The folder cannot be copied. No part of it is left at the destination.
     """
     source = server.results / name
     if not (source / "config.toml").exists():
@@ -121,18 +127,18 @@ def fetch(server: ServerFolder, name: str, destination: Path | None, address: st
             run = _find(server, name, control)
         source = folder_of(server, run.config, run_name(run))
     if not (source / "config.toml").exists():
-        raise NotHere(f"{source} is not on this machine: on the server's, `fl-bn fetch` or e.g. scp -r copies it from there")
+        raise NotHere(f"{source} is not on this machine: use `fl-bn fetch` on the server's machine, or copy it from there, e.g. by scp -r")
     if destination is None:
         return str(source)
     target = destination / source.name
     if target.exists():
-        raise FileExistsError(f"{target} exists already: give another folder, or remove it")
+        raise FileExistsError(f"{target} exists already: give another destination, or remove {target}")
     partial = destination / f".{source.name}.partial"
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by a fetch that was killed
         shutil.copytree(source, partial, ignore=shutil.ignore_patterns(".lock", ".unfinished-*"), copy_function=_copy_if_there)
         partial.rename(target)
-    except shutil.Error as error:  # its text is a list of all files that could not be copied
+    except shutil.Error as error:  # its argument is a list of all files that could not be copied: name the first
         file, _, why = error.args[0][0]
         raise OSError(f"{file} could not be copied to {destination}: {why}") from error
     finally:
@@ -141,24 +147,36 @@ def fetch(server: ServerFolder, name: str, destination: Path | None, address: st
 
 
 def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Path:
-    """Return the folder with a run's results.
+    """Return the folder with the results of a run.
 
-    It is the one below this server's ``results``, where it exists, even if the run was submitted from another
-    machine. Otherwise the run config names it.
+    Args:
+        server: The server's folder. If its ``results`` has a folder with this name, that is the one, even if the
+            run was submitted from another machine.
+        config: The run config, whose ``output`` is used otherwise.
+        name: The name of the run.
     """
     here = server.results / name
     return here if here.exists() else Path(str(config.get("output", server.results))) / name
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Read the complete lines of a run's rounds.jsonl, to which a running run may still add."""
+    """Return the rows of ``rounds.jsonl`` in the folder of a run, one per round; empty: there is no such file.
+
+    An incomplete last line, which a running run is writing, is left out.
+    """
     file = folder / "rounds.jsonl"
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
-    """Return how many rounds a run will have, from ``config`` or from the config in its folder; 0: not known yet."""
+    """Return the number of rounds of a run; 0: it is not known yet.
+
+    Args:
+        server: The server's folder.
+        config: The keys of the run config that the user gave. Where ``rounds`` is not among them, the config.toml
+            in the folder of the run is read.
+    """
     if rounds := int(config.get("rounds", 0)):
         return rounds
     file = folder_of(server, config, str(config.get("resume") or config.get("name") or "")) / "config.toml"
@@ -166,12 +184,12 @@ def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
 
 
 def to_json(runs: list[RunLine]) -> str:
-    """Return ``runs`` as a list in JSON."""
+    """Return ``runs`` as a JSON list of objects."""
     return json.dumps([asdict(run) for run in runs], indent=1)
 
 
 def _copy_if_there(source: str, target: str) -> None:
-    """Copy a file, unless it was deleted meanwhile: a run that goes on deletes its old checkpoints."""
+    """Copy a file. One that does not exist any more is left out: a running run deletes its old checkpoints."""
     try:
         shutil.copy2(source, target)
     except FileNotFoundError:
@@ -196,10 +214,14 @@ def _run_line(server: ServerFolder, run: Submitted) -> RunLine:
 
 
 def _find(server: ServerFolder, name: str, control: Control) -> Submitted:
-    """Return the newest run with this name or id. Raises NoSuchRun."""
+    """Return the newest run with this name or id.
+
+    Raises:
+        NoSuchRun: There is none. The message names the last runs.
+    """
     runs = control.runs()
     for run in runs:
         if name and name in (str(run.id), run_name(run)):
             return run
     known = ", ".join(dict.fromkeys(filter(None, map(run_name, runs[:5]))))
-    raise NoSuchRun(f"{name} is no run of {server.path}: the last are {known or 'none'} (`fl-bn runs {server.path}`)")
+    raise NoSuchRun(f"no run of {server.path} is called {name}; the last runs are {known or 'none'} (`fl-bn runs {server.path}` shows all)")

@@ -1,6 +1,6 @@
-"""Show which sites are online and how far the runs are: ``fl-bn status``.
+"""Find out which sites are online and how far the runs are: ``fl-bn status``.
 
-The SuperLink and the runs' own files tell it.
+The SuperLink knows the sites. The files in the folders of the runs have their rounds.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fl_bn_site.queue_store import QueuedRun, run_name
 from fl_bn_site.registered import Submitted
 from fl_bn_site.runs import folder_of, rounds_of, rows_of
 
-LAST = 5  # runs that are shown, beside those that have not ended
+LAST = 5  # the number of ended runs that are shown
 
 
 @dataclass(frozen=True)
 class SiteStatus:
-    """Describe a site.
+    """Describe whether a site is connected.
 
     Attributes:
-        name: The site's name.
-        node: Flower's id of its node; None: it has none.
-        state: online, offline or not registered.
-        seen: When it was connected last, in ISO 8601; empty: never.
+        name: The name of the site.
+        node: Flower's id of the site's node; None: the site is not registered.
+        state: ``online``, ``offline`` or ``not registered``.
+        seen: When the site was connected last, in ISO 8601; empty: never.
     """
 
     name: str
@@ -46,21 +46,21 @@ class RunStatus:
     """Describe how far a run is.
 
     Attributes:
-        id: Flower's id; 0: the run waits in the queue.
-        name: The name of its folder.
-        status: waiting, starting, or Flower's status.
-        round: The last round that is done.
-        rounds: How many rounds there will be; 0: not known yet.
-        accepted: Replies of the last round that were used.
-        cohort: Clients that were asked in the last round.
-        loss: Mean training loss of the last round.
+        id: Flower's id of the run; 0: the run waits in the queue.
+        name: The name of the run's folder.
+        status: ``waiting`` or ``starting`` for a run in the queue, else Flower's status.
+        round: The number of the last complete round; 0: none is complete.
+        rounds: The number of rounds of the whole run; 0: it is not known yet.
+        accepted: How many replies were used in the last round; None: no round is complete.
+        cohort: How many clients took part in the last round; None: no round is complete.
+        loss: The mean training loss of the last round; None: there is none.
         metric: The name of the task's metric.
-        value: Its value in the last round.
-        seconds: Mean seconds of the last five rounds.
-        left: Seconds to the end at that pace.
-        refused: By site, why its reply was not used in the last round.
-        received: Bytes from the sites.
-        sent: Bytes to the sites.
+        value: The metric in the last round; None: it was not evaluated.
+        seconds: The mean duration of the last five rounds, in seconds; None: no round is complete.
+        left: The seconds until the end of the run at that pace; None: not known, or the run has ended.
+        refused: For each site whose reply was not used in the last round, its name and the reason.
+        received: The bytes received from the sites.
+        sent: The bytes sent to the sites.
     """
 
     id: int
@@ -82,14 +82,14 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """Describe a server, its sites and its runs.
+    """Describe the state of a server, its sites and its runs.
 
     Attributes:
         at: The time of this status, in ISO 8601.
         server: The address of the Control API.
-        expires: Days until the first certificate of the server ends.
-        sites: The sites of server.toml.
-        runs: The runs that wait, those that go on, and the last that ended.
+        expires: The days until the first certificate of the server expires; negative: it has expired.
+        sites: The sites of server.toml, in their order.
+        runs: The waiting runs, the active ones and the last ``LAST`` that have ended, the newest first.
     """
 
     at: str
@@ -104,14 +104,14 @@ class Status:
 
 
 def status(server: ServerFolder, address: str = "") -> Status:
-    """Return the status of ``server`` now.
+    """Return the present status of a server.
 
     Args:
         server: The server's folder.
-        address: Of the Control API, if it is not the one in server.toml.
+        address: The address of the Control API; empty: the one in server.toml.
 
     Raises:
-        ControlError: No SuperLink answers, or a site has no key.
+        ControlError: No SuperLink answers, or ``sites/`` lacks the public key of a site.
         QueueError: The queue cannot be read.
     """
     with control_of(server, address) as control:
@@ -138,9 +138,12 @@ def _waiting(server: ServerFolder, entry: QueuedRun) -> RunStatus:
 
 
 def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str]) -> RunStatus:
-    """Describe a run that was submitted.
+    """Return the status of a run that was submitted.
 
-    ``site_of_node`` has the sites' names, for a run whose config does not name them.
+    Args:
+        server: The server's folder.
+        run: The run, as the SuperLink describes it.
+        site_of_node: The names of the sites by node id, for a run config that lacks ``client-names``.
     """
     name = run_name(run)
     rows = rows_of(folder_of(server, run.config, name)) if name else []
@@ -154,7 +157,7 @@ def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str]) 
     client_names = ClientNames(tuple(names or [site_of_node.get(node, "") for node in nodes]), tuple(nodes))
     unused_rows = [row for row in last.get("clients", ()) if row.get("refused")]
     columns = list(last)
-    metric = columns[columns.index("loss") + 1] if "loss" in columns[:-1] else "accuracy"  # stands behind the loss, whatever the task
+    metric = columns[columns.index("loss") + 1] if "loss" in columns[:-1] else "accuracy"  # the metric of every task stands behind the loss
     return RunStatus(
         run.id,
         name,

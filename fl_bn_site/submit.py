@@ -1,4 +1,4 @@
-"""Submit a run to the deployed sites, show its log, and say how it ended: ``fl-bn submit``."""
+"""Submit a run to the deployed sites, wait for its turn, and show its log: ``fl-bn submit`` and ``fl-bn resume``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fl_bn_site.queue import Queue
 from fl_bn_site.queue_store import REFUSED, STARTED, NoQueue, QueuedRun, QueueError
 
 COMPLETED = "finished:completed"
-LOOK = 1.0  # seconds between looks at the queue
-OF_FOLDER = (
+LOOK = 1.0  # seconds between two looks at the queue, or at the status of the run
+OF_FOLDER = (  # run-config keys that are not taken from a run to resume, since they follow from the server's folder today
     "output",
     "client-nodes",
     "exchange-host",
@@ -36,27 +36,30 @@ Say = Callable[[str], None]
 
 
 def run_config(server: ServerFolder, overrides: str) -> dict[str, Scalar]:
-    """Return the run config of a run: the keys that follow from the folder, and those that the user gave, which win.
+    """Return the run config with which ``fl-bn submit`` would submit a run.
+
+    It has the user's keys, and those that follow from the server's folder where the user gave none.
 
     Args:
         server: The server's folder.
-        overrides: The keys that the user gave.
+        overrides: The user's keys, as ``rounds=10 method='hbn'``.
 
     Raises:
-        ConfigError: A key has no effect, is unknown, or its value is out of range.
+        ConfigError: A key of the user is unknown or has no effect, or a value is out of range.
     """
     return _complete(server, _with_defaults(server, parse_overrides(overrides)))
 
 
 def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
-    """Submit a run, wait in the server's queue until it may start, and follow its log.
+    """Submit a run, wait in the server's queue until it starts, and follow its log to the end.
 
     Args:
         server: The server's folder.
-        overrides: The keys that the user gave.
-        address: Of the Control API, if it is not the one in server.toml.
-        say: Is given each line of the log.
-        parallel: The number of runs at a time that it may be one of; 0: as server.toml says.
+        overrides: The user's keys of the run config, as ``rounds=10 method='hbn'``.
+        address: The address of the Control API; empty: the one in server.toml.
+        say: Called with each message, and with each line of the log.
+        parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
+            server.toml.
 
     Returns:
         Whether the run completed.
@@ -72,19 +75,20 @@ def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = p
     checked = RunConfig.from_mapping(_complete(server, given))
     fresh = not checked.name and not checked.resume
     if fresh:
-        given["name"] = checked.name_at(datetime.now())  # so that the SuperLink, too, knows which folder is whose
+        given["name"] = checked.name_at(datetime.now())  # in the run config, by which the SuperLink's runs are found again
     return _carry_out(server, given, address, say, parallel, fresh)
 
 
 def resume(server: ServerFolder, name: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
-    """Resume a run with the config in its folder, as ``submit`` starts a new one.
+    """Resume a run from its last checkpoint, with the run config in its folder. It waits and shows its log as in ``submit``.
 
     Args:
         server: The server's folder.
         name: The name of the run; empty: the run with the newest checkpoint.
-        address: Of the Control API, if it is not the one in server.toml.
-        say: Is given each line of the log.
-        parallel: The most runs that may go on at a time, this one among them; 0: as server.toml says.
+        address: The address of the Control API; empty: the one in server.toml.
+        say: Called with each message, and with each line of the log.
+        parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
+            server.toml.
 
     Returns:
         Whether the run completed.
@@ -104,20 +108,23 @@ def resume(server: ServerFolder, name: str, address: str = "", say: Say = print,
 
 
 def how_to_go_on(server: ServerFolder, name: str) -> str:
-    """Return the command to type after the run ``name`` ended early."""
+    """Return what to do after the run ``name`` has ended early: a command that resumes it, or one that begins it anew."""
     run = server.results / name
     rounds = sorted(int(path.stem.removeprefix("round-")) for path in (run / FOLDER).glob("round-*.safetensors"))
     if rounds:
-        return f"go on with it from round {rounds[-1]}: fl-bn resume {shlex.quote(str(server.path))} {name}"
+        return f"resume it from round {rounds[-1]}: fl-bn resume {shlex.quote(str(server.path))} {name}"
     where = f"server/logs/serverapp.log and {run} say why" if run.exists() else "server/logs/serverapp.log says why"
-    return f'it has no checkpoint to go on from ({where}); begin it anew: fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
+    return f'it has no checkpoint to resume from ({where}); begin it anew: fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
 
 
 def _with_defaults(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Return ``given`` with the default of every key that the folder would set and the run would ignore: an address of an exchange, say.
+    """Add to ``given`` the keys that follow from the server's folder but that this run ignores, with their defaults.
+
+    Such keys are those of an exchange that the method does not have. The defaults keep ``complete_config`` from
+    setting them, which would be an error, since a run config must not have keys without effect.
 
     Raises:
-        ConfigError: A key of ``given`` has no effect, is unknown, or its value is out of range.
+        ConfigError: A key of ``given`` is unknown or has no effect, or its value is out of range.
     """
     use = Usage()
     use.config(Queue(server).complete_config(given), must=given)
@@ -138,7 +145,7 @@ def _complete(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Sc
 def _newest(server: ServerFolder) -> str:
     runs = sorted(server.results.glob(f"*/{FOLDER}/round-*.safetensors"), key=lambda path: path.stat().st_mtime)
     if not runs:
-        raise ConfigError(f"no run in {server.results} has a checkpoint to go on from (checkpoint-every makes them)")
+        raise ConfigError(f"no run in {server.results} has a checkpoint to resume from: submit runs with checkpoint-every above 0")
     return runs[-1].parent.parent.name
 
 
@@ -148,11 +155,11 @@ def _carry_out(server: ServerFolder, given: Mapping[str, Any], address: str, say
         say(warning)
     queue = Queue(server)
     with control_of(server, address) as control:
-        control.runs()  # a SuperLink that is not there is said before anything waits for it
+        control.runs()  # raises ControlError at once where no SuperLink answers
         try:
             entry = queue.add(given, parallel, rename)
         except NoQueue:
-            say(f"{queue.store.folder} may not be written to: the run does not wait for others, but starts at once")
+            say(f"you may not write to {queue.store.folder}, so the run cannot be queued: it is started at once, beside any other runs")
             run = queue.submit(given, control)
         else:
             name, run = entry.name, _its_turn(queue, entry, control, say)
@@ -163,7 +170,7 @@ def _carry_out(server: ServerFolder, given: Mapping[str, Any], address: str, say
         try:
             status = _follow(control, run, say)
         except KeyboardInterrupt:
-            say(f"{name} goes on without this log. Submitting another one does not end it; this does:")
+            say(f"{name} goes on; only this log has ended. To end the run:")
             say(f"  fl-bn abort {shlex.quote(str(server.path))} {name}{f' --control {address}' if address else ''}")
             raise
     say(f"run {run}: {status}")
@@ -173,15 +180,21 @@ def _carry_out(server: ServerFolder, given: Mapping[str, Any], address: str, say
 
 
 def _its_turn(queue: Queue, entry: QueuedRun, control: Control, say: Say) -> str:
-    """Wait until the run is started.
+    """Wait until the run of ``entry`` is started, and start waiting runs meanwhile.
+
+    Args:
+        queue: The queue of the server.
+        entry: The entry of the run.
+        control: The SuperLink.
+        say: Called with the reason for which the run waits, whenever it changes.
 
     Returns:
-        Flower's id of the run; empty: it was taken out of the queue.
+        Flower's id of the run; empty: somebody took the run out of the queue.
 
     Raises:
-        ControlError: The SuperLink refused the run.
-        ControlError, FolderError, QueueError, OSError: The queue could not be looked after for a long time. The
-            run stays in it.
+        ControlError: The run was refused.
+        ControlError, FolderError, QueueError, OSError: For ``SILENCE`` seconds, no attempt to start runs succeeded.
+            The run stays in the queue.
     """
     last_reason, last_answer = "", time.monotonic()
     try:
@@ -215,12 +228,26 @@ def _its_turn(queue: Queue, entry: QueuedRun, control: Control, say: Say) -> str
 
 
 def _say_that_it_stays(queue: Queue, entry: QueuedRun, say: Say) -> None:
-    say(f"{entry.name} stays in the queue, and starts by itself as long as `fl-bn start` of the server runs. To take it out:")
+    say(f"{entry.name} stays in the queue, and `fl-bn start` of the server starts it when its turn comes. To take it out:")
     say(f"  fl-bn abort {shlex.quote(str(queue.server.path))} {entry.name}")
 
 
 def _follow(control: Control, run: str, say: Say) -> str:
-    """Say each line of the run's log once, through restarts of the SuperLink. Return the run's last status."""
+    """Call ``say`` with each line of a run's log, once, until the run has ended.
+
+    Where the SuperLink is restarted meanwhile, the log goes on afterwards.
+
+    Args:
+        control: The SuperLink.
+        run: Flower's id of the run.
+        say: Called with each line.
+
+    Returns:
+        The last status of the run, as ``finished:completed``.
+
+    Raises:
+        ControlError: The SuperLink has not answered for ``SILENCE`` seconds.
+    """
     rest, seen, last_answer, status = "", 0.0, time.monotonic(), ""
     while True:
         for text, time_of_it in control.log(run, seen):

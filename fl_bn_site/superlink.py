@@ -1,24 +1,23 @@
 """Run Flower 1.25's ``flower-superlink`` with four repairs: ``python -P superlink.py ARGUMENT...``.
 
-A ServerApp sends a message in two steps, first the message, then its tensors. A SuperNode that asks in between
-is told to wait for them, but Flower 1.25.0 counts the traffic of that answer, 0 bytes, as an error. The
-SuperNode then gives the message up and hangs for ever. It happens once in a hundred messages to small models,
-and more often the longer the tensors take. Here an answer of no bytes is not counted.
+Messages without tensors yet (``repair``): a ServerApp first sends a message, and then its tensors. A SuperNode
+that asks between the two is told to wait. Flower 1.25.0 fails when it counts the traffic of that answer, which
+is 0 bytes. The SuperNode then gives the message up and hangs for ever. This happens for one in a hundred
+messages of a small model, and for more with larger models. Here, answers of 0 bytes are not counted.
 
-Replies of two sites may share a tensor, bit for bit, and come at the same moment. Flower's store looks whether
-the tensor is known, and enters it if not. Both find it unknown, the second fails, and that reply is lost. Here
-the store is changed by one thread at a time.
+Replies with equal tensors (``one_at_a_time``): the replies of two sites may contain the same tensor, bit for
+bit. Flower's store checks whether it has a tensor before it enters the tensor. If two threads check at the same
+time, the second one fails, and its reply is lost. Here, one thread at a time changes the store.
 
-A reply comes in two steps, too. A site that ends between them leaves a reply whose tensors never come. Flower
-hands it to the ServerApp, which waits for them more than an hour, whatever the round's deadline. Here a reply
-is handed over when all of it is there. If its site has gone by then, the ServerApp is told so, and asks again.
+Replies without tensors (``whole_replies``): a site that ends while it sends a reply leaves a reply whose tensors
+never come. Flower hands this reply to the ServerApp, which waits for the tensors for more than an hour, beyond
+any deadline of the round. Here, a reply is handed over when it is complete. If its site has gone before that,
+the ServerApp is told that the site does not answer.
 
-A full disk under its database fails whatever is to be entered: a site's reply, a run's next message. Flower's
-ServerApp and SuperNode take that for their end. Here a change that finds the disk full waits for room on it,
-and begins again.
+Full disks (``wait_for_room``): if the disk of the database is full, Flower cannot enter a message or a reply,
+and the ServerApp or the SuperNode ends. Here, the change is tried again until there is room.
 
-Each site asks for messages twice a second. Here the log leaves out the line that every such question would
-make.
+The log is changed, too. Each site asks for messages twice a second, and the line about each question is left out.
 
 This file is run by its path, and runs ``compat`` by its path, since the package around them would import torch.
 """
@@ -35,9 +34,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-POLL = "[Fleet.PullMessages]"
-FULL = "disk is full"  # of SQLite's "database or disk is full"
-PATIENCE, PAUSE = 600.0, 1.0  # seconds that something waits for room on the disk, and between its tries
+POLL = "[Fleet.PullMessages]"  # part of the log line that Flower writes when a site asks for messages
+FULL = "disk is full"  # part of SQLite's message "database or disk is full"
+PATIENCE, PAUSE = 600.0, 1.0  # seconds for which a change waits for room on the disk, and between two tries
 UNDELIVERED = """
     SELECT message_res.message_id AS reply, reply_to_message_id AS asked FROM message_res JOIN node ON node_id = src_node_id
     WHERE reply_to_message_id IN ({marks}) AND delivered_at = '' AND online_until >= ?
@@ -49,7 +48,11 @@ MISSING = """
 
 
 def repair(kind: Any) -> None:
-    """Make ``kind.store_traffic`` accept an answer of no bytes."""
+    """Make ``kind.store_traffic`` ignore answers of 0 bytes, for which Flower's method raises.
+
+    Args:
+        kind: A class of Flower's LinkState. It is changed in place.
+    """
     count = kind.store_traffic
 
     def store_traffic(self: Any, run_id: int, *, bytes_sent: int, bytes_recv: int) -> None:
@@ -60,7 +63,11 @@ def repair(kind: Any) -> None:
 
 
 def whole_replies(kind: Any) -> None:
-    """Make ``kind`` hand over a reply only when all its tensors are there, as long as its site is here to send them."""
+    """Make ``kind.get_message_res`` hold back a reply while its site is online and some of its tensors are missing.
+
+    Args:
+        kind: Flower's class SqliteLinkState. It is changed in place.
+    """
     get_replies = kind.get_message_res
 
     def get_message_res(self: Any, message_ids: set[str]) -> Any:
@@ -73,9 +80,12 @@ def whole_replies(kind: Any) -> None:
 
 
 def one_at_a_time(kind: Any) -> None:
-    """Make threads change the stores of ``kind`` one after the other.
+    """Put the methods that change a store under one lock, so that only one thread runs them at a time.
 
-    All of these stores are one database of this process.
+    There is one lock for all instances, because they share one database.
+
+    Args:
+        kind: Flower's class SqliteObjectStore. It is changed in place.
     """
     alone = threading.RLock()
 
@@ -92,14 +102,13 @@ def one_at_a_time(kind: Any) -> None:
 
 
 def wait_for_room(*kinds: Any) -> None:
-    """Change the methods of the classes ``kinds`` so that they survive a full disk.
+    """Make the public methods of classes try again when they fail because the disk is full.
 
-    A method that fails because the disk is full is called again until there is room, for ``PATIENCE`` seconds at
-    most. That is safe, since each method is one database transaction. If one such method calls another, only the
-    outer one is repeated.
+    They try again for at most ``PATIENCE`` seconds. This is safe, since each method is one database transaction.
+    If one such method calls another, only the outer one is tried again.
 
     Args:
-        kinds: The classes; they are changed in place.
+        kinds: The classes. They are changed in place.
     """
     thread = threading.local()
 
@@ -117,7 +126,7 @@ def wait_for_room(*kinds: Any) -> None:
                         if FULL not in str(error) or time.monotonic() > end:
                             raise
                     if not reported:
-                        logging.getLogger("flwr").warning("the disk of the SuperLink's state is full: make room on it; trying again")
+                        logging.getLogger("flwr").warning("the disk with the SuperLink's database is full: make room on it. Trying again")
                     reported = True
                     time.sleep(PAUSE)
             finally:
@@ -132,7 +141,7 @@ def wait_for_room(*kinds: Any) -> None:
 
 
 def tells(record: logging.LogRecord) -> bool:
-    """Return whether a line of the log says more than that a site asks for messages."""
+    """Return whether a log record is kept: all are, but those about a site that asks for messages."""
     return POLL not in str(record.msg)
 
 

@@ -1,8 +1,9 @@
-"""Run Flower 1.25's ``flower-supernode``, asking more often while there is work.
+"""Run Flower 1.25's ``flower-supernode`` so that it asks for messages more often while a run goes on.
 
-``python -P supernode.py --poll-seconds S ARGUMENT...``. Flower's SuperNode asks for messages every 3 s, looks
-for its app's answer every 0.5 s, and waits a second for a tensor that is still on its way. Here it asks every S
-seconds while messages come, and every 3 s again when none came for a minute.
+Usage: ``python -P supernode.py --poll-seconds S ARGUMENT...``. Flower's SuperNode asks the server for messages
+every 3 s, looks for the answer of its app every 0.5 s, and waits 1 s for a tensor that has not arrived. Here it
+asks every S seconds while messages come, and every 3 s again after a minute without any. The two other waits
+are 0.1 s.
 
 This file is run by its path, and runs ``compat`` by its path, since the package around them would import torch.
 """
@@ -15,18 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ASKING = 3.0  # seconds, in Flower: between questions for a message; shorter waits are for its own app
-IDLE = 60.0  # seconds without a message after which it asks as rarely as Flower
-SHORTEST = 0.1  # seconds between looks for the app's answer
+ASKING = 3.0  # seconds that Flower sleeps between two questions to the server; it sleeps less only while its app works
+IDLE = 60.0  # seconds without a message after which the pause is Flower's again
+SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for a tensor
 
 
 class PollingTime:
-    """Replace the module ``time`` in Flower's SuperNode, so that it sleeps less while there is work.
+    """Stand in for the module ``time`` in Flower's SuperNode, with a ``sleep`` that is shorter while there is work.
 
-    All but ``sleep`` is as in ``time``.
+    All other functions are those of ``time``.
 
     Args:
-        poll: The longest wait between two questions for messages, in seconds, while there is work.
+        poll: The longest pause between two questions to the server while messages come, in seconds.
     """
 
     def __init__(self, poll: float) -> None:
@@ -36,8 +37,8 @@ class PollingTime:
         return getattr(time, name)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep as long as Flower wants, or less while there is work."""
-        if seconds < ASKING:  # an app is at work
+        """Sleep for ``seconds``, or for less while messages come."""
+        if seconds < ASKING:  # the app works on a message
             self.worked = time.monotonic()
             time.sleep(min(seconds, SHORTEST))
         else:
@@ -45,7 +46,7 @@ class PollingTime:
 
 
 def own_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return this program's options in a command line, and the words that remain for Flower's."""
+    """Split a command line into the options of this program and the remaining words, which are for Flower's program."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--poll-seconds", type=float, default=ASKING)
     return parser.parse_known_args(words)
@@ -59,7 +60,7 @@ def main() -> None:
         compat["check_deployed"]("fl-bn's SuperNode")
     except ValueError as error:
         sys.exit(str(error))
-    names = compat["find"]("start_client_internal").__globals__  # of Flower's loop
+    names = compat["find"]("start_client_internal").__globals__  # the globals of the module with Flower's main loop
     names["time"] = PollingTime(own.poll_seconds)
     names["pull_objects"] = partial(names["pull_objects"], initial_backoff=SHORTEST)
     sys.argv = ["flower-supernode", *rest]

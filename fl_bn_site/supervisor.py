@@ -1,7 +1,7 @@
-"""Keep programs running.
+"""Keep the programs of ``fl-bn start`` running.
 
-A program that ends is started again, and its output is written to a log. However the supervisor ends, its
-programs end with it.
+The supervisor starts a program again when it ends, and writes its output to a log. When the supervisor itself
+ends, even by SIGKILL, its programs end, too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fl_bn_site.commands import UNREACHABLE, Command, environment
 
 TETHER = Path(__file__).with_name("tether.py")
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-DAY = 86400.0  # seconds after which a log file is put aside, however small it is
-TICK = 0.1  # seconds between looks at the programs
+DAY = 86400.0  # seconds after which a new log file is begun, even if the old one is small
+TICK = 0.1  # seconds between two looks at the programs
 
 
 class AlreadyRunning(RuntimeError):
@@ -38,13 +38,13 @@ class AlreadyRunning(RuntimeError):
 
 @dataclass(frozen=True)
 class Delays:
-    """Say how long to wait, in seconds.
+    """Hold the times that the supervisor waits, in seconds.
 
     Attributes:
-        first: Before a program is started again. The wait doubles each time.
-        longest: The longest such wait.
-        steady: After a program ran for so long, the wait is ``first`` again.
-        grace: Between asking a program to end and killing it.
+        first: The wait before a program is started again after its first failure. Each further failure doubles it.
+        longest: The longest wait before a program is started again.
+        steady: How long a program must have run for its next failure to count as the first again.
+        grace: The time that a program has to end, when it is asked to, before it is killed.
     """
 
     first: float = 1.0
@@ -53,23 +53,23 @@ class Delays:
     grace: float = 10.0
 
     def delay(self, failures: int) -> float:
-        """Return the wait before the next start, after ``failures`` >= 1 in a row."""
+        """Return the wait before the next start, in seconds, after ``failures`` (at least 1) in a row."""
         return min(self.longest, self.first * 2.0 ** min(failures - 1, 30))
 
 
 class DailyLog(RotatingFileHandler):
-    """Begin a new log file when the current one is large, or a day old."""
+    """Write a log, and begin a new file when the current one is too large or a day old."""
 
-    begun: float | None = None  # when the file's first line was written, in seconds of the clock
+    begun: float | None = None  # Unix time of the first line in the file; None: not read yet
 
     def shouldRollover(self, record: LogRecord) -> bool:  # noqa: N802, as logging names it
-        """Return whether the current file is too large or too old for ``record``."""
+        """Return whether ``record`` has to go to a new file, since the current one is too large or too old."""
         if self.begun is None:
             self.begun = self._first(record.created)
         return bool(super().shouldRollover(record)) or record.created - self.begun >= DAY
 
     def doRollover(self) -> None:  # noqa: N802
-        """Begin a new file."""
+        """Begin a new file, and rename the old ones."""
         super().doRollover()
         self.begun = None
 
@@ -78,25 +78,25 @@ class DailyLog(RotatingFileHandler):
             stamp = file.readline(len("2026-11-22 23:59:59"))
         try:
             return datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").timestamp()
-        except ValueError:  # it is empty
+        except ValueError:  # the file is empty
             return now
 
 
 class Output:
     """Print and log the lines of all programs.
 
-    A line goes to the terminal after its program's name, and to ``logs/NAME.log`` with the time. Each program
-    has the logs of the last 14 days, and 14 x 5 MB at most.
+    The terminal shows each line after the name of its program. The file ``NAME.log`` has it after the time. The
+    logs of a program are kept for 14 days, and have 14 files of 5 MB at most.
 
     Args:
-        logs: The folder of the logs.
+        logs: The folder for the log files.
     """
 
     def __init__(self, logs: Path) -> None:
         self._logs, self._files, self._lock, self._terminal = logs, dict[str, Logger](), threading.Lock(), True
 
     def write(self, name: str, line: str) -> None:
-        """Write a ``line`` of the program ``name``."""
+        """Print and log one line of output of the program ``name``. Several threads may call this."""
         line = COLOURS.sub("", line).rstrip()
         with self._lock:
             if name not in self._files:
@@ -108,23 +108,25 @@ class Output:
             if self._terminal:
                 try:
                     print(f"{name:<9} | {line}", flush=True)
-                except OSError:  # the terminal is gone; the programs are not to notice
+                except OSError:  # the terminal is gone; go on with the log alone
                     self._terminal = False
 
     def close(self) -> None:
-        """Close the logs."""
+        """Close the log files."""
         for log in self._files.values():
             for handler in log.handlers:
                 handler.close()
 
 
 class SupervisedProgram:
-    """Keep one command running. It is running, waits to be started again, or is done.
+    """Keep one program running.
+
+    At any time, the program runs, waits to be started again, or is done.
 
     Args:
-        command: The command.
-        patience: How long to wait before it is started again.
-        output: Where its lines go.
+        command: The command that starts the program.
+        patience: How long to wait before the program is started again.
+        output: Prints and logs the lines of the program.
     """
 
     def __init__(self, command: Command, patience: Delays, output: Output) -> None:
@@ -132,11 +134,15 @@ class SupervisedProgram:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._failures, self._started, self._due = 0, 0.0, 0.0
-        self._hinted: set[str] = set()  # said once per start
+        self._hinted: set[str] = set()  # words whose hint was given since the last start
         self.done = False
 
     def look(self, now: float) -> None:
-        """Start the program if it is due, or notice that it has ended. ``now`` is in monotonic seconds."""
+        """Start the program if its wait is over, or notice that it has ended. Call this again and again.
+
+        Args:
+            now: The present time, as ``time.monotonic()`` returns it.
+        """
         if self._process is None:
             if not self.done and now >= self._due:
                 self._start(now)
@@ -151,13 +157,13 @@ class SupervisedProgram:
             self._say(f"ended with {_code(code)}; it is started again in {wait:g} s")
 
     def end(self) -> None:
-        """Ask the program to end."""
+        """Ask the program to end, by SIGTERM. It is not started again."""
         self.done = True
         if self._process is not None:
             self._process.terminate()
 
     def ended(self) -> bool:
-        """Return whether the program has ended."""
+        """Return whether the program does not run (any more)."""
         if self._process is not None and self._process.poll() is not None:
             self._reap()
         return self._process is None
@@ -176,7 +182,7 @@ class SupervisedProgram:
             argv,
             cwd=self._command.cwd,
             env=environment(self._command.env),
-            stdin=subprocess.PIPE,  # its end tells the tether of ours
+            stdin=subprocess.PIPE,  # when this process ends, the pipe ends, and tether.py kills the program
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # the terminal's Ctrl-C is for the supervisor
@@ -188,18 +194,21 @@ class SupervisedProgram:
         self._reader.start()
 
     def _copy(self, stream: IO[bytes]) -> None:
-        with stream:  # closed here, since closing waits for whoever reads, and what outlives the program may keep it open
+        with stream:  # closed in this thread, since closing waits for the reader, and children of the program may keep the pipe open
             for line in stream:
                 text = line.decode("utf-8", "replace")
                 self._output.write(self._command.name, text)
                 for words, hint in self._command.hints.items():
-                    general = words == UNREACHABLE and bool(self._hinted)  # what was said before says more
+                    general = words == UNREACHABLE and bool(self._hinted)  # a more specific hint was given before
                     if words in text and words not in self._hinted and not general and not self.done:
                         self._hinted.add(words)
                         self._say(f"said {words!r}: {hint}")
 
     def _reap(self) -> None:
-        """Clean up after the program's end. What it has started is killed, since that would hold its ports."""
+        """Clean up after the end of the program.
+
+        Processes that the program has started are killed, since they could keep its ports in use.
+        """
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._reader is not None
@@ -214,19 +223,21 @@ class SupervisedProgram:
 
 
 def supervise(commands: Sequence[Command], logs: Path, patience: Delays | None = None) -> None:
-    """Keep the commands running until SIGINT, SIGTERM or SIGHUP. Call it from the main thread, where signals arrive.
+    """Keep programs running until this process gets SIGINT, SIGTERM or SIGHUP, then end them.
+
+    Call it from the main thread, since only there Python handles signals.
 
     Args:
-        commands: The commands.
-        logs: The folder of the logs.
-        patience: How long to wait before a program is started again.
+        commands: The commands of the programs.
+        logs: The folder for the log files.
+        patience: How long to wait before a program is started again; None: the defaults of ``Delays``.
 
     Raises:
         AlreadyRunning: Another ``fl-bn start`` of this folder is running.
     """
     patience = patience or Delays()
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a program may print what the terminal cannot show
+        sys.stdout.reconfigure(errors="replace")  # a program may print characters that the terminal cannot show
     with _alone(logs), _signals() as received:
         output = Output(logs)
         programs = [SupervisedProgram(command, patience, output) for command in commands]
@@ -250,10 +261,14 @@ def supervise(commands: Sequence[Command], logs: Path, patience: Delays | None =
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect the signals that ask to end, while the block runs."""
+    """Catch the signals that ask this process to end, inside the ``with`` block.
+
+    Yields:
+        A list to which the number of each signal is appended when it arrives.
+    """
     received: list[int] = []
     wanted = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is ignored under nohup
         wanted.append(signal.SIGHUP)
     before = [signal.signal(number, lambda number, frame: received.append(number)) for number in wanted]
     try:
@@ -270,12 +285,16 @@ def _alone(logs: Path) -> Iterator[None]:
             hold(lock)
         except BlockingIOError as error:
             raise AlreadyRunning(
-                f"`fl-bn start` is running in {logs.parent} already: end that one first (Ctrl-C, or systemctl stop)"
+                f"another `fl-bn start` is running in {logs.parent} already: end that one first (Ctrl-C, or systemctl stop)"
             ) from error
         yield
 
 
 def _code(code: int) -> str:
-    """Say how a program ended. The tether reports a signal as 128 + its number, as a shell does."""
+    """Return in words how a program ended, as ``exit code 1`` or ``SIGKILL``.
+
+    Args:
+        code: The exit code of tether.py, which is 128 + the number of the signal where a signal ended the program.
+    """
     killed = code - 128 if code > 128 else -code
     return signal.Signals(killed).name if killed in set(signal.Signals) else f"exit code {code}"

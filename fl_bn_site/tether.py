@@ -1,8 +1,9 @@
 """Run a program, and kill it when standard input ends: ``python tether.py PROGRAM ARGUMENT...``.
 
-Standard input is a pipe that only the supervisor holds open, so it ends when the supervisor does, even by
-SIGKILL. All that the program has started is killed, too: this process leads a process group of its own. It is
-run by its path, not as a module, and so costs milliseconds: the package around it would import torch.
+Standard input is a pipe that only the supervisor holds open. It ends when the supervisor ends, even by SIGKILL.
+Processes that the program has started are killed, too, since they are in the process group of this process.
+This file is run by its path, not as a module, since the package around it would import torch, which takes
+seconds.
 """
 
 import ctypes
@@ -12,20 +13,28 @@ import sys
 import threading
 from contextlib import suppress
 
-PR_SET_PDEATHSIG = 1  # Linux
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 
 
 def main(argv: list[str]) -> int:
-    """Run the program ``argv``. Return its exit code; 128 and the signal's number where a signal ended it."""
+    """Run a program and wait for its end.
+
+    Args:
+        argv: The program and its arguments.
+
+    Returns:
+        The exit code of the program; 128 + the number of the signal where a signal ended it; 127 where it cannot
+        be run.
+    """
     program = os.fork()
     if program == 0:
-        if sys.platform == "linux":  # for the case that this process is the one that gets killed
+        if sys.platform == "linux":  # in case this process itself is killed
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         try:
             os.execvp(argv[0], argv)
         except OSError as error:
-            print(f"{argv[0]} cannot be run: {error.strerror}", flush=True)
+            print(f"the program {argv[0]} cannot be run: {error.strerror}", flush=True)
             os._exit(127)
     signal.signal(signal.SIGTERM, lambda number, frame: ask(program, number))
     threading.Thread(target=watch, daemon=True).start()
@@ -34,13 +43,18 @@ def main(argv: list[str]) -> int:
 
 
 def ask(program: int, number: int) -> None:
-    """Send the signal ``number`` to the process ``program``, if it still runs."""
+    """Send a signal to a process, if it still runs.
+
+    Args:
+        program: The id of the process.
+        number: The number of the signal.
+    """
     with suppress(ProcessLookupError):  # it has ended just now
         os.kill(program, number)
 
 
 def watch() -> None:
-    """Wait until standard input ends, then kill the process group."""
+    """Wait until standard input ends, then kill this process and all others of its group."""
     while os.read(0, 1):
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,7 +1,4 @@
-"""Check whether the parts of a kit, or of one folder of it, fit together: ``fl-bn kit verify``.
-
-The parts are certificates, keys, file modes and TOML files.
-"""
+"""Check the certificates, keys, file modes and TOML files of a kit, or of one of its folders: ``fl-bn kit verify``."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from fl_bn_site.certificates import is_for, key_in, names_in, public_half, read_
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port
 from fl_bn_site.membership import SOON
 
-WILDCARDS = ("0.0.0.0", "::")
-NEW_KIT = "ask whoever made the kit for the right one"
+WILDCARDS = ("0.0.0.0", "::")  # these stand for all addresses of a machine
+NEW_KIT = "ask the person who made the kit for the right file"
 
 
 @dataclass(frozen=True)
@@ -25,9 +22,9 @@ class Check:
     """Hold the result of one check.
 
     Attributes:
-        ok: Whether ``subject`` is true.
-        subject: A statement about the kit.
-        remedy: What to do where it is not true.
+        ok: Whether the statement is true.
+        subject: The statement about the kit, as ``server.crt is signed by ca.crt``.
+        remedy: Why the statement is not true, and what to do then.
     """
 
     ok: bool
@@ -39,9 +36,13 @@ class Check:
 
 
 def verify(folder: Path) -> list[Check]:
-    """Make all checks of a kit, of its server's folder or of a site's.
+    """Make all checks of a whole kit, of the server's folder, or of a site's folder.
 
-    Whatever is wrong in the folder is a failed check, and raises nothing.
+    Args:
+        folder: The folder. Its files show which of the three it is.
+
+    Returns:
+        The results. A fault is a failed check: this function raises nothing.
     """
     if (folder / ServerFolder.file).exists():
         return list(_server(folder))
@@ -50,7 +51,9 @@ def verify(folder: Path) -> list[Check]:
     if (folder / "authority").is_dir() or (folder / "server").is_dir():
         return list(_kit(folder))
     return [
-        Check(False, f"{folder} is a folder of a kit", "expected server.toml, site.toml, or a whole kit with authority, server and sites")
+        Check(
+            False, f"{folder} is a folder of a kit", "expected one with server.toml or site.toml, or a kit with authority, server and sites"
+        )
     ]
 
 
@@ -63,7 +66,7 @@ def _kit(folder: Path) -> Iterator[Check]:
     try:
         server = ServerFolder.read(folder / "server")
     except FolderError:
-        return  # said by _server
+        return  # _server has yielded a failed check
     for name in server.sites:
         own = folder / "sites" / name
         parts.append(own)
@@ -101,7 +104,7 @@ def _server(folder: Path) -> Iterator[Check]:
         f"{server.key} belongs to {server.certificate}",
         lambda: public_half(server.key),
         lambda: key_in(read_certificate(server.certificate)),
-        "the certificate and the key are of different kits: put back those of this kit",
+        "the certificate and the key do not belong together: put back those of this kit",
     )
     for name in server.sites:
         yield _readable(server.public_key(name))
@@ -120,7 +123,7 @@ def _site(folder: Path) -> Iterator[Check]:
         f"{site.private_key} belongs to {site.public_key}",
         lambda: public_half(site.private_key),
         lambda: read_public(site.public_key),
-        "they are of different sites: put back the site.key that belongs to site.pub, by which the server knows this site",
+        "the two keys do not belong together: put back the site.key of this site.pub, by which the server knows this site",
     )
 
 
@@ -134,21 +137,21 @@ def _dates(path: Path) -> Iterator[Check]:
     subject = f"{path} is valid from {start:%Y-%m-%d} to {end:%Y-%m-%d}"
     if start <= now <= end:
         days = (end - now).days
-        yield Check(True, subject + (f": {days} days are left, renew it" if days < SOON else ""))
+        yield Check(True, subject + (f": renew it soon, {days} days are left" if days < SOON else ""))
     else:
-        yield Check(False, subject, f"it is {now:%Y-%m-%d %H:%M} UTC here; set the clock, or renew the certificate")
+        yield Check(False, subject, f"this clock shows {now:%Y-%m-%d %H:%M} UTC; set the clock if it is wrong, else renew the certificate")
 
 
 def _signed(server: ServerFolder) -> Iterator[Check]:
     try:
         authority, certificate = read_certificate(server.authority), read_certificate(server.certificate)
     except (OSError, ValueError):
-        return  # said by _dates
+        return  # _dates has yielded a failed check
     subject = f"{server.certificate} is signed by {server.authority}"
     try:
         certificate.verify_directly_issued_by(authority)
     except (InvalidSignature, ValueError, TypeError):
-        yield Check(False, subject, f"another authority signed it, and sites would refuse this server; {NEW_KIT}")
+        yield Check(False, subject, f"another authority has signed it, so sites would refuse this server; {NEW_KIT}")
     else:
         yield Check(True, subject)
     named = ", ".join(str(name.value) for name in names_in(certificate)) or "nobody"
@@ -159,7 +162,7 @@ def _signed(server: ServerFolder) -> Iterator[Check]:
             fits = is_for(certificate, host)
         except ValueError:
             fits = False
-        remedy = f"it is for {named}; make a kit with --superlink {host} or --also {host}, or correct {server.path / server.file}"
+        remedy = f"it is for {named}; make a kit with --superlink {host} or --also {host}, or correct {line} in {server.path / server.file}"
         yield Check(fits, f"{server.certificate} is for {line} = {host}", remedy)
 
 
@@ -170,7 +173,9 @@ def _private(path: Path) -> Iterator[Check]:
     except OSError as error:
         yield Check(False, subject, f"{_reason(error)}; {NEW_KIT}")
         return
-    yield Check(mode & 0o077 == 0, subject, f"its mode is {mode:04o}: chmod 600 {path}; if others could read it, make a new kit")
+    yield Check(
+        mode & 0o077 == 0, subject, f"its mode is {mode:04o}: run chmod 600 {path}; if another person may have read it, make a new kit"
+    )
 
 
 def _readable(path: Path) -> Check:
@@ -178,7 +183,16 @@ def _readable(path: Path) -> Check:
 
 
 def _same(subject: str, one: Callable[[], object], other: Callable[[], object], remedy: str) -> Check:
-    """Check that two functions return equal values. A file that they cannot read is a failed check."""
+    """Return the check that two functions return equal values.
+
+    It fails, too, where one of them cannot read its file (OSError, ValueError).
+
+    Args:
+        subject: The statement that is true where the values are equal.
+        one: The first function.
+        other: The second function.
+        remedy: What to do where the values differ.
+    """
     try:
         return Check(one() == other(), subject, remedy)
     except (OSError, ValueError) as error:

@@ -1,10 +1,12 @@
-"""Run a program and end it when it says that it will hang: ``python watched.py PROGRAM ARGUMENT...``.
+"""Run a SuperNode, and end it when its output shows that it hangs: ``python watched.py PROGRAM ARGUMENT...``.
 
-Flower 1.25's SuperNode may get half a message, from a ServerApp that is killed while it sends one. It then says
-``Failed to receive message``, stays online and never answers again. This program passes its output on, and ends
-it with exit code 1. Whoever keeps it running starts it again.
+Flower 1.25's SuperNode may receive half a message, when a ServerApp is killed while it sends one. The SuperNode
+then prints ``Failed to receive message``, stays online and never answers again. This program copies the
+SuperNode's output, and ends the SuperNode at that line. It then exits with 1, so that the supervisor starts it
+again.
 
-Run by its path, not as a module, so that it costs little: the package around it would import torch.
+This file is run by its path, not as a module, since the package around it would import torch, which takes
+seconds.
 """
 
 import os
@@ -13,12 +15,20 @@ import subprocess
 import sys
 import threading
 
-HANGS = b"Failed to receive message"
-GRACE = 10.0  # seconds to end in
+HANGS = b"Failed to receive message"  # the SuperNode prints this before it hangs
+GRACE = 10.0  # seconds that the program has to end before it is killed
 
 
 def main(argv: list[str]) -> int:
-    """Run the program ``argv``. Return its exit code; 1: it was ended."""
+    """Run a program and wait for its end.
+
+    Args:
+        argv: The program and its arguments.
+
+    Returns:
+        The exit code of the program; 1 where this program ended it; 128 + the number of the signal where a signal
+        ended it.
+    """
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: process.send_signal(number))
@@ -26,19 +36,25 @@ def main(argv: list[str]) -> int:
     reader = threading.Thread(target=copy, args=(process, os.path.basename(argv[0]), deaf), daemon=True)
     reader.start()
     code = process.wait()
-    reader.join(1)  # not longer: what it started may hold its output open
+    reader.join(1)  # no longer, since a child of the program may keep its output open
     return 1 if deaf.is_set() else code if code >= 0 else 128 - code
 
 
 def copy(process: "subprocess.Popen[bytes]", name: str, deaf: threading.Event) -> None:
-    """Copy the output of ``process``, and end the process where it says that it will hang. ``deaf`` is set then."""
+    """Copy the output of a process to standard output, and end the process at the line before it hangs.
+
+    Args:
+        process: The process.
+        name: Its name, for the message.
+        deaf: Set when the process is ended.
+    """
     assert process.stdout is not None
     for line in process.stdout:
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
         if HANGS in line and not deaf.is_set():
             deaf.set()
-            print(f"{name} got half a message and would wait for ever: it is ended here, and has to be started again", flush=True)
+            print(f"{name} received half a message and would wait for ever, so it is ended here and has to be started again", flush=True)
             process.terminate()
             threading.Timer(GRACE, process.kill).start()
 
@@ -46,4 +62,4 @@ def copy(process: "subprocess.Popen[bytes]", name: str, deaf: threading.Event) -
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(status)  # not waiting for the timer
+    os._exit(status)  # exits without waiting for the timer that kills the program

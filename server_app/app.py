@@ -1,4 +1,7 @@
-"""Provide the ServerApp of this folder for ``flwr run .``: that of ``fl_bn.apps.server``, with this folder's modules."""
+"""Provide the ServerApp for ``flwr run .`` in this folder.
+
+It is that of ``fl_bn.apps.server``. Run configs may name functions of the modules in this folder.
+"""
 
 from pathlib import Path
 

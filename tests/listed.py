@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 Ids = Callable[[Any], object] | Iterable[str] | None
+PARAM = type(pytest.param())
 CHOSEN: list[str] = []
 """What ``pytest --case TEXT`` asks for: of every list the cases with TEXT in their name, and no others."""
 
@@ -25,7 +26,8 @@ def listed(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) ->
 
     Args:
         names: The test's parameters, as a list or separated by commas.
-        cases: One entry per case: the parameters' values, or a ``pytest.param`` with an id.
+        cases: One entry per case: the parameters' values, or a ``pytest.param`` with an id. A case cannot have marks: they hold for the
+            whole test.
         ids: What a value is called, or the cases' names in order; the values themselves without it.
     """
     parameters = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
@@ -33,6 +35,8 @@ def listed(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) ->
     table = list(cases)
     named = [called(case, ids) for case in table] if ids is None or callable(ids) else list(ids)
     assert table, "a list without a case tests nothing"
+    marked = [called(case, None) for case in table if isinstance(case, PARAM) and case.marks]
+    assert not marked, f"a case of a list cannot have marks, give these a test of their own: {', '.join(marked)}"
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(test)
@@ -40,18 +44,22 @@ def listed(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) ->
 
         @functools.wraps(test)
         def whole(**fixtures: Any) -> None:
-            wrong, tried = [], 0
+            wrong, skipped, tried = [], [], 0
             for index, (case, name) in enumerate(zip(table, named, strict=True)):
                 if any(part in name for part in CHOSEN) or not CHOSEN or hasattr(test, "listed"):
                     tried += 1
-                    values = case.values if isinstance(case, type(pytest.param())) else case if several else (case,)
+                    values = case.values if isinstance(case, PARAM) else case if several else (case,)
                     given = {key: own(key, value, index) for key, value in fixtures.items()}
                     try:
                         test(**given, **dict(zip(parameters, values, strict=True)))
+                    except pytest.skip.Exception as error:
+                        skipped.append(f"[{name}] {error}")
                     except (Exception, pytest.fail.Exception) as error:
                         wrong.append(f"[{name}] {reason(error, test)}")
             if wrong:
                 pytest.fail(f"{len(wrong)} of {tried} cases:\n" + "\n".join(wrong), pytrace=False)
+            if skipped:
+                pytest.skip(f"{len(skipped)} of {tried} cases:\n" + "\n".join(skipped))
 
         whole.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
         whole.listed = True  # type: ignore[attr-defined]
@@ -62,7 +70,7 @@ def listed(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) ->
 
 def called(case: Any, ids: Callable[[Any], object] | None) -> str:
     """Return a case's name: its id, what ``ids`` makes of its values, or the values themselves."""
-    if isinstance(case, type(pytest.param())):
+    if isinstance(case, PARAM):
         if case.id is not None:
             return str(case.id)
         case = case.values if len(case.values) > 1 else case.values[0]

@@ -84,3 +84,26 @@ def test_one_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_list_without_a_case_is_refused() -> None:
     with pytest.raises(AssertionError, match="tests nothing"):
         listed("name", [])
+
+
+def test_a_case_with_a_mark_is_refused() -> None:
+    with pytest.raises(AssertionError, match="cannot have marks, give these a test of their own: second"):
+        listed("number", [1, pytest.param(2, id="second", marks=pytest.mark.slow)])
+
+
+def test_a_case_that_is_skipped_leaves_the_others_to_be_tried() -> None:
+    tried = []
+
+    @listed("number", [1, 2, 3])
+    def only_even(number: int) -> None:
+        if number == 1:
+            pytest.skip("too small")
+        tried.append(number)
+        assert number < wanted
+
+    wanted = 4
+    with pytest.raises(pytest.skip.Exception, match=r"1 of 3 cases:\n\[1\] too small"):
+        only_even()  # type: ignore[call-arg]
+    assert tried == [2, 3]
+    wanted = 3
+    assert failure(only_even).startswith("1 of 3 cases:\n[3]")  # control: what is wrong counts for more

@@ -1,9 +1,10 @@
-"""Is this container's process alive, and can it reach the one that it works for?
+"""Check whether the process of this container is alive, and can reach the servers that it needs.
 
     python healthcheck.py 127.0.0.1:9099 superlink:9092
 
-The first address is that of the process's own gRPC health service (``--health-server-address``); each further one must accept a TCP
-connection. Exits 0, or 1 with the reason. It starts in a fraction of a second: neither Flower nor torch is imported.
+The first address is that of the process's own gRPC health service (``--health-server-address``). Each further address
+must accept a TCP connection. The exit code is 0, or 1 with the reason on standard output. The program imports neither
+Flower nor torch, so that it starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-DEADLINE = 3.0  # seconds, for each address; the compose file gives all of them together 10
+DEADLINE = 3.0  # seconds for each address; the compose file allows 10 s for all of them together
 
 
 def serving(address: str) -> str:
-    """What is wrong with the health service at ``address``; empty: nothing."""
+    """Return what is wrong with the health service at ``address``; empty: it is well."""
     with grpc.insecure_channel(address) as channel:
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=DEADLINE)
@@ -31,7 +32,7 @@ def serving(address: str) -> str:
 
 
 def reachable(address: str) -> str:
-    """Why ``address`` accepts no TCP connection; empty: it does."""
+    """Return why ``address`` does not accept a TCP connection; empty: it does."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=DEADLINE):

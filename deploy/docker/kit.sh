@@ -1,13 +1,13 @@
 #!/bin/sh
-# Makes the kit of docker-compose.yml once, and puts each part into the volume of the one who may read it:
+# Make the kit of docker-compose.yml once, and copy each part to the volume of the containers that may read it:
 #
-#   /kit/authority       ca.key, mounted by nobody else: needed only to renew
-#   /kit/server          the SuperLink's and the ServerApp's
-#   /kit/sites/SITE      one SuperNode's
+#   /kit/authority       ca.key, which no other container mounts; it is needed only to renew certificates
+#   /kit/server          for the SuperLink and the ServerApp
+#   /kit/sites/SITE      for one SuperNode
 #
-# SITES=site-1,site-2,site-3    the order gives each site its partition-id
+# SITES=site-1,site-2,site-3    the names of the sites; their order gives each its partition-id
 # ALSO=                         further names and addresses for the server's certificate, for sites on other machines
-# KIT=/kit                      where the volumes are mounted
+# KIT=/kit                      the folder in which the volumes are mounted
 set -eu
 umask 077
 kit=${KIT:-/kit}
@@ -25,12 +25,12 @@ if [ -f "$kit/server/server.toml" ]; then
     exit 0
 fi
 
-fresh=$(mktemp -d) # a tmpfs: keys are in no other place than the volumes
+fresh=$(mktemp -d) # a tmpfs, so that keys are written to no disk but the volumes
 trap 'rm -rf "$fresh"' EXIT
 fl-bn kit create --output "$fresh/kit" --superlink superlink --exchange-host serverapp --sites "$SITES" --also "control${ALSO:+,$ALSO}"
-mkdir -p "$fresh/kit/server/results" # where the ServerApp's volume of results is mounted
+mkdir -p "$fresh/kit/server/results" # the volume of results is mounted here in the ServerApp
 for site in $sites; do cp -R "$fresh/kit/sites/$site/." "$kit/sites/$site"; done
 cp -R "$fresh/kit/authority/." "$kit/authority"
 mv "$fresh/kit/server/server.toml" "$fresh"
 cp -R "$fresh/kit/server/." "$kit/server"
-cp "$fresh/server.toml" "$kit/server/server.toml" # last: it says that all the rest is there
+cp "$fresh/server.toml" "$kit/server/server.toml" # copied last: it shows that the kit is complete

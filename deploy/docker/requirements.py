@@ -1,8 +1,9 @@
-"""What the image installs, of pyproject.toml and constraints.txt, for torch with CUDA (``gpu``) or without (``cpu``).
+"""Write the files by which pip installs the packages of the image, with CUDA (``gpu``) or without (``cpu``).
 
     python requirements.py cpu FOLDER
 
-Reads both files in FOLDER, and writes requirements.txt, constraints.txt and options.txt (for pip) there.
+The program reads pyproject.toml and constraints.txt in FOLDER. It writes requirements.txt, constraints.txt and options.txt
+there.
 """
 
 import os
@@ -13,8 +14,8 @@ from pathlib import Path
 
 EXTRAS = ("deployment", "report", "vision")
 VARIANTS = ("cpu", "gpu")
-CUDA = re.compile(r"^(cuda|nvidia|triton)\b")  # packages that torch with CUDA brings
-PINNED = re.compile(r"^(torch|torchvision)==([^+;\s]+)")  # which have builds of their own, as 2.9.0+cpu
+CUDA = re.compile(r"^(cuda|nvidia|triton)\b")  # packages that only torch with CUDA needs
+PINNED = re.compile(r"^(torch|torchvision)==([^+;\s]+)")  # packages that have separate builds without CUDA, as 2.9.0+cpu
 
 
 def requirements(project: dict) -> list[str]:  # type: ignore[type-arg]

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Gives the parts of a site's folder to two users: one holds the key, the other runs what the server sends. As root:
+# Divide the folder of a site between two users: one has the key, the other runs the code that the server sends. As root:
 #
-#   sh site-users.sh /var/lib/fl-bn/site [KEY_USER [APP_USER]]     # users (names or numbers) that exist; default: fl-bn and fl-bn-app
+#   sh site-users.sh /var/lib/fl-bn/site [KEY_USER [APP_USER]]     # existing users, by name or number; default: fl-bn and fl-bn-app
 #
 # KEY_USER   owns the folder and reads site.key; its service writes to node/ only
-# APP_USER   reads site.toml, policy.toml and ca.crt, and writes to state/ only: it cannot read site.key, nor change who the site is
+# APP_USER   reads site.toml, policy.toml and ca.crt, and writes to state/ only: it can neither read site.key nor change site.toml
 set -eu
 [ $# -ge 1 ] && [ -f "$1/site.toml" ] || { echo "usage: $0 FOLDER [KEY_USER [APP_USER]], where FOLDER has a site.toml" >&2; exit 2; }
 folder=$1 key=${2:-fl-bn} app=${3:-fl-bn-app}

@@ -1,5 +1,6 @@
-"""Advise which method suits a user's clients: measure them, and compare them with the regimes of the map.
+"""Advise which method suits a user's clients.
 
-``measure``: the clients in numbers. ``regimes``: the map and its nearest regime. ``pilot``: short runs on validation
-samples that choose among candidates. ``report``: the result as files.
+The *map* holds the results of all methods in several *regimes*, which are kinds of federations. ``measure`` describes
+the user's clients in numbers. ``regimes`` finds the most similar regime of the map, whose best methods are the
+candidates. ``pilot`` chooses among them by short runs on validation samples. ``report`` writes the advice to files.
 """

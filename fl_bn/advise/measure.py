@@ -24,11 +24,11 @@ from fl_bn.run.assembly import client_samples, shape, source_model
 from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.task import LABELS, kind_of
 
-SAMPLES = 200  # most samples of a client whose features are measured
-CLIENTS = 40  # most clients whose features are compared, in pairs
-SHUFFLES = 5
-CHUNK = 256  # samples that go through the network at a time
-_STREAM = 0xADF1  # sets these draws apart from others that start from the same seed
+SAMPLES = 200  # the most samples of a client that are measured
+CLIENTS = 40  # the most clients whose features are compared, in pairs
+SHUFFLES = 5  # how often samples are shuffled among the clients, to measure what label skew and chance explain
+CHUNK = 256  # samples that pass through the network at a time
+_STREAM = 0xADF1  # makes these draws independent of others with the same seed
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,21 @@ class Measured:
     """Describe a federation in numbers.
 
     Attributes:
-        clients: How many clients there are.
-        smallest: Training samples of the client that has the fewest.
-        middle: Training samples of the median client.
-        largest: Training samples of the client that has the most.
-        classes: How many classes a client has, with less weight for classes of few samples: exp of the entropy of
-            the labels, given the client.
-        label_skew: The share of the labels' entropy that the client determines; 0 if all clients have the same
-            labels, 1 if each has one class.
-        distance: The symmetric Kullback-Leibler divergence of two clients' inputs of the first BatchNorm layer, in
-            nats per channel, mean over all pairs.
-        by_labels: The same distance after the samples of every class were shuffled among the clients: the part
+        clients: The number of clients.
+        smallest: The smallest number of training samples of a client.
+        middle: The median number of training samples of a client.
+        largest: The largest number of training samples of a client.
+        classes: The effective number of classes of a client: exp(H(label | client)), where H is the entropy. Classes
+            with few samples count less.
+        label_skew: 1 - H(label | client) / H(label): 0 if all clients have the same distribution of labels, 1 if each
+            client has one class.
+        distance: How much the features of two clients differ: the symmetric Kullback-Leibler divergence between
+            their inputs of the first BatchNorm layer, in nats per channel, as a mean over all pairs.
+        by_labels: The same distance after the samples of each class were shuffled among the clients. It is the part
             that label skew and chance explain.
         batch_size: The batch size of the median client.
-        participation: The share of the clients in a round.
-        local_steps: The local steps of the median client.
+        participation: The share of the clients that take part in a round.
+        local_steps: The local steps per round of the median client.
     """
 
     clients: int
@@ -67,15 +67,15 @@ class Measured:
 
     @property
     def shift(self) -> float:
-        """Return the part of the distance that labels and chance do not explain, in nats per channel."""
+        """Return the part of the distance that label skew and chance do not explain, in nats per channel."""
         return max(0.0, self.distance - self.by_labels)
 
 
 def measure(config: RunConfig) -> Measured:
-    """Measure the clients of a run before it begins: their training samples alone, in the initial network.
+    """Measure the clients of a run before it begins. Only training samples and the initial network are used.
 
     Raises:
-        ConfigError: The data are the sites' own, or cannot be loaded or divided so.
+        ConfigError: The data are at the sites (``dataset='sites'``), or cannot be loaded or divided as configured.
     """
     if config.dataset == SITES:
         raise ConfigError(f"dataset={SITES!r}: the clients' data are at their sites, so they cannot be measured here: run advise at a site")
@@ -110,10 +110,10 @@ def measure(config: RunConfig) -> Measured:
 
 
 def label_skew(counts: NDArray[np.int64]) -> float:
-    """Return the share of the labels' entropy that the client determines; 0 without labels.
+    """Return 1 - H(label | client) / H(label), between 0 (no skew) and 1 (one class per client); 0 without labels.
 
     Args:
-        counts: Samples (clients, classes).
+        counts: The number of samples of each client and class, of shape (clients, classes).
 
     >>> label_skew(np.array([[4, 0], [0, 4]])), label_skew(np.array([[2, 2], [1, 1]]))
     (1.0, 0.0)
@@ -123,10 +123,10 @@ def label_skew(counts: NDArray[np.int64]) -> float:
 
 
 def classes_of(counts: NDArray[np.int64]) -> float:
-    """Return the number of classes of a client, as exp of the entropy of its labels; 0 without labels.
+    """Return the effective number of classes of a client, exp(H(label | client)); 0 without labels.
 
     Args:
-        counts: Samples (clients, classes).
+        counts: The number of samples of each client and class, of shape (clients, classes).
 
     >>> classes_of(np.array([[3, 3, 0], [0, 5, 5]]))
     2.0
@@ -135,41 +135,50 @@ def classes_of(counts: NDArray[np.int64]) -> float:
 
 
 def _entropy_given_client(counts: NDArray[np.int64]) -> float:
-    """Return the entropy of a client's labels in nats, mean over samples."""
+    """Return H(label | client) in nats: the entropy of each client's labels, averaged with the clients' sizes as weights."""
     samples = counts.sum()
     return float(sum(own.sum() / samples * _entropy(own) for own in counts)) if samples else 0.0
 
 
 def _entropy(counts: NDArray[np.int64]) -> float:
     shares = counts[counts > 0] / max(1, counts.sum())
-    return float(-(shares * np.log(shares)).sum()) + 0.0  # no -0.0
+    return float(-(shares * np.log(shares)).sum()) + 0.0  # + 0.0 turns -0.0 into 0.0
 
 
 def distance(means: Tensor, variances: Tensor, values: int, owners: NDArray[np.int64]) -> float:
-    """Return the divergence of two clients, mean over all pairs; 0 for a single client.
+    """Return the symmetric Kullback-Leibler divergence between two clients, as a mean over all pairs; 0 for one client.
 
     Args:
-        means: Mean of every sample per channel (N, C).
-        variances: Biased variance of every sample per channel (N, C).
-        values: How many values a sample has in a channel.
-        owners: The client of every sample (N,).
+        means: The mean of each sample and channel, of shape (N, C).
+        variances: The biased variance of each sample and channel, of shape (N, C).
+        values: The number of values that a sample has in a channel.
+        owners: The index of each sample's client, of shape (N,).
     """
     clients = [torch.from_numpy(np.flatnonzero(owners == client)) for client in np.unique(owners)]
     statistics = [_together(means[mine], variances[mine], values) for mine in clients if len(mine) * values > 1]
-    floor = float(variances.mean()) * 1e-3  # a channel that is constant at a client is not infinitely far from others
+    floor = float(variances.mean()) * 1e-3  # keeps the divergence finite where a channel is constant at a client
     pairs = [divergence(one, other, floor) for one, other in combinations(statistics, 2)]
     return fmean(pairs) if pairs else 0.0
 
 
 def _together(means: Tensor, variances: Tensor, values: int) -> Running:
-    """Return the statistics of all values of some samples: law of total variance, unbiased."""
+    """Combine the moments of samples into mean and unbiased variance of all their values, by the law of total variance."""
     count = len(means) * values
     biased = variances.mean(0) + means.var(0, correction=0)
     return Running(means.mean(0), biased * count / (count - 1))
 
 
 def shuffled_within(owners: NDArray[np.int64], labels: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
-    """Return other owners of the samples: each client keeps its number of samples of every class, drawn at random."""
+    """Shuffle the samples of each class among the clients. Each client keeps its number of samples of every class.
+
+    Args:
+        owners: The index of each sample's client, of shape (N,).
+        labels: The label of each sample, of shape (N,).
+        rng: The random generator.
+
+    Returns:
+        The index of each sample's new client, of shape (N,).
+    """
     shuffled = owners.copy()
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
@@ -179,11 +188,11 @@ def shuffled_within(owners: NDArray[np.int64], labels: NDArray[np.int64], rng: n
 
 @torch.no_grad()
 def sample_moments(model: nn.Module, samples: Samples) -> tuple[Tensor, Tensor, int]:
-    """Measure the inputs of the first BatchNorm layer, or of the network if it has none.
+    """Measure the inputs of the first BatchNorm layer, or the inputs of the network if it has no such layer.
 
     Returns:
-        Mean and biased variance of every sample per channel, (N, C) in float64, and how many values a sample has in
-        a channel.
+        The mean and the biased variance of each sample and channel, both of shape (N, C) in float64, and the number of
+        values that a sample has in a channel.
     """
     model = copied(model).eval()
     caught: list[Tensor] = []
@@ -215,6 +224,6 @@ def _joined(parts: Sequence[Samples]) -> tuple[Tensor, Tensor]:
 
 
 def _pooled(parts: Sequence[Samples]) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
-    """Return the labels of all clients one after the other, and where each client's are."""
+    """Return the labels of all clients in one array, and for each client the indices of its labels there."""
     ends = np.cumsum([len(part) for part in parts])
     return torch.cat([part.y for part in parts]).numpy(), np.split(np.arange(ends[-1]), ends[:-1])

@@ -1,4 +1,7 @@
-"""Choose among candidates by short runs: successive halving on validation samples of the clients, never on test data."""
+"""Choose among candidate methods by short runs: successive halving, on validation samples of the clients.
+
+Test data take no part in the choice.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ from fl_bn.sweep.cells import Cell
 from fl_bn.sweep.compare import Variant
 from fl_bn.task import Task
 
-TENTH = 10  # the first rung has this part of the rounds
-LEAST = 10  # rounds of a rung, where the run has so many: in fewer, methods that start fast win
-SHARE = 0.2  # of every client's training samples: validation samples
+TENTH = 10  # the runs of the first rung have 1/TENTH of the rounds of the final run
+LEAST = 10  # the fewest rounds of a rung (unless the run has fewer): shorter runs would favour methods that start fast
+SHARE = 0.2  # the share of each client's training samples that become validation samples
 Score = Callable[[Sequence[str], int], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Hold runs of equal length.
+    """Hold the results of one rung of successive halving, whose runs have the same number of rounds.
 
     Attributes:
-        rounds: How many rounds they have.
-        scores: Candidate -> its metric on validation samples; NaN for a failed run.
-        kept: The candidates of the next rung.
+        rounds: The number of rounds of each run.
+        scores: The metric of each candidate on validation samples; NaN: its run failed.
+        kept: The candidates that go on to the next rung, the best first.
     """
 
     rounds: int
@@ -36,20 +39,20 @@ class Rung:
 
 
 def successive_halving(candidates: Sequence[str], rounds: int, score: Score, *, higher_is_better: bool = True) -> list[Rung]:
-    """Run all candidates for a tenth of the rounds, the better half for twice as many, and so on, until one remains.
+    """Choose one of several candidates by successive halving.
 
-    Each run is a short one with a calendar of its own, not the beginning of a long one. A method that freezes its
-    statistics at half time would not freeze them in the first tenth. Of equals the first goes on.
+    All candidates are run for a tenth of the rounds, the better half of them for twice as many, and so on until one
+    remains. Each run is complete, with its schedules scaled to its length, and not the beginning of a longer run.
+    Otherwise a method that freezes its statistics at half time would never do so in the first tenth.
 
     Args:
-        candidates: The candidates, the most promising first.
-        rounds: The rounds of the final run.
-        score: A function of candidates and rounds that runs them and returns the metric of each, NaN for a failed
-            run.
-        higher_is_better: Whether a high metric is good.
+        candidates: The candidates, the most promising first. Of two with the same metric, the first goes on.
+        rounds: The number of rounds of the final run.
+        score: Runs candidates for a number of rounds, and returns the metric of each; NaN: the run failed.
+        higher_is_better: Whether a higher metric is better.
 
     Returns:
-        The rungs; none for a single candidate.
+        The rungs; an empty list for a single candidate.
 
     Raises:
         ConfigError: The runs of all candidates failed.
@@ -62,7 +65,7 @@ def successive_halving(candidates: Sequence[str], rounds: int, score: Score, *, 
         sign = 1 if higher_is_better else -1
         order = sorted(remaining, key=lambda name: -math.inf if math.isnan(scores[name]) else sign * scores[name], reverse=True)
         if all(math.isnan(scores[name]) for name in remaining):
-            raise ConfigError(f"the pilot's runs of {', '.join(remaining)} all failed: see their logs, and correct the run config")
+            raise ConfigError(f"the pilot runs of {', '.join(remaining)} all failed: see their logs, and correct the run config")
         remaining = order[: (len(remaining) + 1) // 2]
         rungs.append(Rung(length, {name: scores[name] for name in order}, tuple(remaining)))
         length *= 2
@@ -70,7 +73,13 @@ def successive_halving(candidates: Sequence[str], rounds: int, score: Score, *, 
 
 
 def pilot_cells(candidates: Sequence[str], rounds: int, base: Mapping[str, Any], output: Path) -> list[Cell]:
-    """Plan the runs of one rung: the user's own run, but shorter, and with validation samples for the test data.
+    """Return the cells of one rung. Each is the user's run, but shorter, and tested on validation samples.
+
+    Args:
+        candidates: The candidates, as for ``fl-bn compare``.
+        rounds: The number of rounds of each run.
+        base: The run-config keys of the user's run.
+        output: The folder of the runs.
 
     Raises:
         ConfigError: A key is wrong for a candidate, or names rounds that a short run does not have.
@@ -79,7 +88,9 @@ def pilot_cells(candidates: Sequence[str], rounds: int, base: Mapping[str, Any],
     for label in candidates:
         config = _config(label, base, output)
         if config.join_rounds:
-            raise ConfigError(f"join-rounds={config.join_rounds!r} names rounds after the end of a pilot: leave out join-rounds or --pilot")
+            raise ConfigError(
+                f"join-rounds={config.join_rounds!r} may name rounds after the end of a short pilot run: leave out join-rounds or --pilot"
+            )
         freeze = config.freeze_after if config.freeze_after < 1 else max(1, round(config.freeze_after * rounds / config.rounds))
         short = {
             "rounds": rounds,
@@ -95,14 +106,14 @@ def pilot_cells(candidates: Sequence[str], rounds: int, base: Mapping[str, Any],
 
 
 def final_cell(label: str, base: Mapping[str, Any], output: Path, checkpoint_every: int) -> Cell:
-    """Plan the whole run of the chosen method: on all training data, tested on the test data."""
+    """Return the cell of the chosen method's whole run, which trains on all training data and is tested on the test data."""
     config = _config(label, base, output)
     pictures, every = bool(base.get("pictures", True)), config.checkpoint_every or checkpoint_every
     return Cell(replace(config, pictures=pictures, checkpoint_every=every), {"method": label})
 
 
 def _config(label: str, base: Mapping[str, Any], output: Path) -> RunConfig:
-    """Return the config of the candidate ``label``, without the keys of ``base`` that it would ignore."""
+    """Return the run config of the candidate ``label``, without the keys of ``base`` that have no effect for it."""
     variant, seed = Variant.parse(label), int(base.get("seed", 0))
     folder = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in label)
     own = {"method": variant.method, "output": str(output.resolve()), "name": f"{folder}-seed{seed}", "pictures": False}
@@ -110,7 +121,7 @@ def _config(label: str, base: Mapping[str, Any], output: Path) -> RunConfig:
 
 
 def result(cell: Cell, of: Task) -> float:
-    """Return a finished run's last metric, in percent if it is a share; NaN for an unfinished run."""
+    """Return the last metric of a run, in percent if it is a share; NaN: the run is not finished, or has no value."""
     if not cell.finished():
         return math.nan
     values = [row[of.metric] for row in cell.rows() if row.get(of.metric) is not None]

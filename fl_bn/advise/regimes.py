@@ -1,6 +1,6 @@
-"""Read the map of all methods in some regimes, and find the regime that is most like a federation.
+"""Read the map, which has the accuracy of all methods in several regimes, and find the regime most like a federation.
 
-The file ``map.json`` is written by ``python benchmarks/own_map_pages.py`` from the runs of the map.
+``python benchmarks/own_map_pages.py`` writes the map, ``map.json``, from its runs.
 """
 
 from __future__ import annotations
@@ -20,26 +20,24 @@ from fl_bn.advise.measure import Measured
 
 FILE = Path(__file__).with_name("map.json")
 BASELINE = "fedavg"  # plain BatchNorm
-MOST, LEAST = 3, 2  # candidates
-FAR = 5.0  # points behind the best, from which a third candidate is left out
-ONE_SEED = 10.0  # points that tell two methods apart where there is one seed
-HALF_SHIFT = 0.1  # nats per channel that count as half of the way to an infinite feature shift
+MOST, LEAST = 3, 2  # the largest and the smallest number of candidates
+FAR = 5.0  # a third candidate is left out if it is more points than this behind the best
+ONE_SEED = 10.0  # the difference in points that separates two methods where there is one seed
+HALF_SHIFT = 0.1  # the feature shift, in nats per channel, that the scale from 0 (none) to 1 (infinite) places at 0.5
 WEIGHTS = {"label skew": 2.0, "feature shift": 2.0, "batch size": 1.0, "participation": 1.0, "local steps": 1.0}
-"""Weight of each feature in the distance of two regimes: labels and feature shift count double."""
+"""The weight of each axis in the distance between two regimes."""
 
 
 @dataclass(frozen=True)
 class Regime:
     """Hold one regime of the map: a kind of federation, and how accurate each method was in it.
 
-    The map is the file ``map.json``.
-
     Attributes:
-        name: The regime's name.
-        problem: Its description.
+        name: The name of the regime.
+        problem: The regime in words.
         measured: Its clients in numbers.
-        accuracies: Method -> seed -> percent after the last round, of the available runs.
-        rates: Method -> the learning rate that was best on validation samples.
+        accuracies: For each method, the accuracy in percent after the last round, by seed.
+        rates: For each method, the learning rate that was best on validation samples. The runs have it.
     """
 
     name: str
@@ -50,31 +48,31 @@ class Regime:
 
     @property
     def methods(self) -> list[str]:
-        """Return the methods that have a run, best first; of equals the first of the map."""
+        """Return the methods that have a run, the best first. Equally good ones are in the order of the map."""
         return sorted((name for name, runs in self.accuracies.items() if runs), key=lambda name: -self.mean(name))
 
     @property
     def seeds(self) -> list[int]:
-        """Return the seeds that every method has."""
+        """Return the seeds with which every method was run."""
         runs = [set(self.accuracies[name]) for name in self.methods]
         return sorted(set.intersection(*runs)) if runs else []
 
     def mean(self, method: str) -> float:
-        """Return the mean accuracy in percent; a run with a value that is not finite counts as 0."""
+        """Return the mean accuracy of a method in percent. A run whose accuracy is not finite counts as 0."""
         return fmean(_finite(value) for value in self.accuracies[method].values())
 
     def above(self, method: str, other: str = BASELINE) -> float:
-        """Return by how many points a method is above another, over the seeds that both have; NaN without such a seed."""
+        """Return by how many points a method is above another, over the seeds that both have; NaN: they share none."""
         mine, theirs = (self.accuracies.get(name, {}) for name in (method, other))
         both = [_finite(mine[seed]) - _finite(theirs[seed]) for seed in mine if seed in theirs]
         return fmean(both) if both else math.nan
 
     @property
     def separable(self) -> float:
-        """Return the least difference in points that separates two methods.
+        """Return the smallest difference, in points, that separates two methods with 95 % confidence.
 
-        It has 95 % confidence, by the analysis of variance of methods and seeds (Fisher's least significant difference),
-        over the seeds that all methods have. One seed has no spread, so there it is ``ONE_SEED``.
+        It is Fisher's least significant difference, from an analysis of variance of methods and seeds, over the seeds
+        that all methods have. One seed shows no spread, so the value is ``ONE_SEED`` there.
         """
         methods, seeds = self.methods, self.seeds
         freedom = (len(methods) - 1) * (len(seeds) - 1)
@@ -88,18 +86,19 @@ class Regime:
         return float(stdtrit(freedom, 0.975)) * math.sqrt(2 * residual / freedom / len(seeds))
 
     def level(self, method: str) -> list[str]:
-        """Return this method and the methods whose difference from it is not significant."""
+        """Return this method, and the methods whose accuracy does not differ from it significantly."""
         others = [name for name in self.methods if name != method and abs(self.above(method, name)) < self.separable]
         return [method, *others]
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """Hold the regime of the map that is most like a given federation.
+    """Hold the regime of the map that is most like a federation.
 
     Attributes:
         regime: The regime.
-        apart: Axis -> the distance between the two on it, as a share of the range that the map's regimes span.
+        apart: The distance between the regime and the federation on each axis. 1 is the distance between the two
+            regimes of the map that are farthest apart on that axis.
     """
 
     regime: Regime
@@ -107,13 +106,13 @@ class Nearest:
 
     @property
     def farthest(self) -> str:
-        """Return the axis on which they differ most; empty if they hardly differ."""
+        """Return the axis on which regime and federation differ most; empty: they are close on every axis."""
         axis = max(self.apart, key=lambda name: self.apart[name])
         return axis if self.apart[axis] > 0.25 else ""
 
 
 def load(file: Path = FILE) -> list[Regime]:
-    """Read the map."""
+    """Read the regimes of the map from its file."""
     return [
         Regime(
             entry["name"],
@@ -127,12 +126,15 @@ def load(file: Path = FILE) -> list[Regime]:
 
 
 def dump(regimes: Sequence[Regime]) -> str:
-    """Return the map as the text of its file."""
+    """Return the text of the map's file for these regimes."""
     return json.dumps([asdict(regime) for regime in regimes], indent=1) + "\n"
 
 
 def position(measured: Measured) -> dict[str, float]:
-    """Return axis -> the federation's position on the map: a share for skew and shift, else a power of ten."""
+    """Return the position of a federation on each axis of the map.
+
+    Label skew and feature shift are between 0 and 1; the other axes are logarithms to base 10.
+    """
     return {
         "label skew": measured.label_skew,
         "feature shift": measured.shift / (measured.shift + HALF_SHIFT),
@@ -143,7 +145,7 @@ def position(measured: Measured) -> dict[str, float]:
 
 
 def nearest(measured: Measured, regimes: Sequence[Regime]) -> Nearest:
-    """Find the regime whose position is nearest; of equals the first."""
+    """Find the regime whose position is nearest to that of a federation. Of equally near ones, it is the first."""
     here, there = position(measured), [position(regime.measured) for regime in regimes]
     lengths = {axis: max(at[axis] for at in there) - min(at[axis] for at in there) for axis in here}
 
@@ -155,16 +157,18 @@ def nearest(measured: Measured, regimes: Sequence[Regime]) -> Nearest:
 
 
 def candidates(regime: Regime, allowed: Collection[str]) -> list[str]:
-    """Choose the two or three best methods of the regime that are ``allowed``, the best first.
+    """Return the two or three best methods of a regime, the best first.
 
-    The third is left out if it is far behind the best.
+    Args:
+        regime: The regime.
+        allowed: The methods to choose from. A third one is left out if it is more than ``FAR`` points behind the best.
     """
     best = [name for name in regime.methods if name in allowed][:MOST]
     return [name for place, name in enumerate(best) if place < LEAST or regime.mean(best[0]) - regime.mean(name) <= FAR]
 
 
 def why(regime: Regime, method: str) -> str:
-    """Describe in one line how well a method did in the regime, compared with plain BatchNorm."""
+    """Return one line on how accurate a method was in a regime, and how far above plain BatchNorm."""
     accuracy = f"{regime.mean(method):.1f} %"
     above = regime.above(method)
     if method == BASELINE or math.isnan(above):
@@ -174,7 +178,7 @@ def why(regime: Regime, method: str) -> str:
 
 
 def verdict(regime: Regime) -> str:
-    """Name the best methods in the regime, and whether anything separates them from plain BatchNorm."""
+    """Return a sentence that names the best methods in a regime, and says whether they are better than plain BatchNorm."""
     best = regime.level(regime.methods[0])
     if BASELINE in best:
         return "nothing is told apart from plain BatchNorm"

@@ -1,4 +1,4 @@
-"""Write advice as tables, and as the files advice.md and advice.json."""
+"""Make the tables of the advice, and write it to the files advice.md and advice.json."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Advice:
 
     Attributes:
         title: The heading.
-        measured: The clients in numbers.
-        nearest: The nearest regime of the map.
-        candidates: The methods worth a try, the best first.
-        left_out: Method -> the reason why it cannot run.
-        rungs: The rungs of the pilot; empty without one.
-        metric: The metric of the pilot's runs.
-        final: The metric of the final run; NaN without one.
+        measured: The user's clients in numbers.
+        nearest: The regime of the map that is most like them.
+        candidates: The methods to try, the most promising first.
+        left_out: The methods that cannot run with the user's run config, each with the reason.
+        rungs: The rungs of the pilot; empty: there was no pilot.
+        metric: The name of the metric of the pilot.
+        final: The metric of the final run; NaN: there was none.
     """
 
     title: str
@@ -42,21 +42,21 @@ class Advice:
 
     @property
     def chosen(self) -> str:
-        """Return the method that the pilot chose; empty without one."""
+        """Return the method that the pilot chose; empty: there was no pilot."""
         return self.rungs[-1].kept[0] if self.rungs else ""
 
     def clients(self) -> Rows:
-        """Return rows of the clients' numbers beside those of the nearest regime: name, here, there."""
+        """Return the rows of the table of clients: the name of a number, its value here, and in the nearest regime."""
         return [(name, _of(self.measured, name), _of(self.nearest.regime.measured, name)) for name in SHOWN]
 
     def methods(self) -> Rows:
-        """Return rows of the candidates and their results in the nearest regime."""
+        """Return the rows of the table of candidates: the method, and its result in the nearest regime."""
         known = self.nearest.regime.accuracies
         names = [(label, label.partition(":")[0]) for label in self.candidates]
         return [(label, why(self.nearest.regime, name) if known.get(name) else "not in the map") for label, name in names]
 
     def sentences(self) -> list[str]:
-        """Return sentences about the regime, the baseline and the methods that cannot run."""
+        """Return sentences about the nearest regime, the baseline, and the methods that are left out."""
         regime, farthest = self.nearest.regime, self.nearest.farthest
         beside = f" They differ most in {farthest}." if farthest else ""
         lines = [f"Nearest regime of the map: {regime.name}. {regime.problem}.{beside}", f"There: {verdict(regime)}."]
@@ -66,7 +66,7 @@ class Advice:
         return lines
 
     def pilot(self) -> Rows:
-        """Return rows of the pilot's runs: rounds, method, metric on validation samples, and whether it goes on."""
+        """Return the rows of the table of pilot runs: rounds, method, validation metric, and whether the method goes on."""
         return [
             (str(rung.rounds), name, "failed" if math.isnan(value) else f"{value:.4g}", "goes on" if name in rung.kept else "")
             for rung in self.rungs
@@ -98,7 +98,15 @@ def _of(measured: Measured, name: str) -> str:
 
 
 def write(advice: Advice, folder: Path) -> list[Path]:
-    """Write advice.md, for people, and advice.json, for programs; return their paths."""
+    """Write the advice to advice.md, for people, and to advice.json, for programs.
+
+    Args:
+        advice: The advice.
+        folder: The folder, which is made where it does not exist.
+
+    Returns:
+        The paths of the two files.
+    """
     parts = [f"# {advice.title}", _table(CLIENTS, advice.clients()), "\n".join(advice.sentences()), _table(METHODS, advice.methods())]
     if advice.rungs:
         metric = f"The metric is {advice.metric}, on validation samples; the test data had no part in the choice."

@@ -8,11 +8,11 @@ import struct
 
 from fl_bn.support.finding import Finding
 
-TIME_ERROR = 5  # adjtimex: no time service keeps this clock
+TIME_ERROR = 5  # result of adjtimex if no time service sets this clock
 
 
 def time_service() -> Finding:
-    """Check whether a time service (NTP) sets this clock, as the kernel knows it."""
+    """Check whether a time service (NTP) sets this clock. The kernel knows."""
     buffer = ctypes.create_string_buffer(1024)  # struct timex, all zero: ask, set nothing
     state = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)
     if state < 0:

@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from fl_bn.run.config import RunConfig
 
 LABELS = "check that labels count from 0, and that the largest label is right; go on if a class is only rare"
-FEW = 4  # samples of a batch below which its variance says little
+FEW = 4  # the variance of fewer samples says little
 
 
 def run_config(values: Mapping[str, Any]) -> tuple[Finding, RunConfig | None]:
-    """Check the run config of ``values``, and return it with the finding; None where it is refused."""
+    """Check the run config of ``values``.
+
+    Returns:
+        The finding, and the run config. None instead of the run config if it is wrong.
+    """
     from fl_bn.run.config import ConfigError, RunConfig
 
     try:
@@ -144,7 +148,7 @@ def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Itera
 
 
 def as_the_app(node: Mapping[str, Any]) -> None:
-    """Let this process call the functions that the app may call on a machine with node config ``node``."""
+    """Let this process call the same functions that the app may call on a machine with node config ``node``."""
     from fl_bn.run.assembly import allow_modules
 
     allow_modules(Path(__file__).parents[2], node)

@@ -16,7 +16,7 @@ def guard_each(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Fi
     """Yield the findings of ``look``. If it raises, the check ends with a failure."""
     try:
         yield from look()
-    except Exception as error:  # a doctor who faints helps nobody
+    except Exception as error:  # one broken check must not stop the others
         yield Finding(
             "fail",
             check,

@@ -14,10 +14,11 @@ from pathlib import Path
 from fl_bn.support.finding import Finding
 
 PACKAGES = ("flwr", "torch", "grpcio", "protobuf")
-CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"  # in a checkout: the versions that the tests ran with
-LITTLE = 1 << 30  # bytes of memory, GPU memory or disk below which a word is due
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"  # the versions that the tests ran with; only a checkout has this file
+LITTLE = 1 << 30  # a warning is due below these bytes of memory, GPU memory or disk
 GB = 1 << 30
-LOST = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's own layer"}  # what is lost with a reboot or a container
+# file systems that are lost with a reboot or with their container
+LOST = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's own layer"}
 INSTALL = "install again, in this environment: pip install -c constraints.txt -e '.[deployment,report,vision]'"
 
 

@@ -1,1 +1,1 @@
-"""Define the commands, one file per group."""
+"""Define the commands of ``fl-bn``, in one file per group."""

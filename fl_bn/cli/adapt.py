@@ -1,4 +1,4 @@
-"""Define the command ``fl-bn adapt``; imports are inside it, since torch takes seconds."""
+"""Define the command ``fl-bn adapt``. It imports what it needs itself, since an import of torch takes seconds."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 def adapt(
-    model: Annotated[Path, typer.Option(help="a finished run's folder: config.toml, model.safetensors, clients/")],
-    domain: Annotated[str, typer.Option(help="the client's data: this domain of the run's data. Default: the held-out domain")] = "",
-    data: Annotated[str, typer.Option(help="the client's data: npz:PATH, folder:PATH or package.module:function")] = "",
+    model: Annotated[Path, typer.Option(help="the folder of a finished run, with config.toml, model.safetensors and clients/")],
+    domain: Annotated[str, typer.Option(help="the new client has this domain of the run's data. Default: the held-out domain")] = "",
+    data: Annotated[str, typer.Option(help="the new client's own data: npz:PATH, folder:PATH or package.module:function")] = "",
     how: Annotated[
-        str, typer.Option(help="average-affine, recompute, nearest, test-batch, separated by commas; all: each that the method allows")
+        str, typer.Option(help="average-affine, recompute, nearest, test-batch, separated by commas; all: each way that the method allows")
     ] = "all",
-    samples: Annotated[int, typer.Option(min=0, help="training samples, without labels, for the statistics; 0: all")] = 0,
+    samples: Annotated[int, typer.Option(min=0, help="number of training samples, without labels, for the statistics; 0: all")] = 0,
     batch_size: Annotated[int, typer.Option(min=2, help="test samples per batch of test-batch")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="seed of the drawn samples, and of the order of the test samples")] = 0,
-    output: Annotated[str, typer.Option(help="folder for tables, picture and models. Default: adapt-CLIENT in the run's")] = "",
+    output: Annotated[str, typer.Option(help="folder for the table, picture and models. Default: adapt-CLIENT in the run's folder")] = "",
 ) -> None:
-    """Adapt a finished run's model to a client that it did not have.
+    """Adapt the model of a finished run to a new client.
 
-    BatchNorm is fitted to the client's unlabelled data; the metrics before and after are shown.
+    BatchNorm is fitted to the client's unlabelled data. The metrics before and after are shown.
     """
     from fl_bn.federation.adaptation import HOW
     from fl_bn.run import adapt as adapting
@@ -56,7 +56,7 @@ def adapt(
     console = Console()
     console.print(shown)
     if client.seen:
-        console.print(f"beware: the run was trained on {client.name}, too, so this is no unseen client (hold-out leaves a domain out)")
+        console.print(f"beware: the run was trained on {client.name}, so this client is not new to it (hold-out leaves a domain out)")
     for reason in filter(None, map(run.refusal, HOW if how.strip() == "all" else [])):
         console.print(f"left out: {reason}", highlight=False)
     console.print(f"adaptation.csv, adaptation.png and the models: {folder}", highlight=False, soft_wrap=True)

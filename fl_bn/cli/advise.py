@@ -1,4 +1,4 @@
-"""Define the command ``fl-bn advise``; imports are inside it, since torch takes seconds."""
+"""Define the command ``fl-bn advise``. It imports what it needs itself, since an import of torch takes seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fl_bn.run.usage import Usage
     from fl_bn.sweep.cells import Cell
 
-CHECKPOINT_EVERY = 5  # rounds between checkpoints of the chosen run, from which the same command continues
+CHECKPOINT_EVERY = 5  # rounds between checkpoints of the chosen run; after an interruption, the same command continues from there
 console = Console()
 
 
@@ -30,29 +30,29 @@ def advise(
     data: Annotated[
         str,
         typer.Argument(
-            help="a folder, npz files, a data set's name, NAME:PATH, or package.module:function. Default: as the run config says"
+            help="a folder, npz files, a data set's name, NAME:PATH, or package.module:function. Default: the data of the run config"
         ),
     ] = "",
     pilot: Annotated[
-        bool, typer.Option("--pilot", help="try the candidates in short runs on validation samples, and go on with the best")
+        bool, typer.Option("--pilot", help="try the candidates in short runs on validation samples, and run the best one to its end")
     ] = False,
     methods: Annotated[
         str,
         typer.Option(
-            help="candidates for --pilot instead of the map's, separated by commas; as for `compare`: fbn:learning-rate=0.01"
+            help="candidates for --pilot in place of the recommended ones, separated by commas; as for `compare`: fbn:learning-rate=0.01"
         ),
     ] = "",
     jobs: Annotated[int, typer.Option(min=1, max=1024, help="runs of the pilot at a time, each in a process of its own")] = 1,
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/advise-<time>")] = "",
     run_config: Annotated[
-        str, typer.Option("--run-config", help="the run you have in mind, keys as for `fl-bn run`: \"partition='domain' clients=5\"")
+        str, typer.Option("--run-config", help="the keys of the run you have in mind, as for `fl-bn run`: \"partition='domain' clients=5\"")
     ] = "",
 ) -> None:
     """Advise which method suits your clients.
 
-    Measures how the clients differ, and names the two or three methods that did best on the most similar ones. With
-    --pilot the candidates run for a few rounds, and the best of them runs to the end. Test data have no part in the
-    choice.
+    It measures how your clients differ, and names the two or three methods that did best on the most similar clients
+    we know. With --pilot, these candidates are run for a few rounds, and the best one is run to its end. Test data take
+    no part in the choice.
     """
     from fl_bn.advise import regimes
     from fl_bn.advise.measure import measure
@@ -63,7 +63,7 @@ def advise(
     from fl_bn.run.usage import Usage
     from fl_bn.support.names import names_of
 
-    sys.path.insert(0, str(Path.cwd()))  # one's own data, as `fl-bn run` finds them
+    sys.path.insert(0, str(Path.cwd()))  # the user's own data functions, as `fl-bn run` finds them
     folder = Path(output or f"runs/advise-{datetime.now():%Y%m%d-%H%M%S}")
     try:
         if methods and not pilot:
@@ -99,10 +99,14 @@ def advise(
 
 
 def _keys(data: str, run_config: str) -> dict[str, Any]:
-    """Return the keys of the run, with the data that the argument names.
+    """Return the run-config keys of the user's run, with the data that the argument names.
+
+    Args:
+        data: The argument of the command; empty: the data of the run config.
+        run_config: The text of ``--run-config``.
 
     Raises:
-        ConfigError: Argument and keys both name data, or the keys name a method.
+        ConfigError: The argument and the run config both name data, or the run config names a method.
     """
     from fl_bn.data.dataset import DATASETS
     from fl_bn.run.config import ConfigError
@@ -124,7 +128,13 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
 
 
 def _left_out(base: Mapping[str, Any], names: Sequence[str], use: Usage) -> dict[str, str]:
-    """Return the methods that the run config does not allow, and why; ``use`` notes the keys that the others use."""
+    """Return the methods that cannot run with the run config, each with the reason.
+
+    Args:
+        base: The run-config keys of the user's run.
+        names: The methods to check.
+        use: Records which keys have an effect for the methods that can run.
+    """
     from fl_bn.run.config import ConfigError
 
     refused = {}
@@ -137,10 +147,19 @@ def _left_out(base: Mapping[str, Any], names: Sequence[str], use: Usage) -> dict
 
 
 def _piloted(advice: Advice, base: Mapping[str, Any], folder: Path, jobs: int) -> Advice:
-    """Run the pilot, then the best candidate to the end.
+    """Run the pilot, then run the best candidate to its end.
+
+    Args:
+        advice: The advice with its candidates.
+        base: The run-config keys of the user's run.
+        folder: The folder of the runs.
+        jobs: The number of pilot runs at a time.
+
+    Returns:
+        The advice with the results of both.
 
     Raises:
-        ConfigError: Runs failed.
+        ConfigError: All pilot runs failed, or the final run did.
     """
     from fl_bn.advise.pilot import final_cell, pilot_cells, result, successive_halving
     from fl_bn.run.assembly import dataset, task
@@ -164,7 +183,7 @@ def _piloted(advice: Advice, base: Mapping[str, Any], folder: Path, jobs: int) -
 
 
 def _run(cells: Sequence[Cell], jobs: int, name: str) -> dict[str, str]:
-    """Run the unfinished cells behind a bar; print and return the errors of the failed ones."""
+    """Run the cells that are not finished, under a progress bar with the title ``name``. Print and return their errors."""
     from fl_bn.sweep.cells import run_cells
 
     for cell in cells:

@@ -1,4 +1,4 @@
-"""Define the commands ``fl-bn data list`` and ``fl-bn data check``; they import torch late, since it takes seconds."""
+"""Define the commands ``fl-bn data list`` and ``fl-bn data check``. They import what they need themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.
 
 @data.command("list")
 def list_sets(
-    markdown: Annotated[bool, typer.Option(help="print the generated part of docs/data.md, with the places of all files")] = False,
+    markdown: Annotated[bool, typer.Option(help="print the generated part of docs/data.md, which says where all files belong")] = False,
 ) -> None:
     """List every data set: its name, content and size, and how to get it."""
     from rich.console import Console
@@ -34,13 +34,13 @@ def list_sets(
 
 @data.command("check")
 def check_set(
-    name: Annotated[str, typer.Argument(help="as in `fl-bn data list`")],
-    path: Annotated[str, typer.Option(help="the data-path of the run; empty: data")] = "",
+    name: Annotated[str, typer.Argument(help="the name of a data set in `fl-bn data list`")],
+    path: Annotated[str, typer.Option(help="the key data-path of the run; empty: data")] = "",
 ) -> None:
     """Check that the files of a data set are complete and in the right form. Downloads nothing.
 
-    Prints one line per finding: ok, warn or fail, and what to do. The exit code is 1 after a failure, 2 for an unknown
-    name, else 0.
+    It prints one line per finding: ok, warn or fail, and what to do. The exit code is 1 after a failure, 2 for an
+    unknown name, else 0.
     """
     from fl_bn.data.check import check_files
 

@@ -1,4 +1,4 @@
-"""Define the command ``fl-bn doctor``. Imports are inside it, since torch takes seconds."""
+"""Define the command ``fl-bn doctor``. It imports what it needs itself, since an import of torch takes seconds."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.
 
 
 def doctor(
-    folder: Annotated[Path | None, typer.Argument(help="kit/server or kit/sites/NAME; none: this machine and the run config only")] = None,
-    run_config: Annotated[str, typer.Option("--run-config", help="of the run that is planned: \"method='hbn' batch-size=32\"")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="a list of {status, check, text, do} instead of lines")] = False,
+    folder: Annotated[
+        Path | None, typer.Argument(help="kit/server or kit/sites/NAME; default: check this machine and the run config only")
+    ] = None,
+    run_config: Annotated[str, typer.Option("--run-config", help="the keys of the planned run: \"method='hbn' batch-size=32\"")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print a JSON list of {status, check, text, do} in place of lines")] = False,
 ) -> None:
     """Check this machine before a run: versions, GPU, disks, network, certificates, clock, data, model.
 
-    One line per check: ok, warn or fail, what the check found, and what to do about it. Exit code 1 if a check
-    fails, else 0.
+    It prints one line per check: ok, warn or fail, what the check found, and what to do about it. The exit code is 1
+    if a check fails, else 0.
     """
     findings, stdout = [], sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # what one's own data function prints is no finding
+    with contextlib.redirect_stdout(sys.stderr):  # so that the output of the user's data function is not mixed with the findings
         for finding in _findings(folder, run_config):
             findings.append(finding)
             if not as_json:
@@ -50,7 +52,7 @@ def _findings(folder: Path | None, run_config: str) -> Iterator[Finding]:
         from fl_bn.checks.run import diagnose
 
         return diagnose(run_config)
-    if missing := lacking("a look at a folder of a kit", *DEPLOYMENT):
+    if missing := lacking("a check of a folder of a kit", *DEPLOYMENT):
         raise refused(NotInstalled(missing))
     from fl_bn_site import doctor as deployed
 

@@ -1,4 +1,4 @@
-"""Define the command ``fl-bn``."""
+"""Define the command ``fl-bn``, with the commands that train, compare and look at models."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 TRAIN, COMPARE, LOOK, MODEL, DEPLOY = "Train", "Compare", "Look first", "With a trained model", "Separate machines"
 DEPLOYED = ("kit", "start", "register", "submit", "status", "runs", "abort", "fetch", "queue")  # the commands of fl_bn_site
-EXPERIMENTS = "experiments"  # the commands of the repository's own tool
-CHECKOUT = Path(__file__).parents[2]  # of the repository, where this package is part of one
+EXPERIMENTS = "experiments"  # the group of commands that only a checkout of the repository has
+CHECKOUT = Path(__file__).parents[2]  # the folder of the repository, if this package is part of a checkout
 
 
 class AllCommands(Commands):
-    """Add the commands of ``fl_bn_site`` and of the repository's tool.
+    """Add the commands of ``fl_bn_site`` and of ``experiments`` to those of this package.
 
-    Both are imported only where one of their commands, or the help, is asked for: no other command loads a line of them. Without the extra
-    ``deployment`` the help does not list the commands of a deployment, and each of them says what to install.
+    Both packages are imported only for one of their own commands, or for the help. Without the extra ``deployment``,
+    the help does not list the commands of a deployment, and each of them says what to install.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the commands that can be used here."""
+        """Return the names of the commands that can be used in this installation."""
         deployed = () if lacking("a deployment", *DEPLOYMENT) else DEPLOYED
         return [*super().list_commands(ctx), *deployed, *((EXPERIMENTS,) if _in_checkout() else ())]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command ``cmd_name``; None where there is none."""
+        """Return the command ``cmd_name``; None: there is no such command."""
         if cmd_name in DEPLOYED:
             return _deployed(cmd_name)
         if cmd_name == EXPERIMENTS and _in_checkout():
@@ -62,7 +62,7 @@ class AllCommands(Commands):
 
 
 def _deployed(name: str) -> Any:
-    """Return a command of a deployment, or, where its packages are missing, one that says what to install."""
+    """Return the command ``name`` of a deployment; where its packages are missing, one that says what to install."""
     commands = typer.Typer()
     if lacking("a deployment", *DEPLOYMENT):
         anything = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -102,17 +102,18 @@ app = typer.Typer(
 app.command(rich_help_panel=TRAIN)(new)
 console = Console()
 
-Verbose = Annotated[bool, typer.Option("--verbose", help="a long line per round: what became of the normalisation layers, bytes, drift")]
-CHECKPOINT_EVERY = 5  # rounds, of fl-bn run: from there fl-bn resume goes on
+Verbose = Annotated[bool, typer.Option("--verbose", help="print a longer line per round, with the normalisation layers, bytes and drift")]
+CHECKPOINT_EVERY = 5  # rounds between the checkpoints of fl-bn run, from which fl-bn resume goes on
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys to override, as for flwr run: \"rounds=10 method='hbn'\"")]
 
 
 @app.command(rich_help_panel=TRAIN)
 def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
-    """Train once in this process, without Ray: the same ServerApp, ClientApp, config and files as `flwr run .`.
+    """Train once in this process, without Ray.
 
-    Ctrl-C leaves a folder with all results so far. `fl-bn resume` goes on from its last checkpoint; there is
-    one every 5 rounds, unless checkpoint-every says otherwise.
+    The ServerApp, the ClientApp, the run config and the files are those of `flwr run .`. Ctrl-C leaves a folder with
+    all results so far. `fl-bn resume` continues from its last checkpoint. There is a checkpoint every 5 rounds, unless
+    the key checkpoint-every says otherwise.
     """
     from fl_bn.run.errors import ConfigError
     from fl_bn.run.overrides import parse_overrides
@@ -133,9 +134,13 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
 
 @contextmanager
 def _started(count: object) -> Iterator[Workers | None]:
-    """Start ``count`` workers, which load torch while this process does.
+    """Start worker processes, which import torch at the same time as this process.
 
-    Yield None where the run needs none, or will be refused.
+    Args:
+        count: The value of the run-config key ``workers``, not checked yet.
+
+    Yields:
+        The workers; None: the run needs none, or its run config will be refused.
     """
     if count == 1 or type(count) is not int:
         yield None
@@ -155,12 +160,16 @@ def _started(count: object) -> Iterator[Workers | None]:
 
 @app.command(rich_help_panel=TRAIN)
 def resume(
-    folder: Annotated[Path, typer.Argument(help="of the run, e.g. runs/NAME; of a deployed run the server's: kit/server")],
-    name: Annotated[str, typer.Argument(metavar="[RUN]", help="of a deployed run; default: the one with the newest checkpoint")] = "",
+    folder: Annotated[Path, typer.Argument(help="the run's folder, e.g. runs/NAME; for a deployed run, the server's folder: kit/server")],
+    name: Annotated[
+        str, typer.Argument(metavar="[RUN]", help="the name of a deployed run; default: the run with the newest checkpoint")
+    ] = "",
     verbose: Verbose = False,
-    control: Annotated[str, typer.Option("--control", metavar="HOST:PORT", help="of a deployed run: the SuperLink's Control API")] = "",
+    control: Annotated[
+        str, typer.Option("--control", metavar="HOST:PORT", help="for a deployed run: the address of the SuperLink's Control API")
+    ] = "",
 ) -> None:
-    """Resume a run that was interrupted, from its last checkpoint, with the run config in its folder."""
+    """Resume an interrupted run from its last checkpoint, with the run config in its folder."""
     if (folder / "server.toml").exists():
         if missing := lacking("a run on separate machines", *DEPLOYMENT):
             raise refused(NotInstalled(missing))
@@ -191,21 +200,21 @@ def _run(config: RunConfig, verbose: bool, workers: Workers | None = None) -> No
             run_in_process(config.to_mapping(), workers=workers)
     except (ConfigError, Damaged, Unconvertible, RunFailed, OSError) as error:
         raise refused(error) from error
-    except KeyboardInterrupt:  # the log has said where the results are, and how to go on
+    except KeyboardInterrupt:  # the log says already where the results are, and how to resume
         raise typer.Exit(130) from None
 
 
 @app.command(rich_help_panel=COMPARE)
 def compare(
     methods: Annotated[
-        str, typer.Option(help="separated by commas; `centralised` or `centralised-gn` too; one may differ in keys: fbn:rounds=9")
+        str, typer.Option(help="methods, separated by commas; also `centralised` or `centralised-gn`; with keys of their own: fbn:rounds=9")
     ] = ("centralised,fedavg,gn,fixbn,hbn,fbn"),
-    seeds: Annotated[int, typer.Option(min=1, help="number of seeds, from the config's seed on")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="number of seeds, beginning with the run config's seed")] = 3,
     jobs: Annotated[int, typer.Option(min=1, max=1024, help="runs at a time, each in a process of its own")] = 2,
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/compare-<time>")] = "",
     run_config: RunConfigOption = "",
 ) -> None:
-    """Compare several methods over several seeds: a table of mean (std) and one picture with all curves."""
+    """Compare several methods over several seeds, as a table of mean (std) and one picture with all curves."""
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.run.pictures import partition_in_words
@@ -237,17 +246,17 @@ def compare(
 
 @app.command(rich_help_panel=COMPARE)
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="folders of runs, or folders that hold some: runs/NAME, runs/compare-...")],
-    output: Annotated[Path, typer.Option(help="the picture")] = Path("comparison.png"),
+    runs: Annotated[list[Path], typer.Argument(help="folders of runs, or folders that contain such folders: runs/NAME, runs/compare-...")],
+    output: Annotated[Path, typer.Option(help="the file of the picture")] = Path("comparison.png"),
 ) -> None:
-    """Draw any runs in one picture: their metric over the rounds.
+    """Draw the metric of several runs over the rounds, in one picture.
 
-    Runs that differ in the seed alone are one line with a band.
+    Runs that differ only in the seed are drawn as one line with a band.
     """
     from fl_bn.run.config import ConfigError
     from fl_bn.run.plot import plot as draw
 
-    sys.path.insert(0, str(Path.cwd()))  # one's own task, as `fl-bn run` finds it
+    sys.path.insert(0, str(Path.cwd()))  # the user's own task, as `fl-bn run` finds it
     try:
         lines = draw(runs, output)
     except (ConfigError, OSError) as error:
@@ -257,24 +266,25 @@ def plot(
 
 @app.command(rich_help_panel=COMPARE)
 def attack_grid(
-    methods: Annotated[str, typer.Option(help="separated by commas, as all axes are")] = "fbn,fedavg",
-    heterogeneity: Annotated[str, typer.Option(help="of partition-parameter (partition: similarity, unless --run-config says so)")] = (
-        "1,0.1,0.01,0"
-    ),
+    methods: Annotated[str, typer.Option(help="methods, separated by commas")] = "fbn,fedavg",
+    heterogeneity: Annotated[
+        str, typer.Option(help="values of partition-parameter (the partition is similarity, unless --run-config names another)")
+    ] = ("1,0.1,0.01,0"),
     byzantine: Annotated[str, typer.Option(help="numbers of attackers")] = "3",
-    rules: Annotated[str, typer.Option(help="of statistics and updates alike; statistics/updates for two")] = (
+    rules: Annotated[str, typer.Option(help="robust rules of statistics and updates; STATISTICS/UPDATES for two different ones")] = (
         "mean,median,trimmed-mean,nnm+median,nnm+trimmed-mean"
     ),
-    attacks: Annotated[str, typer.Option(help="of whom the worst counts")] = "sign-flip,foe,alie,alie-optimised",
-    seeds: Annotated[int, typer.Option(min=1, help="number of seeds, from the config's seed on")] = 3,
+    attacks: Annotated[str, typer.Option(help="attacks; the worst one counts")] = "sign-flip,foe,alie,alie-optimised",
+    seeds: Annotated[int, typer.Option(min=1, help="number of seeds, beginning with the run config's seed")] = 3,
     jobs: Annotated[int, typer.Option(min=1, max=1024, help="runs at a time, each in a process of its own")] = 2,
-    too_few: Annotated[
-        bool, typer.Option(help="also tell every rule of one attacker too few, under the attack that was worst for it")
-    ] = True,
+    too_few: Annotated[bool, typer.Option(help="also run every rule with one attacker too few declared, under its worst attack")] = True,
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/attack-grid-<time>")] = "",
     run_config: RunConfigOption = "",
 ) -> None:
-    """Measure accuracy under the worst attack, by heterogeneity, number of attackers and rule: tables and heat maps."""
+    """Measure the accuracy under the worst attack, for each heterogeneity, number of attackers and robust rule.
+
+    The results are tables and heat maps.
+    """
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.run.usage import Usage
@@ -307,12 +317,12 @@ def layers(
     method: Annotated[str, typer.Option(help="name of a method")] = "fedavg",
     classes: int = 10,
     image_size: int = 32,
-    buffers: Annotated[str, typer.Option(help="roles of buffers, as the key buffers of a run config")] = "",
-    tensors: Annotated[bool, typer.Option("--tensors", help="a line per tensor: name, role, shape, dtype")] = False,
+    buffers: Annotated[str, typer.Option(help="roles of buffers, as in the run-config key buffers")] = "",
+    tensors: Annotated[bool, typer.Option("--tensors", help="also print a line per tensor: name, role, shape, dtype")] = False,
 ) -> None:
     """Show which normalisation layers a model has, and what a method does with each of their tensors.
 
-    Server and clients need the same signature, which is the last line.
+    The last line is the signature of the model, which must be the same at the server and at all clients.
     """
     from fl_bn import convert
     from fl_bn.federation.norm_layers import looks_like_norm, no_batch_norm
@@ -324,7 +334,7 @@ def layers(
     from fl_bn.support.names import check_name
     from fl_bn.support.user_code import import_extensions
 
-    sys.path.insert(0, str(Path.cwd()))  # one's own network, as `fl-bn run` finds it
+    sys.path.insert(0, str(Path.cwd()))  # the user's own network, as `fl-bn run` finds it
     try:
         import_extensions()
         check_name("method", method, METHODS)
@@ -344,9 +354,14 @@ def layers(
 
 @app.command(rich_help_panel=LOOK)
 def config(
-    toml: Annotated[bool, typer.Option("--toml", help="their defaults, as in \\[tool.flwr.app.config] of pyproject.toml")] = False,
+    toml: Annotated[
+        bool, typer.Option("--toml", help="print the defaults, in the form of \\[tool.flwr.app.config] in pyproject.toml")
+    ] = False,
 ) -> None:
-    """Print every key of the run config, also of installed packages that add methods: default, values, meaning."""
+    """Print every key of the run config: its default, its values and its meaning.
+
+    Keys of installed packages that add methods are included.
+    """
     from fl_bn.run.config import ConfigError, RunConfig
     from fl_bn.run.keys import defaults, table
 

@@ -1,4 +1,4 @@
-"""Define ``fl-bn new``, which makes a user's own Flower app from the files in ``fl_bn/templates/app``."""
+"""Define the command ``fl-bn new``, which makes a Flower app for the user from the files in ``fl_bn/templates/app``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import typer
 
 from fl_bn.cli.refusal import refused
 
-NAMED = ("pyproject.toml", "README.md")  # files that contain the app's name
+NAMED = ("pyproject.toml", "README.md")  # files into which the name of the app is written
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
-def new(name: Annotated[str, typer.Argument(help="name of the app, and of its new folder here")]) -> None:
-    """Make a Flower app of your own, which runs as it is.
+def new(name: Annotated[str, typer.Argument(help="the name of the app, and of the folder that is made for it here")]) -> None:
+    """Make a Flower app of your own.
 
-    It has a network with BatchNorm, data that need no download, and a method.
+    It has a network with BatchNorm, data that need no download, and a method, so it can be run at once.
     """
     folder = Path(name)
     try:
@@ -31,10 +31,14 @@ def new(name: Annotated[str, typer.Argument(help="name of the app, and of its ne
 
 
 def write(name: str, folder: Path) -> None:
-    """Make ``folder`` with the app ``name``.
+    """Write the files of a new app.
+
+    Args:
+        name: The name of the app.
+        folder: The folder to make.
 
     Raises:
-        ValueError: ``name`` is no name for an app.
+        ValueError: The name has characters that are not allowed.
         FileExistsError: The folder exists.
     """
     if not NAME.fullmatch(name):

@@ -17,7 +17,7 @@ def partition(
     ] = "",
     output: Annotated[str, typer.Option(help="folder for counts.csv and labels.png")] = "partition",
 ) -> None:
-    """Preview a partition: how many samples of which class and domain each client has, as a table and a picture."""
+    """Preview a partition: count the samples of each class and domain at each client, as a table and a picture."""
     from fl_bn.run.config import ConfigError, RunConfig
     from fl_bn.run.overrides import parse_overrides
     from fl_bn.run.partition_report import write

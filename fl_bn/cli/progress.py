@@ -1,4 +1,4 @@
-"""Display the progress of a command that computes rounds."""
+"""Make the progress bar of commands that compute rounds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def rounds_bar(console: Console) -> Progress:
-    """Return a display of the finished rounds, their total, and the remaining time."""
+    """Return a progress bar that shows the finished rounds, their total number, and the remaining time."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(TextColumn("{task.description}"), *columns, console=console)

@@ -1,4 +1,4 @@
-"""Define the command ``fl-bn recalibrate``; imports are inside it, since torch takes seconds."""
+"""Define the command ``fl-bn recalibrate``. It imports what it needs itself, since an import of torch takes seconds."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fl_bn.cli.refusal import refused
 
 def recalibrate(
     source: Annotated[
-        Path, typer.Argument(help="a finished run's folder, or a file of weights (.pt, .pth, .safetensors)", metavar="RUNDIR")
+        Path, typer.Argument(help="the folder of a finished run, or a file of weights (.pt, .pth, .safetensors)", metavar="RUNDIR")
     ],
     run_config: Annotated[
-        str, typer.Option("--run-config", help="keys that differ from the run's; for a file of weights: its model and data")
+        str, typer.Option("--run-config", help="keys that differ from those of the run; for a file of weights: its model and data")
     ] = "",
-    passes: Annotated[int, typer.Option(min=0, help="0: until all layers are exact (see the key recalibration)")] = 0,
-    output: Annotated[Path | None, typer.Option(help="folder to make. Default: beside RUNDIR, named RUNDIR-recalibrated")] = None,
+    passes: Annotated[int, typer.Option(min=0, help="the number of passes; 0: until all layers are exact (see the key recalibration)")] = 0,
+    output: Annotated[Path | None, typer.Option(help="the folder to make. Default: RUNDIR-recalibrated")] = None,
 ) -> None:
-    """Re-calibrate any trained model: give every BatchNorm layer the exact statistics of all clients' data.
+    """Give every BatchNorm layer of a trained model the exact statistics of all clients' data.
 
-    This is a federated run without training. A pass that goes layer by layer makes all layers exact; otherwise pass p
-    makes layers 1..p exact. Nothing but running statistics changes.
+    This is a federated run without training, and changes only running statistics. A pass that goes layer by layer makes
+    all layers exact. Otherwise, pass p makes layers 1..p exact.
     """
     from fl_bn.flower import RunFailed, run_in_process
     from fl_bn.layers import Unconvertible

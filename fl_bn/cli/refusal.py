@@ -1,4 +1,4 @@
-"""End a refused command with one sentence on standard error and an exit code."""
+"""End a command that cannot be carried out, with one sentence on standard error and an exit code."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from fl_bn.support.locks import Unsupported
 
 
 def refused(error: Exception, code: int = 2) -> typer.Exit:
-    """Print ``error``, and return the exception to raise; brackets in its message are no markup."""
+    """Print an error on standard error, and return the exception that ends the command.
+
+    Args:
+        error: The error. Its message is printed as it stands, without Rich's markup.
+        code: The exit code.
+    """
     Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
     return typer.Exit(code)
 
 
 class Commands(TyperGroup):
-    """Run commands; print a missing package of an extra, or a foreign operating system, without a traceback."""
+    """Run commands. For a missing package of an extra, or an unsupported system, print one sentence and no traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command of ``ctx``."""
+        """Run the command that the user has typed."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:

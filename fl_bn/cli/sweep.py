@@ -1,6 +1,6 @@
-"""The commands ``fl-bn sweep`` and ``fl-bn report``, and the way that every sweep runs.
+"""Define the commands ``fl-bn sweep`` and ``fl-bn report``, and ``carry_out``, which every command with a sweep calls.
 
-Imports are inside functions, since torch takes seconds.
+Functions import what they need themselves, since an import of torch takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.progress import TaskID
 from fl_bn.cli.progress import rounds_bar
 from fl_bn.cli.refusal import refused
 
-if TYPE_CHECKING:  # torch takes seconds, which --help need not
+if TYPE_CHECKING:  # these would import torch, which takes seconds and is not needed for --help
     from fl_bn.sweep.cells import Cell
     from fl_bn.sweep.file import Sweep
     from fl_bn.sweep.run import Place, Plan
@@ -26,36 +26,42 @@ if TYPE_CHECKING:  # torch takes seconds, which --help need not
 console = Console()
 
 JobsOption = Annotated[
-    int, typer.Option(min=0, help="runs at a time, each in a process of its own; 0: 2, with --engine ray as many as the nodes have CPUs")
+    int,
+    typer.Option(min=0, help="runs at a time, each in a process of its own; 0: 2, or with --engine ray, as many as the nodes have CPUs"),
 ]
-DataOption = Annotated[str, typer.Option(help="folder that {data} in a sweep file means")]
-RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys that count more than the file's: \"rounds=10 device='cuda'\"")]
+DataOption = Annotated[str, typer.Option(help="the folder for which {data} stands in a sweep file")]
+RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys that override those of the file: \"rounds=10 device='cuda'\"")]
 EngineOption = Annotated[
     str, typer.Option(help="in-process: processes of this machine; ray: runs spread over the nodes of a Ray cluster (docs/cluster.md)")
 ]
 AddressOption = Annotated[
-    str, typer.Option("--ray-address", help="HOST:PORT of the cluster. Default: RAY_ADDRESS, or the one that runs here")
+    str, typer.Option("--ray-address", help="HOST:PORT of the cluster. Default: RAY_ADDRESS, or the cluster of this machine")
 ]
-GpusOption = Annotated[float, typer.Option("--gpus-per-run", min=0.0, help="with --engine ray: a run's share of a GPU, 0.25 say")]
-RetryOption = Annotated[bool, typer.Option("--retry", help="begin cells that failed before anew")]
-OnlyOption = Annotated[str, typer.Option(help="only the cells with names that fit this shell pattern: '*seed0'")]
+GpusOption = Annotated[
+    float, typer.Option("--gpus-per-run", min=0.0, help="with --engine ray: the share of a GPU that a run gets, e.g. 0.25")
+]
+RetryOption = Annotated[bool, typer.Option("--retry", help="run cells again that failed before")]
+OnlyOption = Annotated[str, typer.Option(help="run only the cells whose names match this shell pattern: '*seed0'")]
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(help="TOML: a list is an axis; see docs/sweeps.md")],
-    variant: Annotated[str, typer.Option(help="of [variants] in the file")] = "",
+    file: Annotated[Path, typer.Argument(help="a TOML file in which lists are axes; see docs/sweeps.md")],
+    variant: Annotated[str, typer.Option(help="the name of a variant in the file ([variants])")] = "",
     engine: EngineOption = "in-process",
     jobs: JobsOption = 0,
     ray_address: AddressOption = "",
     gpus_per_run: GpusOption = 0.0,
     data: DataOption = "data",
-    output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/<file's name>")] = "",
+    output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/<name of the file>")] = "",
     retry: RetryOption = False,
     only: OnlyOption = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only check the file, the data and the networks, and list the runs")] = False,
     run_config: RunConfigOption = "",
 ) -> None:
-    """Run every combination of a sweep file's axes; interrupted, the same command goes on. Tables, pictures and a page at the end."""
+    """Run every combination of the axes in a sweep file, then write tables, pictures and a page.
+
+    After an interruption, the same command continues.
+    """
     from fl_bn.run.config import ConfigError
     from fl_bn.sweep.run import Place
 
@@ -66,7 +72,7 @@ def sweep(
     except ConfigError as error:
         raise refused(error) from error
     except KeyboardInterrupt:
-        console.print(f"interrupted; the same command goes on with the remaining runs ({folder})")
+        console.print(f"interrupted; the same command continues with the remaining runs ({folder})")
         raise typer.Exit(130) from None
     if errors:
         raise typer.Exit(1)
@@ -85,25 +91,25 @@ def perform(
     known: Mapping[str, str] = MappingProxyType({}),
     dry_run: bool = False,
 ) -> dict[str, str]:
-    """Check, run and report one sweep.
+    """Check, run and report the sweep of a file.
 
     Args:
-        file: the sweep file.
-        variant: of the file; empty: the file itself.
-        data: the folder that {data} means.
-        folder: of the results.
-        place: where the cells run.
-        retry: whether cells that failed before are begun anew.
-        run_config: keys that count more than the file's.
-        only: a shell pattern for the names of cells.
-        known: cells that have their result elsewhere and are not run, by name; the file that holds it.
-        dry_run: whether nothing is run.
+        file: The sweep file.
+        variant: The name of a variant in the file; empty: the file without any variant.
+        data: The folder for which ``{data}`` stands in the file.
+        folder: The folder of the results.
+        place: Where the cells run.
+        retry: Run cells again that failed before.
+        run_config: Run-config keys that override those of the file.
+        only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
+        known: The names of cells to leave out since their results are elsewhere, each with the file of its result.
+        dry_run: Check and list the cells, but run nothing.
 
     Returns:
-        The errors of the failed cells, by name.
+        The error of each failed cell, by its name.
 
     Raises:
-        ConfigError: before anything runs.
+        ConfigError: The file, the data or a network is wrong. Nothing was run.
     """
     from fl_bn.report import write_report
     from fl_bn.run.overrides import parse_overrides
@@ -121,7 +127,7 @@ def perform(
     for name, problem in errors.items():
         console.print(f"[red]failed[/red] {escape(name)}: {escape(problem)}", highlight=False)
     if errors:
-        console.print("failed cells are left as they are: --retry begins them anew")
+        console.print("the next command leaves failed cells out: give --retry to run them again")
     console.print(f"{folder}: {', '.join(path.name for path in files)}", highlight=False, soft_wrap=True)
     return errors
 
@@ -136,22 +142,22 @@ def carry_out(
     known: Mapping[str, str] = MappingProxyType({}),
     dry_run: bool = False,
 ) -> tuple[Plan, dict[str, str]]:
-    """Plan a sweep, check it and run it behind its bars: of a file, of ``fl-bn compare`` or of ``fl-bn attack-grid``.
+    """Plan, check and run a sweep under progress bars: of a file, of ``fl-bn compare`` or of ``fl-bn attack-grid``.
 
     Args:
-        chosen: the sweep. The other arguments are those of ``perform``.
-        folder: of the results.
-        place: where the cells run.
-        retry: whether cells that failed before are begun anew.
-        only: a shell pattern for the names of cells.
-        known: cells that have their result elsewhere, by name.
-        dry_run: whether nothing is run.
+        chosen: The sweep.
+        folder: The folder of the results.
+        place: Where the cells run.
+        retry: Run cells again that failed before.
+        only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
+        known: The names of cells to leave out since their results are elsewhere, each with the file of its result.
+        dry_run: Check and list the cells, but run nothing.
 
     Returns:
-        The plan, and the errors of the failed cells by name.
+        The plan, and the error of each failed cell by its name.
 
     Raises:
-        ConfigError: before anything runs.
+        ConfigError: A run config, the data or a network is wrong. Nothing was run.
     """
     from fl_bn.sweep import run
 
@@ -161,7 +167,7 @@ def carry_out(
     console.print(f"{chosen.title}: {len(planned.cells)} runs, {done} of them finished before, {len(planned.todo)} to do", highlight=False)
     if known:
         where = ", ".join(sorted(set(known.values())))
-        console.print(f"{len(known)} more have their result in {where} and are not run", highlight=False, soft_wrap=True)
+        console.print(f"{len(known)} more are not run, since their results are in {where}", highlight=False, soft_wrap=True)
     if dry_run:
         for cell in planned.cells:
             console.print(f"  {cell.config.name}", highlight=False)
@@ -171,8 +177,8 @@ def carry_out(
         return planned, run.run(chosen, planned, folder, place, show, running)
 
 
-def report(folder: Annotated[Path, typer.Argument(help="of a sweep, finished or not")]) -> None:
-    """Write tables (CSV, Markdown, LaTeX), pictures, and one page that opens offline, of a sweep's runs so far."""
+def report(folder: Annotated[Path, typer.Argument(help="the folder of a sweep, finished or not")]) -> None:
+    """Write the report of a sweep's runs so far: tables (CSV, Markdown, LaTeX), pictures, and a page to read offline."""
     from fl_bn.report import write_report
     from fl_bn.run.config import ConfigError
 
@@ -185,9 +191,9 @@ def report(folder: Annotated[Path, typer.Argument(help="of a sweep, finished or 
 
 
 class _bars:
-    """Show the rounds of a whole sweep, and of every run that is going on."""
+    """Show progress bars: one for the rounds of the whole sweep, and one for each running cell."""
 
-    ROWS = 16  # runs shown at a time
+    ROWS = 16  # the most bars of running cells
 
     def __init__(self) -> None:
         self._bar = rounds_bar(console)

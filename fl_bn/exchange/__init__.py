@@ -1,4 +1,5 @@
-"""The layer-wise exchange: a call that averages over the cohort, and its carriers.
+"""The layer-wise exchange: clients average a vector over their cohort during a forward or backward pass.
 
-The carriers are gRPC, replay, and threads in one process.
+``call`` defines the operation and ``session`` the server's half. Three carriers take requests to the server
+and answers back: a gRPC service, replay in Flower messages, and threads in one process.
 """

@@ -1,7 +1,7 @@
-"""The call behind FedTAN, for all carriers: ``exchange(key, local, count)`` returns averages over the cohort.
+"""The operation behind FedTAN, for all carriers: ``exchange(key, local, count)`` returns averages over the cohort.
 
-Algorithms 2 and 3 of the paper are one operation, *average over the cohort*. The forward pass applies it to
-the moments, the backward pass to the pair of gradients.
+Algorithms 2 and 3 of the paper both average a vector over the cohort. The forward pass averages the moments
+of a layer's input. The backward pass averages the gradients of the loss by these moments.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from torch import Tensor
 
 
 class ExchangeFailed(RuntimeError):
-    """The exchange of this round cannot go on, and no result of the round may be used. The message says why."""
+    """Signal that the exchange of this round cannot go on, so no result of the round may be used.
+
+    The message gives the reason.
+    """
 
 
 class Refused(ValueError):
-    """A request differs from what the session expects of this client. The message names both."""
+    """Signal that a client's request differs from the one that the session expects. The message names both."""
 
 
 class Quantity(Enum):
-    """Kind of a vector. It decides the length, for a layer of C channels, and the weights of the average."""
+    """Name the kinds of vectors. The kind decides a vector's length, for a layer of C channels, and the weights of its average."""
 
-    MEAN = "mean"  # C; weighted by activations
-    VARIANCE = "variance"  # C, about the cohort's mean; weighted by activations
-    MOMENTS = "moments"  # 2C, mean and biased variance about the own mean: pooled
-    GRADIENTS = "gradients"  # 2C, of the mean and of the variance; weighted by batch sizes
-    STATISTICS = "statistics"  # 2C, moments as above; pooled, and the variance of the answer is unbiased: running statistics
+    MEAN = "mean" # (C,) means, averaged with the numbers of activations as weights
+    VARIANCE = "variance" # (C,) variances about the cohort's mean, averaged in the same way
+    MOMENTS = "moments" # (2C,) each client's means and biased variances, pooled
+    GRADIENTS = "gradients" # (2C,) gradients by mean and by variance, weighted by batch sizes
+    STATISTICS = "statistics" # like MOMENTS, but the answer has the unbiased variance, as running statistics do
 
     def width(self, channels: int) -> int:
         """Return the length of the vector for a layer of ``channels`` channels."""
@@ -37,12 +40,12 @@ class Quantity(Enum):
 
 
 class Key(NamedTuple):
-    """Identity of one exchange.
+    """Identify one exchange within a round.
 
     Attributes:
         layer: the layer's name.
         quantity: the kind of the vector.
-        call: how often the layer was called before in this forward pass.
+        call: the number of earlier calls of the layer in this forward pass.
     """
 
     layer: str
@@ -50,17 +53,18 @@ class Key(NamedTuple):
     call: int = 0
 
     def __str__(self) -> str:
-        """Describe the exchange in one short line of a log, whatever name a client sent."""
+        """Describe the exchange in one short line for the log, even if a client sent a long or unprintable layer name."""
         name = self.layer if self.layer.isprintable() and len(self.layer) <= 80 else repr(self.layer[:60]) + " ..."
         return f"{name or 'the model'} ({self.quantity.value}{f', call {self.call + 1}' if self.call else ''})"
 
 
 @dataclass(frozen=True)
 class Join:
-    """A client's first request.
+    """Ask to take part in the round. This is a client's first request.
 
     Attributes:
-        batch: size of the batch that it drew; 0 to sit the round out.
+        batch: the number of samples in the batch that the client drew. 0: the client takes no part in this
+            round.
     """
 
     batch: int
@@ -86,12 +90,12 @@ Request = Join | Local
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """The cohort's values. The answer to a ``Join`` has no values and a count of 0.
+    """Give the cohort's values to a client. The answer to a ``Join`` has no values and a count of 0.
 
     Attributes:
-        values: (d,).
-        count: activations per channel of the cohort.
-        batch: samples of the cohort.
+        values: the combined vector (d,).
+        count: the number of activations per channel, summed over the cohort.
+        batch: the number of samples, summed over the cohort.
     """
 
     values: Tensor
@@ -100,12 +104,12 @@ class Answer:
 
 
 def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
-    """Return ``answer`` if it fits a client's own values.
+    """Return ``answer`` if its shape, dtype and counts fit the client's own vector.
 
     Args:
-        answer: the answer.
-        key: the exchange.
-        local: the client's own values, (d,).
+        answer: the server's answer.
+        key: the exchange that it answers.
+        local: the client's own vector (d,).
 
     Raises:
         ExchangeFailed: the answer has another shape or dtype, or counts no activations or samples.
@@ -121,11 +125,11 @@ def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
 
 
 class Layer(NamedTuple):
-    """A layer as the server knows it.
+    """Describe a layer as the server knows it.
 
     Attributes:
-        channels: number of channels.
-        dtype: dtype of its vectors in messages.
+        channels: the number of channels.
+        dtype: the dtype of the layer's vectors in messages.
     """
 
     channels: int
@@ -133,23 +137,26 @@ class Layer(NamedTuple):
 
 
 class Exchange(Protocol):
-    """One client's side of a round's exchange.
+    """Take part in a round's exchange as one client. Each carrier has its own class with these methods.
 
     Attributes:
-        batch: the number of samples that it announced.
-        seconds: time that it waited so far.
+        batch: the number of samples that the client announced when it joined.
+        seconds: the time that the client has waited for answers so far.
     """
 
     batch: int
     seconds: float
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
-        """Average ``local`` over the cohort, and wait until all clients have sent theirs.
+        """Average ``local`` over the cohort, and wait until all clients have sent their vectors.
 
         Args:
-            key: the exchange.
-            local: the client's own values, (d,).
-            count: activations per channel behind them.
+            key: identifies the exchange.
+            local: the client's own vector (d,).
+            count: the number of activations per channel that ``local`` summarises.
+
+        Returns:
+            The cohort's vector (d,) and counts.
 
         Raises:
             ExchangeFailed: the round's exchange cannot go on.
@@ -159,5 +166,6 @@ class Exchange(Protocol):
         """Leave the round. A second call does nothing.
 
         Args:
-            error: the reason, which drops this client. Empty: the client is done.
+            error: the reason for leaving early. The server then drops this client. Empty: the client has
+                finished.
         """

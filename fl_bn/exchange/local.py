@@ -1,8 +1,9 @@
 """The exchange inside one process: clients take turns, and each runs until it has to wait for the others.
 
-Threads serve as coroutines. Only one runs at a time, and torch's generators are restored at each turn. So
-results do not depend on scheduling. Dropout is the same as when clients run one after the other. Models need
-not be safe to train in two threads.
+Each client has a thread, but only one thread runs at a time, and the turns come in a fixed order. Torch's
+random generators are restored at each turn. So results do not depend on how threads are scheduled, and
+dropout is the same as when clients run one after the other. Models need not be safe to train in two threads
+at once.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Local, Reques
 from fl_bn.exchange.session import Session
 
 T = TypeVar("T")
-MOST, MOST_BYTES = 256, 2 * 2**30  # clients that measure statistics together in one process, each in a thread, and their models
+MOST, MOST_BYTES = 256, 2 * 2**30  # limits for one process: the number of clients, and the bytes of their models
 _sessions: dict[str, tuple[Session, int]] = {}
 
 
 def too_many(clients: int, model: nn.Module) -> str:
-    """Explain why so many clients, each with a ``model`` of its own, do not fit into one process.
+    """Explain why ``clients`` clients, each with a ``model`` of its own, do not fit into one process.
 
     Returns:
-        The reason; empty if they fit.
+        The reason. Empty if they fit.
     """
     nbytes = clients * sum(tensor.nbytes for tensor in model.state_dict().values())
     if clients <= MOST and nbytes <= MOST_BYTES:
@@ -36,7 +37,7 @@ def too_many(clients: int, model: nn.Module) -> str:
 
 
 def admit(session: Session) -> dict[int, str]:
-    """Make a token per client of ``session``, by which ``LocalExchange`` finds the session in this process."""
+    """Make a token for each client of ``session``. ``LocalExchange`` finds the session by its client's token."""
     tokens = {client: secrets.token_hex(16) for client in session.active}
     _sessions.update({token: (session, client) for client, token in tokens.items()})
     return tokens
@@ -46,8 +47,8 @@ def end_task(token: str, error: str) -> None:
     """Record that the task of ``token``'s client has ended, so that no other client waits for it.
 
     Args:
-        token: from ``admit``.
-        error: of the task, if any.
+        token: the client's token, from ``admit``.
+        error: the error that ended the task. Empty: it ended normally.
     """
     if token in _sessions:
         session, client = _sessions[token]
@@ -55,13 +56,13 @@ def end_task(token: str, error: str) -> None:
 
 
 def dismiss(tokens: dict[int, str]) -> None:
-    """Forget tokens of ``admit``."""
+    """Forget tokens that ``admit`` made."""
     for token in tokens.values():
         _sessions.pop(token, None)
 
 
 class Turns:
-    """Runs tasks in threads of their own, one at a time, in order."""
+    """Run tasks in threads of their own, one at a time, in the order in which they become ready."""
 
     _here = threading.local()
 
@@ -74,21 +75,27 @@ class Turns:
 
     @classmethod
     def current(cls) -> tuple[Turns, int]:
-        """Return the turns, and the task's number, of the calling thread.
+        """Return the ``Turns`` that run the calling thread, and the number of its task.
 
         Raises:
-            ExchangeFailed: the thread is no task of any turns.
+            ExchangeFailed: the thread was not started by ``run``.
         """
         here = getattr(cls._here, "turn", None)
         if here is None:
-            raise ExchangeFailed("the local exchange needs all clients in one process, as run_in_process has them")
+            raise ExchangeFailed(
+                "the local exchange needs all clients in this process: use Federation, `fl-bn run` or run_in_process, or another exchange"
+            )
         turns, index = here
         return turns, index
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Run tasks and return their results, in order.
+        """Run all tasks and return their results, in the order of ``tasks``.
 
-        If a task raises an error, it is raised here after all tasks have ended.
+        Args:
+            tasks: functions without arguments.
+
+        Raises:
+            Exception: the first error of a task, after all tasks have ended.
         """
         at_start, results = _generators(), dict[int, T]()
         errors: dict[int, BaseException] = {}
@@ -115,10 +122,13 @@ class Turns:
         return [results[index] for index in range(len(tasks))]
 
     def wait(self, index: int) -> None:
-        """Pass the turn on, until ``ready`` is called for this task.
+        """Let other tasks run until ``ready`` is called for this task.
+
+        Args:
+            index: the number of the calling task.
 
         Raises:
-            ExchangeFailed: every task waits for another.
+            ExchangeFailed: every other task is waiting, too, so none could go on.
         """
         before = _generators()
         self._waiting.append(index)
@@ -127,16 +137,16 @@ class Turns:
         self._waiting.remove(index)
         _set_generators(before)
         if self._stuck:
-            raise ExchangeFailed("every client waits for another one")
+            raise ExchangeFailed("every client waits for another client, so none can go on: do all run the same model?")
 
     def ready(self, index: int) -> None:
-        """Let the waiting task ``index`` go on when its turn comes."""
+        """Mark the waiting task ``index`` as able to go on. It runs when its turn comes."""
         with self._lock:
             self._ready.append(index)
 
     def _next(self) -> None:
         with self._lock:
-            if not self._ready and self._waiting:  # no task remains that could call ``ready``: the waiting ones fail, one at a time
+            if not self._ready and self._waiting:  # no running task could call ``ready``: the waiting tasks fail, one at a time
                 self._stuck, self._ready = True, [self._waiting[0]]
             if self._ready:
                 self._go[self._ready.pop(0)].release()
@@ -161,7 +171,9 @@ class LocalExchange:
 
     def __init__(self, token: str, batch: int) -> None:
         if token not in _sessions:
-            raise ExchangeFailed("the local exchange knows no such token: the round is over, or its server runs in another process")
+            raise ExchangeFailed(
+                "the local exchange does not know this client's token: the round is over, or its server runs in another process"
+            )
         self.batch, self.seconds = batch, 0.0
         self._closed = False
         self._session, self._client = _sessions[token]
@@ -169,7 +181,7 @@ class LocalExchange:
         self._ask(Join(batch))
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
-        """Average ``local`` (d,) over the cohort, and let the other clients run until they have sent theirs.
+        """Average ``local`` (d,) over the cohort. Meanwhile the other clients run, until they have sent their vectors.
 
         Raises:
             ExchangeFailed: the round's exchange cannot go on.

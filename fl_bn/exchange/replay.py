@@ -1,7 +1,8 @@
-"""The exchange without waiting: the client runs again with all answers so far, until it needs the next one.
+"""The exchange by replay: a client computes its round again from the start whenever a new answer has come.
 
-The server sends the answers. The exchange keeps no state, and fits any cohort size. Every run has the same
-batch and the same randomness, so it continues the run before.
+The server sends all answers so far, the transcript. The client uses them in order, and stops where it needs
+one more. Every repetition has the same batch and the same random numbers, so it reaches the same point.
+Nothing waits between messages, so any cohort size works.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Local, checked
 
 
 class Unanswered(Exception):
-    """The client needs an answer that is not in the transcript yet.
+    """Signal that the client needs an answer that is not in the transcript yet.
 
     Attributes:
-        request: the client's request for it.
-        batch: size of the client's batch.
+        request: the client's request for that answer.
+        batch: the number of samples in the client's batch.
     """
 
     def __init__(self, request: Local, batch: int) -> None:
@@ -27,7 +28,7 @@ class Unanswered(Exception):
 
 
 class ReplayExchange:
-    """Answers from ``transcript``, in order. It raises ``Unanswered`` at the end."""
+    """Give the answers of a transcript in order, and raise ``Unanswered`` at its end."""
 
     def __init__(self, transcript: Sequence[tuple[Key, Answer]], batch: int) -> None:
         self.batch, self.seconds = batch, 0.0
@@ -38,13 +39,16 @@ class ReplayExchange:
 
         Raises:
             Unanswered: the transcript has no more answers.
-            ExchangeFailed: the next answer is that of another key, or does not fit.
+            ExchangeFailed: the next answer belongs to another key, or does not fit ``local``.
         """
         if not self._remaining:
             raise Unanswered(Local(key, local.detach().cpu(), count), self.batch)
         answered, answer = self._remaining.pop(0)
         if answered != key:
-            raise ExchangeFailed(f"the transcript has {answered}, but this run needs {key}: the forward pass must be deterministic")
+            raise ExchangeFailed(
+                f"the transcript's next answer is for {answered}, but this repetition of the round needs {key}: make the forward pass "
+                "deterministic"
+            )
         return checked(answer, key, local)
 
     def close(self, error: str = "") -> None:

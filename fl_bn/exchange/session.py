@@ -1,8 +1,8 @@
-"""One round's exchange on the server: who takes part, which requests are missing, and what happens to late clients.
+"""The server's half of a round's exchange: which clients take part, which requests are missing, which clients are late.
 
-It is a state machine without a thread or a clock. Carriers ``submit`` requests and pass the answers on.
-``expire`` is called by a carrier with a clock. A request is answered when all active clients have sent
-theirs.
+A ``Session`` has neither a thread nor a clock of its own. A carrier passes requests to ``submit`` and answers
+to the clients. It calls ``expire`` regularly to drop late clients. A request is answered once all active
+clients have sent theirs.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from fl_bn.support.stated_sizes import FAR, most_believed
 POLICIES = ("abort", "shrink")
 NOT_JOINED = "did not join"
 LARGEST_COUNT = 2**53  # whole numbers are exact in float64 up to here
-STEEPEST = 1e3  # largest gradient of a layer that is accepted without a defence, in units of the median client's
+STEEPEST = 1e3  # without a defence, a gradient may be this many times as large as the median client's
 
 Deliver = Callable[[Answer | ExchangeFailed], None]
-LOGGER = logging.getLogger("flwr")  # the run's log; by name, since this package does not import Flower
+LOGGER = logging.getLogger("flwr")  # the logger of the run, which is Flower's; this package does not import Flower
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One client's exchanges in a round.
+    """Count what one client exchanged in a round.
 
     Attributes:
-        exchanges: their number.
-        up: bytes of values that the client sent.
-        down: bytes of values that it received.
+        exchanges: the number of exchanges.
+        up: bytes of the values that the client sent.
+        down: bytes of the values that the client received.
     """
 
     exchanges: int = 0
@@ -51,15 +51,15 @@ class Traffic:
 
 
 def reduce(requests: list[Local], batches: list[int], average: Average = weighted_mean) -> torch.Tensor:
-    """Combine the clients' requests for one key.
+    """Combine the clients' vectors for one key.
 
     Args:
-        requests: in client order.
-        batches: batch sizes, in client order.
+        requests: the clients' requests, in client order.
+        batches: the clients' batch sizes, in the same order.
         average: the rule that combines n values.
 
     Returns:
-        The cohort's values in float64.
+        The cohort's vector (d,) in float64.
     """
     values = torch.stack([request.values for request in requests]).double()
     counts = torch.tensor([request.count for request in requests], dtype=torch.float64)
@@ -72,7 +72,7 @@ def reduce(requests: list[Local], batches: list[int], average: Average = weighte
 
 
 def exchanged_layers(model: nn.Module) -> dict[str, Layer]:
-    """Return the layers whose statistics a round may exchange, by name: those with running statistics."""
+    """Return the layers that a round may exchange, by name: the BatchNorm layers with running statistics."""
     return {
         name: Layer(len(layer.running_mean), torch.promote_types(layer.running_mean.dtype, torch.float32))
         for name, layer in batch_norms(model).items()
@@ -81,26 +81,26 @@ def exchanged_layers(model: nn.Module) -> dict[str, Layer]:
 
 
 class Session:
-    """The exchange of one round.
+    """Run the exchange of one round at the server.
 
-    A client is dropped if it dies, if its request is refused, or if it is late. A client is late ``deadline``
-    seconds after at least half of the clients began to wait for it. The waiting of a minority starts no
-    clock: otherwise one early client would drop the others, which still train.
+    The session drops a client that dies, sends a wrong request, or is late. A client is late if at least half
+    of the active clients have waited for it for ``deadline`` seconds. If fewer wait, no time is counted:
+    otherwise one fast client would drop the others while they still train.
 
     All methods are safe to call from several threads.
 
     Args:
         cohort: the clients.
         layers: the layers that may be exchanged, by name.
-        average: combines the clients' values: the weighted mean, or a robust rule.
-        policy: after a client is dropped. ``abort`` fails the round for all. ``shrink`` goes on without the
-            client, with weights over the others.
-        deadline: in seconds.
-        join_deadline: the same for joining, in seconds after the last client joined.
-        samples: each client's number of samples. No batch may be larger.
-        believing: counts and batches are those that each client reports. False: every client counts as the
-            median client, so that no client decides its own weight under a defence.
-        given_up: the end of the log's message if the exchange fails for all.
+        average: the rule that combines the clients' values: the weighted mean, or a robust rule.
+        policy: what happens when a client is dropped. ``abort`` fails the round for all clients. ``shrink``
+            goes on with the other clients.
+        deadline: seconds after which a client is late with a vector.
+        join_deadline: seconds after the last client joined, after which the missing clients are late.
+        samples: each client's number of samples, by client. A client's batch may not be larger.
+        believing: whether to use the counts and batch sizes that clients report. False: every client gets the
+            median client's, so that under a defence no client decides its own weight.
+        given_up: the end of the log's message if the exchange fails for all clients.
         called: the clients' names in the log.
     """
 
@@ -115,34 +115,34 @@ class Session:
         join_deadline: float = 30.0,
         samples: Mapping[int, int] | None = None,
         believing: bool = True,
-        given_up: str = "The round is given up (exchange-policy is abort)",
+        given_up: str = "The round has failed (exchange-policy is 'abort')",
         called: ClientNames = UNNAMED,
     ) -> None:
         check_name("policy", policy, POLICIES)
         self.layers, self.average, self.policy, self.deadline, self.join_deadline = layers, average, policy, deadline, join_deadline
         self.samples, self.believing, self._given_up, self.called = samples or {}, believing, given_up, called
         self.active = set(cohort)
-        self.batches: dict[int, int] = {}  # of those who joined
+        self.batches: dict[int, int] = {}  # batch size of each client that has joined
         self.dropped: dict[int, str] = {}
         self.failure = ""
-        self._over = ""  # why nobody is answered any more
+        self._over = ""  # why no client gets an answer any more; empty while the round runs
         self.traffic = {client: Traffic() for client in self.active}
         self.exchanges = 0
-        self._passes = Counter[tuple[str, Quantity]]()  # exchanges so far, by layer and quantity
+        self._passes = Counter[tuple[str, Quantity]]()  # number of exchanges so far, by layer and quantity
         self._done: set[int] = set()
         self._waiting: dict[int, tuple[Request, Deliver]] = {}
         self._joined = time.monotonic()  # when the last client joined
-        self._held_up: float | None = None  # since when at least half of the clients wait for the others
+        self._held_up: float | None = None  # the time since which at least half of the clients have been waiting
         self._lock = threading.RLock()
 
     def out(self, client: int) -> str:
-        """Return why ``client`` gets no further answer; empty if it may get one."""
+        """Return why ``client`` gets no further answers. Empty if it may get one."""
         with self._lock:
             return self._over or ("" if client in self.active else self.dropped.get(client, "this client takes no part in the round"))
 
     @property
     def taking_part(self) -> dict[int, int]:
-        """Return the batch size of every client that joined and was not dropped."""
+        """Return the batch size of every client that has joined with a batch and was not dropped."""
         return {client: batch for client, batch in sorted(self.batches.items()) if client in self.active and batch > 0}
 
     def submit(self, client: int, request: Request, deliver: Deliver) -> None:
@@ -151,8 +151,8 @@ class Session:
         Args:
             client: the client.
             request: its request.
-            deliver: receives the answer, now or when the other clients have sent theirs, or the reason for
-                its absence.
+            deliver: called with the answer as soon as all clients have sent their requests, or with the
+                reason for having no answer.
         """
         with self._lock:
             if reason := self.out(client):
@@ -178,7 +178,7 @@ class Session:
 
         Args:
             client: the client.
-            reason: drops the client. Empty: the client is done.
+            reason: why the client left early. It is then dropped. Empty: the client has finished.
         """
         with self._lock:
             if reason:
@@ -186,11 +186,11 @@ class Session:
             elif client in self.active:
                 self._done.add(client)
                 if client in self._waiting and isinstance(self._waiting[client][0], Local):
-                    self._remove({client}, f"left, and did not {self._awaited()}")
+                    self._remove({client}, f"left the round and did not {self._awaited()}")
                 self._advance()
 
     def expire(self) -> None:
-        """Drop the clients that are late."""
+        """Drop the clients that have missed their deadline."""
         with self._lock:
             joining = not self.batches
             limit = self.join_deadline if joining else self.deadline
@@ -202,13 +202,13 @@ class Session:
             self._advance()
 
     def fail(self, reason: str) -> None:
-        """Fail the round's exchange. All clients that wait or come later receive the reason."""
+        """Fail the round's exchange. Clients that wait now or send a request later get ``reason``."""
         with self._lock:
             self.failure = self.failure or reason
             self._end(self.failure)
 
     def close(self) -> None:
-        """Close the round. All clients that still wait or come later receive an error."""
+        """End the round. Clients that wait now or send a request later get an error."""
         with self._lock:
             self._end(self._over or "the round is over")
 
@@ -220,40 +220,43 @@ class Session:
 
     def _awaited(self) -> str:
         first = next(iter(self._waiting.values()))[0]
-        return f"send its part of {first.key}" if isinstance(first, Local) else "join"
+        return f"send its values of {first.key}" if isinstance(first, Local) else "join"
 
     def _check(self, client: int, request: Request) -> None:
         if client in self._waiting:
-            raise Refused("expected no request before the first was answered, but got a second one")
+            raise Refused("expected one request at a time, but the client sent a second one before the first was answered")
         if client in self._done:
-            raise Refused("expected no request after it left, but got one")
+            raise Refused("the client sent a request after it had left the round")
         if isinstance(request, Join):
             if client in self.batches:
-                raise Refused("expected it to join once, but it joined again")
+                raise Refused("the client joined the round twice")
             most = self.samples.get(client, LARGEST_COUNT)
             if not 0 <= request.batch <= most:
-                what = f"{most} samples, the number that the client reported" if client in self.samples else f"{most} samples"
-                raise Refused(f"expected a batch of 0 to {what}, but got {request.batch}")
+                what = f"{most} samples, as many as the client reported to have" if client in self.samples else f"{most} samples"
+                raise Refused(f"expected a batch of at most {what}, but got {request.batch}")
             return
         key, values = request.key, request.values
         if client not in self.batches:
-            raise Refused(f"expected it to join first, but it sent {key}")
+            raise Refused(f"the client sent its values of {key} before it had joined the round")
         if (layer := self.layers.get(key.layer)) is None:
-            raise Refused(f"{key}: expected one of {len(self.layers)} BatchNorm layers ({', '.join(list(self.layers)[:3])} ...)")
+            raise Refused(
+                f"{key}: the server's model has no such BatchNorm layer; it has {len(self.layers)} ({', '.join(list(self.layers)[:3])} ...)"
+            )
         expected = (key.quantity.width(layer.channels),)
         if tuple(values.shape) != expected or values.dtype != layer.dtype:
-            raise Refused(f"{key}: expected {expected} of {layer.dtype}, but got {tuple(values.shape)} of {values.dtype}")
+            raise Refused(f"{key}: expected shape {expected} and {layer.dtype}, but got shape {tuple(values.shape)} and {values.dtype}")
         if not 1 <= request.count <= LARGEST_COUNT:
-            raise Refused(f"{key}: expected a count of 1 to {LARGEST_COUNT}, but got {request.count}")
-        if not math.isfinite(float(values.sum())) and not bool(values.isfinite().all()):  # the sum alone is quicker; it may overflow
+            raise Refused(f"{key}: expected 1 to {LARGEST_COUNT} activations per channel, but got {request.count}")
+        # the sum is a quick test, but finite values may overflow in it
+        if not math.isfinite(float(values.sum())) and not bool(values.isfinite().all()):
             raise Refused(f"{key}: {int((~values.isfinite()).sum())} of {values.numel()} values are not finite (NaN or Inf)")
         self._check_range(key, values, layer)
 
     def _check_range(self, key: Key, values: torch.Tensor, layer: Layer) -> None:
-        """Refuse negative variances, and values so large that those computed from them overflow."""
+        """Refuse negative variances, and values that would overflow in the combination."""
         mean_bound, var_bound = bounds(layer.dtype)
         if key.quantity is Quantity.GRADIENTS:
-            if (most := float(values.abs().max())) > mean_bound:  # rules and clients square them
+            if (most := float(values.abs().max())) > mean_bound:  # robust rules and clients square the gradients
                 raise Refused(f"{key}: expected gradients within +-{mean_bound:.2g}, but the largest is {most:.2g}")
             return
         means = values[:0] if key.quantity is Quantity.VARIANCE else values[: layer.channels]
@@ -266,7 +269,7 @@ class Session:
             raise Refused(f"{key}: expected variances up to {var_bound:.2g}, but the largest is {most:.2g}")
 
     def _drop(self, client: int, reason: str) -> None:
-        """Remove ``client``, then go on or give up, as the policy says."""
+        """Drop ``client``. The round then fails or goes on with the other clients, as the policy says."""
         self._remove({client}, reason)
         self._advance()
 
@@ -283,12 +286,12 @@ class Session:
             LOGGER.warning("exchange: %s. %s", who.rstrip("."), self._given_up)
             self.fail(who)
         else:
-            remaining = "1 client goes" if len(self.active) == 1 else f"{len(self.active)} clients go"
-            LOGGER.warning("exchange: %s. %s on, with weights over these", who.rstrip("."), remaining)
+            remaining = "The other client goes" if len(self.active) == 1 else f"The other {len(self.active)} clients go"
+            LOGGER.warning("exchange: %s. %s on", who.rstrip("."), remaining)
 
     def _advance(self) -> None:
-        """Answer the requests if every active client has sent one or has left in good order."""
-        if not self._waiting or 2 * len(self._waiting) < len(self.active):  # most still train or have left: no client is late yet
+        """Answer the requests if every active client has sent one or has finished."""
+        if not self._waiting or 2 * len(self._waiting) < len(self.active):  # most clients still train or have finished, so none is late yet
             self._held_up = None
         elif self._held_up is None:
             self._held_up = time.monotonic()
@@ -296,7 +299,7 @@ class Session:
             return
         requests = {client: self._waiting[client][0] for client in sorted(self._waiting)}
         joins = {client: request.batch for client, request in requests.items() if isinstance(request, Join)}
-        if joins:  # then all requests are joins: none is answered before the last client has joined
+        if joins:  # if one request is a join, all are: no client gets an answer before the last one has joined
             self.batches.update(joins)
             self._deliver(Answer(torch.empty(0), 0, self._together(list(joins.values()))))
             return
@@ -309,15 +312,15 @@ class Session:
             self._average(local, values)
 
     def _combined(self, requests: Mapping[int, Local]) -> torch.Tensor | None:
-        """Combine the clients' values, unless some of the clients have to be dropped for them.
+        """Combine the clients' values, or drop the clients whose values are implausible.
 
-        The next step uses the mean of the gradients. If one client's gradient is many times the others',
-        every client diverges, and the liar can no longer be identified. Loss and scale are common to all, so
-        honest gradients do not differ so much.
+        All clients have the same loss function and scale, so honest gradients are of similar size. The next
+        step uses the mean of the gradients. If one client's gradient is many times as large as the others',
+        training diverges at every client, and the cause can no longer be found.
 
         Returns:
-            The cohort's values. None if clients were dropped: they claim too many activations, or the cohort
-            could not go on with their values.
+            The cohort's values (d,). None if a client was dropped: it claims too many activations, its
+                gradient is too large, or the combined values are not finite.
         """
         key = next(iter(requests.values())).key
         if self.believing and self._remove_far(key, requests):
@@ -329,41 +332,46 @@ class Session:
                 most = max(largest[client] for client in steep)
                 self._remove(
                     steep,
-                    f"refused: {key}: expected gradients within +-{limit:.2g}, which is {STEEPEST:g} times the median client's, or "
-                    f"{STEEPEST:g}, but the largest is {most:.2g}",
+                    f"refused: {key}: expected gradients of at most {limit:.2g} ({STEEPEST:g} times the median client's largest, and at "
+                    f"least {STEEPEST:g}), but the largest is {most:.2g}",
                 )
                 return None
         values = self._reduced(requests)
         if bool(values.isfinite().all()):
             return values
         client = max(largest, key=largest.__getitem__)
-        self._remove({client}, f"refused: {key}: with its values, up to {largest[client]:.2g}, the cohort's are not finite")
+        self._remove({client}, f"refused: {key}: its values, up to {largest[client]:.2g}, make the cohort's average overflow")
         return None
 
     def _remove_far(self, key: Key, requests: Mapping[int, Local]) -> bool:
-        """Drop clients whose activations per sample are far from the others'.
+        """Drop clients that report many more activations per sample than the median client.
 
         Returns:
             Whether any client was dropped.
         """
-        behind = self.samples if key.quantity is Quantity.STATISTICS else self.batches  # a pass over all data, or one batch
+        # statistics come from a pass over all data, the rest from one batch
+        behind = self.samples if key.quantity is Quantity.STATISTICS else self.batches
         claims = {client: request.count / max(behind[client], 1) for client, request in requests.items() if client in behind}
         limit = most_believed(claims.values())
         if far := {client for client, number in claims.items() if number > limit}:
             most = max(claims[client] for client in far)
             self._remove(
                 far,
-                f"refused: {key}: expected at most {limit:.3g} activations per sample, which is {FAR:g} times the median client's, but got "
-                f"{most:.3g}",
+                f"refused: {key}: expected at most {limit:.3g} activations per sample ({FAR:g} times the median client's), but the client "
+                f"reports {most:.3g}",
             )
         return bool(far)
 
     def _agree(self, keys: Mapping[int, Key], left: set[int]) -> bool:
-        """Check that all clients sent the same key and that no client in ``left`` is done already.
+        """Check that all clients sent the same key, and that no client has finished too early.
 
-        Otherwise the minority is dropped, or the round fails. The vote is among all active clients, after
-        each has sent a request or left: an earlier vote would miss clients that are about to leave, as all do
-        after the last layer. In a tie, a key that cannot come next loses.
+        The key of the majority wins, and the others are dropped. Without a majority, the round fails. The
+        vote waits until every active client has sent a request or finished. Otherwise it would miss clients
+        that are about to finish, as all do after the last layer. In a tie, a key that cannot come next loses.
+
+        Args:
+            keys: the key that each client sent, by client.
+            left: active clients that have finished.
 
         Returns:
             Whether all agree.
@@ -379,21 +387,21 @@ class Session:
             return False
         (right,) = likely or tied
         if right is not None and left:
-            self._remove(left, f"left, and did not send its part of {right}")
+            self._remove(left, f"left the round and did not send its values of {right}")
         for other in [key for key in votes if key not in (right, None)]:
             odd = [client for client, sent in keys.items() if sent == other]
             wrong = (
-                f"it wants to send its part of {other}, but most clients are done"
+                f"the client sent its values of {other}, but most clients have finished the round"
                 if right is None
-                else f"expected {right}, but it sent {other}"
+                else f"expected the client's values of {right}, but it sent those of {other}"
             )
             self._remove(odd, f"{wrong}: does it run the same model and version?")
         return len(votes) == 1
 
     def _may_come(self, key: Key) -> bool:
-        """Return whether the protocol allows ``key`` now.
+        """Return whether the protocol allows ``key`` next.
 
-        A layer's passes come in order, and gradients after their pass.
+        The forward passes of a layer come in order, and the gradients of a pass come after it.
         """
         if key.quantity is Quantity.GRADIENTS:
             return key.call < max(self._passes[key.layer, quantity] for quantity in (Quantity.MOMENTS, Quantity.VARIANCE))
@@ -402,11 +410,14 @@ class Session:
     def _disagreement(self, keys: Mapping[int, Key], left: set[int], tied: list[Key | None]) -> str:
         if None in tied:
             ended, others = self.called.clients(sorted(left)), self.called.clients(sorted(keys))
-            return f"the clients disagree about the last layer: {ended} left, {others} went on"
-        return f"the clients disagree about the next layer, {tied[0]} or {tied[1]}: do all run the same model and version?"
+            return (
+                f"the clients disagree about which layer is the last: {ended} finished, but {others} went on. "
+                "Do all run the same model and version?"
+            )
+        return f"the clients disagree about the next layer: some sent {tied[0]}, others {tied[1]}. Do all run the same model and version?"
 
     def _reduced(self, requests: Mapping[int, Local]) -> torch.Tensor:
-        """Combine the clients' values, in the layer's dtype."""
+        """Combine the clients' values (d,), in the layer's dtype."""
         batches, key = [self.batches[client] for client in requests], next(iter(requests.values())).key
         values = reduce(list(requests.values()), batches, self.average)
         count = self._activations(requests)
@@ -428,11 +439,12 @@ class Session:
         self._deliver(Answer(values, self._activations(requests), self._together([self.batches[client] for client in requests])))
 
     def _together(self, claims: list[int], usual: Callable[[list[int]], float] = median_low) -> int:
-        """Return the cohort's activations, or samples, from the clients' claims.
+        """Return the cohort's number of activations, or of samples, from the numbers that the clients report.
 
         Args:
-            claims: one per client.
-            usual: chooses the median client's claim.
+            claims: one number per client.
+            usual: chooses the median client's number, which counts for every client if ``believing`` is
+                False.
         """
         return sum(claims) if self.believing else int(usual(claims)) * len(claims)
 

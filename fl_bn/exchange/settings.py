@@ -1,4 +1,4 @@
-"""Describe how the layer-wise exchange is carried."""
+"""Settings of the layer-wise exchange: which carrier takes it to the clients, its deadlines, its address and certificates."""
 
 from __future__ import annotations
 
@@ -27,35 +27,37 @@ over_grpc = partial(option, used=EXCHANGES & used_with("exchange", "auto", "grpc
 
 @dataclass(frozen=True)
 class Certificates(Options):
-    """Name the PEM files of the exchange's service. Clients get the authority's certificate with the token.
+    """Name the PEM files of the exchange's service.
+
+    They are on the server's machine. Clients get the authority's certificate in their train message.
 
     Attributes:
-        certificate: The service's certificate.
+        certificate: The service's certificate, valid for the host name that clients use.
         key: Its private key.
-        authority: The certificate of the authority.
+        authority: The certificate of the authority that signed it.
     """
 
     name: ClassVar[str] = "the exchange"
     prefix: ClassVar[str] = "exchange"
 
     certificate: Path = over_grpc(
-        REQUIRED, "grpc: the service's certificate, PEM, valid for exchange-host; empty: plaintext", "path", run="", read=Path
+        REQUIRED, "grpc: the service's certificate in PEM, valid for exchange-host; empty: no encryption", "path", run="", read=Path
     )
-    key: Path = over_grpc(REQUIRED, "grpc: its private key, PEM", "path", run="", read=Path)
+    key: Path = over_grpc(REQUIRED, "grpc: the certificate's private key in PEM", "path", run="", read=Path)
     authority: Path = over_grpc(
-        REQUIRED, "grpc: the certificate authority's certificate, PEM; clients get it with their train message", "path", run="", read=Path
+        REQUIRED, "grpc: the certificate authority's certificate in PEM; clients get it in their train message", "path", run="", read=Path
     )
 
     def check(self) -> None:
-        """Check that the files are there and belong together. Clients have none of them.
+        """Check that the files exist and belong together.
 
         Raises:
-            FileNotFoundError: One is missing.
-            ValueError: They do not belong together.
+            FileNotFoundError: A file is missing.
+            ValueError: The key does not belong to the certificate, or a file is not in PEM.
         """
         for name, path in vars(self).items():
             if not Path(path).is_file():
-                raise FileNotFoundError(f"the exchange's {name} is not a file: {path}")
+                raise FileNotFoundError(f"there is no file {path}: correct exchange-{name}")
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self.certificate, self.key)
@@ -63,7 +65,7 @@ class Certificates(Options):
         except ssl.SSLError as error:
             files = f"{self.certificate}, {self.key} and {self.authority}"
             raise ValueError(
-                f"the exchange's {files} are no certificate, its key and an authority's certificate in PEM: {error}"
+                f"expected a certificate, its private key and its authority's certificate, all in PEM, in {files}: {error}"
             ) from error
 
 
@@ -72,20 +74,23 @@ class ExchangeSettings(Options):
     """Describe how the layer-wise exchange is carried. Each field is an option, with its key in docs/config.md.
 
     Attributes:
-        carrier: ``grpc`` (a stream per client to a service in the ServerApp's process), ``replay`` (Flower
-            messages, any cohort size), ``local`` (in process), or ``auto``: local in process, else grpc if
-            the whole cohort can run at once, else replay.
+        carrier: ``grpc`` is a gRPC service in the ServerApp's process, with one stream per client. ``replay``
+            uses Flower messages, and works with any cohort size. ``local`` needs all clients in one process.
+            ``auto`` chooses ``local`` in one process, otherwise ``grpc`` if the whole cohort can run at once,
+            otherwise ``replay``.
         policy: What happens if a client dies or is late: ``abort`` or ``shrink``.
-        deadline: Seconds that one exchange waits for the others, once half of them wait.
-        join_deadline: Seconds that the others wait for a client to join a round.
-        host: The name by which clients reach the ServerApp's machine.
-        bind: The address to listen on; empty: loopback if ``host`` is, else all.
-        port: The port to listen on; 0: any free one.
-        certificates: Needed beyond loopback, unless ``insecure`` is set.
-        insecure: Whether plaintext beyond this machine is allowed, since the deployment itself is insecure.
+        deadline: Seconds that an exchange waits for late clients, from the time when half of the clients
+            wait.
+        join_deadline: Seconds that the joined clients wait for another client to join the round.
+        host: The name or address by which clients reach the ServerApp's machine.
+        bind: The address to listen on. Empty: loopback if ``host`` is a loopback address, otherwise all
+            addresses.
+        port: The port to listen on. 0: any free one.
+        certificates: The files for TLS. They are needed beyond loopback, unless ``insecure`` is set.
+        insecure: Whether connections beyond this machine may be unencrypted, because Flower's own are, too.
 
     Raises:
-        ValueError: A value is out of range, or the exchange would be in plaintext.
+        ValueError: A value is out of range, or connections would be unencrypted without ``insecure``.
     """
 
     name: ClassVar[str] = "the exchange"
@@ -93,21 +98,21 @@ class ExchangeSettings(Options):
 
     carrier: str = option(
         "auto",
-        "how the layer-wise exchange is carried: grpc, replay (Flower messages, any cohort size, slow), local (fl-bn run); auto: local, "
-        "else grpc if the cohort can run at once, else replay",
+        "how the layer-wise exchange is carried: grpc, replay (Flower messages, any cohort size, slow), local (fl-bn run); auto: local "
+        "with fl-bn run, otherwise grpc if the whole cohort can run at once, otherwise replay",
         CARRIERS,
         key="exchange",
         used=EXCHANGES,
     )
     policy: str = option(
         "abort",
-        "for a client that dies or is late: abort fails the round for all, shrink goes on with weights over the others",
+        "what happens if a client dies or is late: abort fails the round for all, shrink goes on with the other clients",
         POLICIES,
         used=IN_ROUNDS,
     )
     deadline: float = option(
         30.0,
-        "how long one exchange waits for the others once half of them wait",
+        "how long an exchange waits for late clients, from the time when half of the clients wait",
         "> 0",
         unit="seconds",
         key="exchange-timeout",
@@ -115,25 +120,28 @@ class ExchangeSettings(Options):
     )
     join_deadline: float = option(
         30.0,
-        "how long the others wait for another client to join a round",
+        "how long the joined clients wait for another client to join a round",
         "> 0",
         unit="seconds",
         key="exchange-join-timeout",
         used=EXCHANGES,
     )
     host: str = over_grpc("127.0.0.1", "grpc: the name by which clients reach the ServerApp's machine", "host name or address")
-    bind: str = over_grpc("", "grpc: address to listen on; empty: loopback if exchange-host is, else all", "address")
-    port: int = over_grpc(0, "grpc: port to listen on; 0: any free one", "0..65535")
+    bind: str = over_grpc(
+        "", "grpc: address to listen on; empty: loopback if exchange-host is a loopback address, otherwise all addresses", "address"
+    )
+    port: int = over_grpc(0, "grpc: port to listen on; 0: any free port", "0..65535")
     certificates: Certificates | None = None
-    insecure: bool = over_grpc(False, "grpc: plaintext beyond this machine (where Flower is insecure, too)")
+    insecure: bool = over_grpc(False, "grpc: allow unencrypted connections from other machines, if Flower's own are unencrypted, too")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         exposed = [host for host in (self.host, self.bind) if host and not is_loopback(host)]
         if exposed and self.certificates is None and not self.insecure:
             raise ValueError(
-                f"the exchange would be in plaintext at {exposed[0]}: give exchange-certificate, exchange-key and exchange-authority, "
-                "or set exchange-insecure=true where Flower's own connections are insecure, too"
+                f"the exchange would listen at {exposed[0]} without encryption: give exchange-certificate, exchange-key and "
+                "exchange-authority, "
+                "or set exchange-insecure=true if Flower's own connections are unencrypted, too"
             )
 
     @property

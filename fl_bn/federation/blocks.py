@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -30,6 +31,24 @@ def extremes(array: np.ndarray) -> tuple[float, float]:
     """Return the smallest and the largest value of an array that is not empty, in one pass; NaN if a value is NaN."""
     least, most = torch.aminmax(torch.from_numpy(array))
     return least.item(), most.item()
+
+
+def sizes(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the largest absolute value of each tensor, by name, among its finite values.
+
+    It is 0 if there are none, and for tensors of whole numbers.
+    """
+    return {name: _size(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def _size(tensor: Tensor) -> float:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    least, most = (end.item() for end in torch.aminmax(tensor))
+    if math.isfinite(least) and math.isfinite(most):
+        return float(max(-least, most))
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def fits(tensor: Tensor, dtype: torch.dtype, before: Tensor | None = None) -> bool:

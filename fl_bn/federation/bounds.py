@@ -11,11 +11,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median_high
 
-from torch import Tensor
-
+from fl_bn.federation.blocks import sizes
 from fl_bn.federation.payload import Sections, tensor_name
 from fl_bn.federation.values import Reply
-from fl_bn.moments import Running
 from fl_bn.support.stated_sizes import FEWEST
 
 WIDEST_WEIGHT = 1e4  # a reply's largest weight, in units of the largest that the server sent, or of 1
@@ -32,7 +30,7 @@ def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dic
         rate: The learning rate of the instruction.
         buffers: Buffers in the section of the weights, which may be larger, and have no bound.
     """
-    weight = WIDEST_WEIGHT * max([1.0, *(_largest(tensor) for name, tensor in sent.get("weights", {}).items() if name not in buffers)])
+    weight = WIDEST_WEIGHT * max([1.0, *(size for name, size in sizes(sent.get("weights", {})).items() if name not in buffers)])
     return {"weights": weight, "gradients": weight / rate if rate > 0 else math.inf}
 
 
@@ -51,9 +49,9 @@ def far_numbers(parts: Sequence[Reply], sections: Sequence[str]) -> dict[int, st
     """
     reasons: dict[int, str] = {}
     for section in sections:
-        sizes = {part.client: max(map(_largest, part.sections[section].values()), default=0.0) for part in parts}
-        limit = WIDEST * max(1.0, median_high(sizes.values())) if len(sizes) >= FEWEST else math.inf
-        for client, size in sizes.items():
+        largest = {part.client: max(sizes(part.sections[section]).values(), default=0.0) for part in parts}
+        limit = WIDEST * max(1.0, median_high(largest.values())) if len(largest) >= FEWEST else math.inf
+        for client, size in largest.items():
             if size > limit:
                 reasons[client] = (
                     f"{section}: expected numbers within +-{limit:.3g}, which is {WIDEST:g} times the median client's largest, or 1, but "
@@ -62,35 +60,29 @@ def far_numbers(parts: Sequence[Reply], sections: Sequence[str]) -> dict[int, st
     return reasons
 
 
-def far_statistics(parts: Sequence[Reply], shared: Mapping[str, Running]) -> dict[int, str]:
+def far_statistics(parts: Sequence[Reply], sent: Mapping[str, float]) -> dict[int, str]:
     """Find the clients whose running means are far larger than the others', which a frozen layer would pass on.
 
     Moments need no such bound: in a pool, the distance of a mean from the others' is in the common variance.
 
     Args:
         parts: Checked replies of one cohort.
-        shared: Layer -> the statistics of the instruction.
+        sent: Name -> the largest number of each tensor in the statistics of the instruction (``sizes``).
 
     Returns:
         Client -> the reason.
     """
     reasons: dict[int, str] = {}
-    for layer, sent in shared.items():
-        name = tensor_name(layer, "running_mean")
-        own = {part.client: part.sections["statistics"] for part in parts if name in part.sections.get("statistics", {})}
-        means = {client: _largest(tensors[name]) for client, tensors in own.items()}
-        usual = [max(means[client], math.sqrt(_largest(own[client][tensor_name(layer, "running_var")]))) for client in own]
-        if len(own) < FEWEST:
+    for name in sent:
+        layer, _, kind = name.rpartition(".")
+        variance = tensor_name(layer, "running_var")
+        own = {part.client: part.statistics_sizes for part in parts if name in part.statistics_sizes}
+        if kind != "running_mean" or len(own) < FEWEST:
             continue
-        limit = WIDEST * max(1.0, _largest(sent.mean), math.sqrt(_largest(sent.var)), median_high(usual))
-        for client, mean in means.items():
-            if mean > limit:
+        usual = [max(found[name], math.sqrt(found[variance])) for found in own.values()]
+        limit = WIDEST * max(1.0, sent[name], math.sqrt(sent[variance]), median_high(usual))
+        for client, found in own.items():
+            if (mean := found[name]) > limit:
                 what = f"which is {WIDEST:g} times the server's largest, the median client's, or 1, but the largest is {mean:.3g}"
                 reasons.setdefault(client, f"statistics/{name}: expected means within +-{limit:.3g}, {what}")
     return reasons
-
-
-def _largest(tensor: Tensor) -> float:
-    """Return the size of the largest finite number in ``tensor``; 0 without any."""
-    finite = tensor[tensor.isfinite()] if tensor.is_floating_point() else tensor[:0].reshape(-1)
-    return float(finite.abs().max()) if finite.numel() else 0.0

@@ -13,11 +13,9 @@ from functools import cached_property, partial
 from operator import index
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from fl_bn.exchange.call import Exchange
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
@@ -25,7 +23,9 @@ from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
 from fl_bn.federation.centring import centring
 from fl_bn.federation.divergence import BAD_INPUTS
 from fl_bn.federation.finite_inputs import InputWatch
+from fl_bn.federation.first_batch import Batch, Connect, FirstBatch
 from fl_bn.federation.layer_by_layer import Forward, Inputs, LayerOrder, called, layer_by_layer
+from fl_bn.federation.layer_checks import check_layers
 from fl_bn.federation.measuring import measured
 from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, restart
 from fl_bn.federation.network import Copy
@@ -44,33 +44,13 @@ from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.layers import freeze_statistics, moving_average, observe, pooled
 from fl_bn.methods import Method, Phase, StatisticsPass, StatisticsReport
-from fl_bn.methods.fedtan import exchanging
 from fl_bn.modes import frozen_affine, train_mode
-from fl_bn.moments import Moments, Running
+from fl_bn.moments import Moments
 from fl_bn.objectives import CONTROL, PLAIN, Objective, Start, Step
 from fl_bn.roles import Role, batch_norms, inputs_like, roles
 from fl_bn.task import CLASSIFICATION, Task, to_device
 
 LOGGER = logging.getLogger("flwr")
-Connect = Callable[[int], Exchange]
-"""``connect(batch)``: this client's side of a layer-wise exchange, joined with the size of the batch that it drew."""
-
-
-class Batch(int):
-    """Hold the number of samples of a round's first batch. Call it to set that number: ``round.batch(32)``."""
-
-    say: Callable[[int], None]
-
-    @classmethod
-    def of(cls, samples: int, say: Callable[[int], None]) -> Batch:
-        """Make the number ``samples``. A later call passes the new number to ``say``."""
-        new = cls(samples)
-        new.say = say
-        return new
-
-    def __call__(self, samples: int) -> None:
-        """Set the number to ``samples``."""
-        self.say(samples)
 
 
 def trainable(model: nn.Module, method: Method, phase: Phase, role: Mapping[str, Role] | None = None) -> dict[str, nn.Parameter]:
@@ -121,14 +101,13 @@ class LocalRound:
         self.network, self.model = self._copy.network, self._copy.model
         self.method, self.instruction, self.kept = method, instruction, kept
         self.settings = settings or LocalTraining(batch_size=2, epochs=1)
-        self.phase, self.steps, self.waited = instruction.phase, 0, 0.0
-        self._batch = self._inputs = 0
+        self.phase, self.steps = instruction.phase, 0
         self.corrected = 0  # gradients that the objective made
         self.rates: list[float] = []  # of the optimiser's steps, where that is not the instruction's
         self.measured_samples = 0
         self.moments: dict[str, Moments] | None = None  # of a pass, once it was made; layers that are held still are in none
         self.buffers: Buffers = {}
-        self._connect, self._exchange = connect, ExitStack()
+        self._connect, self._first = connect, FirstBatch(self.model, connect)
         self._observing, self.passes = ExitStack(), TrainingPasses({})
         self.input_watch = InputWatch()
         self._load()
@@ -198,13 +177,13 @@ class LocalRound:
                 self.passes = TrainingPasses(parameters)
                 self._observing.enter_context(self.passes.watching())
                 self.passes.observed = self._observing.enter_context(observe(self.model, counts=self.passes.counts))
-            with self._exchange, centring(parameters, self.centred), self.input_watch.watching(self.model):
+            with self._first, centring(parameters, self.centred), self.input_watch.watching(self.model):
                 yield self
         finally:
             self._observing.close()
             self._objective.close()
             freeze_statistics(self.model, False)
-        self._check_layers(layers, frozen)
+        check_layers(self, layers, frozen)
 
     @property
     def centred(self) -> list[str]:
@@ -229,34 +208,6 @@ class LocalRound:
         freeze_statistics(model, layers=None if self.freezes else frozen_affine(model))
         train_mode(model)
 
-    def _check_layers(self, layers: Mapping[str, nn.Module], frozen: Mapping[str, Running]) -> None:
-        """Raise ValueError if the training loop undid what the method needs of its layers.
-
-        Args:
-            layers: The BatchNorm layers at the beginning of the round.
-            frozen: Layer -> statistics that must not have changed.
-        """
-        now = batch_norms(self.model)
-        if replaced := [name for name, layer in layers.items() if now.get(name) is not layer]:
-            raise ValueError(
-                f"BatchNorm layer {replaced[0]!r} was replaced during the round, and the new layer does not follow {self.method.name}: "
-                "change the network (by convert_sync_batchnorm, say) before convert(net, method)"
-            )
-        after = running_statistics(self.model) if frozen else {}
-        for name, before in frozen.items():
-            if not all(map(torch.equal, before, after[name])):
-                raise ValueError(
-                    f"BatchNorm layer {name!r} is frozen in round {self.instruction.round}, but its running statistics changed: the "
-                    "training loop must not set them"
-                )
-        seen = max((len(parts) for parts in self.passes.observed.values()), default=0)
-        wanted = min(self.steps, 1) if self.method.reports(self.phase) is StatisticsReport.FIRST else self.steps
-        if self.observes and self.passes.observed and seen < wanted:
-            raise ValueError(
-                f"{self.method.name} reports the moments of training batches, but the BatchNorm layers saw {seen} batches in "
-                f"{self.steps} steps: train round.model itself, not a copy, in training mode and with gradients"
-            )
-
     def adopt_observations(self, observed: dict[str, list[Moments]], batch: int) -> None:
         """Store observations of a model that trained as one of a stack (``federation.engines.vectorised``).
 
@@ -264,12 +215,12 @@ class LocalRound:
             observed: Layer -> moments of each training batch.
             batch: Samples of the first batch.
         """
-        self.passes.observed, self._batch = observed, batch
+        self.passes.observed, self._first.samples = observed, batch
 
     @property
     def begun(self) -> bool:
         """Tell whether the size of the first batch is known."""
-        return self._batch > 0
+        return self._first.samples > 0
 
     @property
     def batch(self) -> Batch:
@@ -278,7 +229,7 @@ class LocalRound:
         fl-bn usually finds it by itself. If it cannot, set it before the first forward pass: the returned
         integer can be called, as ``round.batch(32)``.
         """
-        return Batch.of(self._batch or self.passes.samples or self._inputs, self.begin_batch)
+        return Batch.of(self._first.samples or self.passes.samples or self._first.inputs, self.begin_batch)
 
     def begin_batch(self, samples: int) -> None:
         """Begin the first batch, of ``samples`` samples.
@@ -289,33 +240,16 @@ class LocalRound:
             ValueError: The number is below 1, the first step is over, or the client has joined the exchange
                 already.
         """
-        if samples < 1:
-            raise ValueError(f"a batch has at least 1 sample, but got round.batch({samples})")
-        if self.steps:
-            raise ValueError("round.batch(n) says how many samples the first batch has: call it before the first step")
-        if self._batch and self._connect is not None:
-            raise ValueError(f"this client has joined its cohort's exchange with a batch of {self._batch}: call round.batch once")
-        self._batch = samples
-        if self._connect is not None:
-            self._live = self._connect(samples)
-            self._exchange.enter_context(exchanging(self.model, self._live))
+        self._first.begin(samples, self.steps)
 
     def inputs_seen(self, samples: int) -> None:
         """Note that an input before the first step has ``samples`` samples, which nothing else has counted."""
-        self._inputs += samples
+        self._first.inputs += samples
 
     def gradient_ready(self) -> None:
         """End the exchange once the gradient of the first batch is complete; later batches have none."""
-        if self._connect is None or self.steps:
-            return
-        if not self._batch:
-            raise ValueError(
-                f"{self.method.name}'s first step is on the batches of the whole cohort, but before it there was no forward pass of "
-                "round.model in training mode with gradients: train round.model itself, not a copy, and checkpoint activations with "
-                "use_reentrant=False"
-            )
-        self._exchange.close()
-        self.waited = self._live.seconds
+        if self.steps == 0:
+            self._first.end(self.method.name)
 
     def step_done(self) -> None:
         """Count a step of the weights.
@@ -325,7 +259,7 @@ class LocalRound:
         """
         self.gradient_ready()
         if self.steps == 0:
-            self._batch = int(self.batch)
+            self._first.samples = int(self.batch)
         self.steps += 1
         self.passes.next_step()
         if self.method.reports(self.phase) is StatisticsReport.FIRST:
@@ -493,9 +427,25 @@ class LocalRound:
             ValueError: The first batch has more than ``samples`` samples, or the pass before training is
                 missing.
         """
-        samples, client, reports = index(samples), index(client), self.method.reports(self.phase)
-        if not self.trains:
-            return self._reply(client, {"moments": complete_moments(self, self.moments or {})}, samples, {}), self.kept
+        samples, client, weight = index(samples), index(client), samples
+        if self.trains:
+            sections, numbers, kept = self._trained(samples, client, tells_drift)
+            numbers = {**(metrics or {}), "loss": float(loss), **numbers}
+            weight = int(self.batch) if self.phase is Phase.EXCHANGE else samples
+        else:
+            sections, numbers, kept = {"moments": complete_moments(self, self.moments or {})}, {}, self.kept
+        if self.measured_samples:
+            numbers["measured"] = self.measured_samples  # behind the moments of a pass
+        if not _finite(sections) and (wrong := self.input_watch.count()):
+            numbers[BAD_INPUTS] = wrong
+        return Reply(client, sections, samples, weight, numbers, self.instruction.round, self.network.signature), kept
+
+    def _trained(self, samples: int, client: int, tells_drift: bool) -> tuple[Sections, dict[str, float], ClientState]:
+        """Return what training gives: tensors to send, numbers for the record, and the state to keep.
+
+        The arguments and the errors are those of ``reply``.
+        """
+        reports = self.method.reports(self.phase)
         if reports is StatisticsReport.FIRST and self.batch > samples:
             raise ValueError(
                 f"the first batch had {int(self.batch)} samples, but samples={samples}: give the number of different samples that this "
@@ -507,13 +457,13 @@ class LocalRound:
             step_at_home(self, gradients)
         if reports is StatisticsReport.PASS and self.moments is None:
             raise ValueError(f"{self.method.name} reports moments of a pass before training: call round.measure(batches) first")
-        numbers: dict[str, float] = {**(metrics or {}), "loss": float(loss), "steps": self.steps, "waited": self.waited}
+        numbers: dict[str, float] = {"steps": self.steps, "waited": self._first.waited}
         numbers |= home_drift(self, self._before) if tells_drift else {}
         numbers |= {"batch": int(self.batch)} if reports is StatisticsReport.FIRST else {}
         kept = state_to_keep(self, gradients, finish, client)
         if kept.sections:
             numbers["kept"] = self.kept.round
-        return self._reply(client, sections_to_send(self, gradients, finish, self.report()), samples, numbers), kept
+        return sections_to_send(self, gradients, finish, self.report()), numbers, kept
 
     def sit_out(self, client: int, metrics: Mapping[str, float]) -> tuple[Reply, ClientState]:
         """Leave the round, and the cohort's exchange, without training.
@@ -528,12 +478,6 @@ class LocalRound:
         if self._connect is not None:
             self._connect(0).close()
         return Reply(client, {}, 0, 0, dict(metrics), self.instruction.round, self.network.signature), self.kept
-
-    def _reply(self, client: int, sections: Sections, samples: int, metrics: dict[str, float]) -> Reply:
-        numbers = {"measured": self.measured_samples} if self.measured_samples else {}  # behind the moments of a pass
-        if not _finite(sections) and (wrong := self.input_watch.count()):
-            numbers[BAD_INPUTS] = wrong
-        return Reply(client, sections, samples, samples, metrics | numbers, self.instruction.round, self.network.signature)
 
     def _learning_rate(self) -> float:
         """Return the mean learning rate of the optimiser's steps; the instruction's if no step was seen."""

@@ -129,10 +129,6 @@ class Engine(Protocol):
         """Train every member on its own ``batches``, and return the results of each one's passes."""
         ...
 
-    def reply(self, member: Member, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
-        """Make one member's reply, see ``Source.reply``."""
-        ...
-
 
 class _OneByOne:
     def check(self, members: Sequence[Member]) -> None:
@@ -144,9 +140,6 @@ class _OneByOne:
 
     def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
         return [self._train(*member, own) for member, own in zip(members, batches, strict=True)]
-
-    def reply(self, member: Member, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
-        return member.source.reply(member.round, batches, trained)
 
     def _train(self, round: LocalRound, source: Source, batches: Iterable[Any]) -> list[Trained]:
         optimizer = source.optimizer(round)
@@ -181,12 +174,12 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
     engine.check(members)
     if not first.trains:
         engine.measure(members)
-        return [engine.reply(member, (), ()) for member in members]
+        return [source.reply(round, (), ()) for round, source in members]
     batches = [source.batches(round) for round, source in members]  # before the statistics pass, which one sample may break
     if first.method.reports(first.phase) is StatisticsReport.PASS:
         engine.measure(members)
     trained = engine.train(members, batches)
-    return [engine.reply(*one) for one in zip(members, batches, trained, strict=True)]
+    return [source.reply(round, own, done) for (round, source), own, done in zip(members, batches, trained, strict=True)]
 
 
 def client_round(round: LocalRound, source: Source) -> Result:

@@ -16,11 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fl_bn.derived import copied
 from fl_bn.exchange.session import Session
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.client import Connect, LocalRound
+from fl_bn.federation.client import LocalRound
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.divergence import watch
 from fl_bn.federation.finite_inputs import Hook
+from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.one_sample import advised
 from fl_bn.federation.optimizers import ServerOptimizer

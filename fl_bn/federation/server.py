@@ -16,6 +16,7 @@ from torch import nn
 
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
+from fl_bn.federation.blocks import sizes
 from fl_bn.federation.bounds import bounds_of, far_numbers, far_statistics
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
 from fl_bn.federation.intake import StreamingAverage
@@ -74,6 +75,7 @@ class Server:
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self.round = 0
         self._bounds: dict[str, float] = {}  # of the numbers in the replies to the round that is under way
+        self._sent: dict[str, float] = {}  # sizes of the statistics in its instruction
         self._keeps = False  # all replies until the last is in: a round was lost since one could not be left out any more
 
     @property
@@ -106,6 +108,7 @@ class Server:
         share = 1.0 if rate == scheduled else rate / scheduled
         instruction = self.shared.instruction_to_train(round, phase, self.optimizer, rate, share)
         down = instruction.sections
+        self._sent = sizes(down.get("statistics", {}))
         self._bounds = {} if self.defence.active else bounds_of(down, rate, self.shared.buffers)  # a rule needs none
         self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=self.rounding.nbytes(down))
         return instruction
@@ -254,7 +257,7 @@ class Server:
         claims = far_claims(parts, report, self.policy.asks_for_steps) if report in MOMENTS else {}
         if phase is Phase.MEASURE:
             return claims
-        far = far_statistics(parts, self.shared.statistics()) if report is StatisticsReport.RUNNING else {}
+        far = far_statistics(parts, self._sent) if report is StatisticsReport.RUNNING else {}
         return far_numbers(parts, [extra.section for extra in self.policy.auxiliary]) | far | claims
 
 

@@ -17,8 +17,9 @@ from fl_bn.data.augment import Augment, augmenter
 from fl_bn.data.dataset import to_input
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.client import Connect, LocalRound
+from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Result, Trained, loss_of
+from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.local import PASS_BATCH, Samples, pieces, statistics_pass, torch_seed
 from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.settings import LocalTraining, seeded

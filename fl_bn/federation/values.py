@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.blocks import sizes
 from fl_bn.federation.payload import Sections
 from fl_bn.methods import INPUTS, Phase
 
@@ -104,6 +106,11 @@ class Reply:
     signature: str = ""
     largest: float = 0.0
     folded: bool = False
+
+    @cached_property
+    def statistics_sizes(self) -> dict[str, float]:
+        """Return the largest size in each tensor of section ``statistics``, by name, see ``blocks.sizes``."""
+        return sizes(self.sections.get("statistics", {}))
 
     @property
     def steps(self) -> int:

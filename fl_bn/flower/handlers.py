@@ -14,8 +14,8 @@ from flwr.app import Message, MetricRecord
 from torch import Tensor, nn
 
 from fl_bn.federation import schema
-from fl_bn.federation.client import Connect
 from fl_bn.federation.fields import Values
+from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.narrow import EXACT, PayloadDtype
 from fl_bn.federation.network import Network
 from fl_bn.federation.payload import Payload, to_numpy, to_tensors

@@ -24,7 +24,7 @@ from fl_bn.models.head import head_of
 
 
 class NormalisedLinear(nn.Linear):
-    """A linear layer that first scales its input (*, d) to the Euclidean length sqrt(d)."""
+    """Apply a linear layer to inputs (*, d) that are first scaled to the Euclidean length sqrt(d)."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Scale ``input`` (*, d) to length sqrt(d) and apply the layer."""
@@ -32,7 +32,7 @@ class NormalisedLinear(nn.Linear):
 
 
 class NormalisedConv2d(nn.Conv2d):
-    """A convolution that first scales the features of every pixel of its input (B, C, H, W) to the length sqrt(C)."""
+    """Apply a convolution after scaling the features of every pixel of the input (B, C, H, W) to the length sqrt(C)."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Scale the pixels of ``input`` (B, C, H, W) to length sqrt(C) and apply the layer."""

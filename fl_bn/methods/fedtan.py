@@ -61,7 +61,7 @@ class OneProgram:
 
 
 class OverRows(torch.autograd.Function):
-    """The mean of ``x`` over all rows of a ``torch.func.vmap``, differentiable."""
+    """Average ``x`` over all rows of a ``torch.func.vmap``, with gradients."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class OverRows(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
         """Average ``x`` over the rows."""
-        return x.mean(in_dims[0]), None  # autograd sees this mean: nothing of ``backward`` is used
+        return x.mean(in_dims[0]), None  # autograd differentiates this mean, so ``backward`` is not used
 
 
 @dataclass
@@ -188,7 +188,7 @@ class CohortBatchNorm(_SharedNorm):
         common_C = OverRows.apply(mean_C)
         about_C = var_C + (mean_C - common_C).square()
         common_var_C = OverRows.apply(about_C)
-        if not self.share_gradients:  # the cohort's values, of which each client sees the derivatives by its own batch
+        if not self.share_gradients:  # use the cohort's values, but the derivatives by the client's own batch
             about_C = var_C + (mean_C - common_C.detach()).square()
             common_C, common_var_C = (own + (value - own).detach() for own, value in ((mean_C, common_C), (about_C, common_var_C)))
         with torch.no_grad():
@@ -239,7 +239,7 @@ class _Normalise(torch.autograd.Function):
         affine_C = scale_C if weight_C is None else scale_C * weight_C
         g_mean_C = -affine_C * sum_C
         g_var_C = -0.5 * affine_C * scale_C.square() * sum_centred_C
-        count, share = x.numel() // x.shape[1], 1.0  # share: s_i / p_i, other than 1 where spatial sizes differ
+        count, share = x.numel() // x.shape[1], 1.0  # share: s_i / p_i, which is 1 unless the clients' spatial sizes differ
         if ctx.exchange is not None:
             share = (count / ctx.moments.count) / (ctx.exchange.batch / ctx.moments.batch)
             g_mean_C, g_var_C = ctx.exchange(ctx.key, torch.cat([g_mean_C, g_var_C]), count).values.to(x.device).chunk(2)
@@ -262,7 +262,8 @@ def exchanging(model: nn.Module, exchange: Exchange | OneProgram) -> Iterator[No
     for name, layer in layers.items():
         layer.live = Live(exchange, name)
     try:
-        with torch.autograd.set_multithreading_enabled(False):  # a GPU's backward would block the one thread all clients there share
+        # otherwise one GPU thread would serve all clients' backward passes, and block
+        with torch.autograd.set_multithreading_enabled(False):
             yield
         exchange.close()
     except BaseException as error:
@@ -304,7 +305,7 @@ class FedTANOptions(Options):
 
 @dataclass(frozen=True)
 class Freezing(Options):
-    """Option of ``fedtan2`` that comes first."""
+    """Hold the option of ``fedtan2`` that comes first, so that it can be given by position."""
 
     freeze_after: int | None = freeze_after()
 

@@ -38,7 +38,7 @@ from fl_bn.methods.unnormalised import ScaleShift, per_channel
 from fl_bn.methods.weight_standardisation import replace_convolutions
 
 GAIN = math.sqrt(2 / (1 - 1 / math.pi))
-LEAST = 1e-4  # of var(W) * N, as in NF-Nets' code: it only matters for weights that are almost equal
+LEAST = 1e-4  # lower bound of var(W) * N, as in NF-Nets' code; it matters only for weights that are almost equal
 
 
 def scaled_standardise(weight: Tensor) -> Tensor:
@@ -50,21 +50,21 @@ def scaled_standardise(weight: Tensor) -> Tensor:
 
 
 class ScaledStandardisedConv1d(nn.Conv1d):
-    """A 1d convolution with scaled standardised weights."""
+    """Convolve in one dimension with scaled standardised weights."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(input, scaled_standardise(weight), bias)  # type: ignore[no-any-return]
 
 
 class ScaledStandardisedConv2d(nn.Conv2d):
-    """A 2d convolution with scaled standardised weights."""
+    """Convolve in two dimensions with scaled standardised weights."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(input, scaled_standardise(weight), bias)  # type: ignore[no-any-return]
 
 
 class ScaledStandardisedConv3d(nn.Conv3d):
-    """A 3d convolution with scaled standardised weights."""
+    """Convolve in three dimensions with scaled standardised weights."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(input, scaled_standardise(weight), bias)  # type: ignore[no-any-return]

@@ -43,12 +43,12 @@ def initialise(model: nn.Module) -> nn.Module:
         Unconvertible: a layer computes its weight from other parameters.
     """
     if not any(isinstance(module, ScaleShift) for module in model.modules()):
-        return model  # it had no BatchNorm to replace
+        return model  # there was no BatchNorm to replace
     branches, head = list(residual_branches(model)), head_of(model)
     zero = {branch.weighted[-1] for branch in branches} | ({head[0]} if head else set())
     factor = {
         name: len(branches) ** (-1 / (2 * len(branch.weighted) - 2)) for branch in branches for name in branch.weighted[:-1]
-    }  # branches of one layer have none but the last
+    }  # in a branch of one layer, that layer is the last one and starts at 0
     ends = {branch.norms[-1] for branch in branches if branch.norms}
     for name, module in model.named_modules():
         if isinstance(module, WEIGHTED):

@@ -1,4 +1,4 @@
-"""Method: a frozen record of a layer, the roles that stay local, the reports of clients, and the server's rule."""
+"""The record that defines a method: its layer, the roles that stay local, the clients' reports, and the server's rule."""
 
 from __future__ import annotations
 
@@ -77,20 +77,20 @@ _NEVER_AVERAGED = DOWN_ONLY | {Role.COUNTER, Role.KEPT}
 INPUTS, NORMALISERS = MEASURED = ("inputs", "normalisers")
 LOWER_LAYERS = ("shared", "hybrid")
 EVERYONE, COHORT = WHO = ("all", "cohort")
-"""Whose statistics are evaluated: all clients', or those of the clients that trained in the round."""
+"""The clients whose statistics are evaluated: all, or those that trained in the round."""
 
 
 @dataclass(frozen=True)
 class StatisticsPass:
-    """A pass over a client's data that measures every BatchNorm layer: no gradient, no change of state.
+    """Describe a pass over a client's data that measures every BatchNorm layer. It computes no gradient and changes no state.
 
     Attributes:
-        lower_layers: statistics that normalise the layers below. ``shared``: as in evaluation, and combining
-            the clients' moments is then exact in every layer. ``hybrid``: as in training, and exact in the
-            first layer only.
-        samples: size of a seeded random subset; 0 for all samples.
-        measured: ``inputs``, the moments of the layers' inputs, or ``normalisers``, the mean and variance
-            that a training batch is normalised with (``Refresh.HYBRID``).
+        lower_layers: the statistics with which the layers below normalise during the pass. ``shared``: as in
+            evaluation. Combining the clients' moments is then exact in every layer. ``hybrid``: as in
+            training. It is then exact in the first layer only.
+        samples: the size of a seeded random subset. 0: all samples.
+        measured: ``inputs``: the moments of the layers' inputs. ``normalisers``: the mean and variance with
+            which a training batch is normalised (``Refresh.HYBRID``).
     """
 
     lower_layers: str
@@ -108,24 +108,24 @@ class StatisticsPass:
         Args:
             measured: ``inputs``, measured over all data as in evaluation, or ``normalisers``, measured as in
                 training.
-            samples: size of the random subset for ``normalisers``; 0 for all samples.
+            samples: the size of the random subset for ``normalisers``. 0: all samples.
         """
         return cls("hybrid", samples, measured) if measured == NORMALISERS else cls("shared", 0, measured)
 
 
 @dataclass(frozen=True)
 class LayerReports:
-    """Hold the clients' reports on one layer, and the server's own statistics, for the rule that combines them.
+    """Hold the clients' reports on one layer, and what else the server's rule needs to combine them.
 
     Attributes:
         shared: the statistics that the server sent in this round.
-        parts: one ``Moments`` per client, in partition order.
-        momentum: the layer's own.
-        steps: training batches per client, the mean weighted by their activations.
+        parts: one ``Moments`` per client, in the order of the clients.
+        momentum: the layer's momentum.
+        steps: the number of training batches per client, averaged with the clients' activations as weights.
         average: the rule that combines n clients' values.
         pace: the round's learning rate divided by that of the first round.
-        scale: deviation of the layer's input at the start of the run, if the server set it
-            (``federation.unit_scale``), else 1.
+        scale: the deviation of the layer's input at the start of the run, if the server set it
+            (``federation.unit_scale``). Otherwise 1.
     """
 
     shared: Running
@@ -169,36 +169,38 @@ def always_train(round: int, rounds: int) -> Phase:
 
 @dataclass(frozen=True)
 class Method:
-    """One way of doing batch normalisation in federated learning.
+    """Define one way of doing batch normalisation in federated learning.
 
     Attributes:
-        name: in the run config and in reports.
-        layer: makes the replacement of a BatchNorm layer. None: torch's own stays.
+        name: the name in the run config and in reports.
+        layer: makes the replacement of a BatchNorm layer. None: torch's own layer stays.
         prepare: changes the rest of the converted network. The log shows the first line of its docstring.
         local: roles of tensors that never leave their client and survive between its rounds.
         report: the statistics that clients report after training.
-        combine: maps one layer's reports to its new shared statistics.
-        phase: ``(round, rounds) -> Phase``, the calendar. Rounds count from 1.
+        combine: computes a layer's new shared statistics from the clients' reports.
+        phase: ``(round, rounds) -> Phase``, the calendar of the run. Rounds count from 1.
         refresh: the statistics-only exchange before an evaluation, for shared statistics that lag behind the
             weights (HBN).
         refreshed_by: the clients in that exchange: ``all``, or the round's ``cohort``.
-        renew: maps one layer's reports of that exchange to its shared statistics.
-        calibrate: the shared statistics are measured before round 1, because training uses them.
-        constant: training normalises with the shared statistics alone (FBN).
+        renew: computes a layer's shared statistics from the reports of that exchange.
+        calibrate: whether the shared statistics are measured before round 1, because training uses them.
+        constant: whether training normalises with the shared statistics alone (FBN).
         statistics_pass: the pass that measures the statistics.
-        needs_running: torch's BatchNorm layers must have running statistics.
-        frozen: roles that do not change in frozen rounds.
-        frozen_rate: highest share of the learning rate in rounds with frozen statistics, see
-            ``learning_rate``.
-        scale: deviation of every BatchNorm layer's input at the start of training
-            (``federation.unit_scale``). It needs shared statistics at the start.
+        needs_running: whether torch's BatchNorm layers must have running statistics.
+        frozen: roles of tensors that do not change in frozen rounds.
+        frozen_rate: the highest learning rate in rounds with frozen statistics, as a share of the rate
+            before. See ``learning_rate``.
+        scale: the deviation of every BatchNorm layer's input at the start of training
+            (``federation.unit_scale``). It needs shared statistics at the start. None: the network's own
+            deviations stay.
         bounded_scale: ``scale`` for a loop that limits how far a client may move the weights, see
             ``bounded``.
         bounded_frozen_rate: ``frozen_rate`` for such a loop.
-        centre: the gradients of weights lose their mean over the inputs (``federation.centring``) in every
-            round or in none. None: in rounds with frozen statistics.
-        restarts: the clients' optimisers start again after a step with a layer-wise exchange.
-        adversary: clients that lie, in experiments.
+        centre: whether gradients of weights are centred, so that they ignore the mean of the inputs
+            (``federation.centring``). True: in every round. False: in none. None: in rounds with frozen
+            statistics.
+        restarts: whether the clients' optimisers start again after a step with a layer-wise exchange.
+        adversary: Byzantine clients, for experiments. None: there are none.
     """
 
     name: str
@@ -292,9 +294,10 @@ class Method:
         return self.calibrate or self.starts_constant(rounds)
 
     def bounded(self) -> Method:
-        """Return the method for a loop that clips gradients where steps would lead too far.
+        """Return the method for a loop that clips gradients.
 
-        Without centring a smaller scale does harm, and frozen rounds at the full rate end at chance.
+        Clipping bounds how far a step moves the weights. Gradients must be centred for it. Without centring a
+        smaller scale does harm, and frozen rounds at the full learning rate end at the accuracy of guessing.
         """
         scale = self.bounded_scale if self.bounded_scale is not None and self.centre else self.scale
         share = self.bounded_frozen_rate if self.bounded_frozen_rate is not None and self.centres(Phase.FROZEN) else self.frozen_rate

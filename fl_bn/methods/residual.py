@@ -16,7 +16,7 @@ WEIGHTED = (nn.Linear, _ConvNd)
 
 @dataclass(frozen=True)
 class Branch:
-    """A residual branch. Its names are in the order of the forward pass.
+    """Describe a residual branch. The names are in the order of the forward pass.
 
     Attributes:
         weighted: names of its layers with weights (convolutions, linear layers).
@@ -46,7 +46,7 @@ def residual_branches(model: nn.Module, prefix: str = "") -> Iterator[Branch]:
         return
     try:
         graph = _Tracer().trace(model)
-    except Exception:  # any forward is run here, on stand-ins for tensors: it may raise whatever it likes
+    except Exception:  # tracing runs the user's forward on stand-ins for tensors, which may raise any exception
         for name, child in model.named_children():
             yield from residual_branches(child, f"{prefix}{name}.")
         return

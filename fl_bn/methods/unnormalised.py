@@ -7,10 +7,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 
 class ScaleShift(_NormBase):
-    """Computes ``x * weight + bias`` for inputs (B, C, *). With one feature, all channels share the two numbers.
+    """Compute ``x * weight + bias`` for inputs (B, C, *). With one feature, all channels share the two numbers.
 
-    It is a norm layer by type, although it does not normalise, so that its tensors have the roles of a norm
-    layer.
+    By its type it is a norm layer, although it does not normalise. So its tensors have the roles of a norm
+    layer's.
     """
 
     def forward(self, x_BC: Tensor) -> Tensor:

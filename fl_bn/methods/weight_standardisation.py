@@ -33,21 +33,21 @@ def standardise(weight: Tensor) -> Tensor:
 
 
 class StandardisedConv1d(nn.Conv1d):
-    """A 1d convolution with standardised weights."""
+    """Convolve in one dimension with standardised weights."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(input, standardise(weight), bias)  # type: ignore[no-any-return]
 
 
 class StandardisedConv2d(nn.Conv2d):
-    """A 2d convolution with standardised weights."""
+    """Convolve in two dimensions with standardised weights."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(input, standardise(weight), bias)  # type: ignore[no-any-return]
 
 
 class StandardisedConv3d(nn.Conv3d):
-    """A 3d convolution with standardised weights."""
+    """Convolve in three dimensions with standardised weights."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(input, standardise(weight), bias)  # type: ignore[no-any-return]

@@ -35,7 +35,7 @@ MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "abide-mlp": abide_mlp,
 }
 
-# By default, these two return several outputs in training, and warn about their initialisation.
+# Without these arguments, the two networks return several outputs in training, and warn about their initialisation.
 _TORCHVISION_OPTIONS: dict[str, dict[str, Any]] = {
     "googlenet": {"aux_logits": False, "init_weights": True},
     "inception_v3": {"aux_logits": False, "init_weights": True},
@@ -58,16 +58,17 @@ def build(
     Args:
         name: one of ``MODELS``, a classification model of torchvision ("resnet18", "vgg11_bn"),
             "deeplabv3plus-" and an encoder (classes per pixel), or a function of your own as
-            "package.module:function". It is called with ``classes``, ``channels`` and ``image_size`` by name.
-        classes: number of outputs: classes, values or labels.
-        channels: of an image.
-        image_size: pixels along each side of an image.
-        seed: of the initial weights; torch's global generator is then unchanged. None: they are drawn from
-            that generator.
-        stem: of a torchvision model. "imagenet" is its own, "small" is for images of some 32 pixels (see
-            ``stems``), "auto" is "imagenet".
-        weights: a file of initial weights (see ``weights``); empty for none.
-        modules: modules that may hold a function of your own. None: any.
+            "package.module:function". Such a function is called with ``classes``, ``channels`` and
+            ``image_size`` by name.
+        classes: the number of outputs: classes, values or labels.
+        channels: the number of channels of an image.
+        image_size: the pixels along each side of an image.
+        seed: the seed of the initial weights. Torch's global generator is not changed. None: weights are
+            drawn from that generator.
+        stem: the first layers of a torchvision model. "imagenet" keeps its own, "small" is for images of
+            about 32 pixels (see ``stems``), "auto" is "imagenet".
+        weights: a file of initial weights (see ``weights``). Empty: none.
+        modules: the modules that may hold a function of your own. None: any.
 
     Raises:
         ValueError: the name is unknown, a function is missing or takes other arguments, the network cannot
@@ -83,7 +84,7 @@ def build(
     if seed is None:
         model = _build(name, classes, channels, image_size, stem, modules)
     else:
-        # Only the CPU's generator, where layers are initialised: torch.manual_seed would reseed the accelerators, too.
+        # Layers are initialised on the CPU. torch.manual_seed would also change the generators of the accelerators.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             model = _build(name, classes, channels, image_size, stem, modules)
@@ -111,7 +112,7 @@ def _build(name: str, classes: int, channels: int, image_size: int, stem: str, m
 
 def _torchvision(name: str, classes: int, channels: int, image_size: int, stem: str) -> nn.Module:
     need(f"the model {name!r}, which is none of fl-bn's own ({', '.join(MODELS)}),", "torchvision")
-    from torchvision import models  # here, not above: a second of import that our own networks need not pay
+    from torchvision import models  # imported here because it takes a second, and our own networks do not need it
 
     if name not in (there := models.list_models(module=models)):
         others = (

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTHS = (16, 32, 64)
-BLOCKS = 3  # per width
+BLOCKS = 3  # blocks of each width
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with BatchNorm, and a shortcut without parameters (option A).
+    """Compute two 3x3 convolutions with BatchNorm, and add a shortcut without parameters (option A).
 
     The shortcut skips pixels and pads channels with zeros.
     """

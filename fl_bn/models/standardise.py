@@ -1,6 +1,6 @@
-"""Standardised inputs, by the published constants of a data set.
+"""Standardisation of inputs by the published constants of a data set.
 
-A mean of the clients' own data would have to leave the clients.
+The clients' own means are not used, because they would have to leave the clients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STANDARDS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "mnist": ((0.1307,), (0.3081,)),
 }
-"""Mean and deviation per channel of pixels in 0..1, by data set."""
+"""Mean and standard deviation of each channel, for pixels from 0 to 1, by data set."""
 
 
 def standardised(model: nn.Module, name: str, channels: int) -> nn.Module:

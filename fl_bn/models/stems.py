@@ -1,7 +1,7 @@
-"""torchvision's classifiers for small images. With its own stem, 1 pixel remains of CIFAR-10's 32.
+"""torchvision's classifiers for small images. Their own first layers reduce CIFAR-10's 32 pixels to 1.
 
-These are the usual stems for CIFAR and Tiny-ImageNet. HBN and FixBN train ResNet-18, MobileNetV2 and VGG on
-these data.
+These are the usual first layers (stems) for CIFAR and Tiny-ImageNet. HBN and FixBN train ResNet-18,
+MobileNetV2 and VGG on these data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fl_bn.support.extras import need
 
 STEMS = ("auto", "imagenet", "small")
 
-# t, c, n, s of table 2 of MobileNetV2 (Sandler et al., CVPR 2018) with stride 1 in the second row
+# columns t, c, n, s of table 2 of MobileNetV2 (Sandler et al., CVPR 2018), with stride 1 in the second row
 _MOBILENET = [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96, 3, 1], [6, 160, 3, 2], [6, 320, 1, 1]]
 
 
@@ -45,7 +45,7 @@ def small_stem(name: str, classes: int, channels: int, image_size: int) -> nn.Mo
         model.features[0] = _first(channels, first.out_channels, bias=True)
         model.avgpool = nn.AdaptiveAvgPool2d(1)
         model.classifier = nn.Linear(512, classes)
-        nn.init.normal_(model.classifier.weight, 0, 0.01)  # as torchvision's own
+        nn.init.normal_(model.classifier.weight, 0, 0.01)  # as torchvision initialises its own
         nn.init.zeros_(model.classifier.bias)
     else:
         raise ValueError(f"stem='small' is for torchvision's ResNets, MobileNetV2 and VGGs, but the model is {name!r}: use stem='imagenet'")
@@ -54,7 +54,7 @@ def small_stem(name: str, classes: int, channels: int, image_size: int) -> nn.Mo
 
 def _first(channels: int, width: int, bias: bool = False) -> nn.Conv2d:
     convolution = nn.Conv2d(channels, width, 3, 1, 1, bias=bias)
-    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")  # as in all three of torchvision's
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")  # as torchvision initialises all three families
     if convolution.bias is not None:
         nn.init.zeros_(convolution.bias)
     return convolution

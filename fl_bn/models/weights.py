@@ -15,15 +15,15 @@ from fl_bn.derived import load_tensors, plain_names
 from fl_bn.models.head import head_of
 from fl_bn.roles import Role, roles
 
-MOST_NAMES = 5  # names in an error
+MOST_NAMES = 5  # the most names in an error
 
 
 def load_weights(model: nn.Module, path: str) -> None:
-    """Load the tensors of a state_dict into ``model``, all of them, by name.
+    """Load all tensors of a state_dict into ``model``, by name.
 
-    Three differences are allowed. A head of another shape (for the classes of pre-training) keeps its fresh
-    weights. Counters may be missing. Names may have, or lack, the prefixes ``module.`` (DataParallel,
-    DistributedDataParallel) and ``_orig_mod.`` (``torch.compile``).
+    Three differences are allowed. If the file's head has another shape (for the classes of pre-training), the
+    model's head keeps its fresh weights. Counters may be missing. Names may have, or lack, the prefixes
+    ``module.`` (DataParallel, DistributedDataParallel) and ``_orig_mod.`` (``torch.compile``).
 
     Args:
         model: changed in place.

@@ -44,7 +44,7 @@ def contrastive_term(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
 
 
 class _Representation:
-    """The last input (B, d) of the head of ``model``, in float32 or more.
+    """Keep the last input (B, d) of the head of ``model``, in float32 or float64.
 
     For a convolution it is the mean over all pixels.
     """
@@ -72,7 +72,7 @@ class _Representation:
 
 
 class _Fixed:
-    """A frozen copy of a model, for its representations."""
+    """Keep a frozen copy of a model, to compute its representations."""
 
     def __init__(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         self.model = copied(model).eval().requires_grad_(False)
@@ -111,10 +111,10 @@ class _Contrast(Round):
 
 @dataclass(frozen=True)
 class Moon(Objective):
-    """MOON's contrastive term, added to the loss."""
+    """Add MOON's contrastive term to the loss."""
 
     mu: float = option(1.0, "weight of the contrastive term; 0: off", ">= 0", symbol="mu")
-    temperature: float = option(0.5, "of the contrastive term's softmax", ">= 1e-6", symbol="tau")
+    temperature: float = option(0.5, "temperature of the contrastive term's softmax", ">= 1e-6", symbol="tau")
     name: ClassVar[str] = "moon"
     anchored: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""Local objective: a value in the settings, which begins a client's round."""
+"""Local objectives: a value in the settings that defines what a client minimises in its round."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fl_bn.options import Options
 
 Tensors = Mapping[str, Tensor]
 
-CONTROL = "control"  # section of the tensors that SCAFFOLD's server sends down and its clients send up
+CONTROL = "control"  # section of the tensors that SCAFFOLD's server and clients send to each other
 
 
 @dataclass(frozen=True)
 class Step:
-    """One batch of a client.
+    """Hold one batch of a client, for ``Round.gradient``.
 
     Attributes:
         x: the inputs.
         forward: computes the loss.
-        again: after ``forward``, computes the loss once more with the same dropout. Nothing is recorded,
-            neither in running statistics nor in the client's report.
+        again: after ``forward``, computes the loss once more with the same dropout. The second pass is
+            recorded neither in running statistics nor in the client's report.
     """
 
     x: Tensor
@@ -33,17 +33,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Start:
-    """State at the beginning of a client's round.
+    """Hold the state at the beginning of a client's round.
 
     Attributes:
-        model: holds the received weights.
+        model: the model with the received weights.
         trained: the parameters that the round changes, by name.
         shared: names of the trained parameters that the server knows.
-        kept: tensors that this objective kept at the client after its last round. Empty in its first.
+        kept: tensors that this objective kept at the client after its last round. Empty in its first round.
         received: tensors of the section ``control``.
-        counted: the server received the tensors that the client sent at the end of that last round.
-        full_gradient: computes the gradient of the loss at the present model, the mean over all of the
-            client's samples, by name. It changes nothing.
+        counted: whether the server received the tensors that the client sent at the end of its last round.
+        full_gradient: computes the gradient of the loss at the present model, by name: the mean over all of
+            the client's samples. It changes nothing.
     """
 
     model: nn.Module
@@ -61,11 +61,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Finish:
-    """Result of a client's round, beside the model.
+    """Hold the result of a client's round, beside the model.
 
     Attributes:
         kept: tensors for the client's next round, which stay at the client.
-        sent: tensors of the section ``control``.
+        sent: tensors of the section ``control``, which are sent to the server.
     """
 
     kept: Tensors = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Finish:
 
 
 class Round:
-    """A client's round under the plain objective, the loss alone."""
+    """Compute the gradients of one client's round. This class is for the plain objective, the loss alone."""
 
     def gradient(self, step: Step) -> Tensor:
         """Add the objective's gradient of one batch to every parameter's ``grad``.
@@ -95,16 +95,17 @@ class Round:
 
 @dataclass(frozen=True)
 class Objective(Options):
-    """Define what clients minimise; this base class is the plain objective, the loss alone (local SGD).
+    """Define what clients minimise. This base class is the plain objective, the loss alone (local SGD).
 
-    A subclass adds terms to the loss or changes the steps. Its fields are its options in the run config.
+    A subclass adds terms to the loss or changes the gradients. Its fields are its options in the run config.
 
     Attributes:
-        name: in the run config.
-        travels: one control variate per shared parameter is sent to the clients and back.
-        repeats: each step computes its batch twice.
-        anchored: clients are compared with the server's weights, so the method must share weights.
-        corrects: the gradient of a step is not the gradient of any loss on its batch.
+        name: the name in the run config.
+        travels: whether one control variate per shared parameter is sent to the clients and back.
+        repeats: whether each step computes its batch twice.
+        anchored: whether clients are compared with the server's weights, so that the method must share
+            weights.
+        corrects: whether the gradient of a step differs from the gradient of any loss on its batch.
     """
 
     name: ClassVar[str] = "none"

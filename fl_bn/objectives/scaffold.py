@@ -23,7 +23,7 @@ from torch import Tensor
 from fl_bn import options
 from fl_bn.objectives.objective import Finish, Objective, Round, Start, Step
 
-OWN, KNOWN = "", "known/"  # prefixes of the kept tensors: c_i, and the c_i that is part of the server's c
+OWN, KNOWN = "", "known/"  # prefixes of the kept tensors: the client's c_i, and the c_i that the server's c already contains
 
 
 class _Controlled(Round):
@@ -63,15 +63,17 @@ class _Controlled(Round):
 
 @dataclass(frozen=True)
 class Scaffold(Objective):
-    """SCAFFOLD's control variates.
+    """Correct gradients by SCAFFOLD's control variates.
 
     ``option`` is that of line 12 of Algorithm 1. With 1, a client's control variate is its gradient at the
     received model over all of its data, in training mode. With 2, it is the mean gradient of its local steps.
-    ``strength`` is 1 in the paper.
+    ``strength`` multiplies the correction, and is 1 in the paper.
     """
 
-    option: int = options.option(2, "control variate: 1, the gradient at the received model; 2, the mean one of the local steps", "1 or 2")
-    strength: float = options.option(1.0, "of the correction; 0: off", ">= 0")
+    option: int = options.option(
+        2, "control variate: 1, the gradient at the received model; 2, the mean gradient of the local steps", "1 or 2"
+    )
+    strength: float = options.option(1.0, "strength of the correction; 0: off", ">= 0")
     name: ClassVar[str] = "scaffold"
     travels: ClassVar[bool] = True
     anchored: ClassVar[bool] = True

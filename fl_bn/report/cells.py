@@ -1,4 +1,4 @@
-"""Read the runs of a sweep from the disk, and answer what each of them measured."""
+"""Read the runs of a sweep from the disk, with everything that each of them measured."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fl_bn.run.history import read_rows
 from fl_bn.task import CLASSIFICATION, SHARE, TASKS
 
 Row = Mapping[str, Any]
-EVALUATION = {  # measured in some rounds only
+EVALUATION = {  # columns of rounds.jsonl that have values only in evaluated rounds
     "test-loss",
     *(name for task in TASKS.values() for of in task.declared() for name in (of, f"{of}-std", f"{of}-{task.worst()}")),
 }
 SHARES = {name for task in TASKS.values() for name, ends in task.declared().items() if ends == SHARE}
-MEGABYTES = "megabytes"  # moved in a round: every client's upload, and one download, which a server can broadcast
-GIGABYTES = "gigabytes"  # moved in all rounds so far
-LOWER = ("loss", "-std", "bytes", "seconds", "drift", "waited", "exchanges")  # parts of the names of columns that are best when small
+MEGABYTES = "megabytes"  # traffic of a round: the uploads of all clients, and one download, since a server can broadcast it
+GIGABYTES = "gigabytes"  # traffic of all rounds so far
+LOWER = ("loss", "-std", "bytes", "seconds", "drift", "waited", "exchanges")  # a column with such a part in its name is best when small
 ERRORS = ("mse", "mae")
 
 
@@ -35,12 +35,13 @@ class Cell:
 
     Attributes:
         name: The name of the run's folder.
-        axes: Axis -> the run's value on it.
-        config: The run config, kebab-case keys.
-        status: ``finished``, ``failed``, ``unreadable`` or ``damaged``, or the state in which the run stopped.
-        error: The reason of a failure; empty without one.
+        axes: The value of the run on each axis.
+        config: The run config, with kebab-case keys.
+        status: ``finished`` or ``failed``; ``unreadable`` or ``damaged`` where its files are.
+        error: Why the run failed or cannot be read; empty: it is finished.
         rows: The lines of ``rounds.jsonl``, one per round.
-        layers: Quantity -> layer (empty: the whole network) -> round -> value; empty without diagnostics.
+        layers: The diagnostics: for each quantity and layer, its value by round. The layer of a quantity of the whole
+            network is the empty text. Empty: the run has no diagnostics.
         environment: The content of ``environment.json``.
     """
 
@@ -55,22 +56,24 @@ class Cell:
 
     @property
     def finished(self) -> bool:
-        """Tell whether the run reached its last round."""
+        """Return whether the run reached its last round."""
         return self.status == "finished"
 
     @property
     def metric(self) -> str:
-        """Return the metric of the run's task.
+        """Return the name of the metric of the run's task.
 
-        It is the column with a spread over clients beside it; the accuracy where there is no such column.
+        It is the column that has a spread over clients beside it, as ``mse`` and ``mse-std``. Where there is no such
+        column, it is the accuracy.
         """
         row = self.rows[0] if self.rows else {}
         return next((name for name in row if f"{name}-std" in row and {f"{name}-min", f"{name}-max"} & row.keys()), CLASSIFICATION.metric)
 
     def lower_is_better(self, metric: str) -> bool:
-        """Tell whether a small value of ``metric`` is better.
+        """Return whether a lower value of ``metric`` is better.
 
-        A task's metric is so if its worst client has the highest value. For other columns the name decides.
+        For the metric of a task, this is known from its column for the worst client, which is ``-max`` or ``-min``.
+        For other columns the name decides.
         """
         row = self.rows[0] if self.rows else {}
         return f"{metric}-max" in row if {f"{metric}-min", f"{metric}-max"} & row.keys() else lower_is_better(metric)
@@ -80,9 +83,9 @@ class Cell:
         return label(self.axes[axis]) if axis in self.axes else "–"
 
     def curve(self, metric: str) -> dict[int, float]:
-        """Return round -> ``metric``, in percent if it is a share.
+        """Return the values of ``metric`` by round, in percent if it is a share.
 
-        Only the rounds that should have a value are there; a value that was no number is NaN.
+        Rounds in which it was not measured are left out. NaN: the measured value was not a finite number.
         """
         if metric == MEGABYTES:
             return {row["round"]: _megabytes(row) for row in self.rows}
@@ -94,35 +97,38 @@ class Cell:
         return {row["round"]: scale(metric) * _number(row.get(metric)) for row in self.rows if _expected(metric, row)}
 
     def last(self, metric: str) -> tuple[int, float] | None:
-        """Return round and value of the last measurement; None without one."""
+        """Return the round and the value of the last measurement; None: ``metric`` was never measured."""
         curve = self.curve(metric)
         return list(curve.items())[-1] if curve else None
 
     def best(self, metric: str) -> tuple[int, float] | None:
-        """Return round and value of the best finite measurement; the last one if none is finite."""
+        """Return the round and the value of the best finite measurement, or of the last one if none is finite.
+
+        None: ``metric`` was never measured.
+        """
         curve = {round: value for round, value in self.curve(metric).items() if math.isfinite(value)}
         if not curve:
             return self.last(metric)
         return (min if self.lower_is_better(metric) else max)(curve.items(), key=lambda point: point[1])
 
     def measurement(self, metric: str, at: str) -> tuple[int, float] | None:
-        """Return round and value of the best (``at="best"``) or else the last measurement."""
+        """Return the round and the value of the best measurement (``at="best"``) or of the last one (``at="last"``)."""
         return self.best(metric) if at == "best" else self.last(metric)
 
     def of_clients(self, metric: str) -> list[float]:
-        """Return ``metric`` of each client (percent if it is a share), from the last evaluation that has it."""
+        """Return the values of ``metric`` at the clients in the last evaluation that has any, in percent if it is a share."""
         for row in reversed(self.rows):
             if values := [scale(metric) * c[metric] for c in row.get("clients") or () if c.get(metric) is not None]:
                 return values
         return []
 
     def per_class(self) -> list[float]:
-        """Return the accuracy of each class in percent, from the last evaluation that has it."""
+        """Return the accuracy of each class in percent, in the last evaluation that has it; empty: there is none."""
         shares: list[Any] = next((row["per-class"] for row in reversed(self.rows) if row.get("per-class")), [])
         return [100 * _number(value) for value in shares]
 
     def travelled(self, x: str) -> dict[int, float] | None:
-        """Return round -> position on the horizontal axis ``x`` after that round; None if it is unknown."""
+        """Return the position on the horizontal axis ``x`` after each round, as the bytes so far; None: it is unknown."""
         total, positions = 0.0, dict[int, float]()
         for row in self.rows:
             step = _step(x, row, self.config)
@@ -134,19 +140,19 @@ class Cell:
 
 
 def read_cells(folder: Path) -> list[Cell]:
-    """Read the runs below ``folder/runs``, ordered by name (2 before 10).
+    """Read the runs in ``folder/runs``, ordered by name, with ``run2`` before ``run10``.
 
     Raises:
-        ConfigError: There is no run.
+        ConfigError: The folder has no runs.
     """
     files = sorted((folder / "runs").glob("*/cell.json"), key=lambda file: _natural(file.parent.name))
     if not files:
-        raise ConfigError(f"{folder} has no run yet: expected {folder.name}/runs/CELL/cell.json")
+        raise ConfigError(f"{folder} has no runs yet: expected files {folder.name}/runs/CELL/cell.json, as `fl-bn sweep` writes them")
     return [_read(file) for file in files]
 
 
 def scale(metric: str) -> float:
-    """Return the factor from a stored value of ``metric`` to the displayed one: 100 for a share, else 1."""
+    """Return the factor between stored and displayed values of ``metric``: 100 for a share, which is shown in percent, else 1."""
     for suffix in ("-std", "-min", "-max"):
         metric = metric.removesuffix(suffix)
     return 100.0 if metric.startswith("accuracy") or metric in SHARES else 1.0
@@ -167,7 +173,7 @@ def title(metric: str) -> str:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Tell whether a small value of the column ``metric`` is better, by its name."""
+    """Return whether a lower value of the column ``metric`` is better, as far as its name tells."""
     return metric in ERRORS or any(part in metric for part in LOWER)
 
 
@@ -192,7 +198,7 @@ def _layers(file: Path) -> dict[str, dict[str, dict[int, float]]]:
         with file.open(newline="", encoding="utf-8") as source:
             for row in csv.DictReader(source):
                 if row.get("client"):
-                    continue  # the line of all clients is there, too
+                    continue  # a line of a single client; the line of all clients together is used
                 by_round = layers.setdefault(row["quantity"], {}).setdefault(row["layer"], {})
                 by_round[int(row["round"])] = float(row["value"] or "nan")
     return layers
@@ -207,7 +213,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _expected(metric: str, row: Row) -> bool:
-    """Tell whether ``metric`` should have a value in this round: a missing loss was infinite or not a number."""
+    """Return whether ``metric`` was measured in this round. A measured value may be missing, since it was not finite."""
     if row.get(metric) is not None:
         return True
     if metric in EVALUATION:

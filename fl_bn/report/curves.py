@@ -1,4 +1,4 @@
-"""Compute curves over rounds, bytes, exchanges or local steps: mean and spread over seeds."""
+"""Compute curves over rounds, bytes, exchanges or local steps, as mean and standard deviation over seeds."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Series:
-    """Hold one row's curve in one column.
+    """Hold the curve of one place of the table, which is a row in a column.
 
     Attributes:
-        row: The row's name.
-        column: The column's name.
+        row: The name of the row.
+        column: The name of the column.
         rounds: The rounds in which every seed has a finite value.
-        x: Quantity of ``X`` -> position after each round, mean over seeds.
-        mean: Mean over seeds, one value per round.
-        std: Standard deviation over seeds; 0 for one seed.
-        seeds: How many seeds there are.
+        x: For each quantity of ``X``, its mean over seeds after each round; a quantity that is unknown is left out.
+        mean: The mean over seeds, of shape (rounds,).
+        std: The standard deviation over seeds, of shape (rounds,); 0 for one seed.
+        seeds: The number of seeds.
     """
 
     row: str
@@ -41,13 +41,16 @@ class Series:
 
 
 def series(layout: Layout, metric: str) -> list[Series]:
-    """Compute the curve of every group with a finished run that measured ``metric``."""
+    """Return the curves of all places with finished runs that measured ``metric``."""
     made = (_series(row, column, layout.finished(row, column), metric) for column in layout.columns for row in layout.rows)
     return [one for one in made if one is not None]
 
 
 def _series(row: str, column: str, cells: Sequence[Cell], metric: str) -> Series | None:
-    """Compute one curve, over the rounds in which all seeds are finite: a mean of fewer seeds would jump there."""
+    """Return one curve; None: no run measured ``metric``.
+
+    Only rounds in which all seeds are finite are used, since the mean would jump where fewer seeds count.
+    """
     curves = [curve for cell in cells if (curve := cell.curve(metric))]
     if not curves:
         return None
@@ -66,7 +69,7 @@ def _series(row: str, column: str, cells: Sequence[Cell], metric: str) -> Series
 
 
 def curves_csv(layout: Layout, curves: Sequence[Series]) -> str:
-    """Return the curves as CSV, one line per curve and round."""
+    """Return all curves as CSV, with one line per curve and round."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([layout.row_axis, ", ".join(layout.rest) or "column", *X, f"{layout.metric} mean", f"{layout.metric} std", "seeds"])

@@ -1,4 +1,4 @@
-"""Split runs on data of several domains by domain: the domain becomes an axis like any other."""
+"""Make the domain an axis of the report, for runs on data of several domains."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ AXIS = "domain"
 
 
 def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
-    """Replace each run by one run per domain and one with the mean over the domains.
+    """Replace each run by one run per domain and one for the mean over the domains.
 
-    Numbers of the run as a whole (clients, diagnostics) stay with the mean. A run without metrics per domain
-    counts as the mean.
+    The run of a domain has the metric on the test data of that domain. The run of the mean also has the numbers of the
+    whole run (clients, diagnostics). A run without metrics per domain counts as a run of the mean.
 
     Args:
         cells: The runs.
-        each: Whether to return the runs per domain; if not, those with the mean alone.
+        each: Return the runs per domain, too; else only those of the mean.
 
     Returns:
-        The runs, with the axis ``domain`` if ``each``; their metric is the one on the domain's test data.
+        The new runs. If ``each``, they have one more axis, ``domain``.
     """
     split = []
     for cell in cells:

@@ -1,4 +1,4 @@
-"""Write the table as CSV, Markdown and LaTeX, and the runs as CSV."""
+"""Convert the table of results to CSV, Markdown and LaTeX, and the list of runs to CSV."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fl_bn.report.settings import SEED, label
 LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
-    "[": "{[}", "]": "{]}", "*": "{*}",  # which may follow a line's end, as its option
+    "[": "{[}", "]": "{]}", "*": "{*}",  # brackets and stars after \\ would be read as its options
     "–": "--", "±": r"$\pm$", '"': "''",
 }  # fmt: skip
 
 
 def to_csv(table: Table) -> str:
-    """Return the table as CSV: mean, standard deviation, seeds and the paper's number of each column.
+    """Return the table as CSV, with mean, standard deviation, number of seeds and the paper's number of each column.
 
-    Numbers have full precision; a missing one is empty.
+    Numbers have six digits. Missing numbers are empty.
     """
     columns = table.layout.columns
     kinds = ("mean", "std", "seeds", *(("paper",) if table.has_paper else ()))
@@ -35,7 +35,7 @@ def to_csv(table: Table) -> str:
 
 
 def to_markdown(table: Table) -> str:
-    """Return the table as Markdown, with its caption and the runs that it leaves out."""
+    """Return the table as Markdown, with its caption and a list of the runs that it leaves out."""
     columns = table.layout.columns
     lines = [f"| {_md(table.corner)} | " + " | ".join(map(_md, columns)) + " |", "|---|" + "---:|" * len(columns)]
     for row, entries in table.entries.items():
@@ -72,7 +72,7 @@ def to_latex(table: Table) -> str:
 
 
 def results_csv(table: Table, cells: Sequence[Cell]) -> str:
-    """Return one line of CSV per run: its axes, its status, its last and best number."""
+    """Return a CSV table of all runs, with their values on the axes, their states, and their last and best metric."""
     layout = table.layout
     axes = list(dict.fromkeys(axis for cell in cells for axis in cell.axes if axis != SEED)) + [SEED]
     own = ["status", "metric", "rounds", "last", "best", "best-round", "bytes-per-client", "exchanges", "error"]
@@ -89,13 +89,16 @@ def results_csv(table: Table, cells: Sequence[Cell]) -> str:
 
 
 def problem_text(problem: Problem) -> str:
-    """Return the reason why the table leaves the run out, on one line."""
+    """Return why the table leaves a run out, on one line."""
     status, why = problem.cell.status, " ".join(problem.why.split())
     return why if problem.cell.finished or why.startswith(status) else f"{status}: {why}"
 
 
 def number(table: Table, entry: Entry) -> tuple[str, str, str]:
-    """Split an entry into parts: ``45.2``, ``(0.3)``, and ``2 of 3`` if the caption says otherwise of the whole table."""
+    """Return the parts of an entry: the mean ``45.2``, the deviation ``(0.3)``, and the number of seeds ``2 of 3``.
+
+    The number of seeds is empty where it is the one in the caption. An entry without values has only a text.
+    """
     if not entry.values:
         return entry.instead, "", ""
     metric = table.layout.metric
@@ -106,12 +109,12 @@ def number(table: Table, entry: Entry) -> tuple[str, str, str]:
 
 
 def latex(text: str) -> str:
-    """Escape ``text`` for LaTeX, on one line."""
+    """Escape the special characters of LaTeX in ``text``, and join its lines."""
     return "".join(LATEX.get(letter, letter) for letter in " ".join(text.split()))
 
 
 def comment(text: str) -> str:
-    """Join ``text`` to one line: after a line break it would no longer be a comment."""
+    """Join the lines of ``text``, since a comment of LaTeX ends at a line break."""
     return " ".join(text.split())
 
 
@@ -128,7 +131,7 @@ def _cell(table: Table, entry: Entry, best: bool, bold: str, escape: Any = None)
 
 
 def _md(text: str) -> str:
-    """Escape the letters that Markdown or HTML would read as markup."""
+    """Escape the special characters of Markdown and HTML in ``text``, and join its lines."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return "".join("\\" + letter if letter in "\\`*_[]|" else letter for letter in text)
 

@@ -1,4 +1,4 @@
-"""Place the runs in rows and columns, and tabulate their numbers."""
+"""Place the runs of a sweep in rows and columns, and make the table of results."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fl_bn.report.cells import GIGABYTES, MEGABYTES, Cell, scale, title
 from fl_bn.report.settings import SEED, Settings, check_axis
 from fl_bn.task import CLASSIFICATION
 
-NOT_RUN, LEFT_OUT = "not run", "left out"  # texts in the place of a number without a run; LEFT_OUT: the sweep file skips it
+NOT_RUN, LEFT_OUT = "not run", "left out"  # texts in entries without runs; LEFT_OUT: the sweep file skips the combination
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Hold the numbers of one place of the table.
+    """Hold one entry of the table.
 
     Attributes:
-        values: One value per seed that has one.
-        runs: How many seeds were run.
-        instead: The text for a place without a value.
-        paper: The paper's number; empty without one.
+        values: The finite values, one per seed.
+        runs: The number of seeds that were run, with and without a value.
+        instead: The text that is shown where there is no value.
+        paper: The paper's number, as it prints it; empty: none.
     """
 
     values: tuple[float, ...] = ()
@@ -33,18 +33,18 @@ class Entry:
 
     @property
     def mean(self) -> float:
-        """Return the mean over seeds; NaN without a value."""
+        """Return the mean over seeds; NaN: there is no value."""
         return fmean(self.values) if self.values else math.nan
 
     @property
     def std(self) -> float:
-        """Return the standard deviation of the sample; NaN for fewer than two seeds."""
+        """Return the sample standard deviation over seeds; NaN for fewer than two values."""
         return stdev(self.values) if len(self.values) > 1 else math.nan
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Hold a run that the table leaves out, and the reason."""
+    """Name a run that the table leaves out, and why."""
 
     cell: Cell
     why: str
@@ -52,16 +52,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Layout:
-    """Hold the runs by row and column.
+    """Hold the runs of a sweep by row and column.
 
     Attributes:
         settings: The settings of the report.
-        cells: The readable runs.
+        cells: The runs that can be read.
         row_axis: The axis of the rows.
-        rest: The axes of the columns.
+        rest: The axes of the columns. A column stands for one value on each of them.
         rows: The names of the rows.
         columns: The names of the columns.
-        groups: (row, column) -> its runs, one per seed.
+        groups: The runs of each (row, column), one per seed.
     """
 
     settings: Settings
@@ -79,21 +79,21 @@ class Layout:
 
     @property
     def lower_is_better(self) -> bool:
-        """Tell whether a small value of the metric is better."""
+        """Return whether a lower value of the metric is better."""
         return any(cell.lower_is_better(self.metric) for cell in self.cells)
 
     def finished(self, row: str, column: str) -> list[Cell]:
-        """Return the finished runs of a row and a column."""
+        """Return the finished runs in a row and a column."""
         return [cell for cell in self.groups.get((row, column), ()) if cell.finished]
 
     def numeric(self, axis: str) -> bool:
-        """Tell whether all values on ``axis`` are numbers."""
+        """Return whether all values on ``axis`` are numbers."""
         return all(_is_number(cell.at(axis)) for cell in self.cells if axis in cell.axes)
 
     def heading(self, axes: Sequence[str], values: Sequence[str]) -> str:
-        """Return a panel's heading for ``values`` on ``axes``.
+        """Return the heading of a panel for the runs with ``values`` on ``axes``.
 
-        A bare number is written with its axis. A dash becomes "no AXIS".
+        A number is written after the name of its axis, and a dash, for runs without the axis, as ``no AXIS``.
         """
         bare = [_is_number(value) or value in ("true", "false") for value in values]
         parts = [
@@ -103,19 +103,24 @@ class Layout:
         return ", ".join(parts)
 
     def column_heading(self, column: str) -> str:
-        """Return the heading of a column; empty if there is one column alone."""
+        """Return the heading of a column; empty: there is only one column."""
         of = next(cells[0] for (_, c), cells in self.groups.items() if c == column)
         return self.heading(self.rest, [of.at(axis) for axis in self.rest]) if self.rest else ""
 
     def entry(self, cells: Sequence[Cell]) -> Entry:
-        """Summarise ``cells``, which differ in the seed alone, as one entry."""
+        """Return the entry of ``cells``, which are runs that differ only in the seed."""
         values = [point[1] for cell in cells if cell.finished and (point := cell.measurement(self.metric, self.settings.at)) is not None]
         kept = tuple(value for value in values if math.isfinite(value))
         instead = "not finite" if values else "not measured" if any(c.finished for c in cells) else cells[0].status if cells else NOT_RUN
         return Entry(kept, len(cells), instead)
 
     def by(self, axes: Sequence[str], cells: Sequence[Cell] | None = None) -> dict[tuple[str, ...], list[Cell]]:
-        """Group the readable runs by their values on ``axes``, in the order of the sweep file."""
+        """Group runs by their values on ``axes``, in the order of the sweep file.
+
+        Args:
+            axes: The axes.
+            cells: The runs; None: all that can be read.
+        """
         groups: dict[tuple[str, ...], list[Cell]] = {}
         cells = self.cells if cells is None else cells
         places = {axis: {value: n for n, value in enumerate(self.values(axis, cells))} for axis in axes}
@@ -124,17 +129,17 @@ class Layout:
         return {key: groups[key] for key in sorted(groups, key=lambda key: [places[a][v] for a, v in zip(axes, key, strict=True)])}
 
     def leaves_out(self, row: str, column: str) -> bool:
-        """Tell whether the sweep file skips the runs of ``row`` and ``column``."""
+        """Return whether the sweep file skips the combinations in ``row`` and ``column``."""
         of = [cell for (_, there), cells in self.groups.items() if there == column for cell in cells]
         where = {axis: of[0].at(axis) for axis in _axes(of) if len(self.values(axis, of)) == 1}
         return self.settings.leaves_out({**where, self.row_axis: row})
 
     def values(self, axis: str, cells: Sequence[Cell] | None = None) -> list[str]:
-        """Return the values on ``axis``, in the order of the sweep file."""
+        """Return the values of ``cells`` (None: of all readable runs) on ``axis``, in the order of the sweep file."""
         return _values(axis, self.cells if cells is None else cells, self.settings)
 
     def check(self, axis: str, what: str) -> None:
-        """Check that some run has ``axis``.
+        """Check that at least one run has ``axis``.
 
         Args:
             axis: The axis that [report] names.
@@ -148,15 +153,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Table:
-    """Hold the table of the numbers.
+    """Hold the table of results.
 
     Attributes:
-        layout: The rows and columns.
-        entries: Row -> column -> entry, in percent if the metric is a share.
-        best: The (row, column) of each column's best.
+        layout: The runs by row and column.
+        entries: The entry of each row and column, in percent if the metric is a share.
+        best: The (row, column) of the best entries of each column.
         problems: The runs that the table leaves out.
-        elsewhere: The paper's numbers that have no place in the table.
-        corner: The heading of the first column.
+        elsewhere: Those of the paper's numbers whose row or column is not in the table.
+        corner: The heading above the names of the rows.
     """
 
     layout: Layout
@@ -168,12 +173,12 @@ class Table:
 
     @property
     def has_paper(self) -> bool:
-        """Tell whether some entry has the paper's number."""
+        """Return whether at least one entry has a number of the paper."""
         return any(entry.paper for row in self.entries.values() for entry in row.values())
 
     @property
     def caption(self) -> str:
-        """Describe the numbers, and over how many seeds they are means."""
+        """Return the caption, which says what the numbers are, and over how many seeds they are means."""
         at = "best round, chosen by this very number" if self.layout.settings.at == "best" else "last round"
         of = f"mean (standard deviation) over {self.seeds} seeds" if self.seeds > 1 else "one seed"
         of += "" if self.same_runs else " where nothing else is said"
@@ -182,12 +187,12 @@ class Table:
 
     @property
     def seeds(self) -> int:
-        """Return the number of seeds of most entries."""
+        """Return the most frequent number of seeds among the entries; 0: no entry has a value."""
         return Counter(len(entry.values) for entry in self._filled).most_common(1)[0][0] if self._filled else 0
 
     @property
     def same_runs(self) -> bool:
-        """Tell whether all entries have the same number of seeds, and a value for each."""
+        """Return whether all entries have the same number of seeds, and a value for each seed."""
         return all(len(entry.values) == self.seeds == entry.runs for entry in self._filled)
 
     @property
@@ -225,7 +230,12 @@ def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
 
 
 def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
-    """Make the table of ``layout``; ``cells`` are all runs, also the unreadable ones."""
+    """Make the table of results.
+
+    Args:
+        layout: The runs by row and column.
+        cells: All runs, including those that cannot be read. They are needed for the list of problems.
+    """
     numbers = layout.settings.paper.numbers
     entries: dict[str, dict[str, Entry]] = {}
     for row in layout.rows:
@@ -247,7 +257,7 @@ def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
 
 
 def as_text(value: float, metric: str) -> str:
-    """Format a number for the table."""
+    """Format a value of ``metric`` for the table; a dash if it is not finite."""
     if not math.isfinite(value):
         return "–"
     if metric in (MEGABYTES, GIGABYTES):
@@ -265,7 +275,10 @@ def _wrong(cell: Cell, metric: str, at: str) -> str:
 
 
 def _best(entries: Mapping[str, Mapping[str, Entry]], column: str, layout: Layout) -> list[str]:
-    """Return the rows with the best number, if there are others to compare with; rows that stand apart do not count."""
+    """Return the rows with the best number in a column; an empty list where there are fewer than two rows to compare.
+
+    Rows that [report] lists under ``apart`` do not count.
+    """
     means = {row: of[column].mean for row, of in entries.items() if of[column].values and row not in layout.settings.apart}
     if len(means) < 2:
         return []
@@ -274,7 +287,7 @@ def _best(entries: Mapping[str, Mapping[str, Entry]], column: str, layout: Layou
 
 
 def _values(axis: str, cells: Sequence[Cell], settings: Settings) -> list[str]:
-    """Return the values as listed in the sweep file; then the others, numbers by size."""
+    """Return the values on an axis: first those that the sweep file lists, in its order, then the others (numbers by size)."""
     values = list(dict.fromkeys(cell.at(axis) for cell in cells))
     listed = [value for value in settings.order.get(axis, ()) if value in values]
     others = [value for value in values if value not in listed]

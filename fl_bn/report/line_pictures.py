@@ -1,4 +1,4 @@
-"""Draw pictures with lines: curves over training, accuracy against heterogeneity, drift of the statistics."""
+"""Draw pictures with lines: curves over the training, the metric against an axis, drift, and diagnostics."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ BAND = "The band is one standard deviation over seeds."
 
 
 def curves(layout: Layout, available: Sequence[Series], x: str) -> Picture | None:
-    """Draw the metric over ``x``.
+    """Make the picture of the metric over rounds, bytes, exchanges or local steps.
 
     Args:
         layout: The rows and columns.
         available: The curves of the report.
-        x: A quantity of ``X``.
+        x: The quantity on the horizontal axis, one of ``X``.
 
     Returns:
-        The picture; None without a curve over ``x``.
+        The picture; None: no curve has this quantity.
     """
     available = [one for one in available if x in one.x]
     if not available:
@@ -64,7 +64,7 @@ def curves(layout: Layout, available: Sequence[Series], x: str) -> Picture | Non
 
 
 def drift(layout: Layout) -> Picture | None:
-    """Draw how far the running statistics moved, and the smallest running variance; None without such numbers."""
+    """Make the picture of the drift of running statistics, and of the smallest running variance; None: no run has them."""
     by_metric = {metric: of for metric in ("drift", "min-var") if (of := series(layout, metric))}
     if not by_metric:
         return None
@@ -102,7 +102,7 @@ def _curve(axes: Axes, one: Series, x: str, index: int, metric: str) -> None:
     axes.plot(one.x[x], one.mean, **look, markevery=(index % every if points > 14 else 0, every), label=one.row)
     if one.seeds > 1:
         low = one.mean - one.std
-        if metric in ("drift", "min-var"):  # on a logarithm, where a band must not reach below 0
+        if metric in ("drift", "min-var"):  # a band on a logarithmic axis must not reach below 0
             low = np.maximum(low, one.mean / 10)
         axes.fill_between(one.x[x], low, one.mean + one.std, color=look["color"], alpha=0.16, lw=0)
     if metric in ("drift", "min-var") and (one.mean > 0).all():
@@ -110,7 +110,7 @@ def _curve(axes: Axes, one: Series, x: str, index: int, metric: str) -> None:
 
 
 def _ranked(available: Sequence[Series], layout: Layout) -> dict[str, str]:
-    """Return row -> its name and last value, the best first, for the legend of one panel."""
+    """Return the texts of the legend by row, the best first: the name of the row and its last value."""
     metric = layout.metric
     ranked = sorted(available, key=lambda one: one.mean[-1] if layout.lower_is_better else -one.mean[-1])
     spread = [f" ± {as_text(one.std[-1], metric)}" if one.seeds > 1 else "" for one in ranked]
@@ -120,7 +120,12 @@ def _ranked(available: Sequence[Series], layout: Layout) -> dict[str, str]:
 def _across(axes: Axes, x: str, ways: Sequence[np.ndarray]) -> None:
     """Set up the horizontal axis.
 
-    It is logarithmic where some curves go ten times as far as others; bytes have a unit that suits their number.
+    It is logarithmic if the longest curve reaches ten times as far as the shortest. Bytes are shown in kB, MB, GB or TB.
+
+    Args:
+        axes: The panel.
+        x: The quantity on the axis.
+        ways: The positions of each curve.
     """
     ends = [float(way[-1]) for way in ways]
     power = min(4, int(math.log(max(*ends, 1), 1000))) if x == "bytes" else 0
@@ -134,17 +139,17 @@ def _across(axes: Axes, x: str, ways: Sequence[np.ndarray]) -> None:
 
 
 def _whole(axes: Axes) -> None:
-    """Put the ticks at whole numbers: there is no round 2.5."""
+    """Put the ticks of the horizontal axis at whole numbers, since it shows rounds."""
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
 
 
 def against(layout: Layout, axis: str) -> Picture:
-    """Draw the table's number against a numeric axis.
+    """Make the picture of the metric against a numeric axis of the sweep.
 
-    There is one line per row, and one panel for every combination of the other axes.
+    There is one line per row, and one panel for every combination of values on the other axes.
 
     Raises:
-        ConfigError: No run has the axis, or its values are no numbers.
+        ConfigError: No run has the axis, or its values are not numbers.
     """
     layout.check(axis, "against")
     if not layout.numeric(axis):
@@ -190,7 +195,7 @@ def against(layout: Layout, axis: str) -> Picture:
 
 
 def _ticks(axes: Axes, values: Sequence[float]) -> None:
-    """Put the ticks at the values that were run; on a logarithm where they span a factor of 20."""
+    """Put the ticks at the values that were run. The axis is logarithmic if the largest is 20 times the smallest."""
     if min(values) > 0 and max(values) / min(values) >= 20:
         logarithmic(axes, x=True)
         axes.xaxis.set_minor_locator(NullLocator())
@@ -199,7 +204,7 @@ def _ticks(axes: Axes, values: Sequence[float]) -> None:
 
 
 def diagnostics(layout: Layout) -> list[Picture]:
-    """Draw one picture per column with diagnostics: every quantity over rounds, and by layer in the last round."""
+    """Make a picture of the diagnostics for each column that has any: over rounds, and by layer in the last round."""
     made = []
     for number, column in enumerate(layout.columns, 1):
         quantities = _diagnostics(layout, column)
@@ -212,11 +217,11 @@ def diagnostics(layout: Layout) -> list[Picture]:
     return made
 
 
-Layers = Mapping[str, Mapping[int, float]]  # layer -> round -> mean over seeds
+Layers = Mapping[str, Mapping[int, float]]  # mean over seeds, by layer and round
 
 
 def _diagnostics(layout: Layout, column: str) -> dict[str, dict[str, Layers]]:
-    """Return quantity -> row -> layers."""
+    """Return the diagnostics in a column, by quantity and row."""
     quantities: dict[str, dict[str, Layers]] = {}
     for row in layout.rows:
         cells = [cell for cell in layout.finished(row, column) if cell.layers]
@@ -235,7 +240,9 @@ def _diagnostics(layout: Layout, column: str) -> dict[str, dict[str, Layers]]:
 def _draw_diagnostics(layout: Layout, quantities: Mapping[str, Mapping[str, Layers]]) -> Figure:
     rows = [row for row in layout.rows if any(row in of for of in quantities.values())]
     layers = {quantity: list(dict.fromkeys(layer for values in of.values() for layer in values)) for quantity, of in quantities.items()}
-    quantities = dict(sorted(quantities.items(), key=lambda one: len(layers[one[0]]) > 1))  # those of one panel fill lines together
+    quantities = dict(
+        sorted(quantities.items(), key=lambda one: len(layers[one[0]]) > 1)
+    )  # quantities with one panel come first, so that they fill lines together
     names: list[str | None] = [quantity for quantity in quantities if len(layers[quantity]) == 1]
     names += [None] * (len(names) % 2)
     for quantity in quantities:

@@ -1,4 +1,4 @@
-"""Draw pictures with areas: heat maps over two axes, accuracy per class, and the spread of the clients."""
+"""Draw heat maps over two axes, the accuracy of each class, and box plots of the clients."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fl_bn.run.palette import DIFFERENCE, INK, MAP, colour, on
 from fl_bn.run.pictures import which_end
 from fl_bn.task import CLASSIFICATION
 
-NUMBERS = 16  # columns of a map, up to which its numbers can be read
+NUMBERS = 16  # a map with more columns than this has no numbers written in, since they could not be read
 FRAMED: Any = {"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}
 
 
 def heat(layout: Layout, wanted: Heat) -> Picture:
-    """Draw the table's number over two axes, or how much better one row is than another.
+    """Make heat maps of the metric over two axes, or of the difference of two rows.
 
     Args:
-        layout: The rows and columns.
-        wanted: The axes, and the rows if not all.
+        layout: The runs by row and column.
+        wanted: The axes, and the rows to show.
 
     Raises:
         ConfigError: No run has such an axis or row.
@@ -67,7 +67,7 @@ def heat(layout: Layout, wanted: Heat) -> Picture:
 
 
 def _axis_name(layout: Layout, axis: str) -> str:
-    """Return the axis' name; for an axis of partition-parameter also which end is IID."""
+    """Return the name of an axis. For an axis of ``partition-parameter`` it says at which end the data are IID."""
     by_value = {cell.at(axis): cell.config for cell in layout.cells if axis in cell.axes and cell.config}
     configs = [by_value[value] for value in layout.values(axis) if value in by_value]
     kinds = {str(config.get("partition", "")) for config in configs}
@@ -108,18 +108,18 @@ def draw_maps(
     difference: bool = False,
     limit: float = np.inf,
 ) -> Figure:
-    """Draw maps under their names, on one scale of colours; a dash marks a missing number.
+    """Draw heat maps side by side, with one scale of colours for all.
 
     Args:
-        maps: Name -> values (len(ys), len(xs)).
+        maps: The values of each map, of shape (len(ys), len(xs)), by its title. NaN is shown as a dash.
         xs: The names of the columns.
         ys: The names of the rows.
         x: The label of the horizontal axis.
         y: The label of the vertical axis.
-        bar: The label of the colours.
+        bar: The label of the scale of colours.
         metric: The metric, for the format of the numbers.
         difference: Whether the values are differences, which may be negative.
-        limit: The size of a difference from which on the colours do not change.
+        limit: Differences that are larger than this have the same colour.
     """
     cell, most = (0.62 if len(xs) <= NUMBERS else 0.2), max(1, min(3, int(11 / (1.4 + 0.62 * min(len(xs), NUMBERS)))))
     room = min(2.4, 0.075 * max(map(len, ys), default=1)) if most == 1 else 0.8
@@ -158,7 +158,7 @@ def _norm(values: np.ndarray, difference: bool, limit: float) -> Normalize:
 
 
 def _number(axes: Axes, row: int, column: int, value: float, colours: Any, norm: Normalize, metric: str, difference: bool) -> None:
-    """Write a number in black or white, whichever is readable on the square's colour."""
+    """Write a number on a square of a map, in black or white, whichever can be read on the colour of the square."""
     if not np.isfinite(value):
         axes.text(column + 0.5, row + 0.5, "–", ha="center", va="center", color=INK)
         return
@@ -170,7 +170,10 @@ def _number(axes: Axes, row: int, column: int, value: float, colours: Any, norm:
 
 
 def per_class(layout: Layout) -> Picture | None:
-    """Draw the accuracy of every class in the last evaluation: rows by class, one map per column."""
+    """Make a heat map of rows by classes for each column, with the accuracy of each class in the last evaluation.
+
+    None: no run has accuracies per class.
+    """
     by_column: dict[str, dict[str, np.ndarray]] = {}
     for column in layout.columns:
         for row in layout.rows:
@@ -196,7 +199,10 @@ def per_class(layout: Layout) -> Picture | None:
 
 
 def boxplot(layout: Layout) -> Picture | None:
-    """Draw the metric of the runs' task at each client in the last evaluation, of all seeds."""
+    """Make box plots of the task's metric at the clients in the last evaluation, with all seeds together.
+
+    None: no run has metrics of its clients.
+    """
     metric = next((cell.metric for cell in layout.cells if cell.rows), layout.metric)
     name, share = metric.replace("-", " "), scale(metric) == 100
     by_column: dict[str, dict[str, list[float]]] = {}
@@ -238,7 +244,7 @@ def _boxes(axes: Axes, of: Mapping[str, Sequence[float]], rows: Sequence[str], l
             continue
         shade = colour(layout.rows.index(row))
         values = np.array(of[row])
-        apart = 0.28 * ((np.arange(len(values)) * 0.618) % 1 - 0.5)  # so that equal points do not hide each other
+        apart = 0.28 * ((np.arange(len(values)) * 0.618) % 1 - 0.5)  # moves points a little, so that equal ones do not hide each other
         axes.scatter(values, place + apart, s=7, color=shade, alpha=0.55, lw=0)
         ink = {"color": INK, "lw": 1.1}
         axes.boxplot(

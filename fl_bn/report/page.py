@@ -1,4 +1,4 @@
-"""Make a report a page: one HTML file that loads nothing else, from anywhere. Its parts are files in ``templates``."""
+"""Make the pages of reports: HTML files that load nothing else. Their parts are files in ``templates``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fl_bn.report.program import Program
 from fl_bn.report.settings import SEED, Settings, label
 
 COMMANDS = ("fl-bn sweep {folder}/sweep.toml", "fl-bn report {folder}")
-OF_THE_RUN = (SEED, "name", "output", "resume", "pictures")  # config keys in which runs differ whatever they are
+OF_THE_RUN = (SEED, "name", "output", "resume", "pictures")  # run-config keys in which all runs differ, so they are not listed
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Figure:
     """Hold a picture of the page.
 
     Attributes:
-        name: Its name, which becomes an anchor.
+        name: The name of the picture, which is also its anchor.
         caption: The text below it.
-        svg: The picture, with its alternative text inside. It is ours, and is not escaped again.
+        svg: The picture as an ``<svg>`` element with its alternative text. It is made here, so it is not escaped.
     """
 
     name: str
@@ -43,12 +43,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class Differing:
-    """List the config keys in which runs differ. A key that only repeats an axis of its name is left out.
+    """List the run-config keys in which the runs of a sweep differ.
+
+    A key with the name of an axis is left out if it has the same values as the axis.
 
     Attributes:
         axes: The axes of the sweep.
-        keys: The config keys.
-        lines: By row, the values of axes and keys; ``–``: no such key.
+        keys: The run-config keys.
+        lines: The values on the axes, and those of the keys, of each row; ``–``: the runs do not have the key.
     """
 
     axes: tuple[str, ...]
@@ -58,15 +60,15 @@ class Differing:
 
 @dataclass(frozen=True)
 class Report:
-    """Hold what the templates show of a sweep.
+    """Hold the report of a sweep, as the templates of pages show it.
 
     Attributes:
-        layout: How runs are laid out in rows and columns.
+        layout: The runs by row and column.
         table: The table of results.
-        cells: The runs.
+        cells: All runs.
         pictures: The pictures.
-        folder: The sweep's folder.
-        id: Keeps apart the reports of one page.
+        folder: The name of the sweep's folder.
+        id: A prefix that makes the ids of this report unique on a page with several reports.
     """
 
     layout: Layout
@@ -78,7 +80,7 @@ class Report:
 
     @property
     def settings(self) -> Settings:
-        """Return how the sweep is to be shown."""
+        """Return the settings of the report."""
         return self.layout.settings
 
     @property
@@ -88,7 +90,7 @@ class Report:
 
     @property
     def state(self) -> str:
-        """Return a sentence on how many runs are finished."""
+        """Return a sentence on how many runs are finished, failed and so on."""
         done = sum(cell.finished for cell in self.cells)
         kinds = list(dict.fromkeys(cell.status for cell in self.cells if not cell.finished))
         others = [f"{sum(cell.status == kind for cell in self.cells)} {kind}" for kind in kinds]
@@ -96,7 +98,7 @@ class Report:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Return the rows of the table, each with its cells."""
+        """Return the rows of the table, each with its entries, for the template."""
         made = []
         for row, entries in self.table.entries.items():
             cells = []
@@ -116,7 +118,7 @@ class Report:
 
     @property
     def problems(self) -> list[dict[str, str]]:
-        """Return the runs that are not in the numbers, and why."""
+        """Return the runs that the table leaves out, each with its values on the axes and the reason."""
         return [
             {
                 "name": p.cell.name,
@@ -128,7 +130,7 @@ class Report:
 
     @property
     def common(self) -> list[tuple[str, str]]:
-        """Return the config keys that all runs share, with their values."""
+        """Return the run-config keys that have the same value in all runs, with that value."""
         configs = [cell.config for cell in self.cells if cell.config]
         first = configs[0] if configs else {}
         return [
@@ -139,7 +141,7 @@ class Report:
 
     @property
     def differing(self) -> Differing:
-        """Return the config keys in which runs differ."""
+        """Return the run-config keys in which runs differ."""
         common = {key for key, _ in self.common}
         cells = [cell for cell in self.cells if cell.config]
         keys = tuple(dict.fromkeys(key for cell in cells for key in cell.config if key not in common and key not in OF_THE_RUN))
@@ -153,7 +155,7 @@ class Report:
 
     @property
     def environment(self) -> list[tuple[str, str]]:
-        """Return the machines and versions of the runs, each value once."""
+        """Return the entries of all runs' ``environment.json``, such as machines and versions, each value once."""
         found: dict[str, dict[str, None]] = {}
         for cell in self.cells:
             for key, value in cell.environment.items():
@@ -162,21 +164,21 @@ class Report:
 
     @property
     def commands(self) -> list[str]:
-        """Return the commands that do the sweep again."""
+        """Return the commands that repeat the sweep and its report."""
         return [command.format(folder=_quoted(self.folder)) for command in COMMANDS]
 
 
 class Compared(NamedTuple):
-    """Show a comparison, and what the seeds say about it.
+    """Hold the texts of a comparison on the page of a claim.
 
     Attributes:
-        comparison: What is compared.
-        difference: The difference, with its interval.
+        comparison: The comparison in words.
+        difference: Our difference, with its confidence interval.
         paper: The paper's own difference.
-        detectable: The smallest difference that would be found.
+        detectable: The smallest true difference that the test would find.
         seeds: The number of seeds.
         p: The p-value.
-        state: What the comparison shows.
+        state: The result, as ``held``.
     """
 
     comparison: str
@@ -190,12 +192,12 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class Answered:
-    """Show a question about a cause, its answer, and the comparisons that it rests on.
+    """Hold the texts of a question about the cause of a result, with its answer.
 
     Attributes:
         asks: The question.
         says: The answer.
-        compared: The comparisons.
+        compared: The comparisons on which the answer is based.
     """
 
     asks: str
@@ -205,16 +207,16 @@ class Answered:
 
 @dataclass(frozen=True)
 class Statement:
-    """Show what stands above the report of a claim.
+    """Hold the texts on the page of a claim above the report of its runs.
 
     Attributes:
         claim: The claim.
-        paper: Where it is from.
-        verdict: What the runs say.
-        words: Titles and texts.
-        compared: The comparisons that the verdict rests on.
+        paper: The paper that makes it.
+        verdict: The verdict of our runs.
+        words: Further texts, each with a title.
+        compared: The comparisons on which the verdict is based.
         commands: The commands that make the runs and the page.
-        whys: Questions about causes.
+        whys: Questions about the cause of the result.
     """
 
     claim: str
@@ -228,15 +230,15 @@ class Statement:
 
 @dataclass(frozen=True)
 class Listed:
-    """Show one experiment on an index page.
+    """Hold one experiment on an index page: the report of a sweep, the results of a program, or an error.
 
     Attributes:
-        id: Keeps it apart from the others.
-        title: Its title.
-        report: The report of a sweep.
-        link: The path of its own page, relative to this one; empty: it has none.
-        error: Why there is no report.
-        program: The results of a program that is no sweep.
+        id: The unique id on the page.
+        title: The title.
+        report: The report of the sweep; None: it is not a sweep, or has no report.
+        link: The path of the experiment's own page, relative to this one; empty: it has none.
+        error: Why there is no report; empty: there is one.
+        program: The results of the program; None: the experiment is a sweep.
     """
 
     id: str
@@ -253,7 +255,7 @@ def report_page(report: Report) -> str:
 
 
 def claim_page(report: Report, statement: Statement) -> str:
-    """Return the page of a claim: the claim and its verdict, above the report of its runs."""
+    """Return the page of a claim: the claim and its verdict, then the report of its runs."""
     return _page(report, statement, [("verdict", "Verdict"), *([("why", "Why")] if statement.whys else [])])
 
 
@@ -266,17 +268,17 @@ def _page(report: Report, statement: Statement | None, contents: list[tuple[str,
 
 
 def index_page(title: str, reports: Sequence[Listed]) -> str:
-    """Return a page with several experiments."""
+    """Return a page with the reports of several experiments."""
     return _render("index.html", {"title": title, "reports": reports})
 
 
 def program_page(program: Program) -> str:
-    """Return the page of a program that is no sweep."""
+    """Return the page of an experiment that is a program, and not a sweep."""
     return _render("program.html", {"title": program.title, "one": program})
 
 
 def _render(template: str, values: Mapping[str, Any]) -> str:
-    """Return the page that the file ``template`` of ``fl_bn/report/templates`` makes of ``values``."""
+    """Fill ``values`` into the file ``template`` of ``fl_bn/report/templates``, and return the page."""
     environment = Environment(
         loader=PackageLoader("fl_bn.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -1,4 +1,4 @@
-"""Provide what the pictures of a report share: panels, lines, long names, and their files."""
+"""Provide the parts that all pictures of a report share: panels, legends, axes, and files."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ LOOK: Any = STYLE | {
     "axes.titlesize": 9.5, "svg.fonttype": "path", "svg.hashsalt": "fl-bn",
     "text.parse_math": False,
 }  # fmt: skip
-LEGEND = 26  # letters in a line of the legend
-PAGE, NARROWEST = 13.9, 2.2  # inches: the width of a page (1000 pixels at a picture's least size), and the least of a panel
+LEGEND = 26  # the most letters in a line of the legend
+PAGE, NARROWEST = 13.9, 2.2  # inches: the width of a page (1000 pixels), and the smallest width of a panel
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Hold a picture that is drawn when it is needed.
+    """Hold a picture, which is drawn when it is needed.
 
     Attributes:
-        name: The name of its file, without suffix.
-        caption: The text below it.
-        alt: Its content in words, for people who cannot see it.
-        draw: The function that draws it.
+        name: The name of the file, without suffix.
+        caption: The text below the picture.
+        alt: The content of the picture in words, for people who cannot see it.
+        draw: Draws the picture.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Picture:
 
     @cached_property
     def figure(self) -> Figure:
-        """Draw and lay out the figure, once for all its files: that takes most of the time."""
+        """Return the figure. It is drawn and laid out once for all files, since this takes most of the time."""
         with matplotlib.rc_context(LOOK):
             figure = self.draw()
             figure.draw_without_rendering()
@@ -56,7 +56,15 @@ class Picture:
         return figure
 
     def save(self, folder: Path, kinds: Sequence[str]) -> list[Path]:
-        """Save the picture in each of ``kinds`` (``png``, ``svg``, ``pdf``); return the paths."""
+        """Save the picture in several formats.
+
+        Args:
+            folder: The folder of the files.
+            kinds: The formats: ``png``, ``svg`` or ``pdf``.
+
+        Returns:
+            The paths of the files.
+        """
         made = []
         for kind in kinds:
             undated: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
@@ -66,9 +74,9 @@ class Picture:
         return made
 
     def inline(self) -> str:
-        """Return the picture as an ``<svg>`` element of a page.
+        """Return the picture as an ``<svg>`` element for a page.
 
-        Its ids differ from those of other pictures, and its ink is the page's text colour.
+        Its ids are unique on the page, and its lines and texts have the text colour of the page.
         """
         target = io.StringIO()
         with matplotlib.rc_context(LOOK):
@@ -76,7 +84,7 @@ class Picture:
             self.figure.savefig(target, format="svg", transparent=True, metadata=nothing)
         text = target.getvalue()
         text = text[text.index("<svg") :].strip()
-        width = float(re.findall(r'viewBox="0 0 ([\d.]+)', text)[0])  # in points: 9 of them are to be 9 to 13 pixels
+        width = float(re.findall(r'viewBox="0 0 ([\d.]+)', text)[0])  # in points; the size below makes 9 points 9 to 13 pixels
         size = f"min-width:{width * 1.0:.0f}px;max-width:{width * 1.4:.0f}px"
         text = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" style="{size}">', text, count=1)
         own = "p" + hashlib.sha256(text.encode()).hexdigest()[:10]
@@ -89,13 +97,14 @@ class Picture:
 def panels(
     names: Sequence[str | None], legend: Sequence[str] = (), size: tuple[float, float] | None = None, across: int = 0
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Make a figure with one panel per name.
+    """Make a figure with several panels.
 
     Args:
-        names: The panels' titles; None leaves a gap.
-        legend: The texts that need room right of the panels.
-        size: Width and height of a panel in inches; it becomes narrower where a line would exceed the page.
-        across: How many panels stand in a line; 0: so that they fill it.
+        names: The titles of the panels; None leaves a gap.
+        legend: The texts of the legend, for which room is left to the right of the panels.
+        size: The width and height of a panel in inches; None: the default. Panels that would not fit on the page are
+            made narrower.
+        across: The number of panels side by side; 0: chosen by the number of panels.
 
     Yields:
         The figure and its panels, without the gaps.
@@ -119,17 +128,17 @@ def panels(
 
 
 def columns_of(panels: int) -> int:
-    """Return how many of ``panels`` stand in a line: up to three in one line, else 2 to 4, with few empty places."""
+    """Return how many panels to draw side by side: up to three in one line, else two to four with the fewest gaps."""
     return max(1, panels) if panels <= 3 else min((3, 4, 2), key=lambda across: -panels % across)
 
 
 def legend(figure: Figure, panel: Sequence[Axes], rows: Mapping[str, str]) -> None:
-    """Put one legend for all panels right of them, with each row once.
+    """Draw one legend for all panels, to the right of them.
 
     Args:
         figure: The figure.
-        panel: Its panels.
-        rows: Row -> its text, in the order of the legend.
+        panel: The panels.
+        rows: The text of each row, in the order of the legend. Rows that no panel shows are left out.
     """
     handles: dict[str, Any] = {}
     for axes in panel:
@@ -143,7 +152,7 @@ def legend(figure: Figure, panel: Sequence[Axes], rows: Mapping[str, str]) -> No
 
 
 def _columns(legend: Sequence[str]) -> tuple[int, int]:
-    """Return the columns of a legend, and the lines of the longest one."""
+    """Return the number of columns of a legend, and the number of lines in the longest column."""
     heights = [wrapped(text, LEGEND).count("\n") + 1.3 for text in legend]
     columns = -(-int(sum(heights)) // 40) if heights else 0
     each = -(-len(heights) // max(1, columns))
@@ -151,12 +160,12 @@ def _columns(legend: Sequence[str]) -> tuple[int, int]:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wrap ``text`` at ``width`` letters, never at a hyphen."""
+    """Break ``text`` into lines of at most ``width`` letters, but not at hyphens."""
     return "\n".join(textwrap.wrap(text, width, break_on_hyphens=False) or [text])
 
 
 def logarithmic(axes: Axes, x: bool = False) -> None:
-    """Make an axis logarithmic, with plain numbers at its ticks."""
+    """Make the vertical axis (``x``: the horizontal one) logarithmic, with plain numbers at its ticks."""
     (axes.set_xscale if x else axes.set_yscale)("log")
     axis = axes.xaxis if x else axes.yaxis
     axis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -164,7 +173,7 @@ def logarithmic(axes: Axes, x: bool = False) -> None:
 
 
 def first_of_lines(panel: Sequence[Axes]) -> list[Axes]:
-    """Return the leftmost panel of every line."""
+    """Return the leftmost panel of every line of panels."""
     return [axes for axes in panel if (place := axes.get_subplotspec()) is not None and place.is_first_col()]
 
 
@@ -183,5 +192,5 @@ def same_limits(panel: Sequence[Axes]) -> None:
 
 
 def in_words(values: Mapping[str, str]) -> str:
-    """Join names and values to one text."""
+    """Join names and values to one text, as ``NAME VALUE; NAME VALUE``."""
     return "; ".join(f"{name} {value}" for name, value in values.items())

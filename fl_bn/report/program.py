@@ -1,4 +1,4 @@
-"""Read the pictures and tables that a program other than a sweep has written to a folder, for its page."""
+"""Read the pictures and tables that an experiment other than a sweep has written to its folder, for its page."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fl_bn.run.config import ConfigError
 
-FILE = "program.toml"  # the experiment's file, as it was run
-ROWS = 60  # of a table that are shown
+FILE = "program.toml"  # a copy of the experiment's file, as it was run
+ROWS = 60  # the most rows of a table that the page shows
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class TableStart:
     """Hold the beginning of a CSV file.
 
     Attributes:
-        name: The file's name.
-        columns: The names of its columns.
+        name: The name of the file.
+        columns: The names of the columns.
         rows: The first rows.
         count: How many rows the file has.
     """
@@ -33,15 +33,15 @@ class TableStart:
 
 @dataclass(frozen=True)
 class Program:
-    """Hold what a page shows of a program's folder.
+    """Hold the results of a program, as its page shows them.
 
     Attributes:
-        id: Keeps apart the programs of one page.
-        title: The experiment's title.
-        notes: The comments of the experiment's file.
-        pictures: Of each: its name, the PNG as base64, and the width in pixels below which nobody can read it.
-        tables: The CSV files.
-        text: The experiment's file.
+        id: A prefix that makes the ids of this program unique on a page.
+        title: The title of the experiment.
+        notes: The comments in the experiment's file.
+        pictures: For each picture, its name, the PNG file in base64, and the smallest readable width in pixels.
+        tables: The first rows of the CSV files.
+        text: The text of the experiment's file.
     """
 
     id: str
@@ -53,12 +53,16 @@ class Program:
 
 
 def read_program(folder: Path, id: str = "") -> Program:
-    """Read the results of a program. Raises ConfigError where the folder is no program's."""
+    """Read the results of a program from its folder.
+
+    Raises:
+        ConfigError: The folder is not that of a program.
+    """
     try:
         text = (folder / FILE).read_text(encoding="utf-8")
         title = str(tomllib.loads(text)["title"])
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder} is no experiment's folder: {error}") from error
+        raise ConfigError(f"{folder} is not the folder of an experiment: {error}") from error
     notes = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
     pictures = tuple(_picture(file) for file in sorted(folder.glob("*.png")))
     return Program(id, title, notes, pictures, tuple(_table_start(file) for file in sorted(folder.glob("*.csv"))), text)
@@ -66,7 +70,7 @@ def read_program(folder: Path, id: str = "") -> Program:
 
 def _picture(file: Path) -> tuple[str, str, int]:
     png = file.read_bytes()
-    width = int.from_bytes(png[16:20])  # of the header
+    width = int.from_bytes(png[16:20])  # the width in the header of a PNG file
     return file.stem.replace("_", " "), base64.b64encode(png).decode(), width // 3
 
 
@@ -77,7 +81,7 @@ def _table_start(file: Path) -> TableStart:
 
 
 def _short(value: str) -> str:
-    """Round a number to four digits, which are enough to look at: the file has all of them."""
+    """Round a number to four digits for the page. Other texts are returned unchanged."""
     try:
         return f"{float(value):.4g}" if "." in value or "e" in value else value
     except ValueError:

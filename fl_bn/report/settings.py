@@ -1,4 +1,4 @@
-"""Read how a sweep is to be reported: the tables [report], [paper] and [notes] of its ``sweep.toml``."""
+"""Read the settings of a report: the tables [report], [paper] and [notes] of a sweep's ``sweep.toml``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from fl_bn.run.config import ConfigError
 from fl_bn.support.names import expected, nearest, unknown
 
-SEED = "seed"  # the axis that is averaged over
+SEED = "seed"  # the axis over which results are averaged
 X = ("round", "bytes", "exchanges", "local-steps")
 AT = ("last", "best")
 KEYS = ("title", "rows", "columns", "metric", "at", "x", "against", "heat", "boxplot", "per-class", "drift", "domains", "apart")
-EACH, AVERAGE = "each", "average"  # of domains
+EACH, AVERAGE = "each", "average"  # values of Settings.domains
 HEAT = ("x", "y", "value", "minus")
 PAPER = ("source", "note", "numbers")
 
@@ -25,10 +25,10 @@ class Heat:
     """Describe a heat map.
 
     Attributes:
-        x: The horizontal axis.
-        y: The vertical axis.
-        value: The row to draw; empty: one map per row.
-        minus: The row to subtract from it; empty: none.
+        x: The axis of the sweep that is drawn horizontally.
+        y: The axis of the sweep that is drawn vertically.
+        value: The row to draw; empty: draw one map per row.
+        minus: The row to subtract from ``value``; empty: none.
     """
 
     x: str
@@ -39,12 +39,12 @@ class Heat:
 
 @dataclass(frozen=True)
 class Paper:
-    """Hold the paper's own numbers.
+    """Hold the numbers of the paper whose table a sweep reproduces.
 
     Attributes:
-        source: The paper's name.
+        source: The name of the paper and its table.
         note: A remark about the numbers.
-        numbers: Row -> column -> the number as it is printed there.
+        numbers: The numbers, as the paper prints them, by row and column.
     """
 
     source: str = ""
@@ -58,22 +58,23 @@ class Settings:
 
     Attributes:
         title: The heading.
-        rows: The axis of the rows; empty: the method.
-        columns: The axes of the columns; None: every axis other than ``rows``.
-        metric: The metric; empty: that of the runs' task.
-        at: ``last`` or ``best``: the round whose number counts.
-        x: The horizontal axes of the curves.
-        against: The numeric axes to draw the number against.
-        heat: The heat map, if any.
-        boxplot: Whether to draw the clients' spread.
-        per_class: Whether to draw the accuracy of each class.
-        drift: Whether to draw the drift of the statistics and the diagnostics.
-        domains: ``EACH``: every domain and the mean; ``AVERAGE``: the mean alone; empty: the run's own metric.
-        apart: Rows with another kind of measurement, which never count as the best.
+        rows: The axis of the rows; empty: the axis ``method``, or else the first one.
+        columns: The axes of the columns; None: all axes other than ``rows``.
+        metric: The metric of the table; empty: that of the runs' task.
+        at: The round whose metric counts: ``last``, or ``best`` for the best one.
+        x: The quantities on the horizontal axes of curves, of ``X``.
+        against: The numeric axes of the sweep against which to draw the metric.
+        heat: The heat map; None: none.
+        boxplot: Draw box plots of the metric at the clients.
+        per_class: Draw the accuracy of each class.
+        drift: Draw the drift of the running statistics, and the diagnostics.
+        domains: ``EACH``: report every domain and their mean; ``AVERAGE``: report the mean only; empty: report the
+            metric on all test data.
+        apart: Rows that cannot be compared with the others, and are never marked as the best.
         paper: The paper's numbers.
-        notes: A text for the page.
-        order: Axis -> its values, as in the sweep file.
-        skip: The combinations of values that the sweep file skips.
+        notes: A text for the page; empty: none.
+        order: The values of each axis, in the order of the sweep file.
+        skip: The combinations that the sweep file skips.
         text: The text of the sweep file.
     """
 
@@ -97,24 +98,28 @@ class Settings:
     text: str = ""
 
     def leaves_out(self, where: Mapping[str, str]) -> bool:
-        """Tell whether the sweep skips the runs at ``where`` (axis -> value as text)."""
+        """Return whether the sweep skips a combination.
+
+        Args:
+            where: The values of the combination on the axes, as text.
+        """
         return any(combination.items() <= where.items() for combination in self.skip)
 
 
 def read_settings(folder: Path) -> Settings:
-    """Read the settings from ``folder/sweep.toml``.
+    """Read the settings from ``sweep.toml`` in the folder of a sweep.
 
     Raises:
-        ConfigError: The file is missing, is no TOML, or has an unknown key or value.
+        ConfigError: The file is missing, is not TOML, or has an unknown key or a wrong value.
     """
     file = folder / "sweep.toml"
     try:
         text = file.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
     except FileNotFoundError as error:
-        raise ConfigError(f"{folder} is no sweep's folder: it has no sweep.toml") from error
+        raise ConfigError(f"{folder} is not the folder of a sweep, since it has no sweep.toml") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is no TOML: {error}") from error
+        raise ConfigError(f"{file} is not a TOML file: {error}") from error
     try:
         return parse_settings(tables, folder.name, text)
     except ConfigError as error:
@@ -122,7 +127,7 @@ def read_settings(folder: Path) -> Settings:
 
 
 def label(value: Any) -> str:
-    """Return an axis' value as text, as it is displayed and as [paper] and [report] name it."""
+    """Return a value on an axis as text, in the form in which it is shown, and in which [paper] and [report] name it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -179,7 +184,7 @@ def check_axis(axis: str, what: str, known: Sequence[str]) -> None:
 
 
 def _order(tables: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the values of [axes.NAME], the lists in [run], and the values that the variants add."""
+    """Return the values of every axis in the order of the sweep file: of [axes], of lists in [run], and of the variants."""
     variants = [table for table in _table(tables, "variants").values() if isinstance(table, dict)]
     order: dict[str, list[str]] = {}
     for source in (tables, *variants):

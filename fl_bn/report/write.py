@@ -26,19 +26,19 @@ PAGE = "report.html"
 
 
 def write_report(folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Write tables, pictures and ``report.html`` into the sweep's folder.
+    """Write the report of a sweep, ``report.html``, and its tables and pictures, into the folder of the sweep.
 
     Args:
-        folder: The sweep's folder.
-        formats: Any of csv, md, tex (tables), png, svg, pdf (pictures), html. Quantities without a measurement
-            have no picture.
+        folder: The folder of the sweep.
+        formats: The formats to write: csv, md and tex for tables, png, svg and pdf for pictures, and html for the page.
+            There are no pictures of quantities that no run measured.
 
     Returns:
         The paths of the files.
 
     Raises:
-        ConfigError: ``folder`` is no sweep's, none of its runs has begun, [report] has an unknown key or value,
-            or a format is unknown.
+        ConfigError: ``folder`` is not that of a sweep, none of its runs has begun, [report] has an unknown key or a
+            wrong value, or a format is unknown.
     """
     if unknown := [name for name in formats if name not in ALL]:
         raise ConfigError(expected("formats", unknown[0], ALL))
@@ -58,14 +58,17 @@ def write_report(folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
 
 
 def write_index(folders: Sequence[Path], path: Path, title: str = "Experiments") -> Path:
-    """Write one page with the tables and pictures of several sweeps.
+    """Write one page with the reports of several experiments, and links to their own pages.
 
-    It links to their own pages, if they exist. A folder without a report is listed with the reason.
+    A folder without a report is listed with the reason.
 
     Args:
-        folders: The sweeps' folders.
-        path: The page's file.
-        title: The page's heading.
+        folders: The folders of the experiments.
+        path: The file of the page.
+        title: The heading of the page.
+
+    Returns:
+        ``path``.
     """
     listed = []
     for number, folder in enumerate(folders, 1):
@@ -87,36 +90,43 @@ def write_index(folders: Sequence[Path], path: Path, title: str = "Experiments")
 
 
 def write_program_report(folder: Path, source: Path) -> Path:
-    """Write ``report.html`` for an experiment that is a program and no sweep.
+    """Write ``report.html`` for an experiment that is a program, and not a sweep.
 
     Args:
-        folder: The folder with the program's results.
-        source: The experiment's file, which is copied there.
+        folder: The folder with the results of the program.
+        source: The file of the experiment, which is copied into the folder.
+
+    Returns:
+        The path of the page.
     """
     _write(folder / program.FILE, source.read_text(encoding="utf-8"))
     return _write(folder / PAGE, program_page(program.read_program(folder)))
 
 
 def read(folder: Path, id: str = "") -> Report:
-    """Read everything that a report displays.
+    """Read the report of a sweep from its folder.
+
+    Args:
+        folder: The folder of the sweep.
+        id: A prefix that makes the ids of the report unique on a page.
 
     Raises:
-        ConfigError: See ``write_report``.
+        ConfigError: ``folder`` is not that of a sweep, or its settings are wrong, as ``write_report`` says.
     """
     return report_of(read_settings(folder), read_cells(folder), folder.resolve().name, id)
 
 
 def report_of(settings: Settings, cells: Sequence[Cell], folder: str, id: str = "") -> Report:
-    """Make the report of ``cells``, which may come from several folders.
+    """Make the report of some runs, which may be in several folders.
 
     Args:
         settings: The settings of the report.
         cells: The runs.
-        folder: The name that the report displays.
-        id: The prefix of the page's ids.
+        folder: The name of the folder that the report shows.
+        id: A prefix that makes the ids of the report unique on a page.
 
     Raises:
-        ConfigError: See ``write_report``.
+        ConfigError: The settings name an axis or a row that no run has.
     """
     placed = by_domain(cells, settings.domains == EACH) if settings.domains else cells
     layout = lay_out(settings, placed)

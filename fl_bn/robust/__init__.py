@@ -1,4 +1,4 @@
-"""Robust aggregation: rules that withstand f Byzantine rows of n, and the attacks they are for."""
+"""Robust aggregation: rules that combine n rows although f of them may be Byzantine, and attacks to test them with."""
 
 from __future__ import annotations
 

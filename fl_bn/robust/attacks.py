@@ -1,7 +1,8 @@
-"""Attacks: what f Byzantine clients send that know what the honest ones do.
+"""Attacks: what f Byzantine clients send if they know what the honest clients send.
 
-An ``Attack`` maps the honest rows (h, d) and f to f rows (f, d). What the rows are is the caller's affair: updates, or one layer's
-statistics. Label flipping is an attack on the training data and has a function of its own.
+An ``Attack`` takes the rows (h, d) of the honest clients, and f. It returns f rows (f, d). A row is a
+client's update, or its statistics of one layer. Label flipping attacks the training data instead, and has a
+function of its own.
 """
 
 from __future__ import annotations
@@ -18,30 +19,35 @@ from fl_bn.support.names import check_name, expected
 
 Attack = Callable[[np.ndarray, int], np.ndarray]
 Damage = Callable[[np.ndarray], float]
-"""``row (d,) -> float``: how far the server is led astray if every Byzantine client sends ``row``."""
+"""``row (d,) -> float``: the error of the server's result if every Byzantine client sends ``row``."""
 
 T = TypeVar("T", np.ndarray, torch.Tensor)
 
-GRID = np.geomspace(0.1, 20.0, 12)  # strengths that an optimised attack tries, with either sign
+GRID = np.geomspace(0.1, 20.0, 12)  # strengths that an optimised attack tries, each with both signs
 
 
 def sign_flip(honest: np.ndarray, f: int) -> np.ndarray:
-    """Send the honest mean, negated."""
+    """Return f copies of the honest mean with its sign changed."""
     return _copies(-honest.mean(0), f)
 
 
 def foe(epsilon: float = 0.5) -> Attack:
-    """Make "Fall of empires" (inner product manipulation): the honest mean times ``-epsilon``. Xie et al., UAI 2019."""
+    """Make the attack "Fall of empires" (inner product manipulation): the honest mean times ``-epsilon``.
+
+    References:
+        Xie et al., Fall of Empires, UAI 2019.
+    """
     return lambda honest, f: _copies(-epsilon * honest.mean(0), f)
 
 
 def alie(z: float | None = None) -> Attack:
-    """Make "A little is enough": the honest mean minus ``z`` honest standard deviations, per coordinate.
-
-    Baruch et al., NeurIPS 2019.
+    """Make the attack "A little is enough": the honest mean minus ``z`` honest standard deviations, per coordinate.
 
     Args:
-        z: the number of standard deviations; None: the paper's ``z_max``.
+        z: the number of standard deviations. None: the paper's ``z_max``.
+
+    References:
+        Baruch et al., A Little Is Enough, NeurIPS 2019.
     """
 
     def attack(honest: np.ndarray, f: int) -> np.ndarray:
@@ -52,9 +58,15 @@ def alie(z: float | None = None) -> Attack:
 
 
 def z_max(n: int, f: int) -> float:
-    """Return the largest z at which ALIE hides: with s = floor(n/2 + 1) - f honest rows farther out, f and those s are a majority.
+    """Return the largest number of standard deviations with which ALIE still hides among the honest rows.
 
-    The quantile of the normal distribution at (n - f - s) / (n - f), as in ALIE's algorithm 3, not below 0.
+    It is the quantile of the normal distribution at (n - f - s) / (n - f), but not below 0, with s =
+    floor(n/2 + 1) - f. If s honest rows are farther from the mean than the f Byzantine ones, these two groups
+    are a majority (ALIE, algorithm 3).
+
+    Args:
+        n: the number of rows.
+        f: the number of Byzantine rows.
     """
     s = n // 2 + 1 - f
     share = (n - f - s) / (n - f)
@@ -62,29 +74,38 @@ def z_max(n: int, f: int) -> float:
 
 
 def mimic(victim: int = 0) -> Attack:
-    """Make the attack that repeats the row of honest client ``victim``. Karimireddy et al., ICLR 2022."""
+    """Make the attack that repeats the row of one honest client.
+
+    Args:
+        victim: the number of that client, from 0.
+
+    References:
+        Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, ICLR 2022.
+    """
     return lambda honest, f: _copies(honest[victim % len(honest)], f)
 
 
 def gaussian(sigma: float = 1.0, seed: int = 0) -> Attack:
-    """Make independent noise of standard deviation ``sigma`` about zero, in every coordinate."""
+    """Make the attack that sends normal noise of mean 0 and standard deviation ``sigma`` in every coordinate."""
     return lambda honest, f: np.random.default_rng(seed).normal(0.0, sigma, (f, honest.shape[1]))
 
 
 def constant(value: float) -> Attack:
-    """Make rows of one number: Inf, NaN, or any other."""
+    """Make the attack whose rows hold one number everywhere: Inf, NaN or any other."""
     return lambda honest, f: np.full((f, honest.shape[1]), value)
 
 
 def optimised(family: Callable[[float], Attack], damage: Damage, grid: np.ndarray = GRID) -> Attack:
-    """Make the attack of a family that does the most damage.
+    """Make the attack of a family with the strength that does the most damage.
 
-    Strengths are those of ``grid`` and of its negative, so that it need not be known on which side a rule is weak; the best is
-    refined between its neighbours. Shejwalkar and Houmansadr (NDSS 2021) and ByzFL search on one side only.
+    It tries every strength of ``grid``, positive and negative, because a rule may be weak on either side.
+    Then it refines the best strength between its neighbours. Shejwalkar and Houmansadr (NDSS 2021) and ByzFL
+    search positive strengths only.
 
     Args:
-        family: strength -> attack, whose rows are alike and affine in the strength (FOE, ALIE).
-        damage: of a row that every Byzantine client sends.
+        family: makes an attack from a strength. All rows of the attack are equal, and linear in the strength
+            (FOE, ALIE).
+        damage: returns the server's error if every Byzantine client sends a row.
         grid: strengths > 0, in a geometric series.
     """
 
@@ -128,19 +149,20 @@ ATTACKS: dict[str, Callable[[float], Attack] | None] = {
     "foe-optimised": foe,
     "alie-optimised": alie,
 }
-STRENGTHS = ("foe", "alie", "mimic", "gaussian")  # attacks that take one
-STRENGTH = {"foe": 0.5, "gaussian": 1.0}  # where none is given; alie's is z_max
+STRENGTHS = ("foe", "alie", "mimic", "gaussian")  # attacks with a strength
+STRENGTH = {"foe": 0.5, "gaussian": 1.0}  # the default strengths; alie's is z_max
 
 
 @dataclass(frozen=True)
 class Adversary:
-    """Hold the attack of the Byzantine clients, which are the last of the population.
+    """Describe the Byzantine clients, which are the last ``f`` clients of the population, and their attack.
 
     Attributes:
-        attack: a name of ``ATTACKS``, or an attack of one's own.
+        attack: a name of ``ATTACKS``, or a function ``(honest rows, f) -> rows``.
         f: the number of Byzantine clients.
-        on: what they lie about: ``statistics``, ``updates`` or ``both``.
-        strength: FOE's epsilon, ALIE's z, the noise's standard deviation, mimic's victim; 0: the attack's own default.
+        on: what they send falsely: ``statistics``, ``updates`` or ``both``.
+        strength: FOE's epsilon, ALIE's z, the standard deviation of gaussian, or mimic's victim. 0: the
+            attack's default.
     """
 
     attack: str | Attack
@@ -157,36 +179,36 @@ class Adversary:
 
     @property
     def flips_labels(self) -> bool:
-        """Tell whether the attack is honest training on flipped labels."""
+        """Return whether the Byzantine clients train honestly, but on flipped labels."""
         return self.attack == LABEL_FLIP
 
     def rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
-        """Return the rows of the Byzantine clients.
+        """Return the rows that the Byzantine clients send.
 
         Args:
-            honest: (h, d), the rows of the honest clients.
-            f: how many rows to make.
-            damage: the measure that an optimised attack maximises.
+            honest: rows of the honest clients, (h, d).
+            f: the number of rows to make.
+            damage: the error that an optimised attack maximises.
 
         Returns:
-            (f, d).
+            The rows (f, d).
 
         Raises:
-            ValueError: the attack is on the data.
+            ValueError: the attack is on the training data, and sends no rows of its own.
         """
         if not isinstance(self.attack, str):
             return self.attack(honest, f)
         family = ATTACKS[self.attack]
         if family is None:
-            raise ValueError(f"{self.attack} is an attack on the data")
+            raise ValueError(f"{self.attack} changes the training data, so it makes no rows")
         if self.attack.endswith("-optimised"):
             return optimised(family, damage)(honest, f)
         return family(self.strength or STRENGTH.get(self.attack, 0.0))(honest, f)
 
     def statistics_rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
-        """Return the Byzantine clients' statistics of one layer, as ``rows`` does for (h, 2C): means, then variances.
+        """Return the Byzantine clients' statistics of one layer, as ``rows`` does for rows of C means and C variances.
 
-        Sign flipping leaves the variances (FBN, section 5).
+        Sign flipping changes the means only (FBN, section 5).
         """
         rows = self.rows(honest, f, damage)
         if self.attack == "sign-flip":

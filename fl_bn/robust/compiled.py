@@ -1,16 +1,17 @@
-"""The middle of every column by machine code: the extra ``robust`` (llvmlite).
+"""Medians and trimmed means of columns in machine code. This needs the extra ``robust`` (llvmlite).
 
-What it gains on one thread beside NumPy alone, on float32 tables of 5 to 110 million numbers (10 or 50 rows): the median and the trimmed
-mean are 7 to 15 times as fast (on a quiet machine 5 to 9, benchmarks/results/robust.md). After nearest-neighbour mixing, whose distances
-take most of the time, they are 1.1 to 1.7 times as fast. A defended update (``Defence.update``), which first copies the rows to float64,
-is 1.1 to 1.5 times as fast.
-``benchmarks/robust.py`` repeats the comparison.
+The median and the trimmed mean of float32 tables with 5 to 110 million numbers (10 or 50 rows) are 7 to 15
+times as fast as with NumPy alone, on one thread (5 to 9 times on a quiet machine,
+benchmarks/results/robust.md). After nearest-neighbour mixing they are 1.1 to 1.7 times as fast, because its
+distances take most of the time. A defended update (``Defence.update``) is 1.1 to 1.5 times as fast, because
+it first copies the rows to float64. ``benchmarks/robust.py`` repeats the comparison.
 
-For a number of rows and of values to cut, LLVM makes a function of the pruned sorting network: a straight line of minima and maxima on 32
-bytes of every row at a time, which stay in registers and in the first-level cache. It reads the rows where they lie and sums the middle in
-the order in which ``coordinate`` does on few rows, so that its bits are those of the same network run by NumPy.
+LLVM compiles one function for each number of rows and of values to cut. The function runs the pruned sorting
+network without branches, on 32 bytes of every row at a time. These stay in registers and in the first-level
+cache. It reads the rows without copying them. It adds the middle values in the same order as ``coordinate``
+does for few rows, so its results have the same bits.
 
-Code for 100 rows takes a fifth of a second to make: it is made for large tables only.
+Compiling the function for 100 rows takes a fifth of a second, so only large tables use it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import numpy as np
 
 from fl_bn.robust.networks import Keep, selection
 
-WORTH = 1 << 22  # numbers in a table from which the code repays its making within a few calls
-MOST = 128  # rows; the code grows faster than they do
+WORTH = 1 << 22  # numbers in a table above which compiling pays off within a few calls
+MOST = 128  # the most rows; the code grows faster than their number
 VECTOR = 32  # bytes of a row in one operation
 AHEAD = 256  # bytes of a row that are fetched before they are needed
 
@@ -35,12 +36,12 @@ class Middle:
 
     Attributes:
         n: the number of rows.
-        dtype: float32 or float64, of rows and results.
-        lanes: columns in one operation.
+        dtype: float32 or float64, for rows and results.
+        lanes: the number of columns that one operation covers.
     """
 
     def __init__(self, engine: Any, n: int, double: bool) -> None:
-        self._engine = engine  # owns the code
+        self._engine = engine  # keeps the machine code alive
         self._code = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)(
             engine.get_function_address("middle")
         )
@@ -48,14 +49,14 @@ class Middle:
         self.lanes = VECTOR // self.dtype.itemsize
 
     def of_rows(self, rows: Sequence[Any], out: np.ndarray) -> bool:
-        """Fill ``out`` from ``rows``.
+        """Compute the averages of the columns of ``rows``, and write them into ``out``.
 
         Args:
-            rows: n arrays (width,), each contiguous.
-            out: (width,).
+            rows: n contiguous arrays (width,).
+            out: receives the averages, (width,).
 
         Returns:
-            Whether all numbers are finite. If not, ``out`` means nothing.
+            Whether all numbers are finite. If not, ``out`` holds no valid result.
         """
         if len(out) < self.lanes:
             return self._of_few(np.stack(rows), out)
@@ -63,13 +64,13 @@ class Middle:
         return self._run(np.array(addresses, np.uintp), out)
 
     def of_block(self, block: np.ndarray, out: np.ndarray) -> bool:
-        """Fill ``out`` as ``of_rows`` does, from a block (n, width) whose rows are contiguous."""
+        """Compute the averages as ``of_rows`` does, for a block (n, width) with contiguous rows."""
         if len(out) < self.lanes:
             return self._of_few(block, out)
         return self._run(block.ctypes.data + np.arange(len(block), dtype=np.uintp) * np.uintp(block.strides[0]), out)
 
     def _of_few(self, block: np.ndarray, out: np.ndarray) -> bool:
-        """Fill ``out`` of fewer columns than one operation takes."""
+        """Compute the averages of a block with fewer columns than one operation covers."""
         if not len(out):
             return True
         padded, values = np.zeros((self.n, self.lanes), self.dtype), np.empty(self.lanes, self.dtype)
@@ -84,15 +85,15 @@ class Middle:
 
 @lru_cache(maxsize=64)
 def middle(n: int, trim: int, double: bool) -> Middle | None:
-    """Make the function for ``n`` rows of which ``trim`` values are cut at either end.
+    """Make the function that averages columns of ``n`` rows without ``trim`` values at either end.
 
     Args:
         n: the number of rows.
-        trim: how many of the smallest and of the largest values of a column do not count.
-        double: whether rows are float64.
+        trim: how many of the smallest, and how many of the largest values of a column are left out.
+        double: whether the rows are float64 instead of float32.
 
     Returns:
-        The function; None without llvmlite, or for more than ``MOST`` rows.
+        The function. None if llvmlite is missing, or for more than ``MOST`` rows.
     """
     try:
         import llvmlite.binding as llvm
@@ -110,9 +111,15 @@ def middle(n: int, trim: int, double: bool) -> Middle | None:
 
 
 def code(n: int, trim: int, double: bool) -> str:
-    """Write the function in LLVM's language: ``middle(addresses of the rows, columns, out)`` gives 0 if all numbers are finite.
+    """Write LLVM code for the function ``middle(addresses of the rows, number of columns, out)``.
 
-    The last step goes back to where a whole vector remains.
+    The function returns 0 if all numbers are finite. If the number of columns is no multiple of a vector's,
+    its last step computes the last whole vector, and so some columns twice.
+
+    Args:
+        n: the number of rows.
+        trim: how many of the smallest, and how many of the largest values of a column are left out.
+        double: whether the rows are float64 instead of float32.
     """
     number, size = ("double", 8) if double else ("float", 4)
     lanes = VECTOR // size
@@ -128,7 +135,7 @@ def code(n: int, trim: int, double: bool) -> str:
         f" %before = phi {vector} [zeroinitializer, %entry], [%seen, %loop]",
         " %at = call i64 @llvm.smin.i64(i64 %step, i64 %last)",
     ]
-    sums = ["%before", *["zeroinitializer"] * 3]  # of 0 * number, NaN once one is not finite; four, not to wait for one another
+    sums = ["%before", *["zeroinitializer"] * 3]  # sums of 0 * number, NaN if any is not finite; four sums can be added in parallel
     for i in range(n):
         lines += [
             f" %entry{i} = getelementptr ptr, ptr %rows, i64 {i}\n %row{i} = load ptr, ptr %entry{i}, !invariant.load !0",
@@ -161,7 +168,7 @@ def code(n: int, trim: int, double: bool) -> str:
 
 
 def _sum(lines: list[str], vector: str, name: str, values: list[str]) -> str:
-    """Append the sum of ``values``, from first to last, to ``lines``; return the sum's name."""
+    """Append the additions of ``values``, in order, to ``lines``, and return the name of their sum."""
     total = values[0]
     for k, value in enumerate(values[1:]):
         lines.append(f" %{name}{k} = fadd {vector} {total}, {value}")

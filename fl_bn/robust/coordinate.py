@@ -1,8 +1,8 @@
-"""Pass 2: order statistics of every column of a block (n, width).
+"""Pass 2 of a rule: order statistics of every column of a block (n, width), such as its median.
 
-Up to 24 rows a pruned sorting network runs over whole rows with minimum and maximum; above, the block is transposed in strips and sorted
-along its contiguous axis, where NumPy's vectorised sort lives. Blocks are scratch: the kernels overwrite them. ``compiled`` does the same
-for large tables several times as fast.
+For up to 24 rows, a pruned sorting network takes minima and maxima of whole rows. For more rows, the block is
+transposed in strips and sorted along the contiguous axis, where NumPy's sort is fast. The functions overwrite
+their blocks. ``compiled`` computes the same for large tables several times as fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from fl_bn.robust.networks import Keep, selection
 from fl_bn.robust.table import to_numpy
 
-NETWORK = 24  # rows up to which a network beats a sort
+NETWORK = 24  # the most rows for which a network is faster than a sort
 STRIP = 128  # columns per transposed strip: (128, n) fits a first-level cache
 
 
@@ -42,7 +42,7 @@ def trimmed_mean(block: Any, trim: int) -> Any:
 
 
 def median(block: Any) -> Any:
-    """Return the middle value (width,) of every column; of an even number of rows the mean of the two middle ones."""
+    """Return the middle value (width,) of every column. For an even number of rows it is the mean of the two middle values."""
     return trimmed_mean(block, (len(block) - 1) // 2)
 
 
@@ -65,9 +65,10 @@ def _network(block: Any, trim: int) -> list[Any]:
 
 
 def _median_of_bits(block: np.ndarray, trim: int) -> np.ndarray:
-    """Return the median by the floats' bit patterns, read as integers: NumPy sorts those in two thirds of the time.
+    """Return the median by sorting the floats' bit patterns as integers. NumPy sorts integers in two thirds of the time.
 
-    As integers the negative numbers come first, but in descending order: the k-th smallest of m negatives is at m - 1 - k.
+    As integers, negative floats come first but in descending order: the k-th smallest of m negative values is
+    at index m - 1 - k.
     """
     n, width = block.shape
     bits = block.view(np.int64 if block.dtype == np.float64 else np.int32)
@@ -80,7 +81,7 @@ def _median_of_bits(block: np.ndarray, trim: int) -> np.ndarray:
 
 
 def _sorted_columns(block: np.ndarray) -> np.ndarray:
-    """Return ``block`` (n, width) transposed, each of its columns sorted: (width, n)."""
+    """Sort every column of ``block`` (n, width), and return the transposed result (width, n)."""
     columns = np.empty((block.shape[1], len(block)), block.dtype)
     for at in range(0, block.shape[1], STRIP):
         strip = columns[at : at + STRIP]
@@ -93,11 +94,12 @@ def weighted_median(block: Any, weights: np.ndarray) -> np.ndarray:
     """Return the weighted median of every column.
 
     Args:
-        block: (n, width).
-        weights: (n,), of the rows.
+        block: values (n, width).
+        weights: weights of the rows (n,), each at least 0.
 
     Returns:
-        (width,): the value with half of the weight on either side; the mean of two values where it falls between them.
+        The medians (width,). Half of the weight is on either side of a median. If that holds between two
+            values, their mean is returned.
     """
     values, cumulated = _cumulated(block, weights)
     half, column = cumulated[-1] / 2, np.arange(block.shape[1])
@@ -109,21 +111,21 @@ def weighted_median(block: Any, weights: np.ndarray) -> np.ndarray:
 
 
 def weighted_trimmed_mean(block: Any, weights: np.ndarray, trim: float) -> np.ndarray:
-    """Return the weighted mean of every column without the weight ``trim`` at either end.
+    """Return the weighted mean of every column after cutting the weight ``trim`` at either end.
 
     Args:
-        block: (n, width).
-        weights: (n,), of the rows.
-        trim: the part of the total weight to cut, in the unit of ``weights``.
+        block: values (n, width).
+        weights: weights of the rows (n,), each at least 0.
+        trim: the weight to cut at either end, in the unit of ``weights``.
 
     Returns:
-        (width,).
+        The means (width,).
     """
     values, cumulated = _cumulated(block, weights)
     before = np.concatenate([np.zeros((1, block.shape[1])), cumulated[:-1]])
     total = cumulated[-1]
     inside = np.clip(np.minimum(cumulated, total - trim) - np.maximum(before, trim), 0.0, None)
-    inside = np.where(inside < 1e-12 * total, 0.0, inside)  # else rounding leaves a trimmed value a grain of weight
+    inside = np.where(inside < 1e-12 * total, 0.0, inside)  # rounding errors must not leave weight to a trimmed value
     kept: np.ndarray = np.where(inside > 0, values * inside, 0.0).sum(0) / inside.sum(0)
     return kept
 

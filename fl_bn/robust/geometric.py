@@ -1,8 +1,9 @@
-"""Rules that pull towards rows by distance alone, worked out on the n weights.
+"""Rules that use distances between rows only: the geometric median and centred clipping.
 
-Both start at the row in the midst of all and stay in affine combinations of the rows, so they move with a common shift of them.
-A row farther out than ``HORIZON`` usual distances is pulled in to there first: its direction is all that counts, and its square would drown
-the others' digits.
+Both compute with the n weights of the rows instead of d coordinates. They start at the medoid, the row in the
+middle of the others. All their points are weighted means of rows, so adding a vector to every row adds it to
+the result. A row farther than ``HORIZON`` usual distances from the medoid is first pulled in to that
+distance: otherwise its large square would cost the other rows their precision.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ ITERATIONS = 10_000
 
 
 class _Scene:
-    """Hold the rows about the medoid m: coordinates b stand for the point x_m + sum_k b_k s_k (x_k - x_m)."""
+    """Hold the rows relative to the medoid m. Coordinates b stand for the point x_m + sum_k b_k s_k (x_k - x_m)."""
 
     def __init__(self, gram: Gram, reach: float = 0.0) -> None:
         self.n = len(gram.products)
         squares = gram.squared_distances
         self.m = medoid(squares)
         away = np.sqrt(squares[self.m])
-        self.usual = float(np.sort(away)[self.n // 2])  # among the nearest majority, itself one of them: no f rows can raise it
+        self.usual = float(np.sort(away)[self.n // 2])  # the distance to the nearest majority of rows: f Byzantine rows cannot raise it
         horizon = max(HORIZON * self.usual, 10 * reach)
         self.scale = np.where(away > horizon, horizon / np.where(away > 0, away, 1.0), 1.0) if horizon > 0 else np.ones(self.n)
         self.products = gram.about(self.m) * np.outer(self.scale, self.scale)
@@ -36,11 +37,11 @@ class _Scene:
         return lengths
 
     def length(self, b: np.ndarray) -> float:
-        """Return the length of the difference ``b`` of two points."""
+        """Return the length of the vector whose coordinates are ``b``, a difference of two points."""
         return float(np.sqrt(max(b @ self.products @ b, 0.0)))
 
     def weights(self, b: np.ndarray) -> np.ndarray:
-        """Return the point ``b`` as weights (n,) of the rows themselves, their sum 1."""
+        """Convert the point ``b`` to weights (n,) of the original rows. They sum to 1."""
         w = b * self.scale
         w[self.m] = 0.0
         w[self.m] = 1.0 - w.sum()
@@ -48,12 +49,15 @@ class _Scene:
 
 
 def weiszfeld(gram: Gram, weights: np.ndarray | None, tolerance: float) -> np.ndarray:
-    """Return the weights (n,) of the geometric median.
+    """Compute the geometric median as weights of the rows.
 
     Args:
         gram: inner products of the n rows.
-        weights: (n,), of the rows; None: all alike.
-        tolerance: the movement at which to stop, as a share of the usual distance.
+        weights: weights of the rows (n,). None: all rows count alike.
+        tolerance: the iteration stops when it moves by less than this share of the usual distance.
+
+    Returns:
+        Weights (n,), which sum to 1.
     """
     scene = _Scene(gram)
     w = np.full(scene.n, 1 / scene.n) if weights is None else weights
@@ -68,7 +72,7 @@ def weiszfeld(gram: Gram, weights: np.ndarray | None, tolerance: float) -> np.nd
         if not pull.any():
             break
         target = pull / pull.sum()
-        if here.any():  # at a data point: leave it only if the others pull harder than it holds
+        if here.any():  # at a row: leave it only if the other rows' pull is stronger than its weight
             force = pull.sum() * scene.length(target - b)
             hold = float(w[here].sum())
             if force <= hold:
@@ -82,13 +86,16 @@ def weiszfeld(gram: Gram, weights: np.ndarray | None, tolerance: float) -> np.nd
 
 
 def clip(gram: Gram, weights: np.ndarray | None, radius: float | None, steps: int) -> np.ndarray:
-    """Return the weights (n,) of the result of centred clipping.
+    """Compute the result of centred clipping as weights of the rows.
 
     Args:
         gram: inner products of the n rows.
-        weights: (n,), of the rows; None: all alike.
-        radius: to which differences are clipped; None: the usual distance.
+        weights: weights of the rows (n,). None: all rows count alike.
+        radius: the length to which differences are clipped. None: the usual distance.
         steps: the number of iterations.
+
+    Returns:
+        Weights (n,), which sum to 1.
     """
     scene = _Scene(gram, radius or 0.0)
     w = np.full(scene.n, 1 / scene.n) if weights is None else weights

@@ -1,7 +1,8 @@
-"""Pass 1: the inner products of all rows, block by block. Distances, and with them NNM, Krum and the geometric median, need no more.
+"""Pass 1 of a rule: the inner products of all rows, computed block by block.
 
-With C the Gram matrix of the rows about some centre, |sum_k w_k (x_k - centre)|^2 = w' C w: whatever is a linear combination of rows is
-handled as its n weights, and no vector of d numbers is touched before the last pass.
+Distances follow from inner products, and NNM, Krum and the geometric median need no more. Let C be the Gram
+matrix of the rows about some centre. Then |sum_k w_k (x_k - centre)|^2 = w' C w. So a linear combination of
+rows is handled as n weights, and its d coordinates are computed only in the last pass.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 
 from fl_bn.robust.table import NonFinite, Table, to_numpy
 
-FLOAT32_LOSS = 0.05  # smallest share of squared distance in the squared norms that float32 products resolve to five digits
+FLOAT32_LOSS = 0.05  # float32 resolves a squared distance to five digits if it is at least this share of the squared norms
 FLOAT64_LOSS = 1e-9
-FEW = 12  # rows up to which torch (MKL) multiplies them four times as fast as NumPy (OpenBLAS)
+FEW = 12  # up to this number of rows torch (MKL) is four times as fast as NumPy (OpenBLAS)
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Gram:
 
     Attributes:
         products: (n, n), float64.
-        centre: the row that the products are about; None: the origin.
+        centre: the index of the row that is subtracted from all rows. None: no row is subtracted.
     """
 
     products: np.ndarray
@@ -32,7 +33,7 @@ class Gram:
 
     @property
     def squared_distances(self) -> np.ndarray:
-        """Return the squared distances (n, n) between the rows, the diagonal zero."""
+        """Return the squared distances (n, n) between the rows. The diagonal is zero."""
         norms = np.diag(self.products)
         squares: np.ndarray = np.maximum(norms[:, None] + norms[None, :] - 2 * self.products, 0.0)
         np.fill_diagonal(squares, 0.0)
@@ -43,24 +44,25 @@ class Gram:
         return Gram(mix @ self.products @ mix.T)
 
     def about(self, row: int) -> np.ndarray:
-        """Return the products about ``row``."""
+        """Return the inner products (n, n) after ``row`` is subtracted from all rows."""
         products = self.products
         centred: np.ndarray = products - products[row][None, :] - products[:, row][:, None] + products[row, row]
         return centred
 
 
 def gram(table: Table, checked: bool = False) -> Gram:
-    """Compute the inner products of a table's rows, as exact as distances between the rows need.
+    """Compute the inner products of a table's rows, precisely enough for the distances between rows.
 
-    float32 rows are multiplied in float32 and summed over blocks in float64. Where the rows have so much in common that their
-    differences drown in rounding, once more in float64, and then about a row in their midst.
+    float32 rows are multiplied in float32, and the blocks are summed in float64. If the rows are so similar
+    that rounding hides their differences, the products are computed again in float64. If that is not enough,
+    a row in the middle of the others is subtracted first.
 
     Args:
         table: the rows.
         checked: whether the rows are known to be finite.
 
     Returns:
-        The products, about the origin or about a row.
+        The inner products.
 
     Raises:
         NonFinite: a row is not finite, or so large that its square overflows float64.
@@ -77,9 +79,9 @@ def gram(table: Table, checked: bool = False) -> Gram:
 
 
 def medoid(squared_distances: np.ndarray) -> int:
-    """Return the row whose nearest majority is nearest: among the honest rows if these are the majority.
+    """Return the index of the row in the middle of the others: its distance to the nearest majority of rows is the smallest.
 
-    Sums decide between equals.
+    If most rows are honest, it is near honest rows. Among equal rows, the smallest sum of distances decides.
 
     Args:
         squared_distances: (n, n).
@@ -90,15 +92,15 @@ def medoid(squared_distances: np.ndarray) -> int:
 
 
 def _lost(products: np.ndarray, loss: float) -> bool:
-    """Tell whether some squared distance is so small beside the squared norms that its digits are rounding errors.
+    """Return whether rounding errors dominate a squared distance, because it is small beside the squared norms.
 
-    Of rows closer than usual (copies, say) it is enough to know that.
+    Rows that are closer than usual, such as copies, need no exact distance.
     """
     n = len(products)
     if n < 2:
         return False
     squares, norms = Gram(products).squared_distances, np.diag(products)
-    usual = np.sort(squares, axis=1)[:, n // 2].min()  # of the tightest majority: no f rows can raise it
+    usual = np.sort(squares, axis=1)[:, n // 2].min()  # the usual distance within the tightest majority: f Byzantine rows cannot raise it
     return bool((np.maximum(squares, usual) < loss * (norms[:, None] + norms[None, :])).any())
 
 

@@ -1,9 +1,11 @@
-"""Sorting networks, pruned to the outputs that a rule needs.
+"""Sorting networks without the parts that a rule does not need.
 
-Batcher's odd-even merge sort for any number of wires, walked backwards: an exchange whose outputs nobody reads goes, of one with
-a single reader only that minimum or maximum stays, and two outputs that are only ever added to one sum need no order.
+The full network is Batcher's odd-even merge sort for any number of wires. ``selection`` walks it backwards.
+It removes an exchange if nobody reads its outputs. It keeps only the minimum or the maximum if only that one
+is read. Two outputs that are only added to one sum need no order.
 
-Knuth, The Art of Computer Programming, volume 3, section 5.3.4.
+References:
+    Knuth, The Art of Computer Programming, volume 3, section 5.3.4.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import NamedTuple
 
 
 class Keep(IntFlag):
-    """Say which outputs of a compare-exchange are read later: the minimum (LOW), the maximum (HIGH), or BOTH."""
+    """Name the outputs of a compare-exchange that are read later: the minimum (LOW), the maximum (HIGH), or BOTH."""
 
     LOW = 1
     HIGH = 2
@@ -22,7 +24,7 @@ class Keep(IntFlag):
 
 
 class Exchange(NamedTuple):
-    """Give wire ``low`` the minimum of both and wire ``high`` the maximum, as far as ``keep`` says."""
+    """Compare two wires: ``low`` gets the minimum and ``high`` the maximum, if ``keep`` includes them."""
 
     low: int
     high: int
@@ -30,10 +32,10 @@ class Exchange(NamedTuple):
 
 
 def batcher(n: int) -> list[tuple[int, int]]:
-    """Return pairs ``(i, j)``, i < j, that sort ``n`` wires in ascending order when exchanged one after the other.
+    """Return pairs ``(i, j)``, i < j. Exchanging them one after the other sorts ``n`` wires in ascending order.
 
-    Depth first: a half is sorted before the other half begins, so that the wires of neighbouring exchanges are still in registers or
-    in the first-level cache.
+    One half is sorted before the other half begins. So the wires of neighbouring exchanges are still in
+    registers or in the first-level cache.
     """
     pairs: list[tuple[int, int]] = []
 
@@ -52,26 +54,26 @@ def batcher(n: int) -> list[tuple[int, int]]:
             merge(start, size, 1)
 
     sort(0, 1 << max(0, n - 1).bit_length())
-    return [(i, j) for i, j in pairs if j < n]  # wires from n on hold +Inf, and keep it
+    return [(i, j) for i, j in pairs if j < n]  # the wires from n on would hold +Inf all the time
 
 
 @lru_cache
 def selection(n: int, trim: int) -> tuple[Exchange, ...]:
-    """Return exchanges after which wires ``trim .. n - trim - 1`` hold the middle order statistics, in no particular order.
+    """Return exchanges after which wires ``trim .. n - trim - 1`` hold the middle values, in no particular order.
 
     Args:
         n: the number of values.
-        trim: how many are cut at either end.
+        trim: how many values are cut at either end.
 
     Returns:
-        The exchanges, to be made one after the other.
+        The exchanges, in the order in which to make them.
 
     Raises:
-        ValueError: nothing would remain.
+        ValueError: ``trim`` leaves no value.
     """
     if trim < 0 or 2 * trim >= n:
-        raise ValueError(f"trimming {trim} of {n} values on either side leaves none")
-    SUMMED, READ = 1, 2  # a wire read only by the final sum, or by an exchange
+        raise ValueError(f"expected to trim fewer than half of {n} values at either end, but got {trim}: no value would be left")
+    SUMMED, READ = 1, 2  # a wire is read only by the final sum, or also by an exchange
     wanted = dict.fromkeys(range(trim, n - trim), SUMMED)
     kept: list[Exchange] = []
     for low, high in reversed(batcher(n)):

@@ -1,12 +1,15 @@
-"""Robust rules: n rows, at most f of them Byzantine, become one.
+"""Robust rules: they combine n rows, of which at most f are Byzantine, into one.
 
-Stateless functions ``rule(rows, f) -> Outcome(value, report)``. ``rows``: a matrix (n, d), a list of vectors, or a list of named layers
-``{name: array}`` of any shapes; NumPy or torch, on the CPU or a GPU; the value looks like one of the rows. Inputs are never changed. A row
-with NaN or Inf is Byzantine: it leaves before anything is sorted or multiplied, and f goes down by one. Rows count alike unless ``weights``
-are given, which are capped so that the f heaviest hold less than half.
+A rule is a function ``rule(rows, f) -> Outcome(value, report)`` without state. ``rows`` is a matrix (n, d), a
+list of vectors, or a list of named layers ``{name: array}`` of any shapes. The arrays are NumPy's or torch's,
+on the CPU or a GPU. The value has the same form as one row. Inputs are never changed.
 
-Two passes over the data serve every rule and every combination: ``gram`` (distances), then a fused mix and coordinate rule in blocks of
-columns. Pre-aggregations take the rule that follows: ``nnm(rows, f, then=median)``.
+A row with NaN or Inf counts as Byzantine. It is removed first, and f goes down by one. All rows count alike
+unless ``weights`` are given. Weights come from the clients, so they are capped: the f heaviest rows hold less
+than half of the total.
+
+A rule passes over the data at most twice. ``gram`` computes the distances. Then one pass in blocks of columns
+mixes the rows and combines them. Pre-aggregations take the rule that follows: ``nnm(rows, f, then=median)``.
 """
 
 from __future__ import annotations
@@ -29,18 +32,19 @@ class Rule(Protocol):
     """Combine n rows, at most f of them Byzantine: ``(rows, f) -> Outcome``."""
 
     def __call__(self, rows: Rows | View, f: int = 0) -> Outcome:
-        """Return the rule's value and report."""
+        """Combine ``rows``, at most ``f`` of them Byzantine, and return the value with its report."""
 
     def __hash__(self) -> int: ...
 
 
 def mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Outcome:
-    """Return the weighted mean, accumulated in float64: no defence beyond the cap on ``weights``.
+    """Return the weighted mean, accumulated in float64. It is no defence, except that ``weights`` are capped.
 
     Args:
         rows: n rows, at most f of them Byzantine.
-        f: the number of Byzantine rows to withstand.
-        weights: (n,), claims that are capped; None: all rows count alike.
+        f: the number of Byzantine rows. It only limits the weights.
+        weights: the clients' weights (n,), which are capped so that the f heaviest hold less than half of the
+            total. None: all rows count alike.
     """
 
     def rule(view: View) -> Outcome:
@@ -50,14 +54,16 @@ def mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Ou
 
 
 def median(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Outcome:
-    """Return the coordinate-wise median; of an even number of rows the mean of the two middle values.
-
-    Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
+    """Return the coordinate-wise median. For an even number of rows it is the mean of the two middle values.
 
     Args:
         rows: n rows, at most f of them Byzantine.
         f: the number of Byzantine rows to withstand.
-        weights: (n,), claims that are capped; None: all rows count alike.
+        weights: the clients' weights (n,), which are capped so that the f heaviest hold less than half of the
+            total. None: all rows count alike.
+
+    References:
+        Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
     """
 
     def rule(view: View) -> Outcome:
@@ -71,12 +77,16 @@ def median(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> 
 def trimmed_mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = None) -> Outcome:
     """Return the coordinate-wise mean without the f smallest and the f largest values.
 
-    With weights, the mass that the f heaviest rows hold is cut at either end. Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
+    With weights, the cut at either end is as much weight as the f heaviest rows hold.
 
     Args:
         rows: n rows, at most f of them Byzantine.
         f: the number of Byzantine rows to withstand.
-        weights: (n,), claims that are capped; None: all rows count alike.
+        weights: the clients' weights (n,), which are capped so that the f heaviest hold less than half of the
+            total. None: all rows count alike.
+
+    References:
+        Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
     """
 
     def rule(view: View) -> Outcome:
@@ -89,28 +99,33 @@ def trimmed_mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = Non
 
 
 def krum(rows: Rows | View, f: int = 0) -> Outcome:
-    """Return the row with the smallest sum of squared distances to its n - f - 2 nearest others; the first of equals.
-
-    Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
+    """Return the row with the smallest sum of squared distances to its n - f - 2 nearest rows; the first of several.
 
     Args:
         rows: n rows, at most f of them Byzantine.
         f: the number of Byzantine rows to withstand.
+
+    References:
+        Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
     """
     return multi_krum(rows, f, select=1)
 
 
 def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neighbours: int | None = None) -> Outcome:
-    """Return the mean of the rows with the best Krum scores. Blanchard et al., NeurIPS 2017.
+    """Return the mean of the rows with the smallest sums of squared distances to their nearest rows.
 
     Args:
         rows: n rows, at most f of them Byzantine.
         f: the number of Byzantine rows to withstand.
-        select: the number of rows to average; None: n - f.
-        neighbours: over how many of its nearest rows a row is scored; None: n - f - 2, as in the paper. ByzFL counts n - f - 1.
+        select: the number of rows to average. None: n - f.
+        neighbours: the number of nearest rows in each sum. None: n - f - 2, as in the paper. ByzFL uses n - f
+            - 1.
 
     Raises:
         ValueError: ``select`` or ``neighbours`` is below 1, or there are too few rows.
+
+    References:
+        Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
     """
     if select is not None and select < 1 or neighbours is not None and neighbours < 1:
         raise ValueError(f"multi-Krum needs select and neighbours >= 1, but got {select} and {neighbours}")
@@ -131,13 +146,18 @@ def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neig
 def geometric_median(rows: Rows | View, f: int = 0, *, weights: Weights | None = None, tolerance: float = 1e-10) -> Outcome:
     """Return the point with the smallest sum of distances to the rows.
 
-    Weiszfeld's iteration with Vardi and Zhang's step at data points (PNAS 2000), on the n weights instead of the d columns.
+    It is found by Weiszfeld's iteration, with the step of Vardi and Zhang at a row. The iteration changes n
+    weights instead of d coordinates.
 
     Args:
         rows: n rows, at most f of them Byzantine.
         f: the number of Byzantine rows to withstand.
-        weights: (n,), claims that are capped; None: all rows count alike.
-        tolerance: the movement at which the iteration stops, as a share of the rows' usual distance.
+        weights: the clients' weights (n,), which are capped so that the f heaviest hold less than half of the
+            total. None: all rows count alike.
+        tolerance: the iteration stops when it moves by less than this share of the rows' usual distance.
+
+    References:
+        Vardi and Zhang, The multivariate L1-median, PNAS 2000.
     """
 
     def rule(view: View) -> Outcome:
@@ -149,20 +169,24 @@ def geometric_median(rows: Rows | View, f: int = 0, *, weights: Weights | None =
 def centered_clipping(
     rows: Rows | View, f: int = 0, *, radius: float | None = None, steps: int = 10, weights: Weights | None = None
 ) -> Outcome:
-    """Iterate ``v <- v + mean(min(1, radius / |x - v|) (x - v))`` from the row in the midst of all.
+    """Iterate ``v <- v + mean(min(1, radius / |x - v|) (x - v))``, starting at the row in the middle of the others.
 
-    Karimireddy et al., Learning from History for Byzantine Robust Optimization, ICML 2021 (there v starts at the aggregate of the
-    round before).
+    In the paper, v starts at the aggregate of the round before.
 
     Args:
         rows: n rows, at most f of them Byzantine.
         f: the number of Byzantine rows to withstand.
-        radius: to which differences are clipped; None: the median distance from the first v to the rows.
+        radius: the length to which differences are clipped. None: the median distance of the rows from the
+            first v.
         steps: the number of iterations.
-        weights: (n,), claims that are capped; None: all rows count alike.
+        weights: the clients' weights (n,), which are capped so that the f heaviest hold less than half of the
+            total. None: all rows count alike.
 
     Raises:
         ValueError: ``radius`` or ``steps`` is out of range, or there are too few rows.
+
+    References:
+        Karimireddy et al., Learning from History for Byzantine Robust Optimization, ICML 2021.
     """
     if radius is not None and not radius > 0 or steps < 1:
         raise ValueError(f"centered clipping needs radius > 0 and steps >= 1, but got {radius} and {steps}")
@@ -174,14 +198,17 @@ def centered_clipping(
 
 
 def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
-    """Mix every row with its nearest neighbours, to the mean of its n - f nearest (itself one of them), and apply ``then``.
+    """Replace every row by the mean of its n - f nearest rows, itself included, and apply ``then`` (nearest-neighbour mixing).
 
-    Of equally near rows the first come first. Allouah et al., Fixing by Mixing, AISTATS 2023.
+    Of equally near rows, the first are taken.
 
     Args:
         rows: n rows, at most f of them Byzantine.
         f: the number of Byzantine rows to withstand.
         then: the rule for the mixed rows.
+
+    References:
+        Allouah et al., Fixing by Mixing, AISTATS 2023.
     """
 
     def rule(view: View) -> Outcome:
@@ -195,19 +222,20 @@ def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
 
 
 def bucketing(rows: Rows | View, f: int = 0, *, then: Rule = median, size: int = 2, seed: int = 0) -> Outcome:
-    """Shuffle the rows into buckets, average each bucket, and apply ``then`` to the means.
-
-    Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, ICLR 2022.
+    """Shuffle the rows into buckets, average each bucket, and apply ``then`` to the averages.
 
     Args:
         rows: n rows, at most f of them Byzantine.
         f: the number of Byzantine rows to withstand.
-        then: the rule for the buckets' means.
+        then: the rule for the buckets' averages.
         size: the number of rows in a bucket.
-        seed: of the shuffle.
+        seed: the seed of the shuffle.
 
     Raises:
         ValueError: ``size`` is below 1, or there are too few rows.
+
+    References:
+        Karimireddy et al., Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, ICLR 2022.
     """
     if size < 1:
         raise ValueError(f"buckets need a size of at least 1, but got {size}")
@@ -239,10 +267,10 @@ PREAGGREGATIONS: dict[str, Any] = {"nnm": nnm, "bucketing": bucketing}
 
 
 def rule_named(name: str) -> Rule:
-    """Return the rule of a name: ``"median"``, ``"nnm+trimmed-mean"``, ``"bucketing+nnm+krum"``.
+    """Return the rule with a name such as ``"median"``, ``"nnm+trimmed-mean"`` or ``"bucketing+nnm+krum"``.
 
     Args:
-        name: pre-aggregations from left to right, and then the rule, joined by ``+``.
+        name: the pre-aggregations in the order in which they apply, then the rule, joined by ``+``.
 
     Raises:
         ValueError: a part of the name is unknown.

@@ -1,8 +1,9 @@
-"""Rows of any kind, read in blocks of columns that fit a core's cache.
+"""Rows of any form, read in blocks of columns that fit a core's cache.
 
-A ``Table`` is n rows of d numbers: vectors, the rows of a matrix, or named layers of any shape. Nothing is flattened or copied as a whole:
-``blocks`` walks over the columns, ``load`` gathers one block (n, width) in a scratch buffer, ``Output`` scatters a block of results.
-NumPy arrays and torch tensors on the CPU are read by NumPy, tensors on a GPU by torch.
+A ``Table`` is n rows of d numbers: vectors, rows of a matrix, or named layers of any shape. It never copies
+or flattens all of them at once. ``blocks`` yields ranges of columns. ``load`` copies one block (n, width)
+into a buffer. ``Output`` collects the results block by block. NumPy arrays and torch tensors on the CPU are
+read by NumPy, tensors on a GPU by torch.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from torch import Tensor
 Array = np.ndarray | Tensor
 Rows = Sequence[Array] | Array | Sequence[Mapping[str, Array]]
 
-BLOCK_BYTES = 1 << 19  # of one block on the CPU: with its sorted or mixed copy and the results it stays in a second-level cache
+BLOCK_BYTES = 1 << 19  # the size of a block on the CPU: the block, a sorted or mixed copy and the results fit a second-level cache
 GPU_BLOCK_BYTES = 4 << 20
-PAD = 16  # columns between the rows of a block: a power of two there makes rows compete for the same cache lines
+PAD = 16  # unused columns after each row of a block: with a power of two, rows would compete for the same cache lines
 
 
 class NonFinite(ArithmeticError):
-    """A block holds NaN or Inf, or numbers whose sum overflows."""
+    """Signal that a block holds NaN or Inf, or numbers whose sum overflows."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Hold one layer: columns ``start .. start + size`` of every row.
+    """Describe one layer: columns ``start .. start + size`` of every row.
 
     Attributes:
-        name: of the layer; None: the rows are vectors.
-        shape: of the layer.
+        name: the layer's name. None: the rows are vectors, and have no layers.
+        shape: the layer's shape.
         start: its first column.
         size: its number of columns.
-        rows: n flat views.
+        rows: the layer in each row, as n flat arrays that share memory with the rows where possible.
     """
 
     name: str | None
@@ -48,7 +49,7 @@ class Segment:
 
 
 class Table:
-    """Hold n rows of d columns. Results take type, dtype and device of ``like``, the first row as it was given."""
+    """Hold n rows of d columns. Results have the type, dtype and device of ``like``, which is the first row as the caller gave it."""
 
     def __init__(self, segments: list[Segment], like: Array | Mapping[str, Array]) -> None:
         self.segments, self.like = segments, like
@@ -61,10 +62,10 @@ class Table:
 
     @classmethod
     def of(cls, rows: Rows) -> Table:
-        """Make a table of a matrix, of a list of vectors, or of a list of named layers.
+        """Make a table from a matrix, a list of vectors, or a list of named layers.
 
         Raises:
-            ValueError: rows differ in names or shapes, or are no floating-point numbers.
+            ValueError: rows differ in names or shapes, or hold no floating-point numbers.
         """
         if isinstance(rows, np.ndarray | Tensor) and rows.ndim != 2:
             raise ValueError(f"expected a matrix (n, d) or a list of rows, but got an array of shape {tuple(rows.shape)}")
@@ -77,7 +78,7 @@ class Table:
         return cls(list(_segments(listed, named=True)), listed[0])
 
     def keep(self, chosen: Sequence[int]) -> Table:
-        """Return the table of the rows ``chosen`` alone."""
+        """Return a table of the rows with the indices ``chosen``."""
         segments = [Segment(s.name, s.shape, s.start, s.size, [s.rows[i] for i in chosen]) for s in self.segments]
         return Table(segments, self.like)
 
@@ -89,7 +90,7 @@ class Table:
 
     @property
     def in_place(self) -> bool:
-        """Tell whether machine code may read the rows where they lie: all are float32 and contiguous."""
+        """Return whether machine code may read the rows without a copy: all are float32 and contiguous."""
         rows = (row for segment in self.segments for row in segment.rows)
         return all(isinstance(row, np.ndarray) and row.dtype == np.float32 and row.flags.c_contiguous for row in rows)
 
@@ -99,7 +100,7 @@ class Table:
         return max(64, limit // ((8 if self.double else 4) * self.n) // 64 * 64)
 
     def load(self, start: int, stop: int, checked: bool = True) -> Any:
-        """Read columns ``start .. stop`` of all rows into a buffer that the next call overwrites.
+        """Read columns ``start .. stop`` of all rows into a buffer. The next call overwrites it.
 
         Args:
             start: the first column.
@@ -107,10 +108,10 @@ class Table:
             checked: whether the rows are known to be finite.
 
         Returns:
-            (n, stop - start).
+            The block (n, stop - start).
 
         Raises:
-            NonFinite: a number is not finite, and ``checked`` is false.
+            NonFinite: a number is not finite. This is tested only if ``checked`` is false.
         """
         block = self.scratch("load", self.n, stop - start)
         index = bisect_right(self.starts, start) - 1
@@ -126,7 +127,7 @@ class Table:
         return block
 
     def scratch(self, name: str, rows: int, columns: int, double: bool = False) -> Any:
-        """Return a buffer (rows, columns), the same one at every call of this name."""
+        """Return a buffer (rows, columns). Every call with the same ``name`` returns the same memory."""
         double = double or self.double
         buffer = self._scratch.get(name)
         if buffer is None or buffer.shape[0] < rows or buffer.shape[1] < columns:
@@ -139,7 +140,7 @@ class Table:
         return buffer[:rows, :columns]
 
     def wide(self, block: Any) -> Any:
-        """Return ``block`` in float64, in a buffer that the next call overwrites; itself where it is float64 already."""
+        """Return ``block`` in float64. A copy is in a buffer that the next call overwrites."""
         if self.double:
             return block
         wide = self.scratch("wide", len(block), block.shape[1], double=True)
@@ -147,7 +148,7 @@ class Table:
         return wide
 
     def mixed(self, mix: np.ndarray, block: Any) -> Any:
-        """Return ``mix @ block`` (m, width), in the block's precision, in a buffer that the next call overwrites."""
+        """Return ``mix @ block`` (m, width) in the block's dtype, in a buffer that the next call overwrites."""
         out = self.scratch("mixed", len(mix), block.shape[1])
         if self.device is None:
             return np.matmul(mix.astype(block.dtype), block, out=out)
@@ -159,14 +160,14 @@ class Table:
         return shares @ wide if self.device is None else torch.as_tensor(shares, device=wide.device) @ wide
 
     def finite(self, block: Any) -> np.ndarray:
-        """Tell for each row whether the sum of its columns is finite."""
+        """Return, for each row, whether the sum of its columns is finite (n,)."""
         ones = np.ones(block.shape[1], block.dtype) if self.device is None else torch.ones_like(block[0])
         with np.errstate(all="ignore"):
             finite: np.ndarray = np.isfinite(to_numpy(block @ ones))
         return finite
 
     def nonfinite(self) -> list[int]:
-        """Return the rows with a number that is not finite, or whose square overflows float64."""
+        """Return the indices of rows with a number that is not finite, or whose square overflows float64."""
         bad = np.zeros(self.n, dtype=bool)
         for start, stop in self.blocks():
             block = self.load(start, stop)
@@ -177,19 +178,19 @@ class Table:
         return [int(i) for i in np.flatnonzero(bad)]
 
     def output(self) -> Output:
-        """Return a place for one result that looks like the rows."""
+        """Return an empty ``Output`` for one result of the rows' form."""
         return Output(self)
 
 
-LARGEST = 1e140  # a float64 row with a larger number is no update: its squared distance to any other overflows
+LARGEST = 1e140  # a float64 row with a larger number counts as not finite: squared distances to it would overflow
 
 
 class Output:
-    """Collect a result of d columns, written block by block, that looks like the rows.
+    """Collect a result of d columns block by block. The result has the rows' form.
 
     Attributes:
         value: the result.
-        flat: a vector for each of the table's segments, in the same memory.
+        flat: one vector for each of the table's segments, in the memory of ``value``.
     """
 
     def __init__(self, table: Table) -> None:
@@ -209,7 +210,7 @@ class Output:
         self.value = made if isinstance(table.like, Mapping) else made[None]
 
     def store(self, start: int, stop: int, values: Any) -> None:
-        """Write columns ``start .. stop``."""
+        """Store the results ``values`` of columns ``start .. stop``."""
         index, done = bisect_right(self._table.starts, start) - 1, 0
         if isinstance(self.flat[0], Tensor) and not isinstance(values, Tensor):
             values = torch.from_numpy(values).to(self.flat[0].device)
@@ -238,14 +239,14 @@ def _segments(rows: Sequence[Mapping[str, Array]], named: bool) -> Iterator[Segm
                 raise ValueError(f"{where}{i} has dtype {row[name].dtype}: expected floating-point numbers")
             flat.append(_flat(row[name]))
         size = int(np.prod(shape))
-        if by_torch:  # one layer that NumPy cannot read is enough
+        if by_torch:  # if NumPy cannot read one layer, torch reads them all
             flat = [a if isinstance(a, Tensor) else torch.from_numpy(np.array(a)) for a in flat]
         yield Segment(name if named else None, shape, start, size, flat)
         start += size
 
 
 def _flat(array: Array) -> Array:
-    """Return a flat view, by NumPy where it can read the array."""
+    """Flatten an array without a copy where possible, by NumPy if it can read the array."""
     if isinstance(array, Tensor):
         array = array.detach().reshape(-1)
         if array.device.type == "cpu" and array.dtype is not torch.bfloat16:
@@ -259,5 +260,5 @@ def _as_it_came(array: Any, like: Any) -> Any:
 
 
 def to_numpy(array: Any) -> np.ndarray:
-    """Return ``array`` as one of NumPy's, copied from a GPU where it lies there."""
+    """Return ``array`` as a NumPy array, copied from the GPU if it is there."""
     return array.cpu().numpy() if isinstance(array, Tensor) else np.asarray(array)

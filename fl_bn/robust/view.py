@@ -1,4 +1,4 @@
-"""A rule's input, the rows or mixes of them with the f among them, and its result."""
+"""What a rule works on, the rows or mixtures of them, and what it returns."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fl_bn.robust.gram import Gram, gram
 from fl_bn.robust.table import NonFinite, Output, Rows, Table, to_numpy
 from fl_bn.robust.weights import capped
 
-FAR = 3.0  # times the median distance
+FAR = 3.0  # a row is far from the value beyond this many median distances
 
 
 class Report:
-    """Tell which rows were rejected, and which are far from the value.
+    """Report which rows a rule rejected, and which are far from its value.
 
     Attributes:
-        n: the number of rows, the rejected ones among them.
-        f: the declared number of Byzantine rows.
-        rejected: rows with numbers that are not finite, or that overflow when squared.
-        kept: the other rows.
-        weights: (n,), each row's share in the value; None for rules that decide by coordinate.
-        scores: (n,), Krum's; None for other rules.
+        n: the number of rows, rejected ones included.
+        f: the number of Byzantine rows that the caller declared.
+        rejected: indices of rows with numbers that are not finite, or that overflow when squared.
+        kept: indices of the other rows.
+        weights: the share of each row in the value (n,). None for rules that decide coordinate by coordinate.
+        scores: Krum's scores (n,). None for other rules.
     """
 
     def __init__(self, table: Table, value: Any, rejected: tuple[int, ...], f: int, weights: np.ndarray | None, scores: np.ndarray | None):
@@ -37,7 +37,7 @@ class Report:
 
     @cached_property
     def distances(self) -> np.ndarray:
-        """Return the distances (n,) of the rows to the value, Inf for rejected ones; the first call passes over the rows."""
+        """Return the distance of each row to the value (n,), Inf for rejected rows. The first call reads all rows once more."""
         table, squares = self._table, np.zeros(self._table.n)
         value = Table.of([self._value])
         with np.errstate(over="ignore"):
@@ -49,7 +49,7 @@ class Report:
 
     @property
     def far(self) -> tuple[int, ...]:
-        """Return the rows farther from the value than ``FAR`` times the median distance, the rejected ones among them."""
+        """Return the indices of rows farther from the value than ``FAR`` times the median distance. Rejected rows are included."""
         limit = FAR * float(np.median(self.distances[self.kept]))
         return tuple(int(i) for i in np.flatnonzero(self.distances > limit))
 
@@ -60,11 +60,11 @@ class Report:
 
 
 class Outcome(NamedTuple):
-    """Hold what an aggregation rule returns.
+    """Hold what a rule returns.
 
     Attributes:
-        value: the aggregate, of the same type as one input row.
-        report: tells which rows were rejected, and which are far from the value.
+        value: the aggregate, in the form of one input row.
+        report: which rows were rejected, and which are far from the value.
     """
 
     value: Any
@@ -72,16 +72,17 @@ class Outcome(NamedTuple):
 
 
 class View:
-    """Hold n rows, of which at most ``f`` are Byzantine: the rows of a table, or combinations of them.
+    """Hold n rows, at most ``f`` of them Byzantine: the rows of a table, or mixtures of them.
 
     Attributes:
-        table: the rows, without rejected ones.
-        f: Byzantine rows that may still be among them.
-        declared: Byzantine rows before any was rejected.
-        rejected: rows that the table does not have any more.
+        table: the rows without the rejected ones.
+        f: the number of Byzantine rows that may still be among them.
+        declared: the number of Byzantine rows that the caller declared.
+        rejected: indices of the rows that were removed from the table.
         checked: whether all numbers of the table are known to be finite.
-        mix: (n, rows of the table), the combinations; None: the rows themselves.
-        known: inner products, shared by all views of a table.
+        mix: weights of the mixtures, (n, rows of the table). None: the view holds the table's rows
+            themselves.
+        known: inner products that all views of the table share.
     """
 
     def __init__(
@@ -101,14 +102,19 @@ class View:
         return whole if self.mix is None else whole.mixed(self.mix)
 
     def mixed(self, mix: np.ndarray) -> View:
-        """Return the view of ``mix @ rows``; every row of ``mix`` sums to 1."""
+        """Return a view of the mixtures ``mix @ rows``. Every row of ``mix`` sums to 1."""
         whole = mix if self.mix is None else mix @ self.mix
         view = View(self.table, self.f, self.declared, self.rejected, self.checked, whole)
         view.known = self.known
         return view
 
     def linear(self, weights: np.ndarray, scores: np.ndarray | None = None) -> Outcome:
-        """Combine this view's rows with ``weights`` (n,), accumulated in float64."""
+        """Combine this view's rows with ``weights`` (n,), in float64.
+
+        Args:
+            weights: the rows' weights (n,).
+            scores: Krum's scores (n,), for the report.
+        """
         shares = weights if self.mix is None else weights @ self.mix
         looked_at = self.checked or "gram" in self.known
         output, used = self.table.output(), np.flatnonzero(shares) if looked_at else np.arange(self.table.n)
@@ -118,7 +124,7 @@ class View:
         return self._outcome(output, shares, scores)
 
     def by_coordinate(self, kernel: Callable[[Any], Any]) -> Outcome:
-        """Apply ``kernel`` to every block of this view's rows, mixed as they are read."""
+        """Apply ``kernel`` to every block (n, width) of this view's rows. A block is mixed when it is read."""
         table, output = self.table, self.table.output()
         for start, stop in table.blocks():
             block = table.load(start, stop, self.checked)
@@ -141,7 +147,7 @@ class View:
 
         def by_machine(block: np.ndarray) -> np.ndarray:
             out = np.empty(block.shape[1], block.dtype)
-            return out if fast.of_block(block, out) else by_numpy(block)  # a mix of finite rows may overflow
+            return out if fast.of_block(block, out) else by_numpy(block)  # a mixture of finite rows may overflow
 
         return self.by_coordinate(by_machine)
 
@@ -149,7 +155,7 @@ class View:
         return self.n
 
     def __getitem__(self, row: int) -> Any:
-        """Return one row, computed, for rules that are not ours."""
+        """Compute one row of the view, for rules from elsewhere."""
         if not 0 <= row < self.n:
             raise IndexError(row)
         shares = np.eye(self.n)[row]
@@ -163,27 +169,29 @@ class View:
 
 
 def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[[View], Outcome], weights: Any = None) -> Outcome:
-    """Apply ``rule`` to ``rows`` without those that are not finite.
+    """Apply ``rule`` to the rows that are finite.
 
     Args:
         rows: n rows.
         f: how many of them may be Byzantine.
         smallest: the number of rows that the rule needs.
-        name: of the rule, for messages.
-        rule: takes a view of the finite rows.
-        weights: (n,), the weights that clients claim for their rows. They are cut so that the f heaviest hold less
-            than half of the total, see ``capped``. None: all rows count alike.
+        name: the rule's name, for messages.
+        rule: takes a view of the finite rows, and returns their combination.
+        weights: the clients' weights (n,), which ``capped`` cuts so that the f heaviest rows hold less than
+            half of the total. None: all rows count alike.
 
     Returns:
-        The rule's value, and its report.
+        The rule's value and report.
 
     Raises:
-        ValueError: f is no whole number >= 0, there are fewer than ``smallest`` rows, none is finite, or weights do not fit.
+        ValueError: f is no whole number >= 0, there are fewer than ``smallest`` rows, no row is finite, or
+            the weights do not fit the rows.
     """
     if isinstance(f, bool) or not isinstance(f, int | np.integer) or f < 0:
         raise ValueError(f"f must be a whole number >= 0, but got {f!r}")
     if isinstance(rows, View):
-        if len(rows.rejected) <= rows.declared:  # with more, the guarantee is gone, but there is still something to aggregate
+        # with more rejected rows than declared there is no guarantee, but the rest is still aggregated
+        if len(rows.rejected) <= rows.declared:
             _enough(rows.n, rows.f, f, smallest, name)
         return rule(rows)
     table = Table.of(rows)
@@ -200,7 +208,7 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
     bad = tuple(table.nonfinite())
     kept = [i for i in range(table.n) if i not in set(bad)]
     if not kept:
-        raise ValueError(f"all {table.n} rows hold numbers that are not finite: nothing to aggregate")
+        raise ValueError(f"all {table.n} rows hold numbers that are not finite, so there is nothing to aggregate")
     view = View(table.keep(kept), max(0, f - len(bad)), f, bad, checked=True)
     view.weights = None if w is None else capped(w[kept], view.f)
     return rule(view)

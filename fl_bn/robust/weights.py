@@ -1,4 +1,4 @@
-"""Weights that clients claim, made harmless."""
+"""Limits on the weights that clients report for themselves."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import numpy as np
 
 
 def capped(weights: Sequence[float] | np.ndarray, f: int) -> np.ndarray:
-    """Cut ``weights`` at the largest common cap under which the ``f`` heaviest hold less than half of the total.
+    """Cut ``weights`` at the largest cap under which the ``f`` heaviest rows hold less than half of the total.
 
-    The share of these f is at most (n - 1) / 2n, as that of the largest minority of equal clients.
+    The f heaviest rows then hold at most the share (n - 1) / 2n. The largest minority of n equal clients
+    holds that share, too.
 
     Args:
-        weights: (n,), each at least 0.
+        weights: the weights (n,), each at least 0.
         f: the number of rows that may be Byzantine.
 
     Returns:
-        (n,), their sum is 1.
+        The weights after the cut (n,). They sum to 1.
 
     Raises:
         ValueError: a weight is negative or not finite, all are zero, or f is not below n / 2.
@@ -28,7 +29,7 @@ def capped(weights: Sequence[float] | np.ndarray, f: int) -> np.ndarray:
         raise ValueError(f"weights must be finite, not negative and not all zero, but got {w.tolist()}")
     if not 0 <= 2 * f < n:
         raise ValueError(f"a cap against f={f} needs at least {2 * f + 1} weights, but got {n}")
-    pivot = np.sort(w)[::-1][2 * f]  # no cap is above n * n times it: what is larger need not be told apart
+    pivot = np.sort(w)[::-1][2 * f]  # no cap is larger than n * n times this weight, so larger weights are all treated alike
     shares = w / w.max()
     heavy, allowed = np.sort(shares)[::-1], (n - 1) / (2 * n)
     if heavy[:f].sum() <= allowed * heavy.sum():
@@ -44,9 +45,10 @@ def capped(weights: Sequence[float] | np.ndarray, f: int) -> np.ndarray:
 
 
 def _cap(heavy: np.ndarray, f: int, allowed: float) -> float:
-    """Return the c at which the f heaviest hold the share ``allowed``; 0 if too few weigh anything for there to be one.
+    """Return the cap c at which the f heaviest rows hold the share ``allowed``. 0 if too few weights are positive.
 
-    With the k heaviest at c and the others below it, min(k, f) c + uncut = allowed (k c + rest), uncut the others among the f heaviest.
+    If the k heaviest are cut to c, then min(k, f) c + uncut = allowed (k c + rest). Here ``rest`` is the sum
+    of the other weights, and ``uncut`` the sum of those among the f heaviest that are not cut.
     """
     for k in range(1, len(heavy)):
         rest, uncut, room = float(heavy[k:].sum()), float(heavy[k:f].sum()), min(k, f) - allowed * k

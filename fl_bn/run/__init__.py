@@ -1,1 +1,1 @@
-"""Provide everything around a run: its configuration, records, pictures and comparisons."""
+"""Configure a run, build its objects, and write its records, pictures and summary."""

@@ -1,8 +1,7 @@
-"""Adapt a finished run's model to a client that the run did not have.
+"""Adapt the model of a finished run to a client that the run did not have.
 
-``federation.adaptation`` has the ways of adapting. Here the new client's data are read, and the results are
-written as numbers and files. Training samples serve without labels, for statistics. Test samples measure the
-metrics of the run's task.
+The ways of adapting are in ``federation.adaptation``. This module reads the data of the new client, and writes the
+results. Training samples are used without labels, for statistics. Test samples are used for the metrics.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from fl_bn.support import durable
 from fl_bn.support.names import expected
 from fl_bn.task import CLASSIFICATION, MetricState, Task
 
+# files and a folder in the folder of a run
 MODEL, CLIENTS, AVERAGE = "model.safetensors", "clients", "unseen-client.safetensors"
 
 
@@ -43,10 +43,10 @@ class Newcomer:
     """Hold the data of the new client.
 
     Attributes:
-        name: The client's name.
-        x: Training inputs (N, ...), without labels, for statistics.
-        test: Test samples.
-        seen: Whether the run was trained on the client's domain.
+        name: The name of the client.
+        x: The training inputs, of shape (N, ...), without labels. They give the statistics.
+        test: The test samples.
+        seen: Whether the run was trained on the domain of the client.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Newcomer:
     seen: bool = False
 
     def drawn(self, samples: int, seed: int) -> Newcomer:
-        """Return the client with ``samples`` random training inputs, and the test samples in random order.
+        """Return the client with a random part of its training inputs, and with its test samples in random order.
 
-        The order decides which samples share a batch in test-batch; files of test samples are often sorted.
+        The order decides which samples form a batch in the way ``test-batch``. Files of test samples are often sorted.
 
         Args:
-            samples: How many inputs to draw; 0, or more than there are: all.
+            samples: How many training inputs to draw; 0, or more than there are: all.
             seed: The seed of the draw and of the order.
         """
         rng = np.random.default_rng(np.random.SeedSequence([0xADA97, seed]))
@@ -71,14 +71,14 @@ class Newcomer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold one way of adapting and its evaluations on the newcomer's test samples.
+    """Hold the result of one way of adapting.
 
     Attributes:
         how: The way of adapting.
-        before: The evaluation before; None if there is no model to evaluate.
-        after: The evaluation after.
+        before: The metrics of the model before, on the new client's test samples; None: there is no model before.
+        after: The metrics of the adapted model.
         model: The adapted model.
-        note: A remark for the table.
+        note: A remark for the table; empty: none.
     """
 
     how: str
@@ -89,32 +89,34 @@ class Outcome:
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Read the config of a finished run.
+    """Read the run config of a finished run.
 
     Raises:
-        ConfigError: ``folder`` is no run's folder.
+        ConfigError: ``folder`` is not the folder of a run.
     """
     try:
         return Usage().config(tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{folder} is no run's folder: it has no {CONFIG} (give the folder that the run's log calls 'results')"
+            f"{folder} is not the folder of a run, since it has no {CONFIG}: give the folder that the run's log calls 'results'"
         ) from error
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{folder / CONFIG} cannot be read: {error}") from error
 
 
 def read_run(folder: Path) -> Adaptation:
-    """Read from the run in ``folder`` what is needed to adapt its model.
+    """Read the model of a finished run, and the models of its clients if there are any.
 
     Raises:
-        ConfigError: ``folder`` is no run's, has no model, or lacks tensors that its clients kept.
-        NotAdaptable: See ``Adaptation``.
+        ConfigError: ``folder`` is not the folder of a run, has no model, or lacks tensors that its clients kept.
+        NotAdaptable: The model cannot be adapted, as ``Adaptation`` says.
     """
     config = read_config(folder)
     method, network = config.build_method(), assembly.source_model(config)
     files = sorted((folder / CLIENTS).glob("client-*.safetensors"), key=lambda file: (len(file.name), file.name)) if method.personal else []
-    own = {plain: name for name, plain in plain_names(network).items()}  # files have no prefixes of wrappers
+    own = {
+        plain: name for name, plain in plain_names(network).items()
+    }  # names in the files lack the prefixes of wrappers such as torch.compile
 
     def tensors(file: Path) -> dict[str, Tensor]:
         return {own.get(name, name): tensor for name, tensor in _tensors(file).items()}
@@ -124,7 +126,7 @@ def read_run(folder: Path) -> Adaptation:
     made = Adaptation(network, method, Known(tensors(folder / MODEL), clients, average))
     if not (clients or average or method.shares(Role.AFFINE)):
         raise ConfigError(
-            f"{folder}: with {config.method} scale and shift of BatchNorm stay at the clients, so the run's model lacks them. To adapt it, "
+            f"{folder}: with {config.method}, scale and shift of BatchNorm stay at the clients, so the model lacks them. To adapt it, "
             f"the clients' models ({CLIENTS}/client-0.safetensors ..., which a simulation writes) or their average ({AVERAGE}) are needed, "
             "but the folder has neither"
         )
@@ -137,7 +139,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     except FileNotFoundError as error:
         raise ConfigError(f"{file} is missing: a run writes it when it ends, so let the run end first") from error
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file} is no safetensors file, or an incomplete one: {error}") from error
+        raise ConfigError(f"{file} is not a safetensors file, or is incomplete: {error}") from error
 
 
 def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
@@ -145,12 +147,11 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
 
     Args:
         config: The run's config.
-        domain: A domain of the run's data.
-        data: Other data: npz:PATH, folder:PATH, another data set, or package.module:function. Without ``domain``
-            and ``data`` it is the domain that the run held out.
+        domain: A domain of the run's data; empty, as ``data``: the domain that the run held out.
+        data: Other data: npz:PATH, folder:PATH, the name of a data set, or package.module:function; empty: none.
 
     Raises:
-        ConfigError: There are no such data, or they do not suit the run's model.
+        ConfigError: Both are given, the data do not exist, or they do not suit the model of the run.
     """
     if data and domain:
         raise ConfigError(f"expected one source of the client's data, but got --domain {domain} and --data {data}: give one of them")
@@ -177,7 +178,7 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
 
 
 def ways(run: Adaptation, text: str) -> list[str]:
-    """Return the ways of adapting in ``text``, separated by commas; for ``all`` those that the run allows.
+    """Read names of ways of adapting, separated by commas; ``all`` stands for those that the run allows.
 
     Raises:
         ConfigError: A way is unknown, or the run does not allow it.
@@ -196,19 +197,19 @@ def ways(run: Adaptation, text: str) -> list[str]:
 def adapt(
     run: Adaptation, client: Newcomer, how: Sequence[str], batch_size: int, device: torch.device, task: Task = CLASSIFICATION
 ) -> list[Outcome]:
-    """Adapt the model in each way, and evaluate it before and after.
+    """Adapt the model of a run to a new client in each way, and evaluate it before and after.
 
     Args:
         run: The finished run.
         client: The new client.
         how: The ways of adapting.
-        batch_size: Test samples per batch of the way test-batch, at least 2.
+        batch_size: The number of test samples in a batch of the way ``test-batch``, at least 2.
         device: The device of the evaluations.
         task: The run's task.
 
     Raises:
         ConfigError: ``batch_size`` is too small.
-        NotAdaptable: See ``Adaptation.adapt``.
+        NotAdaptable: The model cannot be adapted in one of the ways, as ``Adaptation.adapt`` says.
     """
     if TEST_BATCH in how and batch_size < 2:
         raise ConfigError(f"batch-size must be at least 2 (a batch of one has no variance), but got {batch_size}")
@@ -229,7 +230,14 @@ def adapt(
 
 
 def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, folder: Path) -> None:
-    """Write ``adaptation.csv`` (a share as 0..1), ``adaptation.png`` and ``model-HOW.safetensors`` into ``folder``."""
+    """Write the results of all ways: ``adaptation.csv``, ``adaptation.png`` and one ``model-HOW.safetensors`` each.
+
+    Args:
+        outcomes: The results.
+        client: The new client.
+        config: The run config.
+        folder: The folder, which is made where it does not exist.
+    """
     task = assembly.task(config, client.test.y)
     metric, scale = task.metric, task.scale()
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""Make the objects of a run from its config: the same on the server and at every client, cached per process."""
+"""Make the objects of a run, such as data and network, from its run config.
+
+They are the same on the server and at every client, and are cached in each process.
+"""
 
 from __future__ import annotations
 
@@ -40,26 +43,31 @@ from fl_bn.support.names import names_of
 from fl_bn.support.user_code import OWN, VARIABLE, Modules, function
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
 
-KNOWN = 8  # run configs that a process remembers
+KNOWN = 8  # how many run configs a process caches
 
 
 @dataclass(frozen=True)
 class OwnData:
-    """Hold the data set and path of a client's node config. Empty: it takes its part of the run's data."""
+    """Name the data that a client brings itself, as its node config names them.
+
+    Attributes:
+        dataset: The data set, as the run-config key ``dataset``; empty: the client takes its part of the run's data.
+        path: The path, as the run-config key ``data-path``.
+    """
 
     dataset: str = ""
     path: str = ""
 
     @classmethod
     def of(cls, node: Mapping[str, Any], config: RunConfig) -> OwnData:
-        """Read them from a node config.
+        """Read the names from a node config.
 
         Args:
             node: The client's node config.
             config: The run config.
 
         Raises:
-            ConfigError: The run leaves the data to the clients, and this one names none.
+            ConfigError: The run has ``dataset='sites'``, but the node config names no data.
         """
         own = cls(str(node.get("dataset", "")), str(node.get("data-path", "")))
         if config.dataset == SITES and not own.dataset:
@@ -77,9 +85,9 @@ _configs: dict[tuple[object, ...], RunConfig] = {}
 
 
 def known(values: Mapping[str, Any]) -> RunConfig:
-    """Make a run config of ``values``, or return an earlier one of this process.
+    """Return the run config with these values, from a cache if this process has made it before.
 
-    It is made anew if its values or the registries changed.
+    The cache is not used if a registry (``METHODS`` and its like) has changed since then.
     """
     entered = (owner for registry in REGISTRIES.values() for owner in registry.values())
     key = (repr(list(values.items())), *entered, *VALUES.values())
@@ -93,14 +101,14 @@ def known(values: Mapping[str, Any]) -> RunConfig:
 def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
     """Set the modules whose functions run configs may name in this process.
 
-    They are the modules of the app, and those that the owner of this process allows: ``allow-modules`` of the
-    node config, and FL_BN_ALLOW_MODULES in the environment. If neither says anything, the process is its
-    owner's own (``fl-bn run`` and its kin). Then all modules are allowed but Python's own and those of
+    They are the modules of the app, and those that the owner of this machine allows: by ``allow-modules`` in the
+    node config, and by FL_BN_ALLOW_MODULES in the environment. If there is neither an app nor such a permission, the
+    user runs the process himself, as by ``fl-bn run``. Then all modules are allowed, except those of Python and of
     installed packages.
 
     Args:
-        app: The folder of the running app, if it has one.
-        node: The node config.
+        app: The folder of the running app; None: there is none.
+        node: The node config of the client.
     """
     global _modules
     allowed = _modules_of(app, str(node.get("allow-modules", "")), os.environ.get(VARIABLE, ""))
@@ -110,13 +118,13 @@ def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
 
 
 @lru_cache(maxsize=16)
-def _modules_of(app: Path | None, allowed: str, variable: str) -> Modules:  # looks at files: once, not for every message
+def _modules_of(app: Path | None, allowed: str, variable: str) -> Modules:  # cached, since it reads files, and is called for every message
     return Modules.of(app, allowed)
 
 
 @contextmanager
 def _as_config_error() -> Iterator[None]:
-    """Raise errors of data, model and partition as ConfigError, since these come from the config's keys."""
+    """Raise errors of data, model and partition in the ``with`` block as ConfigError, since run-config keys cause them."""
     try:
         yield
     except ConfigError:
@@ -129,12 +137,11 @@ def _as_config_error() -> Iterator[None]:
 
 @_as_config_error()
 def dataset(config: RunConfig) -> Dataset:
-    """Return the run's data.
+    """Return the data of a run.
 
-    They have the domains that ``shifts`` makes, and of each domain at most ``samples-per-domain`` and
-    ``samples-share`` of its training samples. The domain that the run holds out is missing; the data of the
-    others do not depend on it. With ``validation-share`` the clients' validation samples replace the test
-    samples, which are then not used.
+    The run-config keys change them as follows. ``shifts`` makes domains. ``samples-per-domain`` and ``samples-share``
+    limit the training samples of each domain. ``hold-out`` removes a domain, and does not change the data of the
+    others. With ``validation-share``, validation samples of the clients take the place of the test samples.
     """
     return _validated(config).data if config.validation_share else _whole_dataset(config)
 
@@ -153,7 +160,7 @@ def _whole_dataset(config: RunConfig) -> Dataset:
 
 @lru_cache(maxsize=2)
 def _tested_on_training(data: Dataset) -> Dataset:
-    """Return the data set whose test samples are its training samples."""
+    """Return the data set with its training samples also as its test samples."""
     return replace(data, x_test=data.x_train, y_test=data.y_train, domain_test=data.domain_train)
 
 
@@ -169,22 +176,25 @@ _without = lru_cache(maxsize=2)(without_domain)
 
 @_as_config_error()
 def task(config: RunConfig, targets: Tensor | None = None) -> Task:
-    """Return the task of the run's network.
+    """Return the task of a run.
 
     Args:
         config: The run config.
-        targets: The targets of the data. Task ``auto`` depends on them, and any other task must be able to
-            take them. Without them only the names of the task's metrics are sure.
+        targets: The targets of the data, on which ``task='auto'`` depends. Any other task is checked against them.
+            None: they are not known; then only the names of the task's metrics may be used.
+
+    Raises:
+        ConfigError: The task does not exist, or cannot use these targets.
     """
     return find_task(config.task, None if targets is None else kind_of(targets), _modules)
 
 
 @_as_config_error()
 def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
-    """Return the classes and functions that the run config names as callbacks. None of them is called.
+    """Return the classes and functions that the run config names as callbacks, without calling them.
 
     Raises:
-        ConfigError: One is missing, is not allowed, or is a class of another kind.
+        ConfigError: One does not exist, is not allowed, or is a class that does not derive from ``Callback``.
     """
     makers = []
     for name in names_of(config.callbacks):
@@ -201,11 +211,11 @@ def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
     """Make the callbacks that the run config names.
 
     Args:
-        config: The run config, an argument of each.
-        folder: The run's folder, an argument of each.
+        config: The run config, which is passed to each maker.
+        folder: The folder of the run, which is passed to each maker; None: the run writes nothing.
 
     Raises:
-        ConfigError: One makes something other than a ``Callback``, or ``callback_makers`` refuses it.
+        ConfigError: A maker returns something other than a ``Callback``, or ``callback_makers`` refuses it.
     """
     callbacks = []
     for name, maker in zip(names_of(config.callbacks), callback_makers(config), strict=True):
@@ -217,7 +227,7 @@ def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
 
 
 def shape(config: RunConfig) -> tuple[int, int, int]:
-    """Return ``(classes, channels, image size)``, for which the run's model is made."""
+    """Return ``(classes, channels, image size)`` of the data for which the run's network is made."""
     if config.dataset == SITES:
         return config.classes, config.channels, config.image_size
     data = dataset(config)
@@ -227,7 +237,7 @@ def shape(config: RunConfig) -> tuple[int, int, int]:
 @lru_cache(maxsize=4)
 @_as_config_error()
 def source_model(config: RunConfig) -> nn.Module:
-    """Return the network as the user wrote it, with the run's initial weights. Do not change it."""
+    """Return the network before its conversion, with the run's initial weights. It is cached: copy it before a change."""
     classes, channels, size = shape(config)
     if classes < 2 and isinstance(task(config), Classification):
         raise ConfigError(f"classification needs at least 2 classes, but dataset={config.dataset!r} has {classes}")
@@ -259,13 +269,13 @@ def source_model(config: RunConfig) -> nn.Module:
 @lru_cache(maxsize=4)
 @_as_config_error()
 def client_model(config: RunConfig) -> nn.Module:
-    """Return the converted network with which every client starts. Do not change it: copy it."""
+    """Return the converted network with which every client starts. It is cached: copy it before a change."""
     return convert(source_model(config), config.build_method())
 
 
 @lru_cache(maxsize=2)
 def network(config: RunConfig, device: torch.device) -> Network:
-    """Return the network that the clients of this process train in turns."""
+    """Return the network that all clients of this process train, one after the other."""
     model = client_model(at_client(config))
     if (layout := MEMORY_FORMATS[config.memory_format]) is not torch.contiguous_format:
         model = copied(model).to(memory_format=layout)
@@ -274,9 +284,9 @@ def network(config: RunConfig, device: torch.device) -> Network:
 
 @lru_cache(maxsize=4)
 def at_client(config: RunConfig) -> RunConfig:
-    """Return the config with which a client builds its network.
+    """Return the run config with which a client builds its network.
 
-    It names no file of weights if all of them come from the server.
+    ``model-weights`` is left out if the server sends all tensors of that file.
     """
     kept = "kept" in parse_buffer_roles(config.buffers).values()
     if not config.model_weights or kept or config.build_method().local & {Role.WEIGHT, Role.AFFINE, Role.STATISTIC}:
@@ -287,9 +297,9 @@ def at_client(config: RunConfig) -> RunConfig:
 @lru_cache(maxsize=4)
 @_as_config_error()
 def partitions(config: RunConfig) -> list[Tensor]:
-    """Return the training indices of every client, in ``dataset(config)``.
+    """Return for every client the indices of its training samples in ``dataset(config)``.
 
-    The data are the honest clients'; a Byzantine one trains on a copy of one of their parts.
+    The data are divided among the honest clients. Each Byzantine client has a copy of the part of an honest one.
     """
     parts = _validated(config).parts if config.validation_share else _honest_parts(config)
     return [torch.from_numpy(parts[client % len(parts)]) for client in range(config.clients)]
@@ -302,7 +312,7 @@ def _validated(config: RunConfig) -> HeldOut:
 
 
 def _honest_parts(config: RunConfig) -> list[Indices]:
-    """Return every honest client's indices of the whole training split, validation samples among them."""
+    """Return for every honest client the indices of its training samples, before validation samples are held out."""
     data = _whole_dataset(config)
     domains = None if data.domain_train is None else data.domain_train.numpy()
     if config.partition in BY_DOMAIN and domains is None:
@@ -314,17 +324,19 @@ def _honest_parts(config: RunConfig) -> list[Indices]:
 
 @lru_cache(maxsize=256)
 def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> tuple[Samples, Samples, tuple[int, ...]]:  # noqa: B008
-    """Return a client's training samples, its test samples and its label counts.
+    """Return the training samples of a client, its test samples, and its number of training samples per class.
 
-    The whole test set is the client's, with one exception: if a client has only one domain (``BY_DOMAIN``)
-    and test-on is own, it is tested on the test samples of that domain. The counts are empty if samples have
-    no class.
+    A client is tested on all test samples. The exception is a partition by domain with ``test-on='own'``: there, a
+    client is tested on the test samples of its own domain.
 
     Args:
         config: The run config.
-        client: The client's number.
-        own: The data that its node config names; all of them are the client's. Without a name the client has
-            its part of the run's data.
+        client: The index of the client.
+        own: The data that the client brings itself, all of which are its own; empty: it has its part of the run's
+            data.
+
+    Returns:
+        Training samples, test samples and counts per class. The counts are empty if samples have no class.
     """
     data = site_dataset(config, own) if own.dataset else dataset(config)
     part = torch.arange(len(data.y_train)) if own.dataset else partitions(config)[client]
@@ -336,21 +348,21 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
     by_domain = config.partition in BY_DOMAIN and config.test_on == "own"
     if not own.dataset and by_domain and data.domain_train is not None and data.domain_test is not None:
         mine = data.domain_test == data.domain_train[part[0]]
-        if bool(mine.any()):  # Cityscapes is tested on other cities than those that train
+        if bool(mine.any()):  # a domain may have no test samples: Cityscapes is tested on other cities than those of the training
             test = Samples(data.x_test[mine], data.y_test[mine])
     return train, test, tuple(int(n) for n in counts)
 
 
 @_as_config_error()
 def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
-    """Return the data that a client's node config names, in the form of the run's.
+    """Load the data that a client brings itself, and check that they have the form of the run's data.
 
     Args:
         config: The run config.
-        own: The names in the node config.
+        own: The names of the data in the client's node config.
 
     Raises:
-        ConfigError: They are missing, malformed, or of another form than the run's model or task takes.
+        ConfigError: The data are missing or malformed, or do not suit the model or the task of the run.
     """
     data = load(own.dataset, own.path, config.image_size)
     data = _tested_on_training(data) if config.evaluate_on == TRAINING else data
@@ -373,32 +385,32 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
 
 
 def forget() -> None:
-    """Clear the caches of data and networks of this process's runs."""
+    """Clear the caches of data and networks in this process, to free their memory."""
     for cached in (_dataset, _without, _validated, source_model, client_model, network, partitions, client_samples):
         cached.cache_clear()
 
 
 def limit_threads(threads: int) -> None:
-    """Set the number of CPU threads of torch and of NumPy's linear algebra (robust rules) in this process."""
+    """Set how many CPU threads torch and NumPy's linear algebra (used by robust rules) have in this process."""
     torch.set_num_threads(threads)
     _limit_blas(threads)
 
 
 @lru_cache(maxsize=1)
-def _limit_blas(threads: int) -> None:  # takes milliseconds to find the library
+def _limit_blas(threads: int) -> None:  # cached, since finding the library takes milliseconds
     threadpool_limits(threads, user_api="blas")
 
 
 def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -> int:
-    """Return the client's index.
+    """Return the index of a client, which is its place among the clients of the run.
 
     Args:
-        node: The client's node config, which says it as a rule.
-        config: The run config.
-        node_id: The node. If the node config says nothing, the index is its place in the run's client-nodes.
+        node: The node config of the client. Its ``partition-id`` is the index.
+        config: The run config. If it has ``client-nodes``, the index is the place of ``node_id`` there.
+        node_id: Flower's id of the client's node.
 
     Raises:
-        ConfigError: Neither says the index, or the node config counts another number of clients than the run.
+        ConfigError: Neither gives the index, or the node config counts another number of clients than the run.
     """
     nodes = nodes_of(config.client_nodes)
     if "partition-id" not in node and nodes:

@@ -1,4 +1,4 @@
-"""Train on the union of the clients' data, as the upper end of every comparison."""
+"""Train one network on the data of all clients together. Comparisons use it as the upper bound."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from fl_bn.run.testing import test_metrics
 
 @dataclass(frozen=True)
 class Merged:
-    """Merge one batch of each client to a single batch.
+    """Iterate over a single batch, which joins the first batch of every client.
 
     Attributes:
-        clients: The batches of each client, of which the first counts.
+        clients: The batches of each client. Only the first is used.
     """
 
     clients: Sequence[IndexBatches]
@@ -53,17 +53,20 @@ class Merged:
 def run_centralised(config: RunConfig) -> RunDirectory:
     """Train one network on the union of the clients' data, with the budget of the federated run.
 
-    With ``update="weights"`` a round has as many steps as a client's round. Each step has a batch from all data, as
-    large as the cohort's batches together. With ``update="gradients"`` it is DSGD on the cohort's own batches,
-    merged (FBN, remark 4.1); so the division of the data matters, through sampling alone. Optimiser, schedule and
-    calendar are the run's. The optimiser's momentum lasts through all rounds. The network has the method's
-    normaliser.
+    With ``update="weights"``, a round has as many steps as the round of a client. The batch of each step is drawn from
+    all data, and is as large as the batches of the cohort together. With ``update="gradients"``, the batch joins the
+    clients' own batches (DSGD; FBN, remark 4.1). There, the division of the data still decides which samples are
+    drawn. Optimiser, learning-rate schedule and evaluated rounds are those of the run config. The optimiser keeps its
+    momentum through all rounds. The network has the normalisation layers of the method.
+
+    Args:
+        config: The run config.
 
     Returns:
         The folder of the run.
 
     Raises:
-        ConfigError: See ``check_centralised``.
+        ConfigError: A key has no meaning in centralised training, as ``check_centralised`` says.
     """
     check_centralised(config)
     target, of, method = device(config), task(config, dataset(config).y_train), config.build_method()
@@ -78,7 +81,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
             for round in range(1, config.rounds + 1):
                 begin, phase = time.perf_counter(), method.phase(round, config.rounds)
                 rate = method.learning_rate(schedule, round, config.rounds)
-                local = alone(model, method, replace(settings, update="weights"), rate, phase, number=round)  # one gradient, one step
+                local = alone(model, method, replace(settings, update="weights"), rate, phase, number=round)  # each gradient is one step
                 batches, samples = _batches(config, local)
                 for group in optimizer.param_groups:
                     group["lr"], group["params"] = rate, list(local.parameters.values())
@@ -96,10 +99,10 @@ def run_centralised(config: RunConfig) -> RunDirectory:
 
 
 def check_centralised(config: RunConfig) -> None:
-    """Check that centralised training can use every key of ``config``.
+    """Check that every key of the run config has a meaning without clients and server.
 
     Raises:
-        ConfigError: A key has no use without clients, or federation alone defines the method.
+        ConfigError: A key has none, or the method exists only in a federation.
     """
     if (method := config.build_method()) and _federates(method, config.rounds):
         raise ConfigError(
@@ -110,7 +113,7 @@ def check_centralised(config: RunConfig) -> None:
         if (value := config[key]) != without:
             raise ConfigError(f"centralised training has no clients and no server: leave out {key}, which is {value!r}")
     if config.defence().active:
-        raise ConfigError("centralised training has nothing to combine: leave out statistics-rule, update-rule and declared-byzantine")
+        raise ConfigError("centralised training has no replies to combine: leave out statistics-rule, update-rule and declared-byzantine")
 
 
 def _federates(method: Method, rounds: int) -> bool:
@@ -122,7 +125,9 @@ def _federates(method: Method, rounds: int) -> bool:
 
 def _optimizer(settings: LocalTraining, parameters: list[nn.Parameter], rate: float) -> Optimizer:
     optimizer = settings.make_optimizer(parameters, rate)
-    if settings.update == "gradients" and settings.momentum > 0:  # the clients' momentum in EMA form, which starts from 0
+    if (
+        settings.update == "gradients" and settings.momentum > 0
+    ):  # as the clients do: momentum as an exponential moving average that starts from 0
         for group in optimizer.param_groups:
             group["dampening"] = settings.momentum
         for parameter in parameters:
@@ -131,7 +136,7 @@ def _optimizer(settings: LocalTraining, parameters: list[nn.Parameter], rate: fl
 
 
 def _batches(config: RunConfig, local: LocalRound) -> tuple[Merged | IndexBatches, Sequence[IndexBatches]]:
-    """Return the batches of a round, and the batches of each owner of samples."""
+    """Return the batches of a round, and the batches of each client (or of all data together) they are made of."""
     number, cohort = local.instruction.round, max(1, round_half_up(config.fraction * config.clients))
     if config.update == "gradients":
         chosen = sample_cohort(range(config.clients), cohort, random.Random(f"{config.seed}/{number}"))

@@ -1,4 +1,4 @@
-"""Keep a run's checkpoints in its folder, and find the run that a config wants to resume."""
+"""Keep the checkpoints of a run in its folder, and find the run that a run config asks to resume."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fl_bn.support import durable
 from fl_bn.support.wire import reason
 
 FOLDER, CONFIG = "checkpoints", "config.toml"
-AT_ONCE = 2  # the one before the last is there in case the last is damaged
-FREE = {  # keys that may differ from the resumed run: they change the last digits of a number at most
+AT_ONCE = 2  # how many checkpoints are kept: the last, and the one before it in case the last is damaged
+FREE = {  # run-config keys that may differ from those of the resumed run, since they change only the last digits of numbers
     "name", "output", "resume", "checkpoint-every", "pictures", "callbacks", "device", "threads", "workers",
     "deterministic", "memory-format", "share-label-counts", "min-replies", "min-cohort", "clients-at-start", "client-nodes", "client-names",
     "max-failed-rounds", "round-timeout", "wait-timeout", "retry-timeout", "recalibration", "recalibration-memory",
@@ -25,7 +25,13 @@ FREE = {  # keys that may differ from the resumed run: they change the last digi
 
 
 class Checkpoints:
-    """Keep the checkpoints of the run directory ``run``, with the lengths of its ``history`` files."""
+    """Keep the checkpoints of one run.
+
+    Args:
+        run: The folder of the run.
+        history: The files that grow by a round at a time. A checkpoint has their lengths, to which a resumed run cuts
+            them.
+    """
 
     def __init__(self, run: Path, history: History) -> None:
         self.folder, self._history = run / FOLDER, history
@@ -33,29 +39,34 @@ class Checkpoints:
     def keep(self, checkpoint: Checkpoint) -> int:
         """Store a checkpoint beside the previous one, and delete older ones.
 
-        A full disk costs the checkpoint and a warning, not the run.
+        If the disk is full, a warning is logged, and the run goes on without this checkpoint.
 
         Returns:
-            The oldest round that has a checkpoint now; 0 for none.
+            The oldest round that has a checkpoint now; 0: there is none.
         """
         try:
             complete = replace(checkpoint, history=self._history.lengths())
             complete.save(self.folder / f"round-{checkpoint.round:06}{durable.SUFFIX}")
         except OSError as error:
             last = max(self.rounds(), default=0)
-            LOGGER.warning("no checkpoint after round %s: %s. The last one is of round %s", checkpoint.round, error, last)
+            LOGGER.warning(
+                "no checkpoint after round %s: %s. The last one is of round %s", checkpoint.round, error, last
+            )
         for old in self.rounds()[:-AT_ONCE]:
             self._path(old).unlink(missing_ok=True)
         return min(self.rounds(), default=0)
 
     def newest(self) -> Checkpoint | None:
-        """Load the newest checkpoint that is whole; set damaged ones aside, with a warning."""
+        """Load the newest checkpoint that is not damaged; None: there is none.
+
+        Damaged checkpoints are renamed, with a warning.
+        """
         for number in reversed(self.rounds()):
             path = self._path(number)
             try:
                 return Checkpoint.load(path)
             except durable.Damaged as error:
-                LOGGER.warning("%s. Set aside as %s; trying the checkpoint before it", error, durable.set_aside(path).name)
+                LOGGER.warning("%s. It was renamed to %s; trying the checkpoint before it", error, durable.set_aside(path).name)
         return None
 
     def rounds(self) -> list[int]:
@@ -68,10 +79,13 @@ class Checkpoints:
 
 
 def run_to_resume(config: RunConfig) -> Path:
-    """Find the folder of the run that ``config.resume`` names, or the newest unfinished one with the same config.
+    """Find the folder of the run to resume.
+
+    Args:
+        config: The run config. ``resume`` is the name of the run, or ``latest`` for the newest unfinished one.
 
     Raises:
-        ConfigError: There is no such run, or its config differs; the message names the keys.
+        ConfigError: There is no such run, or its run config differs. The message names the keys.
     """
     root = Path(config.output)
     if config.resume != "latest":
@@ -79,7 +93,7 @@ def run_to_resume(config: RunConfig) -> Path:
         if not list((named / FOLDER).glob(f"round-*{durable.SUFFIX}")):
             raise ConfigError(f"resume={config.resume!r}: {named} has no checkpoint. Choose one of the {_unfinished(root)}")
         if differing := _differences(named, config):
-            raise ConfigError(f"resume={config.resume!r} has another run config: {differing}. Give it the same run config")
+            raise ConfigError(f"resume={config.resume!r}: that run has another run config: {differing}. Give the same values again")
         return named.resolve()
     runs = _with_checkpoints(root)
     if config.name:
@@ -94,7 +108,7 @@ def run_to_resume(config: RunConfig) -> Path:
 
 
 def _with_checkpoints(root: Path) -> list[Path]:
-    """Return the runs with checkpoints, the newest first; a finished run has none."""
+    """Return the folders of all runs with checkpoints, the newest first. Finished runs have no checkpoints any more."""
     newest = {
         path.parent.parent: path.stat().st_mtime
         for path in sorted(root.glob(f"*/{FOLDER}/round-*{durable.SUFFIX}"), key=lambda p: p.stat().st_mtime)
@@ -108,7 +122,7 @@ def _unfinished(root: Path) -> str:
 
 
 def _differences(run: Path, config: RunConfig) -> str:
-    """Name the keys that decide numbers and differ between the two configs; empty if there are none."""
+    """Return in words in which keys a run differs from ``config``; empty: in none that changes its results."""
     try:
         values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
     except (OSError, *UNREADABLE) as error:

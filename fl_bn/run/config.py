@@ -1,8 +1,8 @@
-"""Define the run config, one frozen and checked value, and make the objects that its keys describe.
+"""Define the run config, a frozen and checked value, and make the objects that its keys describe.
 
-Its general keys are in ``run_keys``. The others are options of the methods, objectives and server optimisers
-in ``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``, and of the classes in ``VALUES``. They are collected
-anew each time, so that later entries count.
+General keys are declared in ``run_keys``. The others are options of the methods, objectives and server optimisers in
+``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``, and of the classes in ``VALUES``. These are looked up each
+time, so that entries of other packages count, too.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from fl_bn.support.names import short, unknown
 from fl_bn.support.user_code import import_extensions
 
 T = TypeVar("T")
-SITES = "sites"  # the data set that every client brings for itself
+SITES = "sites"  # the value of ``dataset`` for which every client brings its own data
 FEDTAN = ("fedtan", "fedtan2", "fedavg-alg2")
 REGISTRIES: dict[str, Mapping[str, object]] = {"method": METHODS, "objective": OBJECTIVES, "server-optimizer": SERVER_OPTIMIZERS}
-"""Behind the key that chooses from each stand the options of what is in it."""
+"""For each run-config key that chooses an entry by name, the registry of the entries."""
 FIELDS = {kebab(name): name for name in own_options(RunKeys)}
 
 
 @dataclass(frozen=True)
 class RunConfig(RunKeys):
-    """Hold everything that decides a run.
+    """Hold all settings of a run.
 
-    ``config["hbn-lam"]`` is the value of any key; the general ones are attributes, too.
+    ``config["hbn-lam"]`` is the value of any key. General keys are attributes, too.
 
     Attributes:
-        options: Pairs of key and value, of the keys that are not fields of ``RunKeys``. Absent ones take
-            their default.
+        options: The keys that are not fields of ``RunKeys``, as pairs of key and value. A key that is not among them
+            has its default.
 
     Raises:
-        ConfigError: A value is out of range, or two do not fit together.
+        ConfigError: A value is out of range, or two keys do not fit together.
     """
 
     options: tuple[tuple[str, Value], ...] = ()
@@ -86,17 +86,19 @@ class RunConfig(RunKeys):
             raise ConfigError(f"name must be at most {LONGEST} bytes long, but got {len(self.name.encode())}: {short(self.name)}")
         if self.rounds == 0 and self.calibrate in (0, AS_METHOD):
             raise ConfigError(
-                "rounds must be >= 1, but got 0. A run of 0 rounds only measures statistics (re-calibration): it needs calibrate=-1, as "
-                "many exchanges as make all layers exact, and model-weights, the trained network"
+                "rounds must be >= 1, but got 0. A run of 0 rounds only measures statistics (re-calibration). It needs calibrate=-1, to "
+                "make all layers exact, and model-weights, the file of the trained network"
             )
         if "freeze-after" in options_by_key(METHODS[self.method]) and self.freeze_after > self.rounds > 0:
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
         if self.engine == VECTORISED and self.workers != 1:
-            raise ConfigError(f"engine='vectorised' has all clients of a cohort in one process: workers must be 1, but got {self.workers}")
+            raise ConfigError(
+                f"engine='vectorised' computes all clients of a cohort in one process, so workers must be 1, but got {self.workers}"
+            )
         if self.method in FEDTAN and self.client_weights != "samples":
             raise ConfigError(
-                f"{self.method} weighs clients by the batches they drew, or its first step would not be the centralised one: "
-                f"client-weights must be samples, but got {self.client_weights!r}"
+                f"{self.method} must weigh clients by the sizes of their batches, since only then its first step equals centralised "
+                f"training: client-weights must be samples, but got {self.client_weights!r}"
             )
         if self.scale_start != "one" and self.model_weights:
             raise ConfigError(f"scale-start={self.scale_start!r} would overwrite the scales in model-weights: leave one of them out")
@@ -119,19 +121,16 @@ class RunConfig(RunKeys):
 
     @cached_property
     def without_effect(self) -> frozenset[str]:
-        """Return the keys that the run ignores, whatever their values.
-
-        Two configs that differ in these keys alone describe the same run.
-        """
+        """Return the keys that have no effect in this run. Run configs that differ only in them describe the same run."""
         return frozenset(key for key, used in conditions(self, REGISTRIES, general_options()).items() if used.unmet(self))
 
     @classmethod
     def keys(cls) -> dict[str, Key]:
-        """Return every key in order; a registry's keys follow the key that chooses from it.
+        """Return every key of the run config, in the order of docs/config.md.
 
         Raises:
-            ConfigError: A package that extends fl-bn cannot be imported, or declares an existing key with
-                another default.
+            ConfigError: A package that extends fl-bn cannot be imported, or declares an existing key with another
+                default.
         """
         try:
             import_extensions()
@@ -147,10 +146,10 @@ class RunConfig(RunKeys):
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Make a run config of values by kebab-case key; absent keys take their default.
+        """Make a run config from values by kebab-case key. Keys that are missing have their defaults.
 
         Raises:
-            ConfigError: A key is unknown (the message names the nearest one), or a value is wrong.
+            ConfigError: A key is unknown (the message names a similar one), or a value is wrong.
         """
         known = cls.keys()
         for name in values:
@@ -160,19 +159,19 @@ class RunConfig(RunKeys):
         return cls(options=options, **{FIELDS[name]: value for name, value in values.items() if name in FIELDS})
 
     def to_mapping(self) -> dict[str, Value]:
-        """Return every key with its value."""
+        """Return every key with its value, including keys with their default."""
         return {name: self[name] for name in self.keys()}
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of a key."""
+        """Return the value of the key ``name``, in kebab-case."""
         if name in FIELDS:
             return getattr(self, FIELDS[name])
         for key, value in self.options:
             if key == name:
                 return value
-        return self._key(name).default  # its owner was entered after this config was made
+        return self._key(name).default  # the key's owner was added to a registry after this run config was made
 
-    if not TYPE_CHECKING:  # a typed program asks for config["hbn-lam"], so that a misspelt attribute is still found
+    if not TYPE_CHECKING:  # hidden from type checkers, so that they still report a misspelt attribute; typed code uses config["hbn-lam"]
 
         def __getattr__(self, name: str) -> Any:
             if name == "options" or name.startswith("_"):
@@ -188,12 +187,12 @@ class RunConfig(RunKeys):
         return keys[name]
 
     def name_at(self, time: datetime) -> str:
-        """Return the name, at ``time``, of a run that has no name of its own."""
+        """Return the name that a run without the key ``name`` gets when it begins at ``time``."""
         data = self.dataset.replace("/", "-").replace(":", "-")[:80]
         return f"{time:%Y%m%d-%H%M%S}-{self.method}-{data}-seed{self.seed}"
 
     def build_method(self) -> Method:
-        """Make the method."""
+        """Make the method, with its options and its share of this run's settings."""
         constructor = METHODS[self.method]
         method = build(constructor, self.__getitem__)
         freezes_itself = "freeze-after" in options_by_key(constructor)
@@ -206,17 +205,17 @@ class RunConfig(RunKeys):
         return self._attacked(method)
 
     def _bounds_paths(self) -> bool:
-        """Tell whether gradients are clipped if several local steps would lead too far."""
+        """Return whether gradients are clipped where several local steps could lead too far from the shared weights."""
         corrects = (objective := self.build_objective()).on and objective.travels
         return self.clip != "none" and (self.clip != "auto" or (self.optimizer == "sgd" and not corrects))
 
     def _attacked(self, method: Method) -> Method:
-        if self.attack == "none" or not self.byzantine:  # refused as a key without effect
+        if self.attack == "none" or not self.byzantine:  # an attack without attackers is refused elsewhere, as a key without effect
             return method
         return attacked(method, self.attack, self.byzantine, self.attack_on, self.attack_strength)
 
     def defence(self) -> Defence:
-        """Make the server's rules against Byzantine clients."""
+        """Make the robust rules by which the server combines replies."""
         return self._value(Defence, f=self.byzantine if self.declared_byzantine < 0 else self.declared_byzantine)
 
     def _check_together(self) -> None:
@@ -225,17 +224,15 @@ class RunConfig(RunKeys):
         check_payload(self.payload_dtype, method)
         self.schedule(), self.build_server_optimizer()
         if (secure := self.secure()) is not None:
-            from fl_bn.flower.secagg.rounds import check_secure  # only now: a plain run does without SecAgg+
+            from fl_bn.flower.secagg.rounds import check_secure  # imported here, since a run without secure aggregation does not need it
 
             exchange = replace(self.exchange_settings(), certificates=None) if self.method in FEDTAN else ExchangeSettings()
             check_secure(secure, method, self._rounds(exchange), self.defence())
             if self.unseen_client:
-                raise ConfigError(
-                    "with unseen-client, clients send what they keep in the clear: set unseen-client, or secure-aggregation, to false"
-                )
+                raise ConfigError("with unseen-client, clients send the layers that they keep unencrypted: set one of the two to false")
 
     def secure(self) -> SecureAggregation | None:
-        """Make the settings of secure aggregation; None without it."""
+        """Make the settings of secure aggregation; None: the run does not use it."""
         if not self.secure_aggregation:
             return None
         privacy = self._value(Privacy) if self.dp_noise else None
@@ -248,7 +245,7 @@ class RunConfig(RunKeys):
 
     @property
     def called(self) -> ClientNames:
-        """Return the names of the run's clients."""
+        """Return the names of the run's clients, for logs and tables."""
         return ClientNames(sites_of(self.client_names), nodes_of(self.client_nodes))
 
     def _check_joining(self) -> None:
@@ -274,7 +271,7 @@ class RunConfig(RunKeys):
             raise ConfigError(f"min-cohort must not exceed a cohort, {size} of {of}, but got {self.min_cohort}")
 
     def _cohort_at_start(self) -> int:
-        """Return the number of clients of the smallest planned cohort."""
+        """Return the number of clients in the smallest cohort that is planned, which is that of round 1."""
         first = self.clients_at_start or self.clients - sum(round > 1 for round in joins_of(self.join_rounds).values())
         return max(1, round_half_up(self.fraction * first))
 
@@ -282,16 +279,20 @@ class RunConfig(RunKeys):
         if self.dataset == SITES:
             missing = [name for name in ("classes", "channels", "image-size") if not self[name]]
             if missing:
-                raise ConfigError(f"dataset={SITES!r}: the server has no data to read the model's shape from: give {', '.join(missing)}")
+                raise ConfigError(
+                    f"dataset={SITES!r}: the server has no data from which to read the shape of the model: give {', '.join(missing)}"
+                )
             if self.byzantine:
-                raise ConfigError(f"dataset={SITES!r} has real clients: attacks are for data that the run config names")
+                raise ConfigError(
+                    f"dataset={SITES!r} has real clients, and attacks are simulated only on data of the run config: leave out byzantine"
+                )
             if self.hold_out:
                 raise ConfigError(
-                    f"dataset={SITES!r}: to hold a site out, start the run without it; hold-out names a domain of the run's data"
+                    f"dataset={SITES!r} has no domains that hold-out could name: leave it out, and start the run without that site"
                 )
 
     def local_training(self) -> LocalTraining:
-        """Make the settings of the clients' training."""
+        """Make the settings of local training, which all clients share."""
         method, several = self.build_method(), self.local_steps != 1 and self._bounds_paths() and self.method not in FEDTAN
         several = several and not self.build_objective().travels
         clip, limit = chosen(self.clip, self.clip_limit, drifts=several and method.uses_shared(self.rounds))
@@ -301,18 +302,18 @@ class RunConfig(RunKeys):
         return self._value(LocalTraining, objective=objective, **decided)
 
     def build_objective(self) -> Objective:
-        """Make the local objective."""
+        """Make the local objective, with its options."""
         return build(OBJECTIVES[self.objective], self.__getitem__)
 
     def build_server_optimizer(self) -> ServerOptimizer:
-        """Make the server's optimiser."""
+        """Make the optimiser by which the server steps the shared weights, with its options."""
         return build(SERVER_OPTIMIZERS[self.server_optimizer], self.__getitem__)
 
     def exchange_settings(self) -> ExchangeSettings:
         """Make the settings of the layer-wise exchange.
 
         Raises:
-            ConfigError: Some of the certificate's files are named, but not all.
+            ConfigError: Some of the three certificate files are named, but not all.
         """
         files = (self.exchange_certificate, self.exchange_key, self.exchange_authority)
         if any(files) and not all(files):
@@ -320,15 +321,14 @@ class RunConfig(RunKeys):
         return self._value(ExchangeSettings, certificates=self._value(Certificates) if all(files) else None)
 
     def schedule(self) -> Schedule:
-        """Make the calendar of the learning rate."""
+        """Make the learning-rate schedule."""
         return self._value(Schedule)
 
     def round_policy(self) -> Rounds:
-        """Make the server's settings of rounds.
+        """Make the settings by which the server runs rounds. Call it on the server only, since it reads certificate files.
 
         Raises:
-            ConfigError: The exchange is needed, but its certificate files, which only the server has, are
-                missing or wrong.
+            ConfigError: The run needs the layer-wise exchange, but its certificate files are missing or wrong.
         """
         try:
             exchange = self.exchange_settings()
@@ -356,19 +356,19 @@ class RunConfig(RunKeys):
         )
 
     def _value(self, kind: type[T], **computed: Any) -> T:
-        """Make one of ``VALUES``, whose options are keys.
+        """Make the object of a class in ``VALUES`` from the values of its keys.
 
         Args:
-            kind: A key of ``VALUES``; the class that stands there is made.
-            computed: Fields that are not options, or that several keys decide together.
+            kind: A key of ``VALUES``. The class of that entry is made.
+            computed: Fields that are not run-config keys, or that depend on several keys.
         """
         value: T = build(VALUES[kind], self.__getitem__, **computed)
         return value
 
     def exchanges_in_rounds(self) -> bool:
-        """Tell whether clients exchange layer by layer while they train."""
+        """Return whether clients exchange statistics layer by layer while they train."""
         return exchanges_in_rounds(self.build_method())
 
     def exchanges_to_measure(self) -> bool:
-        """Tell whether clients may exchange layer by layer to make statistics exact."""
+        """Return whether clients may exchange statistics layer by layer outside training, to make them exact."""
         return measures_in_the_clear(self.build_method(), self) and self.recalibration != "passes"

@@ -1,4 +1,4 @@
-"""Print a run's log: a live display on a terminal, a short line per round elsewhere."""
+"""Print the log of a run: as a progress bar on a terminal, else as one short line per round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fl_bn.task import Task
 
 
 def in_full(record: logging.LogRecord) -> logging.LogRecord:
-    """Return the record with the long form of a round's line."""
+    """Return a log record with the long form of its line, if it is the line of a round; else the record itself."""
     if not hasattr(record, DETAIL):
         return record
     made = copy.copy(record)
@@ -26,10 +26,14 @@ def in_full(record: logging.LogRecord) -> logging.LogRecord:
 
 
 class Console(logging.Handler):
-    """Print Flower's log in the place of ``flower``, the handler that otherwise does so.
+    """Print Flower's log in place of Flower's own handler.
 
-    On a terminal a ``bar`` displays the rounds, and messages are printed above it. Elsewhere every message is a line
-    with the time and without colours. With ``verbose`` messages look as in Flower, with the long line of every round.
+    On a terminal, a progress bar shows the rounds, and messages are printed above it. Elsewhere, every message is a
+    line with the time and without colours.
+
+    Args:
+        flower: Flower's handler.
+        verbose: Print messages in Flower's format, and the long line of every round.
     """
 
     def __init__(self, flower: Any, verbose: bool = False) -> None:
@@ -50,7 +54,7 @@ class Console(logging.Handler):
                 self.flower.flush()
             elif not hasattr(record, DETAIL):
                 self.bar.say(text, "yellow" if level else "")
-        except OSError:  # a full disk, a reader that is gone: the run goes on
+        except OSError:  # the run goes on if the disk is full, or the program that reads the output has ended
             self.handleError(record)
 
     def close(self) -> None:
@@ -62,9 +66,9 @@ class Console(logging.Handler):
 
 @contextmanager
 def shown(verbose: bool = False) -> Iterator[None]:
-    """Print the log through ``Console`` while the context lasts.
+    """Print the log through ``Console`` inside the ``with`` block.
 
-    Handlers that do not print, and those that are a ``Console`` already, stay as they are.
+    Only handlers that print are replaced, and not those that are a ``Console`` already.
     """
     before = LOGGER.handlers
     LOGGER.handlers = [Console(one, verbose) if prints(one) else one for one in before]
@@ -77,7 +81,7 @@ def shown(verbose: bool = False) -> Iterator[None]:
 
 
 def bars(task: Task) -> list[Bar]:
-    """Return the bars of the terminals that display the log, and let them show the metric of ``task``."""
+    """Return the progress bars that display the log, after setting ``task``, whose metric they show."""
     displayed = [handler.bar for handler in LOGGER.handlers if isinstance(handler, Console) and handler.bar is not None]
     for bar in displayed:
         bar.task = task
@@ -87,7 +91,7 @@ def bars(task: Task) -> list[Bar]:
 class LogFile(logging.Handler):
     """Write ``run.log``: every message with date and time, and the long line of every round.
 
-    A full disk costs lines, not the run.
+    If the disk is full, lines are lost, and the run goes on.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Declare the keys of the run config about the method, the network and the data: the first of ``RunKeys``."""
+"""Declare the run-config keys of the method, the network and the data. They come first in ``RunKeys``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ of_sites = partial(option, used=when.SITES_DATA)
 
 @dataclass(frozen=True)
 class DataKeys:
-    """List the keys as fields, in the order of docs/config.md."""
+    """Declare the keys as fields, in the order of docs/config.md."""
 
     method: str = option("fbn", "how normalisation is federated", METHODS)
     freeze_after: int = option(

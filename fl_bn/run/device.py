@@ -1,4 +1,4 @@
-"""Choose where a run computes, and with which kernels."""
+"""Choose the device on which a run computes, and torch's kernels there."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from fl_bn.run.keys import known_device
 
 
 def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.device:
-    """Choose the device: from the client's node config, else from the run config.
+    """Return the device that the client's node config names, or else the run config.
 
-    For a GPU, set this process to the kernels that the run config wants.
+    If it is a GPU, set whether this process uses deterministic kernels, as the run config says.
+
+    Args:
+        config: The run config.
+        node: The node config; None: there is none.
 
     Raises:
-        ConfigError: It is no device, or a GPU that torch does not see.
+        ConfigError: The name is not that of a device, or torch does not see this GPU.
     """
     chosen = _device(config, node)
     if chosen.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the GPU is first used; torch asks for it
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, and nothing here reads such memory
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # torch requires it for deterministic kernels; it is read when the GPU is first used
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time, and is needless since nothing here reads uninitialised memory
         torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
     return chosen
 

@@ -1,8 +1,7 @@
-"""Measure diagnostics that need all clients' data: the global model on the training data, and BatchNorm's errors.
+"""Measure diagnostics that need all clients' data in one place, so they exist only in simulation.
 
-They are for simulation: the server process reads every client's part of the run's data itself. They are measured
-at every evaluation, on copies of the model, and draw none of the run's random numbers. So a run with diagnostics
-has the same results as one without.
+The server process reads every client's part of the data itself. Diagnostics are measured at every evaluation, on copies
+of the model, and use none of the run's random numbers. So a run has the same results with them as without.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from fl_bn.task import MetricState
 
 TRAINING_LOSS, DRIFT, GRADIENTS = DIAGNOSTICS
 BATCH = 128  # samples of each client's batch, the same in every round: FedTAN's own batch size
-_STREAM = 0xD1A6  # separates this generator from those of batches, dropout and statistics
+_STREAM = 0xD1A6  # makes these draws independent of those of batches, dropout and statistics
 EPS = 1e-5
 
 
@@ -43,9 +42,9 @@ class Measurement(NamedTuple):
     """Hold one line of diagnostics.csv.
 
     Attributes:
-        round: The round.
-        layer: The layer's name; empty for the whole network.
-        client: The client's index; None for all clients.
+        round: The number of the round.
+        layer: The name of the layer; empty: the value is of the whole network.
+        client: The index of the client; None: the value is of all clients.
         quantity: The name of the quantity.
         value: The value.
     """
@@ -58,29 +57,37 @@ class Measurement(NamedTuple):
 
 
 class Diagnostics:
-    """Measure ``names`` (of ``DIAGNOSTICS``) of the global model at every evaluated round, without Byzantine clients.
+    """Measure diagnostics of the global model in every evaluated round. Byzantine clients are left out.
 
-    ``training-loss``: loss and the task's metric on the union of the clients' training data, in evaluation mode
-    (``training-loss``, ``training-accuracy``).
+    There are three kinds, each with several quantities.
 
-    ``drift`` (FixBN, seed 000, figure 2): per BatchNorm layer, as means over its channels:
+    ``training-loss``: the loss and the task's metric on all clients' training data, in evaluation mode
+    (``training-loss`` and, for example, ``training-accuracy``).
 
-    * ``mean-moved``, ``var-moved``: how far the global statistics moved since the evaluation before, as |change of
-      the mean| in standard deviations and |log of the variances' ratio|;
-    * ``batch-mean-distance``, ``batch-var-distance``: how far the statistics of a client's batch are from the
-      global ones, in the same units, mean over clients;
-    * ``batch-mean-spread``, ``batch-var-spread``: the variance over the evaluations so far of the same batch's mean
-      (in units of the global variance) and of the log of its variance, mean over clients.
+    ``drift`` (FixBN, seed 000, figure 2): six quantities of each BatchNorm layer, as means over its channels:
 
-    Batch statistics are those of the layer's input. The layers below normalise as in training, or as in evaluation
+    * ``mean-moved``, ``var-moved``: how far the global statistics moved since the last evaluation. A mean is measured
+      in standard deviations, a variance by the absolute log of the ratio.
+    * ``batch-mean-distance``, ``batch-var-distance``: how far the statistics of a client's batch are from the global
+      ones, in the same units, as a mean over clients.
+    * ``batch-mean-spread``, ``batch-var-spread``: how much the statistics of the same batch vary over the evaluations
+      so far, as a mean over clients. It is the variance of the batch's mean, in units of the global variance, and the
+      variance of the log of the batch's variance.
+
+    Batch statistics are those of the layer's input. The layers before it normalise as in training, or as in evaluation
     once the statistics are frozen.
 
-    ``gradients``: ``gradient-deviation``, B_i^2 of each client and their mean, and ``centralised-gradient``, the squared
-    norm of the gradient on the union of the batches: see ``gradient_deviation``.
+    ``gradients``: ``gradient-deviation``, which is B_i^2 of each client and the mean over clients, and
+    ``centralised-gradient``, which is the squared norm of the gradient on all batches together (see
+    ``gradient_deviation``).
+
+    Args:
+        config: The run config.
+        names: The kinds to measure, of ``DIAGNOSTICS``.
 
     Raises:
-        ConfigError: A name is unknown, the server does not have the data, or the method has no global model or no
-            BatchNorm.
+        ConfigError: A name is unknown, the server does not have the data, the method has no global model, or the
+            network has no BatchNorm.
     """
 
     def __init__(self, config: RunConfig, names: Sequence[str]) -> None:
@@ -98,14 +105,18 @@ class Diagnostics:
 
     @cached_property
     def clients(self) -> list[Samples]:
-        """Return the honest clients' training samples."""
+        """Return the training samples of each honest client."""
         return [client_samples(self.config, client)[0] for client in range(self.config.clients - self.config.byzantine)]
 
     def after_round(self, record: RoundRecord, model: nn.Module) -> list[Measurement]:
-        """Measure the global ``model``, which stays unchanged.
+        """Measure the global model after a round.
+
+        Args:
+            record: The record of the round.
+            model: The global model. It is not changed.
 
         Returns:
-            The measurements; empty for a round without evaluation.
+            The measurements; an empty list for a round without evaluation.
         """
         if record.round % self.config.evaluate_every and record.round != self.config.rounds:
             return []
@@ -124,7 +135,7 @@ class Diagnostics:
         return rows
 
     def _batches(self, like: Tensor) -> list[tuple[int, Batch]]:
-        """Return a seeded batch of every client that has enough samples for a variance."""
+        """Return index and batch of every client with at least two samples. The batches are the same in every round."""
         batches = []
         for client, samples in enumerate(self.clients):
             if (n := len(samples)) >= 2:
@@ -171,7 +182,7 @@ class Diagnostics:
         return rows
 
     def _seen(self, key: tuple[str, int, str], value: Tensor) -> Moments:
-        """Update and return the moments of a batch statistic over the rounds so far; every round counts 1."""
+        """Add the value of a batch statistic in this round, and return its moments over the evaluated rounds so far."""
         before = self._over_rounds.get(key)
         new = Moments(1, value.double(), torch.zeros_like(value, dtype=torch.float64))
         self._over_rounds[key] = new if before is None else pool([before, new])

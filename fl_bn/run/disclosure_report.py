@@ -1,4 +1,4 @@
-"""Report what left each client in a run, by kind: disclosure.csv and the table of summary.md."""
+"""Report which data left each client in a run, as disclosure.csv and as a table in summary.md."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ COLUMNS = (
     "client", "section", "what", "tensors", "messages", "rounds", "bytes", "smallest-samples", "smallest-values", "smallest-round",
     "warning",
 )  # fmt: skip
-SHOWN = 10  # warnings in summary.md
+SHOWN = 10  # the most warnings in summary.md
 BATCHES = re.compile(r"(?<=after )\d+(?= batches)")  # in the description of a disclosure
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Sum up the disclosures of one kind by one client.
+    """Hold the totals of one kind of disclosure by one client.
 
     Attributes:
-        tensors: Tensors of one message.
-        messages: How many messages there were.
-        rounds: How many rounds had such a message.
-        nbytes: Bytes of all messages.
-        least: The disclosure whose statistics summarise the fewest samples; None without statistics.
+        tensors: The number of tensors in one message.
+        messages: The number of messages.
+        rounds: The number of rounds with such a message.
+        nbytes: The bytes of all messages.
+        least: The disclosure whose statistics summarise the fewest samples; None: no statistics were sent.
         least_round: The round of ``least``.
     """
 
@@ -45,14 +45,14 @@ class Kind:
 
     @property
     def traceable(self) -> bool:
-        """Tell whether a statistic summarises so few samples that they may be traced."""
+        """Return whether a statistic summarises so few samples (below ``FEW``) that they may be traced to a person."""
         return self.least is not None and self.least.samples < FEW
 
 
 class DisclosureTotals:
-    """Sum up what left the clients so far, by client, section and description.
+    """Add up the disclosures of a run, by client, section of the message and description.
 
-    The sums grow with the number of clients, not of rounds.
+    The memory for this grows with the number of clients, not with the number of rounds.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class DisclosureTotals:
         self._last: dict[tuple[int, str, str], int] = {}
 
     def add(self, record: RoundRecord) -> None:
-        """Add one round; the record of round 1 has the exchanges before it (``calibrate``), too."""
+        """Add the disclosures in the record of a round. That of round 1 includes the exchanges of ``calibrate`` before it."""
         for disclosure in record.disclosures:
             key = disclosure.client, disclosure.section, disclosure.what
             before = self._kinds.get(key, Kind(0, 0, 0, 0))
@@ -88,7 +88,12 @@ class DisclosureTotals:
 
 
 def disclosure_csv(found: Mapping[tuple[int, str, str], Kind], called: ClientNames = UNNAMED) -> str:
-    """Return the kinds as CSV, with a column ``site`` if the clients have names."""
+    """Return the totals as CSV, with a column ``site`` if the clients have names.
+
+    Args:
+        found: The totals by client, section and description.
+        called: The names of the clients.
+    """
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow([COLUMNS[0], *(["site"] if called.names else []), *COLUMNS[1:]])
@@ -101,9 +106,13 @@ def disclosure_csv(found: Mapping[tuple[int, str, str], Kind], called: ClientNam
 
 
 def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: ClientNames = UNNAMED) -> list[str]:
-    """Return the kinds as Markdown: one line per kind over all clients, and one warning per traceable client.
+    """Return lines of Markdown: a table with one row per kind, over all clients, and a warning per traceable client.
 
-    Kinds that differ in their number of batches alone share a line.
+    Kinds that differ only in their number of batches share a row.
+
+    Args:
+        found: The totals by client, section and description.
+        called: The names of the clients.
     """
     if not found:
         return []

@@ -1,4 +1,4 @@
-"""Describe where a run ran: versions, machine, commit."""
+"""Describe the environment of a run: versions of packages, the machine, and the commit of fl-bn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("fl-bn", "flwr", "ray", "torch", "torchvision", "numpy", "grpcio", "
 
 
 def environment() -> dict[str, Any]:
-    """Return the content of environment.json."""
+    """Return the content of ``environment.json``, which every run writes to its folder."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

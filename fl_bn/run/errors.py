@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """Report a key of the run config that is unknown, of the wrong type, or out of range."""
+    """A key of the run config is unknown, of a wrong type, out of range, or does not fit another key."""

@@ -1,7 +1,7 @@
-"""Measure how far a client's gradient with its own batch statistics is from its part of the centralised gradient.
+"""Measure how far the gradient of a client is from its part of the centralised gradient, because of batch statistics.
 
-FedTAN (seed 004), assumption 1: local statistics make the local gradient deviate by B_i. The deviation does not
-vanish with the learning rate, so FedAvg with batch normalisation does not converge where the clients' data differ.
+Source: FedTAN (seed 004), assumption 1. Because BatchNorm uses local statistics, the local gradient deviates by B_i. The
+deviation does not vanish with the learning rate. So FedAvg with BatchNorm does not converge if the clients' data differ.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Deviations(NamedTuple):
 def gradient_deviations(model: nn.Module, batches: Sequence[Batch], task: Task = CLASSIFICATION) -> Deviations:
     """Compute B_i^2 = ||g_i - c_i||^2 of every client's batch, at the weights of ``model``.
 
-    ``g_i`` is the gradient of client i's mean loss with its own batch statistics, through which gradients pass as in
-    ``nn.BatchNorm``. ``c_i`` is the gradient of the same loss if every BatchNorm layer normalises with the statistics
-    of the union of all batches, and the gradients of these statistics are the cohort's (FedTAN, Algorithms 2 and 3).
-    So ``sum p_i c_i`` is the gradient on the union, with ``p_i`` proportional to the batch sizes. Dropout is off. The
-    activations of all clients are in memory at a time.
+    ``g_i`` is the gradient of the mean loss of client i, where BatchNorm uses the client's own batch statistics, as
+    ``nn.BatchNorm`` does. ``c_i`` is the gradient of the same loss, where BatchNorm uses the statistics of all batches
+    together, and their gradients are averaged over the clients (FedTAN, Algorithms 2 and 3). The gradient on all
+    batches together is then ``sum p_i c_i``, with ``p_i`` proportional to the batch sizes. Dropout is off. The
+    activations of all clients are in memory at the same time.
 
     Args:
         model: A network converted for FedTAN.

@@ -1,4 +1,4 @@
-"""Write a run's rounds to the files ``rounds.csv``, ``clients.csv``, ``rounds.jsonl`` and ``diagnostics.csv``."""
+"""Write the rounds of a run to ``rounds.csv``, ``clients.csv``, ``rounds.jsonl`` and ``diagnostics.csv``."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ from fl_bn.support.wire import reason
 from fl_bn.task import CLASS, CLASSIFICATION, Task
 
 SECTIONS = ("weights", "statistics", "moments", "gradients", "control", "momentum", "second-moment", "steps", "masked", "exchange")
-BEFORE = ("round", "phase", "learning-rate", "cohort", "accepted", "aggregated", "loss")  # the columns around those of the metrics
+BEFORE = ("round", "phase", "learning-rate", "cohort", "accepted", "aggregated", "loss")  # columns before those of the metrics
 AFTER = (
     "test-loss", "min-var", "drift", "drift-layer", "seconds", "exchanges", "carrier", "waited",
     *(f"bytes-{way}-{section}" for way in ("down", "up") for section in SECTIONS),
 )  # fmt: skip
 DIAGNOSTIC_COLUMNS = ("round", "layer", "client", "quantity", "value")
-PER_CLASS = {CLASS: "per-class"}  # series whose name in rounds.jsonl differs from the metric's
+PER_CLASS = {CLASS: "per-class"}  # the names in rounds.jsonl of series that are not called as their metrics
 Row = dict[str, Value | None]
 
 
 def metric_columns(task: Task) -> tuple[str, ...]:
-    """Return ``accuracy``, ``accuracy-std``, ``accuracy-min``, and the task's other metrics that are no series."""
+    """Return the columns of the task's metrics, as ``accuracy``, ``accuracy-std`` and ``accuracy-min``.
+
+    Series, such as the accuracy per class, have no columns.
+    """
     others = (name for name in task.declared() if name != task.metric and not name.endswith("-"))
     return (task.metric, f"{task.metric}-std", f"{task.metric}-{task.worst()}", *others)
 
@@ -47,7 +50,7 @@ def round_columns(task: Task) -> tuple[str, ...]:
     """
     columns = (*BEFORE, *metric_columns(task), *AFTER)
     if twice := [name for name in columns if columns.count(name) > 1]:
-        raise ValueError(f"task {task.name!r}: the metric {twice[0]!r} has the name of another column of rounds.csv: rename it")
+        raise ValueError(f"task {task.name!r}: rename the metric {twice[0]!r}, since rounds.csv has another column of this name")
     return columns
 
 
@@ -59,10 +62,10 @@ def client_columns(task: Task, called: ClientNames = UNNAMED) -> tuple[str, ...]
 
 
 def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
-    """Return one line of rounds.csv and rounds.jsonl.
+    """Return the row of a round in rounds.csv and rounds.jsonl, by column.
 
-    Bytes are per client; ``drift`` is in standard deviations; ``seconds`` are of wall clock; ``waited`` are the seconds
-    in exchanges of the client that waited longest.
+    Bytes are those of one client. ``drift`` is in standard deviations. ``seconds`` is the duration of the round.
+    ``waited`` is the time that clients spent in layer-wise exchanges, in seconds, of the client that waited longest.
     """
     drift, evaluation = record.drift, record.evaluation
     row: Row = {
@@ -90,7 +93,7 @@ def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
 
 
 def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> list[Row]:
-    """Return one line of clients.csv per client that trained or was evaluated, with its site's name if it has one."""
+    """Return the rows of a round in clients.csv, one per client that trained or was evaluated."""
     rows: dict[int, Row] = {}
     for client in record.clients:
         rows[client.client] = {
@@ -111,10 +114,11 @@ def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: Client
 
 
 def round_line(record: RoundRecord, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> dict[str, Any]:
-    """Return one line of rounds.jsonl.
+    """Return the line of a round in rounds.jsonl, as a JSON object.
 
-    It has the row of the round, the task's series (accuracy per class; null for a class without samples), its
-    metric per domain, the clients' rows, and the disclosures (the fields of ``Disclosure``).
+    It has the row of the round and the rows of the clients. It also has the series of the task, such as the accuracy
+    per class (null for a class without samples), the metric per domain, and the disclosures, each as the list of the
+    fields of ``Disclosure``.
     """
     lists = {key: [_finite(value) for value in series(record.evaluation, stem)] or None for stem, key in _series(task).items()}
     domains = {name: _finite(value) for name, value in per_domain(record.evaluation, task).items()}
@@ -127,9 +131,9 @@ def _series(task: Task) -> dict[str, str]:
 
 
 def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecord:
-    """Rebuild the record from a line of rounds.jsonl, as far as pictures and summaries need it.
+    """Rebuild the record of a round from its line in rounds.jsonl, as far as pictures and summaries need it.
 
-    It accepts lines of earlier versions, without mean IoU, too.
+    Lines of earlier versions of fl-bn, which lack some columns, can be read, too.
     """
     down, up = ({s: n for s in SECTIONS if (n := row[f"bytes-{way}-{s}"])} for way in ("down", "up"))
     moved = row["drift-layer"] is not None
@@ -166,24 +170,25 @@ def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecor
 
 
 def per_domain(metrics: Mapping[str, float], task: Task = CLASSIFICATION) -> dict[str, float]:
-    """Return domain -> the task's metric, from ``metrics``."""
+    """Return the task's metric of each domain, by the name of the domain, from metrics named as ``accuracy-domain-NAME``."""
     stem = f"{task.metric}-domain-"
     return {name.removeprefix(stem): value for name, value in metrics.items() if name.startswith(stem)}
 
 
 def named_per_domain(values: Mapping[str, float], task: Task = CLASSIFICATION) -> dict[str, float]:
-    """Return name -> value for ``metrics``: the inverse of ``per_domain``."""
+    """Return metrics named as ``accuracy-domain-NAME`` from the values of domains: the inverse of ``per_domain``."""
     return {f"{task.metric}-domain-{name}": value for name, value in values.items()}
 
 
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Read the rounds of a rounds.jsonl; a missing file has none.
+    """Read the rows of a file rounds.jsonl. A file that does not exist has no rows.
 
     Returns:
-        The rows, and whether the last line is incomplete: a run is writing it, or a crash cut it.
+        The rows, and whether the last line is incomplete. Then a run is writing it, or a crash has cut it; it is left
+        out.
 
     Raises:
-        ValueError: Another line cannot be read.
+        ValueError: A line other than the last cannot be read.
     """
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     rows: list[dict[str, Any]] = []
@@ -198,13 +203,14 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 class History:
-    """Write the files in ``folder``, which grow by a round at a time.
+    """Write the files of a run that grow by a round at a time.
 
-    If a round cannot be written (a full disk, say), it is kept and written with the next one; half a line never stays.
+    If a round cannot be written, for example because the disk is full, it is kept in memory and written with the next
+    one. No incomplete line is left in a file.
 
     Args:
-        folder: The run's folder.
-        diagnostics: Whether there is a file of diagnostics.
+        folder: The folder of the run.
+        diagnostics: Write ``diagnostics.csv``, too.
         task: The task, whose metrics have columns.
         called: The names of the clients.
     """
@@ -220,13 +226,18 @@ class History:
             self._columns["diagnostics.csv"] = DIAGNOSTIC_COLUMNS
 
     def begin(self) -> None:
-        """Write the names of the columns to empty files."""
+        """Begin empty files with the names of their columns."""
         for file, columns in self._columns.items():
             self._waiting[file] = _csv(columns, [dict(zip(columns, columns, strict=True))])
         self._write()
 
     def add(self, record: RoundRecord, diagnostics: Sequence[Row] = ()) -> None:
-        """Append one round to all files; keep it for later if the disk is full."""
+        """Append a round to all files. If that fails, log a warning and keep the round for the next call.
+
+        Args:
+            record: The record of the round.
+            diagnostics: The rows of the round for ``diagnostics.csv``.
+        """
         measured = {"diagnostics.csv": list(diagnostics)}
         rows = {"rounds.csv": [round_row(record, self.task)], "clients.csv": client_rows(record, self.task, self.called), **measured}
         for file, columns in self._columns.items():
@@ -238,19 +249,22 @@ class History:
             LOGGER.warning("round %s could not be written to %s: %s. The next round tries again", record.round, self.folder, error)
 
     def lengths(self) -> dict[str, int]:
-        """Return the length of every file in bytes, after writing everything to the disk.
+        """Write everything to the disk, and return the length of every file in bytes.
 
         Raises:
-            OSError: Something could not be written.
+            OSError: A file cannot be written.
         """
         self._write()
         return {file: (self.folder / file).stat().st_size for file in self.files if (self.folder / file).exists()}
 
     def cut(self, lengths: Mapping[str, int]) -> list[RoundRecord]:
-        """Cut the files to an earlier ``lengths()``.
+        """Cut the files to the lengths that they had at a checkpoint.
+
+        Args:
+            lengths: The lengths in bytes, as ``lengths()`` returned them.
 
         Returns:
-            The records that they hold then.
+            The records of the rounds that are left.
 
         Raises:
             Damaged: A file is shorter than that, or cannot be read.
@@ -294,7 +308,7 @@ def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Value | None]]) -> 
 
 
 def _header(path: Path) -> tuple[str, ...]:
-    """Return the columns of a file, which another version may have begun; empty without a file."""
+    """Return the columns of a file, which another version of fl-bn may have begun; empty: the file does not exist."""
     if not path.exists():
         return ()
     try:

@@ -1,4 +1,4 @@
-"""Defer Ctrl-C until a short piece of work is done."""
+"""Let Ctrl-C wait until a short piece of work is done."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from types import FrameType
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Defer SIGINT to the end of the context, so that files are written whole.
+    """Let SIGINT (Ctrl-C) wait until the end of the ``with`` block, so that files are written completely.
 
-    It is for short work alone, since nobody can interrupt it. Outside the main thread, which alone gets signals, it
-    does nothing.
+    Use it for short work only, since the user cannot interrupt it. Outside the main thread it does nothing, since only
+    that thread receives signals.
     """
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is None:  # None: not set from Python
+    if threading.current_thread() is not threading.main_thread() or before is None:  # None: the handler was not set from Python
         yield
         return
     received: list[int] = []

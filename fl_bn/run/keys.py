@@ -1,4 +1,4 @@
-"""Check the texts of some keys of the run config, and print all keys as a table."""
+"""Check the values of some run-config keys, and print all keys as a table."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import tomli_w
 from fl_bn.options import Key
 from fl_bn.support.names import names_of
 
-LONGEST = 255  # bytes of a file's name
+LONGEST = 255  # the longest name of a file, in bytes
 
 
 def known_device(name: str) -> bool:
-    """Tell whether ``name`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
+    """Return whether ``name`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     return name in ("auto", "cpu") or re.fullmatch(r"cuda(:\d+)?", name) is not None
 
 
@@ -22,7 +22,7 @@ DIAGNOSTICS = ("training-loss", "drift", "gradients")
 
 
 def all_of(known: Collection[str]) -> Callable[[str], bool]:
-    """Return a check of texts: they are right if they list names of ``known``."""
+    """Return a function that checks whether a text is a list of names in ``known``, separated by commas."""
     return lambda text: all(name in known for name in names_of(text))
 
 
@@ -46,11 +46,11 @@ SECTIONS = {
     "seed": "Seed and machine",
     "output": "Output",
 }
-"""The headings of docs/config.md, each by its first key; options stand with the key that chooses whose they are."""
+"""The headings of docs/config.md, by the first key below each. Options follow the key that chooses their owner."""
 
 
 def table(keys: Mapping[str, Key]) -> str:
-    """Return every key in Markdown, a table per section, as in docs/config.md."""
+    """Return all keys as Markdown, with one table per section, as they stand in docs/config.md."""
     lines: list[str] = []
     for key in keys.values():
         if key.name in SECTIONS or not lines:
@@ -62,5 +62,5 @@ def table(keys: Mapping[str, Key]) -> str:
 
 
 def defaults(keys: Mapping[str, Key]) -> str:
-    """Return every key's default as TOML, as in ``[tool.flwr.app.config]`` of pyproject.toml."""
+    """Return the defaults of all keys as TOML, as they stand in ``[tool.flwr.app.config]`` of pyproject.toml."""
     return tomli_w.dumps({key.name: key.default for key in keys.values()}).rstrip("\n")

@@ -1,4 +1,4 @@
-"""Find labels of a run's data that may be mistakes."""
+"""Check the labels of a run's data for likely mistakes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from fl_bn.task import LABELS, kind_of
 
 
 def check_labels(data: Dataset) -> None:
-    """Check the labels of all of a run's data; the data of one site may lack any class.
+    """Check whether the data of a run, all clients together, lack a class. The data of a single site may.
 
-    A missing class 0 means one class too many. Another missing class may be a mistake, and is a warning.
+    If class 0 is missing, labels are probably counted from 1, and the network would have one class too many. If another
+    class is missing, a warning is logged.
 
     Raises:
         ConfigError: No sample has label 0.
@@ -41,6 +42,10 @@ def check_labels(data: Dataset) -> None:
 
 
 def missing_classes(counts: Sequence[int]) -> str:
-    """Name the classes 0..len(counts) - 1 without a sample: the first ten, and the number of others; empty if none."""
+    """Return the classes without a sample as text: the first ten, and the number of others; empty: every class has one.
+
+    Args:
+        counts: The number of samples of each class.
+    """
     none = [str(label) for label, count in enumerate(counts) if not count]
     return "" if not none else ", ".join(none) if len(none) <= 10 else f"{', '.join(none[:10])} and {len(none) - 10} more"

@@ -1,4 +1,4 @@
-"""Read run configs as people type them: ``key=value`` pairs, or a TOML file."""
+"""Read the keys of a run config from ``key=value`` pairs, or from a TOML file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import Any
 from fl_bn.run.errors import ConfigError
 from fl_bn.support.names import LONG
 
-UNREADABLE = (ValueError, RecursionError)  # of tomllib: its own error, numbers of 5,000 digits, lists in lists in lists, bytes of no text
+UNREADABLE = (
+    ValueError,
+    RecursionError,
+)  # what tomllib raises: for wrong syntax, too long numbers, too deeply nested lists, and bytes that are not text
 PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
-    """Read the keys of ``rounds=10 method='hbn'``, or of a TOML file.
+    """Read run-config keys from a text such as ``rounds=10 method='hbn'``, or from a TOML file.
 
-    The syntax is that of ``flwr run --run-config``, but every part of the text must be readable.
+    The syntax is that of ``flwr run --run-config``. But here, a part that cannot be read is an error, and not ignored.
 
     Args:
         text: The pairs, or the path of a file that ends in ``.toml``.

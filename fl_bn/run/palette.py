@@ -1,18 +1,18 @@
-"""Define colours, line styles and markers of all pictures; readers who confuse colours can tell them apart."""
+"""Define colours, line styles and markers of all pictures, so that colour-blind readers can tell lines apart."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-INK = "#1d1e21"  # of text and axes; a report's page makes it its own text colour, so that a picture can be read on a dark page too
+INK = "#1d1e21"  # of text and axes; a report's page replaces it by its text colour, so that pictures can be read on a dark page
 # Okabe and Ito's colours, without the yellow, in an order in which neighbours differ in brightness; all show on white and on black
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", INK, "#9B59B6", "#CC79A7", "#8A7A2F")
-SHADES = (*COLOURS, "#A8A8A8")  # of areas, which have no dashes or markers: ten, for ten classes
+SHADES = (*COLOURS, "#A8A8A8")  # of areas, which have no dashes or markers to tell them apart: ten, for ten classes
 LINES: Sequence[Any] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 MARKERS = "osD^vPX*<>"
-QUIET = "#6b6f76"  # what is beside the point: limits, remarks, lines to compare with
-MAP, DIFFERENCE = "viridis", "RdBu"  # of heat maps: even steps of brightness; blue is better, red worse
+QUIET = "#6b6f76"  # of secondary things: limits, remarks, lines to compare with
+MAP, DIFFERENCE = "viridis", "RdBu"  # of heat maps: of values (even steps of brightness), of differences (blue is better)
 STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 130, "font.size": 9,
     "axes.axisbelow": True, "legend.frameon": False, "axes.prop_cycle": f"cycler('color', {list(COLOURS)})",
@@ -21,17 +21,24 @@ STYLE: Any = {
 
 
 def colour(index: int) -> str:
-    """Return the colour of the line at ``index``."""
+    """Return the colour of the line with this index. Colours repeat after ``len(COLOURS)`` lines."""
     return COLOURS[index % len(COLOURS)]
 
 
 def line(index: int) -> dict[str, Any]:
-    """Return colour, dashes and marker of the line at ``index``: the same in every picture, and unique among 180."""
+    """Return colour, dashes and marker of the line with this index, as keyword arguments of ``plot``.
+
+    They are the same in every picture, and differ for the first 180 indices.
+    """
     look = {"linestyle": LINES[index % len(LINES)], "marker": MARKERS[index % len(MARKERS)]}
     return {"color": colour(index), **look, "lw": 1.4, "ms": 4.2}
 
 
 def on(rgba: Sequence[float]) -> str:
-    """Return black or white, whichever is readable on a colour (red, green, blue, ... of 0..1)."""
+    """Return ``black`` or ``white``, whichever can be read on a colour.
+
+    Args:
+        rgba: Red, green and blue (0..1); further values are ignored.
+    """
     red, green, blue = rgba[:3]
     return "black" if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.179 else "white"

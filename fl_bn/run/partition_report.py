@@ -1,4 +1,4 @@
-"""Describe a partition as a table and a picture, without training."""
+"""Show how a run's data are divided among the clients, as a table and a picture, without training."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from fl_bn.run.pictures import draw_labels
 
 
 def write(config: RunConfig, folder: Path) -> tuple[Path, Path]:
-    """Write ``counts.csv`` and ``labels.png`` of the partition of ``config`` into ``folder``.
+    """Write the partition of a run to ``counts.csv`` and ``labels.png``.
 
-    counts.csv has a line per client and domain of its samples; one line per client if the data have no domains. Each
-    line has the number of samples of each class and their total. For masks it has the number of pixels of each class
-    and the number of images. For samples without a class it has the total alone.
+    counts.csv has one line per client, or one per client and domain if the data have domains. A line has the number
+    of samples of each class and their total. For masks, it has the number of pixels of each class and the number of
+    images. For samples without a class, it has the total only.
+
+    Args:
+        config: The run config.
+        folder: The folder of the files.
 
     Returns:
         The paths of both files.
 
     Raises:
-        ConfigError: The data are at the sites, or cannot be divided so.
+        ConfigError: The data are at the sites, or cannot be divided as configured.
     """
     if config.dataset == SITES:
-        raise ConfigError(f"dataset={SITES!r}: every client brings its own data, so there is nothing to divide")
+        raise ConfigError(f"dataset={SITES!r}: every client brings its own data, so there is no partition to show")
     data, parts = dataset(config), [part.numpy() for part in partitions(config)]
     domains = np.zeros(len(data.y_train), dtype=np.int64) if data.domain_train is None else data.domain_train.numpy()
     names = data.domains or ("",)
@@ -49,7 +53,7 @@ def write(config: RunConfig, folder: Path) -> tuple[Path, Path]:
 def _counts(
     labels: NDArray[np.int64], domains: NDArray[np.int64], parts: list[Indices], classes: int
 ) -> list[tuple[int, int, NDArray[np.int64], int]]:
-    """Return ``(client, domain, samples per class, samples)`` of every client and each domain of its samples."""
+    """Return ``(client, domain, samples per class, samples)`` for each client and each domain that it has samples of."""
     held = [
         (client, int(domain), part[domains[part] == domain]) for client, part in enumerate(parts) for domain in np.unique(domains[part])
     ]

@@ -1,4 +1,4 @@
-"""Draw the pictures of a run and of a comparison."""
+"""Draw the pictures of a run, of a comparison, of an attack grid and of an adaptation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # Ray and Flower run the ServerApp in a thread: no window
+matplotlib.use("Agg")  # draws without windows, since Ray and Flower run the ServerApp in a thread
 
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
@@ -24,13 +24,19 @@ from fl_bn.run.config import RunConfig  # noqa: E402
 from fl_bn.run.palette import MAP, QUIET, SHADES, STYLE, colour, line, on  # noqa: E402
 from fl_bn.task import CLASSIFICATION, MEAN_IOU, Task  # noqa: E402
 
-STEPS = (1, 2, 5, 10)  # between numbers of an axis of whole numbers: 20, 40, 60, not 15, 30, 45
+STEPS = (1, 2, 5, 10)  # allowed distances between ticks of whole numbers, times a power of ten: 20, 40, 60, but not 15, 30, 45
 
 
 def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task: Task = CLASSIFICATION) -> None:
-    """Draw a run over its rounds: the task's metric and the clients' training loss.
+    """Draw the task's metric and the training loss of a run over its rounds.
 
-    If there are running statistics, draw how far they moved, and their smallest variance, below.
+    If the run has running statistics, two more panels show how far they moved, and their smallest variance.
+
+    Args:
+        config: The run config.
+        records: The records of the rounds.
+        path: The file of the picture.
+        task: The task.
     """
     moved = [r for r in records if r.drift is not None]
     panels: list[Callable[[Axes], None]] = [lambda axes: _metric(axes, records, task, split_of(config)), lambda axes: _loss(axes, records)]
@@ -47,27 +53,27 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task
         all_axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=STEPS))
         title = f"{config.method} on {config.dataset}: {config.clients} clients, {partition_in_words(config)}, seed {config.seed}"
         figure.suptitle(lines(title, 80))
-        figure.savefig(path, bbox_inches="tight")  # constrained layout may leave a long label outside
+        figure.savefig(path, bbox_inches="tight")  # tight, since the constrained layout may cut a long label
         plt.close(figure)
 
 
 def split_of(config: RunConfig) -> str:
-    """Return the name of the evaluated samples: test or validation."""
+    """Return which samples a run is evaluated on: ``test`` or ``validation``."""
     return "validation" if config.validation_share else "test"
 
 
 def in_words(task: Task) -> str:
-    """Return the name of the task's metric for pictures and headings: ``mean average precision``."""
+    """Return the name of the task's metric for pictures and headings, as ``mean average precision``."""
     return task.metric.replace("-", " ")
 
 
 def axis_of(task: Task, prefix: str = "") -> str:
-    """Return the name of the task's metric for an axis, with its unit: ``accuracy (%)``."""
+    """Return the name of the task's metric for an axis, with its unit, as ``accuracy (%)``."""
     return f"{prefix}{in_words(task)}{' (%)' if task.scale() == 100 else ''}"
 
 
 def in_table(task: Task, value: float) -> str:
-    """Format a value below the heading ``axis_of``: ``51.2`` of percent, or ``0.3456``."""
+    """Format a value of the task's metric for a table: ``51.2`` if it is shown in percent, else ``0.3456``."""
     return f"{100 * value:.1f}" if task.scale() == 100 else f"{value:.4g}"
 
 
@@ -117,7 +123,7 @@ def _variance(axes: Axes, moved: Sequence[RoundRecord]) -> None:
 
 
 def _decades(axes: Axes, values: Sequence[float]) -> None:
-    """Make the axis logarithmic where the values span more than a factor of five, with plain numbers at its ticks."""
+    """Make the vertical axis logarithmic, with plain numbers at its ticks, if the largest value is five times the smallest."""
     known = [value for value in values if np.isfinite(value) and value > 0]
     if known and max(known) > 5 * min(known):
         axes.set_yscale("log")
@@ -127,10 +133,12 @@ def _decades(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _phases(all_axes: Sequence[Axes], records: Sequence[RoundRecord]) -> None:
-    """Mark frozen statistics grey and steps of the learning rate by a dotted line; explain both above the first panel."""
+    """Mark rounds with frozen statistics in grey, and steps of the learning rate by dotted lines, with remarks above."""
     frozen = [r.round for r in records if r.phase == "frozen"]
     rates = [r.learning_rate for r in records]
-    level = [i < 2 or rates[i - 1] == rates[i - 2] for i in range(len(rates))]  # a cosine falls from round to round, and has no steps
+    level = [
+        i < 2 or rates[i - 1] == rates[i - 2] for i in range(len(rates))
+    ]  # a cosine schedule falls in every round, so it has no steps to mark
     steps = [i for i in range(1, len(records)) if level[i] and rates[i] < rates[i - 1] * 0.7]
     for axes in all_axes:
         if frozen:
@@ -142,7 +150,12 @@ def _phases(all_axes: Sequence[Axes], records: Sequence[RoundRecord]) -> None:
 
 
 def _remarks(axes: Axes, remarks: Sequence[tuple[float, str]]) -> None:
-    """Write remarks above the panel, each at its place, inside the picture and without overlap."""
+    """Write remarks above a panel, without overlap.
+
+    Args:
+        axes: The panel.
+        remarks: Pairs of a horizontal position, in data coordinates, and a text.
+    """
     low, high = axes.get_xlim()
     points = axes.get_window_extent().width * 72 / axes.figure.dpi
     rows: list[list[tuple[float, float]]] = []
@@ -160,13 +173,13 @@ def _remarks(axes: Axes, remarks: Sequence[tuple[float, str]]) -> None:
 def draw_labels(
     counts: Mapping[int, Sequence[int]], config: RunConfig, path: Path, domains: Mapping[str, Sequence[int]] | None = None
 ) -> None:
-    """Draw how many samples of each class every client has: a bar per client, a colour per class.
+    """Draw how many samples of each class every client has, with one bar per client and one colour per class.
 
     Args:
-        counts: Client -> samples per class.
-        config: The run's config, for names and title.
-        path: The file.
-        domains: Domain -> its samples per client, in the order of the clients; drawn below if there are several.
+        counts: The number of samples per class, by client.
+        config: The run config, for names and the title.
+        path: The file of the picture.
+        domains: The number of samples per client of each domain; None, or a single domain: it is not drawn.
     """
     table = np.array([counts[client] for client in sorted(counts)])
     clients, classes = table.shape
@@ -197,7 +210,14 @@ def draw_labels(
 
 
 def _stacked(axes: Axes, table: np.ndarray, names: Sequence[str], what: str) -> None:
-    """Draw bars of ``table`` (clients, names), one upon the other, with a name in each part that has room."""
+    """Draw stacked bars, one per client.
+
+    Args:
+        axes: The panel.
+        table: The heights of the parts, of shape (clients, names).
+        names: The names of the parts, which are written in parts that have room.
+        what: What the heights count.
+    """
     clients, rows = table.shape
     few = rows <= len(SHADES)
     shades = [to_rgba(SHADES[i]) for i in range(rows)] if few else [matplotlib.colormaps[MAP](i / (rows - 1)) for i in range(rows)]
@@ -218,7 +238,10 @@ def _stacked(axes: Axes, table: np.ndarray, names: Sequence[str], what: str) -> 
 
 
 def best_first(curves: Mapping[str, np.ndarray], task: Task) -> list[str]:
-    """Return the names of ``curves``, ordered by the mean of the last round; names without a finite mean are last."""
+    """Return the names of ``curves``, the best first, by the mean over seeds in the last round.
+
+    Names whose mean is not finite come last.
+    """
     last, sign = {name: float(values[:, -1].mean()) for name, values in curves.items()}, (-1 if task.higher_is_better else 1)
     return sorted(last, key=lambda name: (not np.isfinite(last[name]), sign * last[name]))
 
@@ -231,15 +254,15 @@ def draw_comparison(
     task: Task = CLASSIFICATION,
     split: str = "test",
 ) -> None:
-    """Draw the task's metric over rounds for several methods; a band is one standard deviation.
+    """Draw the task's metric over the rounds for several methods, with bands of one standard deviation.
 
     Args:
-        curves: Method -> values (seeds, evaluations), in percent if the metric is a share.
-        rounds: Method -> the evaluated rounds.
+        curves: The values of each method, of shape (seeds, evaluated rounds), in percent if the metric is a share.
+        rounds: The evaluated rounds of each method.
         title: The heading.
-        path: The file.
-        task: The runs' task.
-        split: The evaluated samples: test or validation.
+        path: The file of the picture.
+        task: The task of the runs.
+        split: The samples on which they were evaluated: ``test`` or ``validation``.
     """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8.5, 4.8), layout="constrained")
@@ -262,14 +285,14 @@ def draw_comparison(
 def draw_heat_maps(
     maps: Mapping[str, np.ndarray], rows: Sequence[str], columns: Sequence[str], title: str, path: Path, across: str = "heterogeneity"
 ) -> None:
-    """Draw maps of percentages side by side, with their numbers; NaN stays white.
+    """Draw heat maps of percentages side by side, with the numbers written in.
 
     Args:
-        maps: Name -> values (rows, columns).
+        maps: The values of each map, of shape (rows, columns). NaN is left white.
         rows: The names of the rows.
         columns: The names of the columns.
         title: The heading.
-        path: The file.
+        path: The file of the picture.
         across: The label of the horizontal axis.
     """
     with plt.rc_context({**STYLE, "axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
@@ -290,11 +313,11 @@ def draw_heat_maps(
 
 
 def draw_bars(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], path: Path, task: Task = CLASSIFICATION) -> None:
-    """Draw groups of bars, one panel per title; a bar is a mean, its whisker one standard deviation.
+    """Draw panels with groups of bars. A bar is the mean of its values, and its whisker one standard deviation.
 
     Args:
-        panels: Title -> group -> bar -> values of the task's metric, in percent if it is a share.
-        path: The file.
+        panels: The values of the task's metric, in percent if it is a share, by panel, group and bar.
+        path: The file of the picture.
         task: The task.
     """
     names = list(dict.fromkeys(bar for groups in panels.values() for bars in groups.values() for bar in bars))
@@ -334,14 +357,14 @@ def draw_bars(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]],
 
 
 def lines(text: str, width: int) -> str:
-    """Break ``text`` into as few lines of at most ``width`` letters as it needs, all of about one length."""
+    """Break ``text`` into the fewest lines of at most ``width`` letters, all of about the same length."""
     few = textwrap.wrap(text, width)
     narrower = (textwrap.wrap(text, narrow) for narrow in range(max(1, -(-len(text) // max(1, len(few)))), width))
     return "\n".join(next((made for made in narrower if len(made) == len(few)), few))
 
 
 def partition_in_words(config: RunConfig) -> str:
-    """Return how a run's data are divided: ``Dirichlet(0.1)``."""
+    """Return in words how the data of a run are divided, as ``Dirichlet(0.1)``."""
     kind = {
         "iid": "IID",
         "classes": f"{config.partition_parameter:g} class{'' if config.partition_parameter == 1 else 'es'} each",
@@ -356,7 +379,12 @@ def partition_in_words(config: RunConfig) -> str:
 
 
 def which_end(partition: str, values: Sequence[float]) -> str:
-    """Return the label of an axis with these values of partition-parameter, and which end of it is IID."""
+    """Return the label of an axis of ``partition-parameter``, which says at which end the data are IID.
+
+    Args:
+        partition: The run-config key ``partition``.
+        values: The values of ``partition-parameter`` on the axis, in their order.
+    """
     name = {"similarity": "similarity", "dirichlet": "concentration", "classes": "classes per client"}.get(partition)
     if name is None or len(values) < 2 or values[0] == values[-1]:
         return name or "heterogeneity"

@@ -1,4 +1,4 @@
-"""Draw any runs in one picture; runs that differ in the seed alone are one line with a band."""
+"""Draw several runs in one picture. Runs that differ only in the seed are one line with a band."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ SPLIT = ("partition", "partition-parameter", "sizes")
 
 
 def plot(folders: Sequence[Path], picture: Path) -> list[str]:
-    """Draw the metric of the runs in ``folders``, or in the folders right below, over their rounds.
+    """Draw the metric of several runs over their rounds.
 
     Args:
-        folders: Folders of runs, or folders of such folders.
-        picture: The file.
+        folders: Folders of runs, or folders that contain such folders.
+        picture: The file of the picture.
 
     Returns:
         The names of the lines.
 
     Raises:
-        ConfigError: A folder has no run, a run has no evaluated round, its task is not there, or the runs have
-            metrics of different names.
+        ConfigError: A folder has no run, a run has no evaluated round, its task does not exist, or the runs have
+            different metrics.
     """
     runs = {run: _config(run) for folder in folders for run in _runs(folder)}
     tasks = {config["task"]: _task(config["task"]) for config in runs.values()}
     if len({task.metric for task in tasks.values()}) > 1:
-        raise ConfigError(f"these runs measure different things: {', '.join(sorted(task.metric for task in tasks.values()))}")
+        raise ConfigError(f"runs must have the same metric, but these have {', '.join(sorted(task.metric for task in tasks.values()))}")
     task = next(iter(tasks.values()))
     groups: dict[str, list[Path]] = {}
     for name, run in zip(_names(runs), runs, strict=True):
@@ -83,7 +83,7 @@ def _config(run: Path) -> dict[str, Any]:
 
 
 def _measured(run: Path, task: Task) -> dict[int, float]:
-    """Return evaluated round -> the metric."""
+    """Return the task's metric by evaluated round."""
     rows = (json.loads(line) for line in (run / ROUNDS).read_text().splitlines())
     by_round = {row["round"]: row[task.metric] for row in rows if row.get(task.metric) is not None}
     if not by_round:
@@ -92,12 +92,15 @@ def _measured(run: Path, task: Task) -> dict[int, float]:
 
 
 def _names(runs: Mapping[Path, Mapping[str, Any]]) -> list[str]:
-    """Name each run by its method and the keys in which the runs differ; by its folder if two have one name and seed."""
+    """Return a name for each run: its method, and the keys in which the runs differ.
+
+    If two runs with the same seed would have the same name, the name of the folder is used.
+    """
     keys = sorted(set(RunConfig.keys()) - FREE - {SEED, "method"})
     differing = [key for key in keys if len({config[key] for config in runs.values()}) > 1]
     names = []
     for run, config in runs.items():
-        plain = run.name.startswith("centralised-seed")  # of fl-bn compare, as the next line
+        plain = run.name.startswith("centralised-seed")  # how fl-bn compare names the folders of centralised runs
         prefix = "centralised-" if run.name.startswith("centralised-") else ""
         parts = ["centralised" if plain else f"{prefix}{config['method']}", *(f"{key}={config[key]}" for key in differing)]
         names.append((", ".join(parts), config[SEED]))

@@ -1,4 +1,4 @@
-"""Try a run at the server before it begins: a certain failure is refused in one sentence, before any client works."""
+"""Try data, network and task of a run on the server before it begins, so that mistakes are found before any client works."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from fl_bn.task import Classification, Task
 
 
 def check(config: RunConfig) -> None:
-    """Try the callbacks' names, the partition, the network on two samples, and its payload.
+    """Try the callbacks, the partition, the network and the loss on two samples, and the payload of a run.
 
     Raises:
-        ConfigError: One of them cannot work; the message has the reason.
+        ConfigError: One of them cannot work. The message has the reason.
     """
     callback_makers(config)
     if config.rounds == 0:
@@ -75,10 +75,10 @@ def check(config: RunConfig) -> None:
 
 
 def _two_samples(config: RunConfig) -> tuple[Tensor, Tensor | None] | None:
-    """Return inputs and targets of two samples.
+    """Return inputs and targets of two samples, on which the network is tried.
 
-    If the sites have the data, the inputs are images of zeros in the run's shape; None for a user's own network, whose
-    inputs are unknown here.
+    If the data are at the sites, the inputs are images of zeros and there are no targets. None: the network is the
+    user's own and the data are at the sites, so the form of its inputs is unknown.
     """
     if config.dataset != SITES:
         data = dataset(config)
@@ -90,7 +90,16 @@ def _two_samples(config: RunConfig) -> tuple[Tensor, Tensor | None] | None:
 
 
 def _try(config: RunConfig, x: Tensor, y: Tensor | None) -> None:
-    """Run one batch in evaluation mode, in which every layer of every method works alone."""
+    """Pass a batch through the network in evaluation mode, where no layer needs other clients, and check its output.
+
+    Args:
+        config: The run config.
+        x: The inputs of two samples.
+        y: Their targets; None: they are unknown, and the loss is not tried.
+
+    Raises:
+        ConfigError: The network or the task fails, or the output has a wrong shape.
+    """
     classes, of = shape(config)[0], task(config, y)
     model = copied(client_model(config)).eval()
     x = (x if len(x) > 1 else x.expand(2, *x.shape[1:])).to(inputs_like(model).dtype)
@@ -123,7 +132,11 @@ def _predicted(config: RunConfig, of: Task, raw: Any) -> Any:
 
 
 def _try_loss(config: RunConfig, of: Task, out: Any, y: Tensor) -> None:
-    """Compute loss and metrics of the batch."""
+    """Compute loss and metrics of the batch, to see whether the task works.
+
+    Raises:
+        ConfigError: The task fails.
+    """
     try:
         state = of.state()
         state.update(out, y)

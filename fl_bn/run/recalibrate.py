@@ -1,4 +1,4 @@
-"""Re-calibrate a finished run's model, or any file of weights, by a run of statistics alone."""
+"""Re-calibrate the model of a finished run, or any file of weights, by a run that only measures statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fl_bn.task import CLASSIFICATION
 
 MODEL = "model.safetensors"
 FILES = (".pt", ".pth", ".safetensors")
-ALONE: dict[str, Any] = {"method": "fedavg", "clients": 1, "partition": "iid"}  # for a file of weights: its data are in one place
+ALONE: dict[str, Any] = {"method": "fedavg", "clients": 1, "partition": "iid"}  # keys for a file of weights: all data at one client
 DECIDED = ("rounds", "calibrate", "model-weights", "scale-start", "resume", "checkpoint-every", "name", "output")
 
 
@@ -29,11 +29,11 @@ class Row:
     """Hold the results of one pass.
 
     Attributes:
-        number: The pass; 0: before the first.
+        number: The number of the pass; 0: the state before the first pass.
         clients: How many clients answered.
-        metric: The task's metric; None without an evaluation.
-        moved: The largest move of a mean, in standard deviations.
-        layer: The layer of that move.
+        metric: The task's metric; None: it was not evaluated.
+        moved: The largest change of a running mean, in standard deviations; None: there was no pass.
+        layer: The layer with that change.
     """
 
     number: int
@@ -44,12 +44,14 @@ class Row:
 
 
 def check(config: RunConfig) -> None:
-    """Check that the method and the model share running statistics.
+    """Check that the model has running statistics, and that the method shares them.
 
     Raises:
-        ConfigError: They do not; the message has the reason.
+        ConfigError: One of them does not. The message has the reason.
     """
-    bare = replace(config, model_weights="")  # the file may be of a network without them, and would be refused for another reason
+    bare = replace(
+        config, model_weights=""
+    )  # without the file, which would be refused for another reason if its network has no running statistics
     if reason := why_not(client_model(bare), config.build_method()):
         raise ConfigError(reason)
 
@@ -75,7 +77,9 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
         keys, weights = ALONE, source
     else:
         kind = f"a file {source.suffix or 'without a suffix'}" if source.exists() else "nothing there"
-        raise ConfigError(f"{source}: expected a finished run's folder, or weights ({', '.join(FILES)}), but there is {kind}")
+        raise ConfigError(
+            f"{source}: expected the folder of a finished run, or a file of weights ({', '.join(FILES)}), but there is {kind}"
+        )
     folder = (output or source.with_name(f"{source.stem if source.is_file() else source.resolve().name}-recalibrated")).absolute()
     own = {"rounds": 0, "calibrate": passes or -1, "model-weights": str(weights.resolve()), "scale-start": "one"}
     own |= {"evaluate-every": 1, "hbn-stat-samples": 0}
@@ -88,7 +92,7 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
 
 
 def elsewhere(config: RunConfig) -> str:
-    """Return the command line that makes the same federated run on Ray (or, with its run config, a deployment)."""
+    """Return a command that makes the same federated run on Ray. Its run config can be used in a deployment, too."""
     default = RunConfig().to_mapping()
     keys = {k: v for k, v in config.to_mapping().items() if v != default[k] and k not in ("name", "output", "resume")}
     line = f"flwr run . --run-config {shlex.quote(flower_config(keys))}"
@@ -98,14 +102,21 @@ def elsewhere(config: RunConfig) -> str:
 
 
 def rows(folder: Path, metric: str = CLASSIFICATION.metric) -> list[Row]:
-    """Read the results from the folder of the statistics-only run, whose task has ``metric``."""
+    """Read the results of the passes from the folder of a run that only measured statistics.
+
+    Args:
+        folder: The folder.
+        metric: The name of the task's metric.
+    """
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
     return [Row(r["round"], r["accepted"], r[metric], r["drift"], r["drift-layer"] or "") for r in lines]
 
 
 def _keys_of(folder: Path) -> dict[str, Any]:
     if missing := [name for name in (CONFIG, MODEL) if not (folder / name).is_file()]:
-        raise ConfigError(f"{folder} is no finished run: expected {CONFIG} and {MODEL}, but there is no {' and no '.join(missing)}")
+        raise ConfigError(
+            f"{folder} is not the folder of a finished run: expected {CONFIG} and {MODEL}, but there is no {' and no '.join(missing)}"
+        )
     try:
         return tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

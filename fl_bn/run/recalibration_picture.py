@@ -1,4 +1,4 @@
-"""Draw ``recalibration.png``: how far statistics-only passes moved each layer."""
+"""Draw ``recalibration.png``: how far each pass of a re-calibration moved the statistics of each layer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fl_bn.run.palette import MAP, STYLE, colour
 from fl_bn.run.pictures import axis_of
 from fl_bn.task import CLASSIFICATION, Task
 
-NAMED = 12  # layers in a legend; of more, colours show the order
+NAMED = 12  # the most layers in a legend; if there are more, colours show only their order
 
 
 def draw_passes(config: RunConfig, passes: Sequence[Pass], records: Sequence[RoundRecord], path: Path, task: Task = CLASSIFICATION) -> None:
-    """Draw how far each pass moved each layer, on a log scale.
+    """Draw how far each pass moved the statistics of each layer, on a logarithmic axis.
 
-    In a run of passes alone, draw the task's metric after each pass above.
+    If the run has no training rounds, a panel above shows the task's metric after each pass.
     """
     evaluated = [r for r in records if task.metric in r.evaluation] if config.rounds == 0 else []
     with plt.rc_context(STYLE):

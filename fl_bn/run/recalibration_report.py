@@ -1,4 +1,4 @@
-"""Report statistics-only passes: ``recalibration.csv``, and sentences; the picture is in ``recalibration_picture``."""
+"""Report the passes that only measured statistics, as ``recalibration.csv`` and in words."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from pathlib import Path
 
 from fl_bn.federation.recalibration import Pass
 
-COLUMNS = ("pass", "clients", "layer", "mean-moved", "variance-factor")  # in sd of the statistics before the pass; new / old
+COLUMNS = (
+    "pass",
+    "clients",
+    "layer",
+    "mean-moved",
+    "variance-factor",
+)  # mean-moved: in standard deviations before the pass; variance-factor: new / old
 
 
 def write_passes(passes: Sequence[Pass], path: Path) -> None:
-    """Write one line of CSV per pass and layer."""
+    """Write a CSV file with one line per pass and layer."""
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = ((one.number, one.clients, *movement) for one in passes for movement in one.movements)
         csv.writer(file).writerows([COLUMNS, *rows])
 
 
 def passes_in_words(passes: Sequence[Pass], clients: int) -> list[str]:
-    """Describe how many passes were made, where they stopped and why, and how far they moved.
+    """Return sentences on how many passes were made, why they ended, and how far they moved the statistics.
 
-    A warning follows if not all ``clients`` answered.
+    Args:
+        passes: The passes.
+        clients: The number of clients. If not all of them answered, the last sentence is a warning.
     """
     if not passes:
         return ["no pass was made"]

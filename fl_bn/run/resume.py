@@ -1,4 +1,4 @@
-"""Make the run config with which a run continues in its folder."""
+"""Make the run config with which an interrupted run is resumed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from fl_bn.support.wire import reason
 
 
 def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
-    """Return the config of ``run``, with ``resume`` set to its name.
+    """Return the run config in the folder of a run, with ``resume`` set to the name of the run.
 
     Args:
-        run: The run's folder.
-        deployed: Whether it continues at its sites; if not, in this process.
+        run: The folder of the run.
+        deployed: Whether the run is resumed at its sites; else in this process.
 
     Raises:
-        ConfigError: ``run`` is no run's folder, or the run is finished, of another version, has its data at sites, or
-            has no checkpoint.
+        ConfigError: ``run`` is not the folder of a run; or the run is finished, was made by another version of fl-bn, has
+            no checkpoint, or has its data at the sites while ``deployed`` is False.
     """
     try:
         values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(
-            f"{run} is no run's folder: its {CONFIG} cannot be read ({reason(str(error))}). Give a folder such as runs/NAME"
+            f"{run} is not the folder of a run: its {CONFIG} cannot be read ({reason(str(error))}). Give a folder such as runs/NAME"
         ) from error
     _check_version(run)
     config = Usage().config({**values, "output": str(run.resolve().parent), "name": "", "resume": run.resolve().name})
@@ -46,13 +46,13 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
 
 
 def _check_version(run: Path) -> None:
-    """Refuse a run of another version, which may compute other numbers or know other keys."""
+    """Raise ConfigError if the run was made by another version of fl-bn, which may compute other numbers."""
     try:
         was = str(json.loads((run / "environment.json").read_text())["packages"]["fl-bn"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # from before there was this file, or killed before it was written
+        return  # an early version did not write this file, or the run was killed before it was written
     if was not in (ABSENT, here := version_of("fl-bn")):
-        raise ConfigError(f"{run} was made by fl-bn {was}, and this is {here}: install that version to go on with it, or start it anew")
+        raise ConfigError(f"{run} was made by fl-bn {was}, and this is {here}: install that version to resume the run, or start it anew")
 
 
 def _rounds_done(run: Path) -> int:

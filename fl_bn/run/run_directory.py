@@ -1,4 +1,4 @@
-"""Write a run's folder: files that people can open, written as the run goes, so that an early end loses nothing."""
+"""Write the folder of a run. Its files are written during the run, so that an early end loses no results."""
 
 from __future__ import annotations
 
@@ -48,18 +48,19 @@ LOCK, LOG, RELEASES = ".lock", "run.log", "privacy.jsonl"
 
 
 class RunDirectory(Callback):
-    """Write the folder of the run that this is a callback and the context manager of.
+    """Write the folder of one run, as a callback of the run and as a context manager around it.
 
-    Entering opens the files. ``on_end`` writes model, pictures and summary, also after a failure; leaving does so if
-    the run never began. Without ``output`` in the config ``path`` is None: the records are kept, and nothing is written.
+    Entering the context opens the files. ``on_end`` writes the model, the pictures and the summary, also after a
+    failure. Leaving the context does so if the run never began. Without ``output`` in the run config, records are kept
+    in memory and nothing is written.
 
     Attributes:
-        config: The run's config.
-        path: The folder; None without one.
+        config: The run config.
+        path: The folder; None: the run has no output.
         records: The records of the rounds so far.
-        strategy: The run's strategy, from ``start`` on.
-        resumed: The checkpoint that the run continues from, if any.
-        task: The run's task.
+        strategy: The strategy of the run; None before ``start``.
+        resumed: The checkpoint from which the run is resumed; None: it is a new run.
+        task: The task of the run.
     """
 
     def __init__(self, config: RunConfig, path: Path | None, *, goes_on: bool = False) -> None:
@@ -79,15 +80,15 @@ class RunDirectory(Callback):
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
-        """Make a new folder under ``output``, or open the one that ``resume`` names.
+        """Make a new folder in ``output``, or open the folder of the run to resume.
 
         Raises:
-            FileExistsError: A run of the given ``name`` exists: none is overwritten.
-            ConfigError: No folder can be made, there is nothing to resume, or the diagnostics cannot be made.
+            FileExistsError: A run with this ``name`` exists. It is not overwritten.
+            ConfigError: The folder cannot be made, there is no run to resume, or diagnostics cannot be measured.
         """
         if not config.output:
             return cls(config, None)
-        diagnostics_of(config)  # refused before there is a folder
+        diagnostics_of(config)  # raises ConfigError before a folder is made
         if config.resume:
             return cls(config, run_to_resume(config), goes_on=True)
         root = Path(config.output)
@@ -96,7 +97,9 @@ class RunDirectory(Callback):
         try:
             while path.exists():
                 if config.name:
-                    raise FileExistsError(f"{path} exists already: give another name, remove it, or go on with resume={config.name!r}")
+                    raise FileExistsError(
+                        f"{path} exists already: give another name, remove it, or go on with resume={config.name!r}"
+                    )
                 n += 1
                 path = root / f"{stem}-{n}"
             path.mkdir(parents=True)
@@ -108,7 +111,7 @@ class RunDirectory(Callback):
 
     @property
     def name(self) -> str:
-        """Return the name of the folder; empty without one."""
+        """Return the name of the folder; empty: the run has no output."""
         return "" if self.path is None else self.path.name
 
     def __enter__(self) -> Self:
@@ -119,7 +122,7 @@ class RunDirectory(Callback):
             if self._goes_on:
                 self.resumed = self._checkpoints.newest()
                 if self.resumed is None:
-                    raise ConfigError(f"{self.path}: all of its checkpoints are damaged: start the run anew")
+                    raise ConfigError(f"{self.path} cannot be resumed, since all of its checkpoints are damaged: start the run anew")
                 for record in self._history.cut(self.resumed.history):
                     self._keep(record)
             else:
@@ -135,20 +138,20 @@ class RunDirectory(Callback):
         return self
 
     def start(self, strategy: BatchNormStrategy) -> None:
-        """Set the strategy, whose model is saved at the end and whose releases are recorded."""
+        """Take the strategy of the run. Its model is saved at the end, and its privacy releases are recorded in the folder."""
         self.strategy = strategy
         if self.path is not None and strategy.secure is not None and strategy.secure.accountant is not None:
             strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """Note the metric of every domain, also for the callbacks that follow."""
+        """Add the metric of every domain to the record, where later callbacks find it."""
         note_domains(self.config, record)
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Append one round to every file that grows; Ctrl-C waits until it is in all of them."""
+        """Append a round to the files that grow with the run. Ctrl-C waits until it is in all of them."""
         with held():
             self._keep(record)
-            if len(self.records) == 1:  # those before round 1 are over, and a run that is resumed makes none
+            if len(self.records) == 1:  # passes are made before round 1, and a resumed run makes none
                 self._write_passes()
             if self._history is not None:
                 measured = []
@@ -158,14 +161,17 @@ class RunDirectory(Callback):
             self._board.on_round(record, rounds)
 
     def keep_checkpoint(self, checkpoint: Checkpoint) -> int:
-        """Store a checkpoint; return the oldest round that the run can go back to, 0 for none."""
+        """Store a checkpoint, and return the oldest round to which the run can go back; 0: there is none."""
         return 0 if self._checkpoints is None else self._checkpoints.keep(checkpoint)
 
     def on_end(self, error: BaseException | None) -> None:
-        """Write model, pictures and summary, once.
+        """Write the model, the pictures and the summary, unless this was done before.
+
+        Args:
+            error: The error that ended the run; None: it is complete.
 
         Raises:
-            RunFailed: The run succeeded, but its results could not be written.
+            RunFailed: The run is complete, but its results cannot be written.
         """
         if self.path is None or self._ended:
             return
@@ -197,7 +203,7 @@ class RunDirectory(Callback):
             self._lock = None
 
     def _keep(self, record: RoundRecord) -> None:
-        """Keep the record without its disclosures, most of its size, which are summed up."""
+        """Keep the record in memory without its disclosures, which are large, and add these to the totals."""
         self.records.append(replace(record, disclosures=[]))
         self._disclosed.add(record)
 
@@ -223,14 +229,17 @@ class RunDirectory(Callback):
 
             draw_passes(self.config, passes, self.records, path / "recalibration.png", self.task)
         if draws and self.records:
-            from fl_bn.run.pictures import draw_labels, draw_run  # imports matplotlib, a second that round 1 need not wait for
+            from fl_bn.run.pictures import (
+                draw_labels,
+                draw_run,
+            )  # imported here, since an import of matplotlib takes a second, for which round 1 should not wait
 
             if self.config.rounds:
                 draw_run(self.config, self.records, path / f"{self.task.metric}.png", self.task)
             if counts and all(counts.values()):
                 draw_labels(counts, self.config, path / "labels.png")
         self._history.lengths()
-        if error is None:  # nobody will resume it
+        if error is None:  # the run is complete, so it cannot be resumed
             for folder in (path / FOLDER, *path.glob("state-*")):
                 shutil.rmtree(folder, ignore_errors=True)
         LOGGER.info("results: %s", as_typed(path))
@@ -260,10 +269,10 @@ class RunDirectory(Callback):
             write_passes(passes, self.path / "recalibration.csv")
 
     def _save_model(self, strategy: BatchNormStrategy) -> None:
-        """Save the shared model, as evaluated last, without tensors that stay at the clients.
+        """Save the shared model as it was evaluated last, without the tensors that stay at the clients.
 
-        The names are those of the unconverted network; for methods that replace BatchNorm (gn, ln, FedWon, ...), those
-        of the converted one.
+        The names of tensors are those of the network before its conversion. Methods that replace BatchNorm by other
+        layers (gn, ln, FedWon, ...) have those of the converted network.
         """
         assert self.path is not None
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
@@ -277,26 +286,26 @@ class RunDirectory(Callback):
 
 
 def as_typed(path: Path) -> str:
-    """Return the path as one would type it in the current folder."""
+    """Return a path as text to paste into a shell, relative to the current folder where it is inside."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def diagnostics_of(config: RunConfig) -> Diagnostics | None:
-    """Return the diagnostics that the config names; None without any.
+    """Return the diagnostics that the run config names; None: it names none.
 
     Raises:
-        ConfigError: They cannot be measured.
+        ConfigError: The diagnostics cannot be measured in this run.
     """
     names = names_of(config.diagnostics)
     return Diagnostics(config, names) if names else None
 
 
 def _locked(path: Path) -> IO[str]:
-    """Lock the run's folder against a second process, as long as this one lives.
+    """Lock the folder of a run against other processes, until this process ends or releases it.
 
     Raises:
-        RunFailed: Another process holds it.
+        RunFailed: Another process has locked the folder.
     """
 
     def warn() -> None:
@@ -305,9 +314,9 @@ def _locked(path: Path) -> IO[str]:
     try:
         return take(path / LOCK, warn)
     except BlockingIOError as error:
-        raise RunFailed(f"{path} is still being written by another process: end that run first") from error
+        raise RunFailed(f"{path} is still being written by another process: wait for its end, or end it first") from error
 
 
 def to_toml(values: Mapping[str, Value]) -> str:
-    """Return ``values`` as flat TOML, in the order given."""
+    """Return ``values`` as TOML, one key per line, in their order."""
     return tomli_w.dumps(values)

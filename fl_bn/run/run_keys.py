@@ -1,10 +1,9 @@
-"""Declare the keys of the run config that are not options of one method, objective or server optimiser.
+"""Declare the general run-config keys: all that are not options of one method, objective or server optimiser.
 
-Those options stand with their owners, and are collected from ``METHODS``, ``OBJECTIVES`` and
-``SERVER_OPTIMIZERS``. Options of the ``VALUES`` that every run has stand with their classes, too. For them a
-line here only says the key's place in docs/config.md, its attribute and its type. All keys, in kebab-case,
-stand in ``[tool.flwr.app.config]`` of pyproject.toml. ``flwr run . --run-config "rounds=10 method='hbn'"``
-overrides them; ``fl-bn run`` and ``fl-bn compare`` take them as options.
+Options of methods, objectives and server optimisers are declared in their own classes. So are the options of the
+classes in ``VALUES``, which every run has; for these, a line here gives only the place of the key in docs/config.md,
+its attribute and its type. ``[tool.flwr.app.config]`` of pyproject.toml has all keys with their defaults. Values are
+overridden by ``flwr run . --run-config "rounds=10 method='hbn'"``, and in the same way by ``fl-bn run``.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from fl_bn.support.names import names_of
 
 _MADE = (LocalTraining, Schedule, Rounds, ExchangeSettings, Certificates, Defence, SecureAggregation, Privacy)
 VALUES: dict[type[Any], type[Any]] = {kind: kind for kind in _MADE}
-"""Maps each class of values to the class that a run config makes in its place; the options of the latter are keys.
+"""The class of settings that a run config makes in place of each class. Its options are run-config keys.
 
-To add options to local training, derive a class from the present entry, and enter it: ``VALUES[LocalTraining] = Mine``.
+To add options to local training, derive a class from the present entry and enter it: ``VALUES[LocalTraining] = Mine``.
 """
 
 
 @dataclass(frozen=True)
 class RunKeys(DataKeys):
-    """List the keys as fields, after those of ``DataKeys``.
+    """Declare the keys as fields, after those of ``DataKeys``, in the order of docs/config.md.
 
-    ``RunConfig`` checks them, adds the options, and makes the objects that they describe.
+    ``RunConfig`` checks their values, adds the other options, and makes the objects that they describe.
     """
 
     # federation
@@ -202,14 +201,16 @@ def general_options() -> Mapping[str, Option]:
     An option without a line in ``RunKeys`` follows the one that its class declares before it.
 
     Raises:
-        ValueError: A class of ``VALUES`` is not derived from the one that it replaces, or two declarations of
-            a key differ.
+        ValueError: A class in ``VALUES`` is not derived from the class that it replaces, or two declarations of a key
+            differ.
     """
     return _general_options(tuple(VALUES.items()))
 
 
 @lru_cache(maxsize=8)
-def _general_options(values: tuple[tuple[type[Any], type[Any]], ...]) -> Mapping[str, Option]:  # once per process, not for every run config
+def _general_options(
+    values: tuple[tuple[type[Any], type[Any]], ...],
+) -> Mapping[str, Option]:  # cached, since it is needed for every run config
     options = {kebab(name): spec for name, spec in own_options(RunKeys).items()}
     order = list(options)
     for base, kind in values:

@@ -1,4 +1,4 @@
-"""Write summary.md: the run, its results, and what happened to the normalisation layers."""
+"""Write ``summary.md``: the settings of a run, its results, and what happened to the normalisation layers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def summary(
     privacy: str = "",
     task: Task = CLASSIFICATION,
 ) -> str:
-    """Return the summary as Markdown.
+    """Return the summary of a run as Markdown.
 
     Args:
-        config: The run's config.
-        records: The records of its rounds.
-        error: The error that ended the run early, if any.
-        passes: The statistics-only passes of ``calibrate``.
-        disclosures: The table of what left each client.
-        privacy: The accountant's statement.
-        task: The run's task.
+        config: The run config.
+        records: The records of the rounds.
+        error: The error that ended the run early; None: it is complete.
+        passes: The passes of ``calibrate``, which only measure statistics.
+        disclosures: The lines of the table of disclosures.
+        privacy: A sentence on the privacy budget that was spent; empty: no noise was added.
+        task: The task of the run.
     """
     if config.rounds == 0:
         return _of_recalibration(config, records, error, passes, disclosures, task)
@@ -96,7 +96,7 @@ def _local(config: RunConfig) -> str:
 
 
 def _composition(config: RunConfig) -> list[str]:
-    """Name the differences from plain federated averaging, other than the method."""
+    """Return lines on how the run differs from plain federated averaging, beside its method."""
     parts = [] if config.objective == "none" else [f"objective `{config.objective}`"]
     if config.maintain_momentum != "reset":
         parts.append(f"momentum kept between rounds ({config.maintain_momentum})")

@@ -1,4 +1,4 @@
-"""Write TensorBoard's events after every round."""
+"""Write the numbers of every round for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Callback):
-    """Write the numbers of rounds.csv as scalars into ``folder``.
+    """Write the columns of rounds.csv as TensorBoard's scalars.
 
-    A run that is resumed replaces the later rounds that were there before.
+    A resumed run replaces the rounds after its checkpoint.
+
+    Args:
+        folder: The folder of the event files.
+        task: The task, which has the metrics.
     """
 
     def __init__(self, folder: Path, task: Task) -> None:
@@ -27,7 +31,9 @@ class TensorBoard(Callback):
     def on_round(self, record: RoundRecord, rounds: int) -> None:
         """Write the numbers of one round."""
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # a quarter of a second that the start need not wait for
+            from torch.utils.tensorboard import (
+                SummaryWriter,
+            )  # imported here, since it takes a quarter of a second, for which the start should not wait
 
             self._writer = SummaryWriter(str(self.folder), purge_step=record.round if self.folder.exists() else None)
         for name, value in round_row(record, self.task).items():
@@ -36,6 +42,6 @@ class TensorBoard(Callback):
         self._writer.flush()
 
     def on_end(self, error: BaseException | None) -> None:
-        """Close the file of events."""
+        """Close the event file."""
         if self._writer is not None:
             self._writer.close()

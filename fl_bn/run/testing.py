@@ -1,4 +1,4 @@
-"""Test a run's model on all test data, and on each domain's if there are domains."""
+"""Test the model of a run on all test data, and on those of each domain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fl_bn.task import MetricState
 
 
 def test_metrics(config: RunConfig, model: nn.Module, device: torch.device) -> dict[str, float]:
-    """Return the metrics of ``model`` by the names that records have; the model stays as it is."""
+    """Return the metrics of ``model`` on the test data, by the names that they have in records. The model is not changed."""
     data, model = dataset(config), copied(model).to(device)
     of = task(config, data.y_test)
     if data.domain_test is None:
@@ -30,7 +30,10 @@ def test_metrics(config: RunConfig, model: nn.Module, device: torch.device) -> d
 
 
 def note_domains(config: RunConfig, record: RoundRecord) -> None:
-    """Note each domain's metric as the mean over its clients, if each client evaluated its own model on its domain."""
+    """Add the metric of each domain to ``record``, if clients evaluated their own models on their own domains.
+
+    It is the mean over the clients of the domain.
+    """
     of = task(config)
     if (
         config.dataset == SITES

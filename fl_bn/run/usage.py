@@ -1,6 +1,7 @@
-"""Make configs of runs from keys that were given for several runs: for a run's folder, a sweep, a comparison.
+"""Make the run configs of several runs from common keys, as for a sweep.
 
-Each run leaves out the keys that it would ignore. A key that somebody typed must have an effect in one of the runs.
+Each run leaves out the keys that have no effect in it. But a key that the user gave must have an effect in at least one
+of the runs.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from fl_bn.run.used import HasNoEffect
 
 
 class Usage:
-    """Make configs, and note which keys have an effect in one of them."""
+    """Make run configs, and record which keys have an effect in at least one of them."""
 
     def __init__(self) -> None:
         self._used: set[str] = set()
         self._refusals: dict[str, str] = {}
 
     def config(self, values: Mapping[str, Any], must: Collection[str] = ()) -> RunConfig:
-        """Return the config of one run, without the keys that it would ignore.
+        """Return the run config of one run, without the keys that have no effect in it.
 
         Args:
-            values: Kebab-case keys, as for ``RunConfig.from_mapping``.
-            must: The keys among them that were given for this one run, which must use them.
+            values: Values by kebab-case key, as for ``RunConfig.from_mapping``.
+            must: The keys that must have an effect in this run, since they were given for it alone.
 
         Raises:
-            ConfigError: A key is unknown, a value is out of range, or the run would ignore a key of ``must``.
+            ConfigError: A key is unknown, a value is out of range, or a key of ``must`` has no effect.
         """
         remaining = dict(values)
         while True:
@@ -44,17 +45,17 @@ class Usage:
 
     @property
     def ignored(self) -> dict[str, str]:
-        """Return the keys that no run made here uses, each with the sentence that refuses it."""
+        """Return the keys that have no effect in any run made so far, each with the sentence that says why."""
         return {key: sentence for key, sentence in self._refusals.items() if key not in self._used}
 
     def check(self, keys: Collection[str]) -> None:
-        """Refuse the first of ``keys`` that no run made here uses.
+        """Check that each of ``keys`` has an effect in at least one run made so far.
 
         Args:
-            keys: The keys that were given for these runs, and for no others.
+            keys: The keys that the user gave for these runs.
 
         Raises:
-            HasNoEffect: There is such a key.
+            HasNoEffect: A key has no effect in any of them.
         """
         if refused := {key: sentence for key, sentence in self.ignored.items() if key in keys}:
             raise HasNoEffect(refused)

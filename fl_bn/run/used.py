@@ -1,9 +1,9 @@
-"""State when the general keys of the run config count, and refuse keys that the user set and the run ignores.
+"""Define when run-config keys have an effect, and refuse keys that the user set and that have none.
 
-Each option states its own condition with its declaration (``option(used=...)``); here are those of
-``RunKeys`` and ``DataKeys``. An option of a method, an objective or a server optimiser counts if that is
-chosen. A key counts as set if its value is not the default: Flower passes every key of pyproject.toml to a
-run.
+The condition of a key is given with its declaration (``option(used=...)``). This module defines the conditions of
+``RunKeys`` and ``DataKeys``. An option of a method, an objective or a server optimiser has an effect if its owner is
+chosen. A key counts as set by the user if its value is not the default, since Flower passes every key of pyproject.toml
+to a run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fl_bn.run.errors import ConfigError
 
 
 class HasNoEffect(ConfigError):
-    """Report that the user set keys that the run would ignore.
+    """The user set keys that have no effect in the run.
 
     Attributes:
-        by_key: Key -> the sentence that refuses it.
+        by_key: For each of these keys, the sentence that says why.
     """
 
     def __init__(self, by_key: Mapping[str, str]) -> None:
@@ -39,12 +39,12 @@ Registries = Mapping[str, Mapping[str, object]]
 
 
 def conditions(config: Any, registries: Registries, general: Mapping[str, Option]) -> dict[str, Used]:
-    """Return the condition of every key that has one.
+    """Return the conditions of all keys that have one.
 
     Args:
-        config: A run config, whose values are read by key.
-        registries: Key that chooses from a registry -> the registry.
-        general: Key -> option, of all other keys.
+        config: The run config.
+        registries: The registries, by the key that chooses an entry.
+        general: The options of all general keys, by key.
     """
     uses: dict[str, Used | None] = {key: spec.used for key, spec in general.items()}
     for chooser, registry in registries.items():
@@ -61,16 +61,16 @@ def conditions(config: Any, registries: Registries, general: Mapping[str, Option
 
 
 def check_used(config: Any, defaults: Mapping[str, Value], registries: Registries, general: Mapping[str, Option]) -> None:
-    """Refuse keys that the user set and ``config`` ignores.
+    """Check that every key that the user set has an effect in the run.
 
     Args:
-        config: A run config, whose values are read by key.
-        defaults: Key -> default, of every key.
-        registries: Key that chooses from a registry -> the registry.
-        general: Key -> option, of all other keys.
+        config: The run config.
+        defaults: The default of every key. A key with another value was set by the user.
+        registries: The registries, by the key that chooses an entry.
+        general: The options of all general keys, by key.
 
     Raises:
-        HasNoEffect: There are such keys.
+        HasNoEffect: A key has no effect.
     """
     refused = {
         key: refusal(config, key, unmet)
@@ -82,12 +82,12 @@ def check_used(config: Any, defaults: Mapping[str, Value], registries: Registrie
 
 
 def refusal(config: Any, key: str, unmet: Used) -> str:
-    """Say that ``key`` has no effect in ``config``, why, and what to do.
+    """Return a sentence that says that a key has no effect, why, and what to do.
 
     Args:
-        config: A run config, whose values are read by key.
+        config: The run config.
         key: The key.
-        unmet: The condition that it does not meet.
+        unmet: The condition of the key, which the run config does not meet.
     """
     others = [of for of in unmet.of if of != key]
     here = ", ".join(f"{of}={in_config(config[of])}" for of in others)

@@ -1,4 +1,4 @@
-"""Describe secure aggregation: which clients can be summed, how finely, and what must hold to hide anything."""
+"""Settings of secure aggregation: which clients can be summed, how precisely, and what must hold so that a sum hides its parts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import ClassVar
 from fl_bn.options import Options, option
 from fl_bn.secure.privacy import SECURE, Privacy
 
-MODULUS = 2**32  # of the sums
+MODULUS = 2**32  # the sums are computed modulo this number
 FINEST, WIDEST = 1e-6, 1e3  # of clipping ranges: a wider one would round an honest client's vector away
-LEAST = 3  # clients: with two, each knows the other's share of the sum
+LEAST = 3  # the fewest clients in a sum: of two clients, each could compute the other's vector
 
 
 secured = partial(option, used=SECURE)
@@ -37,10 +37,14 @@ class SecureAggregation(Options):
     name: ClassVar[str] = "secure aggregation"
     prefix: ClassVar[str] = "secagg"
 
-    shares: int = secured(0, "parts of each client's secrets, an odd number; 0: one per client of the cohort", f"0 or >= {LEAST}")
-    threshold: int = secured(0, "parts that recover a secret, more than half; 0: the fewest allowed", ">= 0")
+    shares: int = secured(
+        0, "number of parts into which each client's secrets are split, odd; 0: one part per client of the cohort", f"0 or >= {LEAST}"
+    )
+    threshold: int = secured(0, "number of parts that recover a secret, more than half of them; 0: the smallest such number", ">= 0")
     clipping_range: float = secured(
-        8.0, "values beyond are cut off: standard deviations of statistics, units of the update of weights", f"{FINEST}..{WIDEST:.0f}"
+        8.0,
+        "values beyond this are cut off: in standard deviations for statistics, in their own units for weights",
+        f"{FINEST}..{WIDEST:.0f}",
     )
     quantization_range: int = secured(22, "bits per value within that range", "4..30")
     privacy: Privacy | None = None

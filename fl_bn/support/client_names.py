@@ -16,10 +16,10 @@ SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a site's name, which becomes
 
 @dataclass(frozen=True)
 class ClientNames:
-    """Names of clients and nodes. Both are empty in a simulation.
+    """Hold the names of clients and nodes. Both are empty in a simulation.
 
     Attributes:
-        names: of the sites, by client index.
+        names: the sites' names, by client index.
         nodes: Flower's node ids, by client index.
     """
 
@@ -63,10 +63,10 @@ UNNAMED = ClientNames()
 
 
 def nodes_of(text: str) -> tuple[int, ...]:
-    """Return Flower's node ids in ``text``: of ``"17, 4"`` (17, 4), of an empty text none.
+    """Return Flower's node ids in ``text``: (17, 4) for ``"17, 4"``, and () for an empty text.
 
     Raises:
-        ValueError: It is no list of node ids, or names a node twice.
+        ValueError: The text is no list of node ids, or names a node twice.
     """
     names = names_of(text)
     nodes = tuple(int(name) for name in names if re.fullmatch(r"\d{1,20}", name, re.ASCII))
@@ -76,10 +76,10 @@ def nodes_of(text: str) -> tuple[int, ...]:
 
 
 def sites_of(text: str) -> tuple[str, ...]:
-    """Return the names of sites in ``text``: of ``"east, west"`` ("east", "west"), of an empty text none.
+    """Return the names of sites in ``text``: ("east", "west") for ``"east, west"``, and () for an empty text.
 
     Raises:
-        ValueError: It is no list of names of sites, or has a name twice.
+        ValueError: The text is no list of sites' names, or has a name twice.
     """
     names = names_of(text)
     if not all(map(SITE.fullmatch, names)) or len({name.casefold() for name in names}) < len(names):

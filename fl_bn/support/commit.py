@@ -1,4 +1,4 @@
-"""The commit of this package, which is known without git, too: in images, and at the sites of a deployment."""
+"""The commit from which this package was made. It is also known without git: in images, and at the sites of a deployment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]  # fl_bn
-COMMIT = "commit.toml"  # a file of the package that holds it
+COMMIT = "commit.toml"  # the package's file that holds the commit
 
 
 def commit_of(folder: Path) -> str:

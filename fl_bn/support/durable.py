@@ -1,7 +1,7 @@
-"""Write files that are whole or absent: written beside, synced, renamed.
+"""Files that are whole or absent after a crash: they are written beside their place, synced, and renamed.
 
-Files of tensors are safetensors, which any reader opens. Their metadata say what they hold (``about``), with a
-SHA-256 of the whole file, by which a damaged file is recognised and set aside.
+Tensors are stored as safetensors. The metadata of such a file say what it holds (``about``), and have a
+SHA-256 of the whole file, by which a damaged file is recognised.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor  # takes seconds to import, which files without tensors need not
+    from torch import Tensor  # torch takes seconds to import, and is not needed for files without tensors
 
 SUFFIX = ".safetensors"
-UNFINISHED, STALE = ".unfinished-", 3600.0  # prefix of a file being written; seconds after which its writer must be dead
+UNFINISHED, STALE = ".unfinished-", 3600.0  # prefix of a file being written; after these seconds its writer must be dead
 CHECKSUM, BLANK = "sha256", "0" * 64
 
 
 class Damaged(ValueError):
-    """Report that a file is cut short, altered, or of another kind."""
+    """Signal that a file is cut short, altered, or of another kind."""
 
 
 def write(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Put ``data`` at ``path`` durably: after a crash at any moment the file holds all of it, or what it held before.
+    """Write ``data`` to ``path`` durably: after a crash at any moment the file holds all of it, or its former content.
 
     Args:
         path: The file.
         data: Its new content.
-        mode: Of the file, less the process's umask. By default its owner alone reads it.
+        mode: The file's permissions, reduced by the process's umask. By default only its owner can read it.
 
     Raises:
-        OSError: The disk is full, say. The former content stays, and no other file is left beside it.
+        OSError: The file cannot be written, for example because the disk is full. The former content stays,
+            and no other file is left.
     """
     _make(path.parent)
     for unfinished in path.parent.glob(f"{UNFINISHED}*"):
-        with suppress(FileNotFoundError):  # its writer lives, and was faster
+        with suppress(FileNotFoundError):  # another process has finished this file meanwhile
             if time.time() - unfinished.stat().st_mtime > STALE:
                 unfinished.unlink()
     beside = path.parent / f"{UNFINISHED}{secrets.token_hex(8)}"
@@ -60,16 +61,17 @@ def write(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def append(path: Path, line: bytes) -> None:
-    """Add a line to a file durably: no later crash takes it away.
+    """Add a line to a file durably, so that no later crash removes it.
 
-    If an earlier crash left half a line at the end of the file, the new line does not join it but begins below it.
+    If an earlier crash left half a line at the end of the file, the new line begins below it.
 
     Args:
         path: The file.
         line: The line, without its end.
 
     Raises:
-        OSError: The disk is full, say. A part of the line may be in the file.
+        OSError: The line cannot be written, for example because the disk is full. Part of it may be in the
+            file.
     """
     _make(path.parent)
     fresh = not path.exists()
@@ -116,7 +118,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, 
     """
     from safetensors.torch import save
 
-    place = secrets.token_hex(len(BLANK) // 2)  # nothing else in the file looks like it
+    place = secrets.token_hex(len(BLANK) // 2)  # a random text that occurs nowhere else in the file
     data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, {**about, CHECKSUM: place})
     head, rest = data.split(place.encode(), 1)
     write(path, head + hashlib.sha256(head + BLANK.encode() + rest).hexdigest().encode() + rest)
@@ -173,7 +175,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a file that is of no use, so that nobody reads it again and it is not lost. Return its new path."""
+    """Rename a damaged file, so that nobody reads it again but it is not lost. Return its new path."""
     number = 1
     while (aside := path.with_name(f"{path.name}.set-aside-{number}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""Say in one sentence which package of an extra is missing, and what installs it: ``pip install 'fl-bn[report]'``."""
+"""Messages for missing packages of an extra, with the command that installs them: ``pip install 'fl-bn[report]'``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 ABSENT = "not installed"
 
-EXTRAS = {  # a module that is imported where it is needed: its extra in pyproject.toml
+EXTRAS = {  # modules that are imported only where needed, with their extra in pyproject.toml
     "jinja2": "report",
     "markupsafe": "report",
     "matplotlib": "report",
@@ -22,25 +22,29 @@ DEPLOYMENT = ("packaging", "prometheus_client")  # modules of the extra of this 
 
 
 class NotInstalled(ImportError, ValueError):
-    """Report that a command or a named thing needs a package of an extra that is not installed."""
+    """Signal that a command, or an object named by the user, needs a package of an extra that is not installed."""
 
 
 def lacking(what: str, *modules: str) -> str:
-    """Say which packages are missing.
+    """Say which packages are missing, and how to install them.
 
     Args:
-        what: What needs them: the subject of the sentence.
-        modules: Modules of the packages, keys of ``EXTRAS``.
+        what: What needs the packages: the subject of the sentence.
+        modules: Modules of the packages, which are keys of ``EXTRAS``.
 
     Returns:
-        One sentence with the command that installs them; empty: all are installed.
+        One sentence. Empty if all are installed.
     """
     absent = [name for name in modules if find_spec(name) is None]
     return sentence(what, absent) if absent else ""
 
 
 def need(what: str, *modules: str) -> None:
-    """Raise NotInstalled where one of ``modules`` is missing, which ``what`` needs."""
+    """Check that all ``modules`` are installed, which ``what`` needs.
+
+    Raises:
+        NotInstalled: One of them is missing.
+    """
     if message := lacking(what, *modules):
         raise NotInstalled(message)
 
@@ -53,7 +57,7 @@ def sentence(what: str, absent: list[str]) -> str:
 
 
 def version_of(package: str) -> str:
-    """Return the installed version of ``package``; ``ABSENT`` where there is none."""
+    """Return the installed version of ``package``. ``ABSENT`` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Finding of one check: of a data set's files, or of a machine that is to take part."""
+"""The result of one check, for example of a data set's files or of a machine that is to take part."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
+    """Hold the result of one check.
 
     Attributes:
-        status: ``ok``; ``warn``, a possible problem; or ``fail``, a certain one.
-        check: name of the check.
+        status: ``ok``; ``warn`` for a possible problem; ``fail`` for a certain one.
+        check: the name of the check.
         text: the result in words.
-        do: what to do about a warning or a failure; empty for ``ok``.
+        do: what to do about a warning or a failure. Empty for ``ok``.
 
     Raises:
-        ValueError: ``do`` is missing, or given for ``ok``.
+        ValueError: ``do`` is missing for a warning or failure, or given for ``ok``.
     """
 
     status: Status
@@ -29,7 +29,7 @@ class Finding:
 
     def __post_init__(self) -> None:
         if bool(self.do) == (self.status == "ok"):
-            raise ValueError(f"{self.check}: expected what to do with a warning or a failure, and with no other status, but got {self}")
+            raise ValueError(f"{self.check}: a warning or a failure must say what to do, and no other status may, but got {self}")
 
     def __str__(self) -> str:
         """Describe the finding in one line, whatever the text holds."""

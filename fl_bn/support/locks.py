@@ -15,7 +15,7 @@ except ModuleNotFoundError:  # Windows
 
 
 class Unsupported(RuntimeError):
-    """This operating system lacks what the command needs."""
+    """Signal that this operating system lacks something that the command needs."""
 
 
 def hold(file: IO[str], *, shared: bool = False) -> None:

@@ -1,9 +1,9 @@
-"""Sizes that clients state and the server cannot check: each statement is compared with the others.
+"""Limits on sizes that clients report and the server cannot check. Each report is compared with the others.
 
-Only the client knows how many activations a sample has in a layer. Inputs may differ in size from client to
-client (pictures, texts, graphs), and a layer may run several times. This number times the number of samples
-is the weight of a client's statistics, so one false number would replace the cohort's mean by the client's.
-Honest numbers differ only by the sizes of the inputs.
+Only the client knows how many activations a sample has in a layer. Inputs may differ in size between clients
+(pictures, texts, graphs), and a layer may run several times. This number times the number of samples is the
+weight of a client's statistics. So one false number could replace the cohort's mean by the client's. Honest
+numbers differ only by the sizes of the inputs.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ import math
 from collections.abc import Collection
 from statistics import median_high
 
-FAR = 64.0  # largest accepted claim, in units of the median client's: pictures of eight times the height and width
-FEWEST = 3  # fewest claims for a comparison: of two different ones, either may be false
+FAR = 64.0  # the largest accepted number, in multiples of the median client's: 8 times the height and width of a picture
+FEWEST = 3  # the fewest numbers to compare: of two different ones, either may be false
 
 
 def most_believed(claims: Collection[float]) -> float:
-    """Return the largest claim that is accepted, given the ``claims`` of all clients.
+    """Return the largest reported number that is accepted, given the numbers of all clients.
 
-    One false claim, however large or small, keeps the limit in the honest range, because the median stays
-    among the others' claims.
+    One false number, however large or small, keeps the limit in the honest range, because the median stays
+    among the others' numbers.
+
+    Args:
+        claims: the reported numbers, one per client.
 
     Returns:
-        The limit; infinity if there are too few claims to compare.
+        The limit. Infinity if there are too few numbers to compare.
     """
     return FAR * median_high(claims) if len(claims) >= FEWEST else math.inf

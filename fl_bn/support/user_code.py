@@ -24,25 +24,25 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-GROUP = "fl_bn"  # of entry points
-VARIABLE = "FL_BN_ALLOW_MODULES"  # for machines, and programs, without a node config
+GROUP = "fl_bn"  # the group of entry points by which packages add names
+VARIABLE = "FL_BN_ALLOW_MODULES"  # environment variable for machines and programs without a node config
 OWN = "*"  # allows every module outside of Python's own and of installed packages
-OURS = "fl_bn"  # its functions may never be named
+OURS = "fl_bn"  # the package whose functions a run config may never name
 _STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 class Refused(ValueError):
-    """A run config names a module that it may not name here."""
+    """Signal that a run config names a module that it may not name here."""
 
 
 @dataclass(frozen=True)
 class Modules:
-    """The modules whose functions a run config may name.
+    """Hold the modules whose functions a run config may name.
 
     Attributes:
-        app: the app's folder. Modules in it are its own.
-        names: modules that the machine's owner allows, with all below them.
+        app: the app's folder. All modules in it are allowed. None: there is no app.
+        names: modules that the machine's owner allows, with all their submodules.
     """
 
     app: Path | None = None
@@ -120,7 +120,7 @@ def function(what: str, name: str, modules: Modules | None = None) -> Callable[.
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, but misses one of its own imports
+            raise  # the module exists, but one of its own imports is missing
         raise ValueError(
             f"{what} {name!r}: there is no module {error.name!r}; install its package, or put its folder on PYTHONPATH"
         ) from error
@@ -170,8 +170,8 @@ def _is_app(folder: Path) -> bool:
 
 def _spec(top: str) -> ModuleSpec | None:
     try:
-        return importlib.util.find_spec(top)  # of a name without dots: finds, but does not import
-    except ValueError:  # it is loaded without a spec, as __main__ is
+        return importlib.util.find_spec(top)  # for a name without dots this finds the module without importing it
+    except ValueError:  # the module was loaded without a spec, like __main__
         return None
 
 

@@ -13,13 +13,7 @@ RAISED = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>:<'")  # Flower's report of an
 
 
 class WireError(ValueError):
-    """A message differs from what this side expects.
-
-    Attributes:
-        section: the section, or the record.
-        tensor: the tensor, or the field.
-        problem: the difference in words.
-    """
+    """Signal that a message differs from what this side expects."""
 
     def __init__(self, section: str, tensor: str, problem: str) -> None:
         self.section, self.tensor, self.problem = printable(section), printable(tensor), problem
@@ -30,7 +24,7 @@ class WireError(ValueError):
 
 
 class Absent(WireError):
-    """A client reports that it could not take part."""
+    """Signal that a client could not take part, as it reports itself."""
 
 
 def check_samples(samples: int) -> None:

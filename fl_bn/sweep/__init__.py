@@ -1,1 +1,1 @@
-"""Sweeps over the run config, and the papers' experiments, which are sweeps with a table to compare with."""
+"""Run sweeps: many runs whose run configs are all combinations of values on axes."""

@@ -1,7 +1,8 @@
-"""The attack grid: the sweep over heterogeneity x f x rule x attack, and its report, the accuracy under the worst attack.
+"""Run the attack grid, and report the accuracy of each robust rule under the attack that is worst for it.
 
-Beside that accuracy stand the figures without which it means little: no attackers and no defence, the rule when its declared attackers
-do nothing, and the rule with one attacker too few declared. The last is a second pass, since it needs the worst attack of the first.
+The grid is a sweep over heterogeneity, the number f of attackers, the rule and the attack. Three other accuracies
+stand beside the one under the worst attack: without attackers and defence, with the rule but no attack, and with a
+rule that expects one attacker too few. The last one is run in a second pass, since it needs the worst attack.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ Perform = Callable[[Sweep, bool], dict[str, str]]
 
 @dataclass(frozen=True)
 class Setting:
-    """Name one combination of the grid, which all seeds share.
+    """Name one combination of the grid. It is run once for each seed.
 
     Attributes:
-        method: the run config's ``method``.
-        heterogeneity: the run config's ``partition-parameter``.
-        byzantine: the number f of attackers.
-        declared: the f that the rule expects.
-        rule: the rule of both statistics and updates, or ``statistics/updates``.
-        attack: the run config's ``attack``.
+        method: The run-config key ``method``.
+        heterogeneity: The run-config key ``partition-parameter``.
+        byzantine: The number f of attackers.
+        declared: The number of attackers that the rule expects.
+        rule: The robust rule of both statistics and updates, or ``STATISTICS-RULE/UPDATE-RULE``.
+        attack: The run-config key ``attack``.
     """
 
     method: str
@@ -49,13 +50,13 @@ class Setting:
 
     @property
     def place(self) -> dict[str, str]:
-        """Return where the setting stands on the axes of the sweep."""
+        """Return the value of this setting on each axis of the sweep."""
         attackers = f"f{self.byzantine}-told{self.declared}-{self.rule}-{self.attack}"
         return {"method": self.method, "heterogeneity": f"{self.heterogeneity:g}", "attackers": attackers}
 
     @property
     def keys(self) -> dict[str, dict[str, Any]]:
-        """Return the run config keys of each of these places."""
+        """Return the run-config keys that each of these values stands for, by axis."""
         statistics, _, updates = self.rule.partition("/")
         rules = {"statistics-rule": statistics, "update-rule": updates or statistics}
         return {
@@ -67,7 +68,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Grid:
-    """Hold the axes of the grid, each with its values."""
+    """Hold the values on each axis of the grid."""
 
     methods: Sequence[str]
     heterogeneity: Sequence[float]
@@ -80,9 +81,10 @@ class Grid:
         return [(m, h, f, rule) for m in self.methods for h in self.heterogeneity for f in self.byzantine for rule in self.rules]
 
     def settings(self) -> list[Setting]:
-        """Return the settings of the first pass: without defence and attackers, with defence alone, and under every attack.
+        """Return the settings of the first pass, which are three kinds for each row of the table.
 
-        The data are split over n - f clients in all of them.
+        They are: no defence and no attack, the rule without attack, and the rule under every attack. In all of them
+        the data are divided among n - f clients.
         """
         settings = []
         for m, h, f, rule in self.rows():
@@ -91,12 +93,12 @@ class Grid:
         return list(dict.fromkeys(settings))
 
     def misdeclared(self, scores: Scores) -> list[Setting]:
-        """Return the settings of the second pass: each rule with one attacker too few declared, under its worst attack."""
+        """Return the settings of the second pass, in which each rule expects one attacker too few under its worst attack."""
         worst = {row: self.worst(scores, *row) for row in self.rows() if row[3] != "mean"}
         return [Setting(m, h, f, f - 1, rule, attack) for (m, h, f, rule), attack in worst.items() if attack]
 
     def worst(self, scores: Scores, method: str, heterogeneity: float, f: int, rule: str) -> str:
-        """Return the attack with the lowest mean accuracy after the last round; empty if none was run to its end."""
+        """Return the attack with the lowest mean accuracy after the last round; empty: no attack has a finished run."""
         known = {a: scores[s].last for a in self.attacks if (s := Setting(method, heterogeneity, f, f, rule, a)) in scores}
         return min(known, key=known.__getitem__, default="")
 
@@ -106,10 +108,10 @@ class Score:
     """Summarise the finished runs of a setting, in percent.
 
     Attributes:
-        last: mean accuracy after the last round.
-        std: its standard deviation over the runs.
-        best: mean of the runs' best accuracies over time.
-        seeds: the number of runs.
+        last: The mean accuracy after the last round.
+        std: The standard deviation of that accuracy over the runs; 0 for a single run.
+        best: The mean over the runs of their best accuracies in any round.
+        seeds: The number of runs.
     """
 
     last: float
@@ -122,16 +124,17 @@ Scores = dict[Setting, Score]
 
 
 def grid_sweep(settings: Sequence[Setting], seeds: Sequence[int], base: Mapping[str, Any], title: str) -> Sweep:
-    """Return the sweep over ``settings`` and ``seeds``; its report is this module's.
+    """Return the sweep that runs each setting with each seed.
 
     Args:
-        settings: the combinations to run.
-        seeds: the values of the axis ``seed``. An interrupted grid is complete for the first of them.
-        base: keys of all runs; at least one run must use each. The partition is ``similarity`` unless they name another.
-        title: what the tables and the pictures are called.
+        settings: The combinations to run.
+        seeds: The seeds. All settings are run with the first seed before the second begins.
+        base: Run-config keys of all runs; each must have an effect in at least one run. If they name no partition, it
+            is ``similarity``.
+        title: The title of the tables and pictures.
 
     Raises:
-        ConfigError: a key of ``base`` is unknown, or its value is out of range.
+        ConfigError: A key of ``base`` is unknown, or its value is out of range.
     """
     keys = {"partition": "similarity", **without_decided(base)}
     keys["max-failed-rounds"] = Usage().config(keys).rounds  # a run that diverges is a result, too
@@ -149,22 +152,23 @@ def grid_sweep(settings: Sequence[Setting], seeds: Sequence[int], base: Mapping[
 def run_grid(
     grid: Grid, seeds: Sequence[int], base: Mapping[str, Any], title: str, output: Path, perform: Perform, too_few: bool = True
 ) -> tuple[Scores, dict[str, str]]:
-    """Run the grid and then, under each rule's worst attack, the same rule with one attacker too few declared.
+    """Run both passes of the grid.
 
     Args:
-        grid: the axes.
-        seeds: of all settings.
-        base: keys of all runs.
-        title: what the grid is called.
-        output: the sweep's folder.
-        perform: runs a sweep, with the cells that failed before where its second argument says so; returns errors by run.
-        too_few: whether the second part is run.
+        grid: The axes.
+        seeds: The seeds with which each setting is run.
+        base: Run-config keys of all runs.
+        title: The title of the grid.
+        output: The folder of the sweep.
+        perform: Runs a sweep, and returns the error of each failed run by its name. Its second argument says whether
+            to repeat runs that failed before.
+        too_few: Make the second pass, in which the rules expect one attacker too few.
 
     Returns:
-        The scores of the settings with a finished run, and the errors by run.
+        The scores of the settings that have a finished run, and the error of each failed run by its name.
 
     Raises:
-        ConfigError: a setting makes no sense, its folder holds another run, or the task has no accuracy.
+        ConfigError: A setting makes no sense, its folder holds another run, or the task has no accuracy.
     """
     settings = grid.settings()
     sweep = grid_sweep(settings, seeds, base, title)
@@ -176,7 +180,7 @@ def run_grid(
     scores = read_scores(settings, cells)
     if late := grid.misdeclared(scores) if too_few else []:
         for cell in grid_sweep(late, seeds, base, title).cells(output):
-            cell.remove_failed()  # of an earlier command; what failed a moment ago is not tried again
+            cell.remove_failed()  # repeats runs that failed in an earlier command, but not those that failed in the first pass
         settings += late
         sweep = grid_sweep(settings, seeds, base, title)
         errors = perform(sweep, False)
@@ -185,7 +189,7 @@ def run_grid(
 
 
 def read_scores(settings: Sequence[Setting], cells: Sequence[Cell]) -> Scores:
-    """Return the scores of the ``settings`` with a finished run among ``cells`` that was evaluated."""
+    """Return the scores of those settings that have a finished and evaluated run among ``cells``."""
     scores = {}
     for setting in settings:
         runs = [cell for cell in cells if setting.place.items() <= cell.axes.items() and cell.finished()]
@@ -203,9 +207,9 @@ COLUMNS = (
 
 
 def table(grid: Grid, scores: Scores) -> list[dict[str, Any]]:
-    """Return one row per method, heterogeneity, f and rule, by ``COLUMNS``.
+    """Return the rows of the table, one per method, heterogeneity, f and rule. Their keys are ``COLUMNS``.
 
-    Accuracies are means over seeds in percent, and None where no run finished.
+    Accuracies are means over seeds, in percent; None: no run is finished.
     """
     rows = []
     for m, h, f, rule in grid.rows():
@@ -223,14 +227,16 @@ def table(grid: Grid, scores: Scores) -> list[dict[str, Any]]:
 
 
 def write(grid: Grid, scores: Scores, title: str, output: Path, partition: str = "similarity") -> None:
-    """Write ``cells.csv`` (every setting), ``table.csv``, ``table.md``, and per f a heat map of the last round and one of the best.
+    """Write the tables ``cells.csv`` (one line per setting), ``table.csv`` and ``table.md``, and two heat maps for each f.
+
+    The heat maps show the accuracy after the last round and in the best round.
 
     Args:
-        grid: the axes.
-        scores: of its settings.
-        title: what the tables and the pictures are called.
-        output: the folder; it is made.
-        partition: of the runs; decides how the heat maps name heterogeneity.
+        grid: The axes.
+        scores: The scores of the settings.
+        title: The title of the tables and pictures.
+        output: The folder, which is made where it does not exist.
+        partition: The run-config key ``partition``, by which the heat maps name the axis of heterogeneity.
     """
     output.mkdir(parents=True, exist_ok=True)
     with (output / "cells.csv").open("w", newline="") as file:
@@ -260,17 +266,17 @@ def write(grid: Grid, scores: Scores, title: str, output: Path, partition: str =
 
 
 def as_text(value: Any) -> str:
-    """Return a value of the table as it is written."""
+    """Return a value of the table as text; ``-`` for None."""
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def parse_axes(methods: str, heterogeneity: str, byzantine: str, rules: str, attacks: str) -> Grid:
-    """Read the axes from text, each with its values separated by commas.
+    """Read the axes of the grid from texts in which values are separated by commas.
 
     Raises:
-        ConfigError: a value is no number, or an axis has no value.
+        ConfigError: A value of ``heterogeneity`` or ``byzantine`` is not a number, or an axis has no value.
     """
 
     def split(name: str, text: str, kind: Callable[[str], Any] = str) -> list[Any]:

@@ -1,4 +1,8 @@
-"""Many runs, several at a time: what is finished is not repeated, what fails is reported, and nobody outlives the parent."""
+"""Run the cells of a sweep, several at a time.
+
+A *cell* is one run of a sweep. Finished cells are not repeated, the errors of failed ones are reported, and all
+processes end with the process that started them.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +33,22 @@ from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.history import read_rows
 from fl_bn.support import durable, locks
 
-CENTRALISED = "centralised"  # a method's name here, alone or before that of a normaliser: training on the union of the data
+CENTRALISED = "centralised"  # in a sweep, the name of training on all clients' data; also as centralised-METHOD
 OUTCOME = "cell.json"
-PROGRESS = 0.5  # seconds between looks at the workers' files
+PROGRESS = 0.5  # seconds between two looks at the files of the running cells
 ROUNDS_OTHERWISE = {"memory-format", "deterministic", "device", "engine", "threads"}
-"""Keys that change last digits: results with either stand beside each other."""
-OWN = {"output", "name", "pictures", "resume", "workers", "callbacks"}  # keys that the cell decides for itself, and two that change no bit
+"""Run-config keys that change only the last digits of numbers. Runs with different values of them may be compared."""
+OWN = {"output", "name", "pictures", "resume", "workers", "callbacks"}  # keys that a sweep sets itself, or that do not change results
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Hold one run among many.
+    """Describe one run of a sweep.
 
     Attributes:
-        config: its run config.
-        axes: where it stands, for tables.
-        centralised: whether it is trained on the union of the data.
+        config: The run config.
+        axes: The value of the run on each axis of the sweep, for tables.
+        centralised: Whether one model is trained on the data of all clients together, without federation.
     """
 
     config: RunConfig
@@ -53,27 +57,27 @@ class Cell:
 
     @property
     def path(self) -> Path:
-        """Return the run's folder."""
+        """Return the folder of the run."""
         return Path(self.config.output) / self.config.name
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rounds written so far, without one that a crash has torn."""
+        """Return the rows of ``rounds.jsonl``, one per round; an incomplete last line is left out."""
         return read_rows(self.path / "rounds.jsonl")[0]
 
     def rounds_done(self) -> int:
-        """Return the number of rounds written so far."""
+        """Return how many rounds ``rounds.jsonl`` has."""
         file = self.path / "rounds.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
     def ran(self) -> dict[str, Any]:
-        """Return the run config in its folder, every key of it; empty where no run was begun."""
+        """Return the run config with which the run in the folder was begun, with all keys; empty: no run was begun."""
         return _config(self.path / CONFIG)
 
     def finished(self) -> bool:
-        """Tell whether this cell has run to its end in this folder before, on whatever device and engine.
+        """Return whether the folder has a finished run of this cell, on any device and engine.
 
         Raises:
-            ConfigError: the folder holds a run with another config, which is not to be lost.
+            ConfigError: The folder holds a run with another run config, which must not be overwritten.
         """
         keys, outcome = self.ran(), self.outcome()
         if not keys:
@@ -86,10 +90,12 @@ class Cell:
             raise ConfigError(f"{self.path} holds another run ({'; '.join(differing)}): give another output folder, or remove it")
         if outcome.get("status") != "finished":
             return False
-        return self.config.rounds == 0 or len(self.rows()) == self.config.rounds  # re-calibration: as many passes as it took
+        return (
+            self.config.rounds == 0 or len(self.rows()) == self.config.rounds
+        )  # rounds = 0: a re-calibration, which has as many rows as it made passes
 
     def outcome(self) -> dict[str, Any]:
-        """Return the contents of cell.json; empty where the run never ended."""
+        """Return the content of ``cell.json``; empty: the run has not ended."""
         try:
             outcome: dict[str, Any] = json.loads((self.path / OUTCOME).read_text())
         except (OSError, ValueError):
@@ -97,12 +103,12 @@ class Cell:
         return outcome
 
     def write_outcome(self, status: str, seconds: float, error: str = "") -> None:
-        """Write cell.json.
+        """Write ``cell.json``, which says how the run ended.
 
         Args:
             status: ``finished`` or ``failed``.
-            seconds: of the run.
-            error: why it failed.
+            seconds: How long the run took.
+            error: Why the run failed; empty: it did not.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         about = {"axes": dict(self.axes), "config": self.config.to_mapping(), "centralised": self.centralised}
@@ -110,29 +116,32 @@ class Cell:
         durable.write(self.path / OUTCOME, text.encode(), mode=0o666)
 
     def remove_failed(self) -> None:
-        """Remove its folder, with checkpoints, if it failed; unless another process runs it."""
+        """Delete the folder of the run, with its checkpoints, if the run failed and no other process runs it again."""
         with suppress(RunFailed), self.held():
             if self.outcome().get("status") == "failed":
                 shutil.rmtree(self.path)
 
     @contextmanager
     def held(self, patience: float = 0.0) -> Iterator[None]:
-        """Hold the cell against other processes, also those of other machines that share the disk, for ``patience`` seconds at first.
+        """Lock the cell, so that no other process runs it, not even on another machine that shares the disk.
 
-        The lock lies beside the folder, which may be removed meanwhile.
+        The file of the lock is beside the folder of the run, which may be deleted meanwhile.
+
+        Args:
+            patience: For how many seconds to wait until another process releases the cell.
 
         Raises:
-            RunFailed: another process runs it.
+            RunFailed: Another process still runs the cell.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file, end = self.path.parent / f".{self.path.name}.lock", time.monotonic() + patience
         while True:
             try:
-                lock = locks.take(file)  # on a disk without locks the run itself warns
+                lock = locks.take(file)  # returns without a lock on a disk that has none; the run warns of that
                 break
             except BlockingIOError as error:
                 if time.monotonic() >= end:
-                    raise RunFailed(f"another process runs {self.path}: give the same command again when that has ended") from error
+                    raise RunFailed(f"another process runs {self.path}: wait for its end, and give the same command again") from error
                 time.sleep(PROGRESS)
         try:
             yield
@@ -141,7 +150,7 @@ class Cell:
 
 
 def trained_as(method: str) -> tuple[str, bool]:
-    """Return what the run config's ``method`` is where a sweep or a comparison names ``method``, and whether the run is centralised.
+    """Split a method's name in a sweep into the run-config key ``method`` and whether the run is centralised.
 
     >>> trained_as("gn"), trained_as("centralised"), trained_as("centralised-gn")
     (('gn', False), ('fedavg', True), ('gn', True))
@@ -152,27 +161,27 @@ def trained_as(method: str) -> tuple[str, bool]:
 
 
 def log_of(path: Path) -> Path:
-    """Return the log of the run in the folder ``path``, which lies beside it."""
+    """Return the log file of the run in the folder ``path``. It is beside that folder."""
     return path.parent / f"{path.name}.log"
 
 
 def run_cell(cell: Cell) -> None:
-    """Run the cell under its lock, so that no other process runs it meanwhile. A worker process calls this.
+    """Lock a cell and run it. Worker processes call this.
 
     Raises:
-        RunFailed: Another process runs the cell already. That says nothing about the cell itself.
+        RunFailed: Another process runs the cell already. The cell is not marked as failed then.
     """
     with cell.held():
         run_held(cell)
 
 
 def run_held(cell: Cell) -> None:
-    """Run the cell, its log in ``<name>.log`` beside its folder. What another process has finished meanwhile is left as it is.
+    """Run a cell that is locked already, unless it is finished. The log goes to ``log_of(cell.path)``.
 
-    An interrupted run of the same cell goes on from its last checkpoint, where it has one, and is begun anew where it has none.
+    An interrupted run of the same cell is resumed from its last checkpoint. Without a checkpoint it is begun anew.
 
     Raises:
-        ConfigError: the folder holds another run by now.
+        ConfigError: The folder holds another run.
     """
     from fl_bn.run.centralised import run_centralised
 
@@ -205,26 +214,29 @@ def run_cells(
     progress: Callable[[int, int], None],
     running: Callable[[Sequence[Cell]], None] = lambda cells: None,
 ) -> dict[str, str]:
-    """Run the cells that are not finished.
+    """Run the cells that are not finished, in worker processes.
 
-    A worker that dies (for want of memory, say) fails the cell that it was at, and only that. The workers end with this process,
-    however it ends.
+    If a worker process dies, for example for lack of memory, only the cell that it ran has failed. The worker
+    processes end with this process, even by SIGKILL.
 
     Args:
-        cells: finished ones may be among them.
-        jobs: runs at a time.
-        progress: takes rounds done and rounds in all; called about twice a second.
-        running: takes the cells that run; called about twice a second.
+        cells: The cells. Finished ones are left out.
+        jobs: The number of runs at a time.
+        progress: Called about twice a second with the number of finished rounds and of all rounds.
+        running: Called about twice a second with the cells that run.
 
     Returns:
-        The error of each cell that failed, by folder name.
+        The error of each failed cell, by the name of its folder.
     """
     todo = [cell for cell in cells if not cell.finished()]
     jobs = at_a_time(jobs, todo)
     total = sum(cell.config.rounds for cell in cells)
     finished = total - sum(cell.config.rounds for cell in todo)
     errors: dict[str, str] = {}
-    waiting, suspects = list(todo), list[Cell]()  # suspects: were running when a worker died; tried again one at a time
+    waiting, suspects = (
+        list(todo),
+        list[Cell](),
+    )  # suspects: cells that ran when a worker died; each is run again alone, to find the one that kills it
     while waiting or suspects:
         alone = not waiting
         batch, waiting = ([suspects.pop()], []) if alone else (waiting, [])
@@ -248,25 +260,31 @@ def run_cells(
                 now = [futures[future] for future in pending if future.running()]
                 progress(finished + sum(cell.rounds_done() for cell in now), total)
                 running([cell for cell in now if cell.path.exists()])
-        except BaseException:  # Ctrl-C: what runs is not waited for
+        except BaseException:  # Ctrl-C: end the runs without waiting for them
             for process in list((getattr(pool, "_processes", None) or {}).values()):
                 process.kill()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
         pool.shutdown()
         left = [cell for cell in batch if cell.config.name in unknown]
-        suspects, waiting = suspects + left[: jobs + 1], waiting + left[jobs + 1 :]  # they are begun in this order, one ahead of its worker
+        suspects, waiting = (
+            suspects + left[: jobs + 1],
+            waiting + left[jobs + 1 :],
+        )  # cells begin in this order, and the pool takes one more than it has workers
     return errors
 
 
 def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:
-    """Return ``jobs``, or fewer where cells have workers of their own: together no more processes than cores."""
+    """Return how many cells to run at a time: ``jobs``, or fewer where each cell has worker processes of its own.
+
+    Together, the cells then have no more processes than this machine has cores.
+    """
     workers = max((cell.config.workers or cores() for cell in cells), default=1)
     return jobs if workers == 1 else max(1, min(jobs, cores() // workers))
 
 
 def _config(file: Path) -> dict[str, Any]:
-    """Read a run config, with defaults for keys that only a newer version knows; empty without a whole file."""
+    """Read the run config in ``file``, with defaults for keys that it lacks; empty: there is no readable file."""
     try:
         keys = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -275,7 +293,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _end_with_parent() -> None:
-    """Leave Ctrl-C to the parent process, and end with it."""
+    """Make this process ignore Ctrl-C, which the parent handles, and end when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = mp.parent_process()
     assert parent is not None

@@ -1,7 +1,7 @@
-"""Cells on the nodes of a Ray cluster: each is one task, which runs in one process of a node, as with ``--jobs`` here.
+"""Run the cells of a sweep on the nodes of a Ray cluster. Each cell is one Ray task, in one process of a node.
 
-A node needs fl-bn and the data at the same paths, and may write to the sweep's folder: its own, or one that all nodes share. In the former
-case the task sends the run's folder back.
+Every node needs fl-bn and the data at the same paths as here. The folder of the sweep may be on a disk that all nodes
+share. If it is not, the task writes to the disk of its node, and sends the folder of the run back.
 """
 
 from __future__ import annotations
@@ -29,15 +29,21 @@ from fl_bn.flower.log import LOGGER
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.sweep.cells import PROGRESS, Cell, log_of, run_held
 
-LOG = "cluster.log"  # in the sweep's folder: which node ran what, and which were lost
-PATIENCE = 120.0  # seconds in which a lost node's process ends, or its lock on a shared disk
-TRIES = 2  # processes that one cell may cost
+LOG = "cluster.log"  # the file in the folder of the sweep that says which node ran which cell, and which nodes were lost
+PATIENCE = 120.0  # seconds to wait until a process on a lost node ends, and releases its lock on a shared disk
+TRIES = 2  # how many processes may die while they run the same cell, before it counts as failed
 DIED = "its process died twice (killed, or out of memory)"
 
 
 @dataclass(frozen=True)
 class Node:
-    """Name a living node: Ray's id, its name for people, and how many cells it takes at a time."""
+    """Describe a node of the cluster.
+
+    Attributes:
+        id: Ray's id of the node.
+        name: Its address and the first digits of its id, for messages.
+        room: How many cells it can run at a time.
+    """
 
     id: str
     name: str
@@ -49,8 +55,8 @@ class Done:
     """Hold the result of a task.
 
     Attributes:
-        error: empty if the run succeeded.
-        folder: the run's files as a tar; empty where the sweep's folder is shared.
+        error: Why the run failed; empty: it succeeded.
+        folder: The files of the run as a tar archive; empty: the folder of the sweep is shared.
     """
 
     error: str
@@ -59,7 +65,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Task:
-    """Hold a cell that runs, its node, and when it began (seconds of ``time.monotonic``)."""
+    """Describe a running task: the cell, its node, and the time (``time.monotonic``) at which it began."""
 
     cell: Cell
     node: Node
@@ -77,24 +83,26 @@ def run_cells(
 ) -> dict[str, str]:
     """Run the cells that are not finished on the nodes of a Ray cluster.
 
-    A cell whose node is lost is begun anew on another, or goes on from its checkpoint where the folder is shared. A process that dies on a
-    living node costs its cell one of two tries.
+    A cell whose node is lost is run on another node: from its checkpoint where the folder is shared, else anew. A cell
+    whose process dies twice on living nodes has failed.
 
-    A run takes ``threads`` x ``workers`` CPUs of its node, one worker where the run config says 0.
+    A run takes ``threads`` x ``workers`` CPUs of its node; ``workers=0`` counts as one.
 
     Args:
-        cells: finished ones may be among them.
-        jobs: runs at a time, at most; 0: as many as the nodes have CPUs, and ``gpus`` of a GPU for each.
-        progress: as in ``cells.run_cells``. Rounds of a cell that runs count where the folder is shared.
-        running: as in ``cells.run_cells``.
-        address: of the cluster's head, HOST:PORT; empty: RAY_ADDRESS, the cluster of this machine, or a new one of this machine alone.
-        gpus: each run's share of a GPU.
+        cells: The cells. Finished ones are left out.
+        jobs: The most runs at a time; 0: as many as the CPUs and GPUs of the nodes allow.
+        progress: Called about twice a second with the number of finished rounds and of all rounds. The rounds of
+            running cells are known only where the folder is shared.
+        running: Called about twice a second with the cells that run.
+        address: The address of the cluster's head node, HOST:PORT; empty: the one in RAY_ADDRESS, else the cluster of
+            this machine, else a new cluster of this machine only.
+        gpus: The share of a GPU that each run gets.
 
     Returns:
-        The error of each cell that failed, by folder name.
+        The error of each failed cell, by the name of its folder.
 
     Raises:
-        ConfigError: there is no such cluster, or none of its nodes has the CPUs and GPUs that a run needs.
+        ConfigError: The cluster does not exist, or none of its nodes has the CPUs and GPUs that a run needs.
     """
     cells = [replace(cell, config=_there(cell.config)) for cell in cells]
     waiting = [cell for cell in cells if not cell.finished()]
@@ -106,18 +114,25 @@ def run_cells(
 
 
 def _there(config: RunConfig) -> RunConfig:
-    """Return the config in a process of any node: paths from the root, and no more workers than Ray was asked for."""
+    """Return the run config for any node: with an absolute output folder, and with a fixed number of workers."""
     return replace(config, output=str(Path(config.output).absolute()), workers=max(1, config.workers))
 
 
 @contextmanager
 def _connected(address: str, folder: Path) -> Iterator[Path]:
-    """Connect to the cluster and log to ``folder``; yield the file by which a task sees whether it shares that folder."""
+    """Connect to the cluster, and log to ``folder``, inside the ``with`` block.
+
+    Yields:
+        A file in the folder. A task that can see it shares the folder.
+
+    Raises:
+        ConfigError: The cluster cannot be reached.
+    """
     try:
         _connect(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"no Ray cluster at {address or 'RAY_ADDRESS'}: {error}. Start one (ray start --head), and give the address that it prints"
+            f"there is no Ray cluster at {address or 'RAY_ADDRESS'}: {error}. Start one (ray start --head), and give its --ray-address"
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     shared = folder / f".shared-{uuid4().hex}"
@@ -131,11 +146,11 @@ def _connected(address: str, folder: Path) -> Iterator[Path]:
         shared.unlink(missing_ok=True)
         LOGGER.removeHandler(handler)
         handler.close()
-        ray.shutdown()  # ends what still runs
+        ray.shutdown()  # ends the tasks that still run
 
 
 def _connect(address: str) -> None:
-    environment = {"PYTHONPATH": ":".join(sys.path)}  # as Flower does: modules next to the sweep are found by the same paths
+    environment = {"PYTHONPATH": ":".join(sys.path)}  # the same import paths as here, so that the user's modules are found
     ray.init(address=address or None, runtime_env={"env_vars": environment}, log_to_driver=False, logging_level=logging.WARNING)
 
 
@@ -167,18 +182,20 @@ class _Sweep:
                 if self.cut_off():
                     self.connect_again()
             else:
-                time.sleep(PROGRESS)  # no node has room: some may come back
+                time.sleep(PROGRESS)  # no node has room; lost nodes may come back
             now = [task.cell for task in self.tasks.values()]
             progress(self.finished + sum(cell.rounds_done() for cell in now), self.total)
             running(now)
         return self.errors
 
     def cut_off(self) -> bool:
-        """Tell whether this process's own node is lost: then Ray silently gives it no place on any other."""
+        """Return whether the node to which this process is connected is lost. Ray then starts no more tasks, without an error."""
         return not any(node["NodeID"] == self.own and node["Alive"] for node in ray.nodes())
 
     def connect_again(self) -> None:
-        LOGGER.warning("the node that this command was connected to is lost: it connects to another, and what was running is begun again")
+        LOGGER.warning(
+            "the node to which this command was connected is lost: the command connects to another, and begins the running cells again"
+        )
         self.waiting[:0] = [task.cell for task in self.tasks.values()]
         self.tasks.clear()
         ray.shutdown()
@@ -186,7 +203,7 @@ class _Sweep:
         self.own = ray.get_runtime_context().get_node_id()
 
     def nodes(self) -> list[Node]:
-        """Return the nodes that are alive, without those that lost a cell's process while Ray still counts them."""
+        """Return the living nodes. Nodes that were found lost are left out, even while Ray still lists them as alive."""
         nodes = []
         for node in ray.nodes():
             if node["Alive"] and node["NodeID"] not in self.lost:
@@ -198,7 +215,7 @@ class _Sweep:
         return nodes
 
     def submit(self) -> None:
-        """Give every free place a cell, the emptiest node first."""
+        """Start waiting cells wherever nodes have room, on the node with the most room first."""
         taken = Counter(task.node.id for task in self.tasks.values())
         free = {node: node.room - taken[node.id] for node in self.nodes()}
         while self.waiting and free and (not self.jobs or len(self.tasks) < self.jobs):
@@ -212,7 +229,7 @@ class _Sweep:
             self.tasks[self.run_on.options(scheduling_strategy=place).remote(cell, str(self.shared))] = Task(cell, node, time.monotonic())
 
     def take(self, future: Any, task: Task) -> None:
-        """Enter the result of a task, or let its cell be begun anew."""
+        """Store the result of a task that has ended; if its process was lost, let its cell run again."""
         name, seconds = task.cell.config.name, time.monotonic() - task.begun
         try:
             done: Done = ray.get(future)
@@ -245,7 +262,12 @@ class _Sweep:
 
 
 def _gone(node: Node, patience: float = 10.0) -> bool:
-    """Tell whether Ray has given the node up, which may be some seconds after its processes died."""
+    """Return whether Ray counts the node as lost. It may do so some seconds after the processes of the node have died.
+
+    Args:
+        node: The node.
+        patience: For how many seconds to wait for that.
+    """
     end = time.monotonic() + patience
     while any(one["NodeID"] == node.id and one["Alive"] for one in ray.nodes()):
         if time.monotonic() > end:
@@ -255,11 +277,11 @@ def _gone(node: Node, patience: float = 10.0) -> bool:
 
 
 def on_node(cell: Cell, shared: str) -> Done:
-    """Run the cell, in a process of a node.
+    """Run a cell in a process of a node. Ray calls this.
 
     Args:
-        cell: to run.
-        shared: a file that exists on this node if the sweep's folder is that of the command.
+        cell: The cell.
+        shared: The path of a file that this node can see if it shares the folder of the sweep.
     """
     try:
         with cell.held(PATIENCE):
@@ -272,7 +294,7 @@ def _done(cell: Cell, shared: str) -> Done:
     error = ""
     try:
         run_held(cell)
-    except Exception as problem:  # noqa: BLE001 - it fails this cell alone
+    except Exception as problem:  # noqa: BLE001 - an error in a cell must not end the sweep
         error = f"{type(problem).__name__}: {problem}"
     if Path(shared).exists():
         return Done(error, b"")
@@ -283,7 +305,7 @@ def _done(cell: Cell, shared: str) -> Done:
 
 
 def pack(path: Path) -> bytes:
-    """Return a run's folder and its log, as a tar."""
+    """Return the folder and the log of a run as a tar archive."""
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w") as tar:
         for part in (path, log_of(path)):
@@ -293,6 +315,6 @@ def pack(path: Path) -> bytes:
 
 
 def unpack(folder: bytes, into: Path) -> None:
-    """Unpack the tar of ``pack``."""
+    """Unpack an archive that ``pack`` has made into the folder ``into``."""
     with tarfile.open(fileobj=io.BytesIO(folder)) as tar:
         tar.extractall(into, filter="data")

@@ -1,4 +1,4 @@
-"""A comparison: the sweep over several methods and seeds, and its report, one table and one picture."""
+"""Compare several methods over several seeds: make the sweep, and report it as one table and one picture."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fl_bn.task import CLASSIFICATION, Task
 
 @dataclass(frozen=True)
 class Variant:
-    """Name a method to compare (``centralised`` and ``centralised-gn``, too), and the config keys in which it differs.
+    """Describe one method to compare, with run-config keys of its own.
 
     Attributes:
-        label: the text that was typed.
-        method: the run config's ``method``, or a centralised one.
-        overrides: keys of this variant alone, which each of its runs must use.
+        label: The text that the user typed, as ``fbn:rounds=9``.
+        method: The run-config key ``method``; or ``centralised`` or ``centralised-METHOD``.
+        overrides: The run-config keys of this variant. Each must have an effect in its runs.
     """
 
     label: str
@@ -44,20 +44,20 @@ class Variant:
 
 
 def comparison(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[str, Any], title: str) -> Sweep:
-    """Return the sweep over ``variants`` and ``seeds``; its report is this module's.
+    """Return the sweep that runs each variant with each seed.
 
     Args:
-        variants: the values of the axis ``method``.
-        seeds: the values of the axis ``seed``. An interrupted comparison is complete for the first of them.
-        base: keys of all runs. A run leaves out those that it would ignore; at least one run must use each.
-        title: what the tables and the picture are called.
+        variants: The methods to compare.
+        seeds: The seeds. All variants are run with the first seed before the second begins.
+        base: Run-config keys of all runs. Each must have an effect in at least one run; other runs leave it out.
+        title: The title of the table and the picture.
 
     Raises:
-        ConfigError: two variants have one label.
+        ConfigError: Two variants have the same label.
     """
     labels = [variant.label for variant in variants]
     if len(set(labels)) < len(labels):
-        raise ConfigError(f"every variant needs a label of its own, but got {labels}")
+        raise ConfigError(f"every variant must be given once, but got {labels}")
     axes = {
         "method": {variant.label: {"method": variant.method, **variant.overrides} for variant in variants},
         "seed": {str(seed): {"seed": seed} for seed in seeds},
@@ -66,25 +66,28 @@ def comparison(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[
 
 
 def check_metric(cells: Sequence[Cell]) -> None:
-    """Check that all cells measure the same metric.
+    """Check that all cells measure the same metric, so that they can be compared.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: The cells have tasks with different metrics.
     """
     if len(metrics := {task(cell.config).metric for cell in cells}) > 1:
-        raise ConfigError(f"methods can be compared by one metric, but these runs have {' and '.join(sorted(metrics))}: give all one task")
+        raise ConfigError(
+            f"methods are compared by one metric, but these runs have {' and '.join(sorted(metrics))}: give all the same task"
+        )
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Hold what the finished runs of a comparison measured.
+    """Hold the metrics of the finished runs of a comparison, by the label of the variant.
 
     Attributes:
-        rounds: label -> the evaluated rounds.
-        values: label -> (seeds, evaluations) of the task's metric after these rounds, in percent where it is a share. NaN: not finite.
-        seeds: label -> how many runs it should have.
-        task: whose metric it is.
-        split: the samples that the runs were tested on.
+        rounds: The evaluated rounds of each variant.
+        values: The task's metric of each variant, of shape (runs, evaluated rounds). Shares are in percent. NaN: the
+            value is not finite.
+        seeds: How many runs each variant should have.
+        task: The task.
+        split: The samples on which the runs were tested: ``test`` or ``validation``.
     """
 
     rounds: dict[str, list[int]]
@@ -94,13 +97,13 @@ class Curves:
     split: str = "test"
 
     def of(self, label: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the last value of each seed, and its best finite one."""
+        """Return the last value of each run of a variant, and its best finite value, each of shape (runs,)."""
         values = self.values[label]
         return values[:, -1], (np.fmax if self.task.higher_is_better else np.fmin).reduce(values, 1)
 
 
 def read_curves(cells: Sequence[Cell]) -> Curves:
-    """Read the curves of the cells that finished."""
+    """Read the metrics of the finished cells."""
     of = task(cells[0].config)
     metric, scale = of.metric, of.scale()
     by_label: dict[str, list[dict[int, float]]] = {}
@@ -116,15 +119,15 @@ def read_curves(cells: Sequence[Cell]) -> Curves:
 
 
 def _evaluated(cell: Cell, row: Mapping[str, Any], metric: str) -> bool:
-    """Tell whether the round has ``metric``, or should have: a run that diverged has none to write."""
+    """Return whether the round was evaluated. A run that diverged has evaluated rounds without a value."""
     return row[metric] is not None or row["round"] % cell.config.evaluate_every == 0 or row["round"] == cell.config.rounds
 
 
 def table(curves: Curves) -> list[tuple[str, str, str, str]]:
-    """Return a row for every label, the best first: label, metric after the last round, best over rounds, number of runs.
+    """Return the rows of the table: label, metric after the last round, best metric in any round, and number of runs.
 
-    Metrics are mean (standard deviation). A label with a run that is not finite stands after the others. A label without any
-    finished run comes last.
+    A metric is written as the mean over the runs, with the standard deviation in brackets. The best variant comes
+    first. Variants with a value that is not finite come after the others, and those without a finished run come last.
     """
 
     def mean_std(values: np.ndarray) -> str:

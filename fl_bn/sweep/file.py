@@ -1,4 +1,4 @@
-"""A sweep file: TOML in which a list is an axis.
+"""Read a sweep file: a TOML file in which each list is an axis of the sweep.
 
     title = "FixBN and its baselines"
 
@@ -6,31 +6,31 @@
     rounds = 40
     seed = [0, 1, 2]                        # a list is an axis: one run for each of its values
     dataset = "npz"
-    data-path = "{data}/cifar10.npz"        # {data} is the folder given with --data; {AXIS}: where the run stands on that axis
+    data-path = "{data}/cifar10.npz"        # {data} is the folder given as --data; {AXIS} is the run's value on that axis
 
-    [axes.method]                           # an axis whose values are named, each of several keys that go together
+    [axes.method]                           # an axis with named values, each of which sets several keys
     "BN" = { method = "fedavg" }
     "FixBN" = { method = "fixbn", freeze-after = 20 }
-    "centralised" = { method = "centralised" }                      # on the union of the data; with GN: "centralised-gn"
+    "centralised" = { method = "centralised" }                      # trained on all clients' data together; with GN: "centralised-gn"
 
     [axes.split]
     "IID" = { partition = "iid" }
     "Dirichlet 0.1" = { partition = "dirichlet", partition-parameter = 0.1 }
 
-    [[where]]                               # keys of some combinations, which count more than those above
+    [[where]]                               # keys for some combinations only, which override those above
     at = { method = "BN", split = "IID" }
     keys = { learning-rate = 0.1 }
 
-    [report]                                # how the report shows it: fl_bn/report
+    [report]                                # how the report shows the results: fl_bn/report
     rows = "method"
     columns = ["split"]
 
-    [variants.small]                        # the same with other keys or axes: --variant small
+    [variants.small]                        # a variant with other keys or axes, chosen by --variant small
     run = { rounds = 5, seed = 0 }
-    axes.split = ["IID"]                    # a list keeps some of an axis's values, an empty one drops the axis; a table replaces it;
-                                            # where: replaces the list
+    axes.split = ["IID"]                    # a list keeps some values of an axis, and an empty list removes the axis
+                                            # a table in its place replaces the axis; where and skip replace those above
 
-Every combination is one run. ``skip`` is a list of tables: combinations to leave out.
+Every combination of values is one run. ``skip`` is a list of tables, each with a combination to leave out.
 """
 
 from __future__ import annotations
@@ -55,37 +55,51 @@ from fl_bn.sweep.cells import Cell, trained_as
 
 TABLES = ("title", "run", "axes", "where", "skip", "report", "paper", "notes", "experiment", "variants")
 VARIANT_TABLES = ("run", "axes", "where", "skip", "report", "paper", "notes", "make")
-PAPER = "paper"  # the variant that every file has: itself
-DATA = "data"  # {data} is not an axis of that name
-DECIDED = ("output", "name", "resume", "pictures")  # by the sweep
+PAPER = "paper"  # a name for the file without any of its variants
+DATA = "data"  # {data} stands for the folder of the data, even if there is an axis of this name
+DECIDED = ("output", "name", "resume", "pictures")  # run-config keys that the sweep sets itself
 Axis = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Where:
-    """Give keys to the combinations that stand ``at`` these values of axes."""
+    """Set run-config keys for some combinations only: an entry of ``[[where]]``.
+
+    Attributes:
+        at: The labels on some axes that a combination must have.
+        keys: The run-config keys of these combinations.
+    """
 
     at: Mapping[str, str]
     keys: Mapping[str, Any]
 
     def has(self, at: Mapping[str, str], keys: Mapping[str, Any]) -> bool:
-        """Tell whether the combination ``at`` is one of these. An axis that is a single value in this variant is one of the ``keys``."""
+        """Return whether this entry applies to a combination.
+
+        Args:
+            at: The labels of the combination on the axes.
+            keys: Its run-config keys. They are looked up for an axis that is a single value in this variant.
+        """
         return all(at.get(axis, str(keys.get(axis))) == value for axis, value in self.at.items())
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Hold the runs of a sweep file, of ``fl-bn compare`` or of ``fl-bn attack-grid``: every combination of the axes.
+    """Describe a sweep, of a sweep file, of ``fl-bn compare`` or of ``fl-bn attack-grid``.
+
+    Its runs are all combinations of values on the axes.
 
     Attributes:
-        title: what the report calls it.
-        keys: run config keys of all runs.
-        axes: axis -> label -> the keys of that value.
-        skip: combinations to leave out, each by its labels on some axes.
-        own: keys that at least one run must use. Of a variant these are its own keys, since the file's keys serve all variants.
-        where: keys of some combinations, which count more.
-        tables: the file's other tables, such as [report].
-        strict: whether every run must use all keys of its values on the axes. Runs of a sweep file leave out what they ignore.
+        title: The title in the report.
+        keys: Run-config keys of all runs.
+        axes: For each axis, its labels, and for each label the run-config keys that it stands for.
+        skip: The combinations to leave out, each by its labels on some axes.
+        own: Keys that must have an effect in at least one run. For a variant of a file these are the keys of the
+            variant only, since the other keys of the file serve all variants.
+        where: Keys for some combinations only, which override those of ``keys`` and ``axes``.
+        tables: The other tables of the file, such as [report].
+        strict: Whether each key of a label must have an effect in every run with that label. If not, runs leave out
+            keys without effect.
     """
 
     title: str
@@ -98,9 +112,9 @@ class Sweep:
     strict: bool = False
 
     def points(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield every combination: where it stands on the axes, and its keys.
+        """Yield every combination: its value on each axis, and its run-config keys.
 
-        Seeds turn slowest, so that the first is complete first.
+        All combinations with the first seed come before those with the second.
         """
         names = sorted(self.axes, key=lambda name: name != "seed")
         for labels in itertools.product(*(self.axes[name] for name in names)):
@@ -115,7 +129,7 @@ class Sweep:
                 yield where, keys
 
     def used(self) -> Sweep:
-        """Return the sweep without the keys that none of its runs uses, which other variants of its file may use."""
+        """Return the sweep without the keys that have an effect in none of its runs. Other variants of the file may use them."""
         use = Usage()
         for _, keys in self.points():
             use.config({**keys, "method": trained_as(keys.get("method", RunConfig.method))[0]})
@@ -124,7 +138,7 @@ class Sweep:
         return replace(self, keys=_without(self.keys, use.ignored), axes=axes, where=where)
 
     def to_toml(self) -> str:
-        """Write a sweep file that does the same, without the parts of other variants."""
+        """Return the text of a sweep file for this sweep alone, without variants."""
         tables: dict[str, Any] = {"title": self.title, "skip": list(self.skip), "run": self.keys, "axes": self.axes}
         there = [case for case in self.where if all(value in self.axes.get(axis, {}) for axis, value in case.at.items())]
         tables |= {"where": [{"at": case.at, "keys": case.keys} for case in there]}
@@ -132,11 +146,11 @@ class Sweep:
         return tomli_w.dumps({name: table for name, table in tables.items() if table != []})
 
     def cells(self, output: Path) -> list[Cell]:
-        """Return one cell per combination, with its folder below ``output/runs``.
+        """Return the cells of the sweep, one for each combination. Their folders are in ``output/runs``.
 
         Raises:
-            ConfigError: a key is unknown or its value out of range (with the combination it is of), none of the runs uses a key of ``own``,
-                or a folder holds another run.
+            ConfigError: A key is unknown, its value is out of range, a key of ``own`` has no effect in any run, two
+                cells would have the same folder, a folder holds another run, or there is no cell at all.
         """
         made: list[Cell] = []
         use = Usage()
@@ -152,9 +166,11 @@ class Sweep:
             made.append(Cell(config, where, centralised))
         names = [cell.config.name for cell in made]
         if double := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"values that differ in punctuation only share a folder: {', '.join(sorted(double))}")
+            raise ConfigError(
+                f"two values that differ only in punctuation would share a folder, so rename one of them: {', '.join(sorted(double))}"
+            )
         if not made:
-            raise ConfigError("the sweep has no run: an axis is empty, or skip leaves everything out")
+            raise ConfigError("the sweep has no runs, since an axis is empty or skip leaves out every combination")
         use.check(self.own)
         for cell in made:
             cell.finished()
@@ -165,20 +181,20 @@ def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[s
     """Read a sweep file.
 
     Args:
-        path: of the file.
-        variant: of the file; empty: the file itself.
-        data: the folder that {data} means.
-        overrides: keys that count more than the file's.
+        path: The file.
+        variant: The name of a variant in the file; empty: the file without any variant.
+        data: The folder for which ``{data}`` stands.
+        overrides: Run-config keys that override those of the file.
 
     Raises:
-        ConfigError: the file is not there, is no TOML, or has a table, key or value that it should not have.
+        ConfigError: The file does not exist, is not TOML, or has an unknown table or key, or a wrong value.
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no sweep file {path}") from error
+        raise ConfigError(f"the sweep file {path} does not exist") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
+        raise ConfigError(f"{path} is not a TOML file: {error}") from error
     try:
         return parse(tables, path.stem, variant, data, overrides or {})
     except ConfigError as error:
@@ -186,26 +202,26 @@ def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[s
 
 
 def maker(path: Path, variant: str) -> str:
-    """Return the function "module:function" that makes the variant's data in a folder; empty where it has none."""
+    """Return the function that makes the data of a variant, as ``module:function``; empty: the variant names none."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return ""  # said by read
+        return ""  # read() raises the error
     return str(_table(tables, "variants").get(variant, {}).get("make", ""))
 
 
 def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrides: Mapping[str, Any]) -> Sweep:
-    """Make a sweep of the tables of a file.
+    """Make a sweep from the content of a sweep file.
 
     Args:
-        tables: the file's.
-        name: the sweep's title where the file has none.
-        variant: of the file; empty: the file itself.
-        data: the folder that {data} means.
-        overrides: keys that count more than the file's.
+        tables: The content of the file.
+        name: The title of the sweep, where the file has none.
+        variant: The name of a variant in the file; empty: the file without any variant.
+        data: The folder for which ``{data}`` stands.
+        overrides: Run-config keys that override those of the file.
 
     Raises:
-        ConfigError: there is a table, key or value that should not be.
+        ConfigError: There is an unknown table or key, or a wrong value.
     """
     _only(TABLES, tables, "table")
     chosen = _variant(tables, variant)
@@ -219,11 +235,11 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     run |= overrides
     listed = {key: values for key, values in run.items() if isinstance(values, list)}
     if both := [key for key in listed if key in axes]:
-        raise ConfigError(f"[axes.{both[0]}] and a list of {both[0]} in [run] are the same axis twice")
+        raise ConfigError(f"the axis {both[0]} is given twice, as [axes.{both[0]}] and as a list in [run]: leave one of them out")
     axes |= {key: {_label(value): {key: value} for value in values} for key, values in listed.items()}
     keys = {key: value for key, value in run.items() if key not in listed}
     if taken := [key for key in (*keys, *listed, *(k for a in axes.values() for v in a.values() for k in v)) if key in DECIDED]:
-        raise ConfigError(f"{taken[0]} is for the sweep to decide: leave it out")
+        raise ConfigError(f"the sweep sets {taken[0]} for each run itself: leave it out")
     axes = {axis: _overridden(axis, values, overrides) for axis, values in axes.items()}
     own = {*_table(chosen, "run"), *overrides} | _keys_in(_table(chosen, "axes"))
     if not variant:
@@ -235,7 +251,7 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     if not variant or "where" in chosen:
         own |= {key for case in where for key in case.keys}
     if empty := [axis for axis, values in axes.items() if not values]:
-        raise ConfigError(f"axis {empty[0]} has no value")
+        raise ConfigError(f"the axis {empty[0]} needs at least one value, but has none")
     keys, axes = _filled(keys, DATA, data), {a: {n: _filled(v, DATA, data) for n, v in values.items()} for a, values in axes.items()}
     shown = {**tables, **{key: chosen[key] for key in ("report", "paper", "notes") if key in chosen}}
     shown["report"] = {**_table(tables, "report"), **_table(chosen, "report")}
@@ -248,7 +264,17 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
 
 
 def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str, Any], data: str) -> tuple[Where, ...]:
-    """Read ``[[where]]``. ``axes``: those of the file and of the variant, each with its values in both."""
+    """Read the entries of ``[[where]]``.
+
+    Args:
+        cases: The entries.
+        axes: The axes of the file and of the variant, each with the labels that it has in either.
+        overrides: Run-config keys that override those of the entries.
+        data: The folder for which ``{data}`` stands.
+
+    Raises:
+        ConfigError: An entry has an unknown axis or label, or is not of the right form.
+    """
     made = []
     for case in cases:
         if not isinstance(case, dict) or set(case) != {"at", "keys"} or not all(isinstance(part, dict) for part in case.values()):
@@ -259,14 +285,18 @@ def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str
             if str(value) not in axes[axis]:
                 raise ConfigError(unknown(f"value of {axis} in where:", str(value), list(axes[axis])))
         if taken := [key for key in case["keys"] if key in DECIDED]:
-            raise ConfigError(f"{taken[0]} is for the sweep to decide: leave it out")
+            raise ConfigError(f"[[where]]: the sweep sets {taken[0]} for each run itself: leave it out")
         keys = {key: value for key, value in _filled(case["keys"], DATA, data).items() if key not in overrides}
         made.append(Where({axis: str(value) for axis, value in case["at"].items()}, keys))
     return tuple(made)
 
 
 def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]) -> None:
-    """Refuse before the first run what the report would refuse after the last."""
+    """Check [report], so that its mistakes are found before the first run, and not after the last.
+
+    Raises:
+        ConfigError: [report] has an unknown key or value, or names an axis that the sweep does not have.
+    """
     settings = parse_settings(tables, name, "")
     every = [*axes, *([DOMAIN] if settings.domains else [])]
     others = [axis for axis in every if axis != SEED]
@@ -286,7 +316,7 @@ def _variant(tables: Mapping[str, Any], variant: str) -> Mapping[str, Any]:
     if variant in ("", PAPER) and variant not in variants:
         return {}
     if variant not in variants:
-        raise ConfigError(f"there is no variant {variant!r}; there are: {', '.join(variants) or 'none'}")
+        raise ConfigError(f"the file has no variant {variant!r}; its variants are: {', '.join(variants) or 'none'}")
     _only(VARIANT_TABLES, chosen := _table(variants, variant), f"table in variant {variant!r}:")
     return chosen
 
@@ -297,12 +327,14 @@ def _axis(axis: str, values: Any) -> Axis:
             f'[axes.{axis}] must give each value a name and its keys, as in "IID" = {{ partition = "iid" }}, but got {values!r}'
         )
     if nested := [f"{label}: {key}" for label, keys in values.items() for key, value in keys.items() if isinstance(value, list | dict)]:
-        raise ConfigError(f"a value of [axes.{axis}] takes plain keys, but has a list or table ({nested[0]}): make it an axis of its own")
+        raise ConfigError(
+            f"a key in [axes.{axis}] must have a single value, but {nested[0]} is a list or a table: make it an axis of its own"
+        )
     return {label: dict(keys) for label, keys in values.items()}
 
 
 def without_decided(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``keys`` without those that the sweep decides for each run."""
+    """Return ``keys`` without those that a sweep sets itself for each run (``DECIDED``)."""
     return _without(keys, DECIDED)
 
 
@@ -311,36 +343,45 @@ def _without(keys: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any
 
 
 def _keys_in(axes: Mapping[str, Any]) -> set[str]:
-    """Return the keys that the values of the axes have; an axis that is a list of labels has none of its own."""
+    """Return the run-config keys that the labels of the axes stand for. An axis given as a list of labels adds none."""
     return {key for values in axes.values() if isinstance(values, dict) for keys in values.values() for key in keys}
 
 
 def _kept(axis: str, values: Axis, labels: list[Any]) -> Axis:
     if unknown := [label for label in labels if label not in values]:
-        raise ConfigError(f"the variant keeps {unknown[0]!r} of [axes.{axis}], which has {', '.join(values) or 'no values'}")
+        raise ConfigError(
+            f"the variant keeps the value {unknown[0]!r} of [axes.{axis}], but that axis has {', '.join(values) or 'no values'}"
+        )
     return {label: values[label] for label in labels}
 
 
 def _overridden(axis: str, values: Axis, overrides: Mapping[str, Any]) -> Axis:
-    """Return the axis without the keys that count more than its own."""
+    """Return an axis without the keys that ``overrides`` sets for all runs.
+
+    Raises:
+        ConfigError: The values of the axis differ in such a key, so they could not be told apart any more.
+    """
     remaining = {label: {key: value for key, value in keys.items() if key not in overrides} for label, keys in values.items()}
     for one, other in itertools.combinations(values, 2):
         varied = [key for key in overrides if values[one].get(key) != values[other].get(key)]
         if axis in varied or (varied and remaining[one] == remaining[other]):
             key = axis if axis in varied else varied[0]
-            raise ConfigError(f"{key} is what [axes.{axis}] varies, so it cannot be given for {one!r} and {other!r} alike: leave it out")
+            raise ConfigError(
+                f"[axes.{axis}] has different values of {key} for {one!r} and {other!r}, so --run-config cannot set {key} for all runs: "
+                f"leave it out"
+            )
     return remaining
 
 
 def _filled(keys: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Return ``keys`` with ``text`` wherever a value has ``{name}``."""
+    """Return ``keys`` with ``{name}`` replaced by ``text`` in every value."""
     return {key: value.replace(f"{{{name}}}", text) if isinstance(value, str) else value for key, value in keys.items()}
 
 
 def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
     table = tables.get(name, {})
     if not isinstance(table, dict):
-        raise ConfigError(f"{name} must be a table, but is {table!r}")
+        raise ConfigError(f"{name} must be a table, but got {table!r}")
     return table
 
 
@@ -352,7 +393,7 @@ def _only(known: tuple[str, ...], tables: Mapping[str, Any], what: str) -> None:
 
 def _label(value: Any) -> str:
     if isinstance(value, list | dict):
-        raise ConfigError(f"an axis is a list of plain values, but one of them is {value!r}")
+        raise ConfigError(f"an axis must be a list of numbers, texts or booleans, but one of its values is {value!r}")
     return str(value)
 
 
@@ -365,7 +406,18 @@ def _at(where: Mapping[str, Any]) -> str:
 
 
 def made(maker: str, folder: Path) -> Path:
-    """Make data in ``folder`` by ``maker``, "module:function", unless they are there; return the folder."""
+    """Make the data of a variant, unless their folder exists.
+
+    Args:
+        maker: The function that makes the data, as ``module:function``. It takes the folder to make.
+        folder: The folder of the data. It appears when the data are complete.
+
+    Returns:
+        ``folder``.
+
+    Raises:
+        ConfigError: The function does not exist, or may not be called.
+    """
     if not folder.exists():
         make = _named(maker)
         unfinished = folder.with_name(f"{folder.name}.unfinished")
@@ -376,7 +428,10 @@ def made(maker: str, folder: Path) -> Path:
 
 
 def _named(name: str) -> Callable[..., Any]:
-    """Return a function of fl-bn's, or of a module of one's own: a file of a sweep runs no command either."""
+    """Return the function ``module:function``, of fl-bn or of a module of the user's own.
+
+    Functions of other modules are refused, since a sweep file must not be able to run any command.
+    """
     try:
         return function("a sweep's function", name, Modules.of(None, f"{OWN}, fl_bn"))
     except ValueError as error:

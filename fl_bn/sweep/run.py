@@ -1,4 +1,4 @@
-"""Planning and running a sweep: mistakes are refused before the first run, and finished cells are not run again."""
+"""Plan, check and run a sweep. Mistakes are found before the first run, and finished cells are not run again."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from fl_bn.sweep.file import Sweep
 
 FILE = "sweep.toml"
 ENGINES = ("in-process", "ray")
-JOBS = 2  # runs at a time in process, unless told otherwise
+JOBS = 2  # the default number of runs at a time on this machine
 
 
 @dataclass(frozen=True)
 class Place:
-    """Say where cells run.
+    """Say where cells run, and how many at a time.
 
     Attributes:
-        engine: one of ``ENGINES``.
-        jobs: runs at a time; 0: ``JOBS`` in process, on Ray as many as the nodes have room for.
-        address: of a Ray cluster.
-        gpus: the share of a GPU that each run has there.
+        engine: ``in-process`` for processes of this machine, or ``ray`` for the nodes of a Ray cluster.
+        jobs: The number of runs at a time; 0: ``JOBS`` in process, and on Ray as many as the nodes have room for.
+        address: The address of the Ray cluster, HOST:PORT; empty: found as ``cluster.run_cells`` says.
+        gpus: The share of a GPU that each run gets on Ray.
+
+    Raises:
+        ConfigError: The engine is unknown, or ``address`` or ``gpus`` is given without Ray.
     """
 
     engine: str = "in-process"
@@ -41,10 +44,19 @@ class Place:
         if self.engine not in ENGINES:
             raise ConfigError(expected("engine", self.engine, ENGINES))
         if self.engine != "ray" and (self.address or self.gpus):
-            raise ConfigError("an address and GPUs per run are for --engine ray")
+            raise ConfigError("--ray-address and --gpus-per-run need --engine ray: give it, or leave them out")
 
     def run(self, cells: Sequence[Cell], progress: Callable[[int, int], None], running: Callable[[Sequence[Cell]], None]) -> dict[str, str]:
-        """Run the cells that are not finished; return the errors of those that failed, by name."""
+        """Run the cells that are not finished.
+
+        Args:
+            cells: The cells.
+            progress: Called about twice a second with the number of finished rounds and of all rounds.
+            running: Called about twice a second with the cells that run.
+
+        Returns:
+            The error of each failed cell, by its name.
+        """
         if self.engine == "in-process":
             return run_cells(cells, self.jobs or JOBS, progress, running)
         from fl_bn.sweep import cluster  # imports Ray
@@ -54,12 +66,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """Divide the cells of a sweep.
+    """Say which cells of a sweep are run now.
 
     Attributes:
-        cells: all of them.
-        todo: the cells to run now.
-        failed: the errors of cells that failed before and are not run, by name.
+        cells: All cells of the plan, finished ones included.
+        todo: The cells to run now.
+        failed: The errors of cells that failed before and are not run again, by the name of the cell.
     """
 
     cells: list[Cell]
@@ -68,17 +80,17 @@ class Plan:
 
 
 def plan(sweep: Sweep, output: Path, *, retry: bool = False, only: str = "", known: Collection[str] = ()) -> Plan:
-    """Plan which cells of a sweep run.
+    """Plan which cells of a sweep to run.
 
     Args:
-        sweep: whose cells.
-        output: the sweep's folder.
-        retry: whether cells that failed before are begun anew.
-        only: a shell pattern for the names of the plan's cells.
-        known: names of cells that are no part of the plan.
+        sweep: The sweep.
+        output: The folder of the sweep.
+        retry: Run cells again that failed before.
+        only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
+        known: The names of cells to leave out, since their results are elsewhere.
 
     Raises:
-        ConfigError: a cell's config is wrong, its folder holds another run, or no cell's name fits ``only``.
+        ConfigError: The run config of a cell is wrong, its folder holds another run, or no name matches ``only``.
     """
     cells = [cell for cell in sweep.cells(output) if fnmatchcase(cell.config.name, only or "*")]
     if not cells:
@@ -90,10 +102,12 @@ def plan(sweep: Sweep, output: Path, *, retry: bool = False, only: str = "", kno
 
 
 def check(cells: Sequence[Cell]) -> None:
-    """Read the data, divide them and build the network of every kind of cell, so that nothing of this fails in the middle of the night.
+    """Read and divide the data, and build the networks, of all cells, so that mistakes are found before the first run.
+
+    What several cells share is checked once.
 
     Raises:
-        ConfigError: with the first cell's name that it is about.
+        ConfigError: The data or the network of a cell cannot be made. The message names the cell.
     """
     seen: set[tuple[object, ...]] = set()
     for cell in cells:
@@ -127,24 +141,24 @@ def run(
     progress: Callable[[int, int], None],
     running: Callable[[Sequence[Cell]], None] = lambda cells: None,
 ) -> dict[str, str]:
-    """Run the planned cells of a sweep, and write it as run to ``sweep.toml``.
+    """Run the planned cells of a sweep, and write the sweep to ``sweep.toml`` in its folder.
 
     Args:
-        sweep: the sweep.
-        chosen: its plan.
-        output: its folder.
-        place: where the cells run.
-        progress: takes rounds done and rounds in all.
-        running: takes the cells that run.
+        sweep: The sweep.
+        chosen: The plan.
+        output: The folder of the sweep.
+        place: Where the cells run.
+        progress: Called about twice a second with the number of finished rounds and of all rounds.
+        running: Called about twice a second with the cells that run.
 
     Returns:
-        The errors of the cells that failed, now or before, by name.
+        The error of each cell that failed, now or before, by its name.
     """
     output.mkdir(parents=True, exist_ok=True)
     (output / FILE).write_text(sweep.used().to_toml(), encoding="utf-8")
     for cell in chosen.todo:
         cell.remove_failed()
-    for cell in chosen.cells:  # where it stands may have been renamed since
+    for cell in chosen.cells:  # labels of axes may have been renamed in the file since the cell was run
         if cell.finished() and cell.outcome().get("axes") != dict(cell.axes):
             cell.write_outcome("finished", float(cell.outcome().get("seconds", 0.0)))
     names = {cell.config.name for cell in chosen.todo} | {cell.config.name for cell in chosen.cells if cell.finished()}

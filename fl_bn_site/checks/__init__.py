@@ -1,1 +1,1 @@
-"""Check what separate machines need, beside the checks of every machine in ``fl_bn.checks``."""
+"""Check what only a deployment on separate machines needs. Checks for every machine are in ``fl_bn.checks``."""

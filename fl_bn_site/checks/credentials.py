@@ -16,13 +16,25 @@ from fl_bn_site.verify import verify
 
 
 def kit_files(folder: Path) -> Iterator[Finding]:
-    """Make the checks of ``fl-bn kit verify``: dates, names, signature, keys that belong together, modes."""
+    """Yield a finding for each check of ``fl-bn kit verify`` on ``folder``.
+
+    The checks cover dates, names and signatures of certificates, pairs of keys, and file modes.
+    """
     for check in verify(folder):
         yield Finding("ok", "kit", check.subject) if check.ok else Finding("fail", "kit", f"not so: {check.subject}", check.remedy)
 
 
 def expiry(certificates: Iterable[Path], clock: Clock = now) -> Finding:
-    """Check whether the first of ``certificates`` to end does so soon."""
+    """Check how long the certificates are still valid.
+
+    Args:
+        certificates: Certificate files, at least one.
+        clock: Returns the current time.
+
+    Returns:
+        A finding about the certificate that expires first: a failure where it has expired, a warning where it
+        will within ``SOON``.
+    """
     ends: dict[Path, float] = {}
     for path in certificates:
         try:
@@ -32,26 +44,26 @@ def expiry(certificates: Iterable[Path], clock: Clock = now) -> Finding:
     first = min(ends, key=ends.__getitem__)
     text = f"{first} is the first to expire, in {ends[first]:.0f} days"
     if ends[first] <= 0:
-        return Finding("fail", "expiry", f"{first} expired {ago(math.floor(ends[first]))}", "have it renewed: nothing connects until then")
+        return Finding("fail", "expiry", f"{first} expired {ago(math.floor(ends[first]))}", "renew it: no site can connect before that")
     if ends[first] < SOON.days:
-        return Finding("warn", "expiry", text, "have it renewed before: nothing connects after that")
+        return Finding("warn", "expiry", text, "renew it before that day: no site can connect afterwards")
     return Finding("ok", "expiry", text)
 
 
 def site_keys(server: ServerFolder) -> Finding:
-    """Check whether every site has a public key here that no other site has."""
+    """Check that the server's folder has a public key of every site, and that no two sites have the same one."""
     owners: dict[bytes, str] = {}
     for site in server.sites:
         path = server.public_key(site)
         try:
             other = owners.setdefault(read_public(path), site)
         except (OSError, ValueError) as error:
-            return Finding("fail", "site keys", f"{path}: {reason(error)}", f"have {site} send its site.pub, and put it there")
+            return Finding("fail", "site keys", f"{path}: {reason(error)}", f"ask {site} for its site.pub, and put it there")
         if other != site:
             return Finding(
                 "fail",
                 "site keys",
-                f"{other} and {site} have the same public key, so Flower takes them for one",
-                "have one of them send the site.pub of its own folder",
+                f"{other} and {site} have the same public key, so Flower treats them as one site",
+                "ask one of them for the site.pub of its own folder, and put it in sites/",
             )
     return Finding("ok", "site keys", f"{len(owners)} public keys, all different: {', '.join(server.sites)}")

@@ -1,4 +1,4 @@
-"""Check names, ports and addresses, which must be right before two machines can talk."""
+"""Check host names, ports and addresses, by which the machines of a deployment reach each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_bn.support.loopback import EXCEPTIONS, excepted, is_loopback
 from fl_bn_site.folders import ServerFolder, host_port
 
 TIMEOUT = 5.0  # seconds
-PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC's, in its order, lower case only
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # the variables that gRPC reads, in its order; it ignores upper case
 
 
 def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
@@ -22,13 +22,13 @@ def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
     Args:
         check: The name of the check.
         address: HOST:PORT.
-        line: The line of the TOML file that has the address.
-        running: Whether the programs of this folder are running, so that they hold the port themselves.
+        line: Which line of which TOML file has the address. The finding names it.
+        running: Whether ``fl-bn start`` of this folder runs, so that its programs may use the port themselves.
     """
     host, port = host_port(address)
     family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended are no hindrance
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # do not fail for connections that have just ended
         try:
             probe.bind(place)
         except OSError as error:
@@ -36,23 +36,23 @@ def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
                 return Finding("ok", check, f"{address} ({line}) is in use while `fl-bn start` of this folder runs")
             if error.errno == errno.EADDRINUSE:
                 taken = f"{address} ({line}) is taken by {holder(port) or 'another program'}"
-                return Finding("fail", check, taken, f"end that program, or write another port at {line}")
+                return Finding("fail", check, taken, f"end that program, or change the port at {line}")
             if error.errno == errno.EADDRNOTAVAIL:
-                none = f"{host} is no address of this machine, so nothing can listen on {address} ({line})"
+                none = f"{host} is not an address of this machine, so no program can listen on {address} ({line})"
                 return Finding("fail", check, none, f"write 127.0.0.1, 0.0.0.0 or an address of this machine at {line}")
             return Finding("fail", check, f"{address} ({line}): {error.strerror}", f"write another address at {line} (ports from 1024 on)")
     return Finding("ok", check, f"{address} ({line}) is free")
 
 
 def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) -> Finding:
-    """Check whether this machine can listen on a range of ports. Each run that is going on needs one of them.
+    """Check whether this machine can listen on the ports of the layer-wise exchange. Each FedTAN run needs one.
 
     Args:
         check: The name of the check.
         first: The first port.
         last: The last port.
-        lines: The lines of the TOML file that have the range.
-        running: Whether the programs of this folder are running, so that they hold ports themselves.
+        lines: Which lines of which TOML file have the range. The finding names them.
+        running: Whether ``fl-bn start`` of this folder runs, so that its runs may use some of the ports.
     """
     findings = [port_free(check, f"0.0.0.0:{port}", lines, running=running) for port in range(first, last + 1)]
     wrong = [finding for finding in findings if finding.status != "ok"]
@@ -60,22 +60,30 @@ def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) 
         used = sum("in use" in finding.text for finding in findings)
         shown = f"{first} to {last}" if last > first else f"{first}"
         what = f"{used} of them in use while `fl-bn start` of this folder runs" if used else "free"
-        return Finding("ok", check, f"ports {shown} ({lines}), one for each run that is going on: {what}")
+        return Finding("ok", check, f"ports {shown} ({lines}), one for each running FedTAN run: {what}")
     texts = "; ".join(finding.text for finding in wrong)
     if len(wrong) == len(findings):
-        return Finding("fail", check, f"no port is left for the exchange of a FedTAN run: {texts}", wrong[0].do)
-    most = f"{len(findings) - len(wrong)} of {len(findings)} ports are left: no more FedTAN runs than that at a time: {texts}"
+        return Finding("fail", check, f"a FedTAN run needs a port for its exchange, and none is free: {texts}", wrong[0].do)
+    most = f"only {len(findings) - len(wrong)} of {len(findings)} ports can be used, which limits the FedTAN runs at a time: {texts}"
     return Finding("warn", check, most, wrong[0].do)
 
 
 def holder(port: int, proc: Path = Path("/proc")) -> str:
-    """Return which process listens on TCP ``port`` of this machine; empty where this user may not know it."""
+    """Find the process that listens on a TCP port of this machine.
+
+    Args:
+        port: The port.
+        proc: The folder in which Linux describes its processes.
+
+    Returns:
+        The id and the name of the process, as ``process 123 (python)``; empty where this user may not see it.
+    """
     sockets = {f"socket:[{inode}]" for inode in _listening(port, proc)}
     for process in proc.glob("[0-9]*"):
         try:
             if any(os.readlink(handle) in sockets for handle in (process / "fd").iterdir()):
                 return f"process {process.name} ({(process / 'comm').read_text().strip()})"
-        except OSError:  # another user's, or ended
+        except OSError:  # the process belongs to another user, or has ended
             continue
     return ""
 
@@ -92,27 +100,27 @@ def _listening(port: int, proc: Path) -> Iterator[str]:
 
 
 def resolves(host: str, port: int) -> Finding:
-    """Check whether ``host`` has an address."""
+    """Check whether the name ``host`` can be resolved to an address."""
     try:
         addresses = sorted({str(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
     except socket.gaierror as error:
         return Finding(
             "fail",
             "superlink name",
-            f"{host} has no address: {error.strerror}",
+            f"the name {host} cannot be resolved to an address: {error.strerror}",
             "correct the name, or have it added to DNS (or to /etc/hosts on every machine)",
         )
     return Finding("ok", "superlink name", host if addresses == [host] else f"{host} is {', '.join(addresses)}")
 
 
 def leads_here(host: str, port: int) -> Finding:
-    """Check, on the server, whether ``host`` is this machine."""
+    """Check, on the server's machine, whether the name ``host`` leads to this machine."""
     finding = resolves(host, port)
     if finding.status == "ok" and not any(_own(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
         return Finding(
             "warn",
             finding.check,
-            f"{finding.text}, which is no address of this machine",
+            f"{finding.text}, which is not an address of this machine",
             "fine behind a router that forwards the ports; else correct `superlink` in server.toml and the sites' site.toml",
         )
     return finding
@@ -129,7 +137,10 @@ def _own(address: object) -> bool:
 
 
 def reachable(host: str, port: int) -> Finding:
-    """Check whether anything answers at the SuperLink's port. What answers there is checked by the TLS handshake."""
+    """Check whether a program accepts TCP connections at ``port`` of ``host``.
+
+    Whether that program is the SuperLink, the TLS handshake checks (``tls.handshake``).
+    """
     check = "superlink port"
     try:
         with socket.create_connection((host, port), TIMEOUT):
@@ -138,7 +149,7 @@ def reachable(host: str, port: int) -> Finding:
         return Finding(
             "warn",
             check,
-            f"{host}:{port} refuses connections: that machine is there, but nothing listens",
+            f"{host}:{port} refuses connections: that machine answers, but no program listens on the port",
             "start the server (`fl-bn start` there) and ask the doctor again; if it runs, a firewall may be in between",
         )
     except OSError as error:
@@ -147,14 +158,14 @@ def reachable(host: str, port: int) -> Finding:
             "fail",
             check,
             f"{host}:{port} cannot be reached: {what}",
-            f"see that the server is on, and that firewalls let TCP {port} out of here and into there",
+            f"check that the server is on, and that firewalls on both sides let TCP port {port} through",
         )
 
 
 def proxy(host: str) -> Finding:
-    """Check whether gRPC would connect through a proxy.
+    """Check whether gRPC would connect to ``host`` through a proxy that the environment names.
 
-    The other checks use Python's sockets, which know of no proxy.
+    The other checks use Python's sockets, which never use a proxy. They would miss this.
     """
     parts = [part.lstrip(".") for part in excepted(os.environ)]
     named = [name for name in PROXIES if os.environ.get(name)]
@@ -164,19 +175,22 @@ def proxy(host: str) -> Finding:
             "warn",
             "proxy",
             f"{named[0]} is set, so gRPC connects to {host} through {os.environ[named[0]].rpartition('@')[2]}",
-            f"unless that proxy passes gRPC on: export {read}={','.join([*excepted(os.environ), host])}",
+            f"if that proxy does not pass gRPC on: export {read}={','.join([*excepted(os.environ), host])}",
         )
     return Finding("ok", "proxy", f"none between here and {host}" if not named else f"{host} is excepted from {named[0]}")
 
 
 def exposure(server: ServerFolder) -> Finding:
-    """Check whether those who must reach an address of the server can, and nobody else."""
+    """Check on which addresses the server listens.
+
+    Sites must reach ``fleet``. Nobody outside this machine should reach ``control`` and ``serverappio``.
+    """
     fleet, control, serverappio = (host_port(address)[0] for address in (server.fleet, server.control, server.serverappio))
     if is_loopback(fleet) and not is_loopback(server.superlink):
-        what = f"fleet = {server.fleet} is this machine only, so no site reaches it"
+        what = f"fleet = {server.fleet} can be reached from this machine only, so no site can connect"
         return Finding("fail", "exposure", what, f"write 0.0.0.0:{host_port(server.fleet)[1]} at fleet in server.toml")
-    for line, host, risk in (("control", control, "start runs and register sites"), ("serverappio", serverappio, "read it in plaintext")):
+    for line, host, risk in (("control", control, "start runs and register sites"), ("serverappio", serverappio, "read its plaintext")):
         if not is_loopback(host):
-            what = f"{line} listens on {host}: whoever reaches it may {risk}"
-            return Finding("warn", "exposure", what, f"write 127.0.0.1 at {line} in server.toml, or keep others out by a firewall")
-    return Finding("ok", "exposure", f"sites reach fleet ({server.fleet}); control and serverappio are this machine's only")
+            what = f"{line} listens on {host}: whoever can reach it can {risk}"
+            return Finding("warn", "exposure", what, f"write 127.0.0.1 at {line} in server.toml, or protect the port by a firewall")
+    return Finding("ok", "exposure", f"sites can reach fleet ({server.fleet}); only this machine can reach control and serverappio")

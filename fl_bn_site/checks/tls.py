@@ -1,4 +1,4 @@
-"""Check the SuperLink's certificate from a site, and the clocks of both."""
+"""Check, from a site, the certificate of the SuperLink and the difference between the two clocks."""
 
 from __future__ import annotations
 
@@ -17,46 +17,43 @@ from fl_bn.support.finding import Finding
 from fl_bn_site.certificates import is_for, names_in, read_certificate
 from fl_bn_site.checks.network import TIMEOUT
 
-EXPIRED, NOT_YET_VALID = 10, 9  # OpenSSL's X509_V_ERR_...
+EXPIRED, NOT_YET_VALID = 10, 9  # values of OpenSSL's constants X509_V_ERR_...
 WRONG_NAME, WRONG_ADDRESS = 62, 64
 SOON = timedelta(days=30)
 
-# Flower 1.25 refuses a call whose time stamp is 5 s or more after the server's clock, or 305 s or more before it. It looks at the stamp
-# before it looks at who asks, so a key made up on the spot will do, and the call is refused in any case: nothing changes on the server.
+# Flower 1.25 refuses a call whose time stamp is 5 s or more after the server's clock, or 305 s or more before it. It checks the time stamp
+# before the key, so an unknown key shows whether the stamp is accepted. The call is refused in both cases, and changes nothing there.
 AHEAD, BEHIND = 5.0, 305.0  # seconds
 METHOD = "/flwr.proto.Fleet/ActivateNode"
 WRONG_TIME, WRONG_NODE = "Invalid timestamp", "Invalid node ID"
 HEADERS = ("flwr-public-key-bin", "flwr-timestamp", "flwr-signature-bin")
-CLOSE = 0.2  # seconds: how far the measured skew may be off, and a round trip
-UNEASY = (2.5, 150.0)  # seconds ahead and behind: half of what Flower stands
+CLOSE = 0.2  # seconds: the accuracy to which the skew is measured, beside the time of a round trip
+UNEASY = (2.5, 150.0)  # seconds ahead and behind from which there is a warning: half of what Flower accepts
 
 
 class FarApart(LookupError):
-    """Report that the server accepts none of the time stamps that were tried.
-
-    So the clocks of the two machines are too far apart for a measurement of the difference.
-    """
+    """The server accepts no time stamp that was tried, so the two clocks are too far apart to measure the difference."""
 
 
 Clock = Callable[[], datetime]
 
 
 def now() -> datetime:
-    """Return the time of this clock."""
+    """Return the time of this machine's clock, in UTC."""
     return datetime.now(UTC)
 
 
 def handshake(host: str, port: int, authority: Path, clock: Clock = now) -> Finding:
-    """Make a TLS handshake that trusts one authority alone, and check the server's certificate.
+    """Check the server's certificate by a TLS handshake that trusts one authority only.
 
     Args:
-        host: The server's name or address, for which the certificate must be.
-        port: The SuperLink's port for SuperNodes.
-        authority: The file with the authority's certificate.
-        clock: Returns the time.
+        host: The name or address of the server. The certificate must be valid for it.
+        port: The port of the SuperLink for SuperNodes.
+        authority: The certificate file of the kit's authority (``ca.crt``).
+        clock: Returns the current time.
     """
     check, place = "superlink TLS", f"{host}:{port}"
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # not create_default_context: that trusts this machine's authorities, too
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # create_default_context would also trust the authorities of this machine
     try:
         context.load_verify_locations(authority)
     except (OSError, ssl.SSLError) as error:
@@ -66,26 +63,33 @@ def handshake(host: str, port: int, authority: Path, clock: Clock = now) -> Find
     except ssl.SSLCertVerificationError as error:
         return _explain_refusal(check, host, port, error, authority)
     except (ssl.SSLError, ConnectionError) as error:
-        what = f"{place} listens, but not with TLS: {error.strerror or error}"
-        return Finding("fail", check, what, "see that the address is the SuperLink's fleet port, and that it was started by `fl-bn start`")
-    text = (
-        f"{version}, {place} has a certificate for {host} that {authority.name} vouches for, until {_day(certificate.not_valid_after_utc)}"
-    )
+        what = f"{place} accepts connections, but does not speak TLS: {error.strerror or error}"
+        return Finding(
+            "fail", check, what, "check that this is the SuperLink's fleet port, and that `fl-bn start` has started the SuperLink"
+        )
+    text = f"{version}, {place} has a certificate for {host}, signed by {authority.name}, until {_day(certificate.not_valid_after_utc)}"
     if certificate.not_valid_after_utc - clock() < SOON:
-        return Finding("warn", check, text, "have the server's certificate renewed before that day; no site can connect after it")
+        return Finding("warn", check, text, "ask the server's operator to renew it before that day; no site can connect afterwards")
     return Finding("ok", check, text)
 
 
 def _shake(host: str, port: int, context: ssl.SSLContext) -> tuple[str, x509.Certificate]:
-    context.set_alpn_protocols(["h2"])  # gRPC's
+    context.set_alpn_protocols(["h2"])  # the protocol of gRPC
     with socket.create_connection((host, port), TIMEOUT) as raw, context.wrap_socket(raw, server_hostname=host) as tls:
         return tls.version() or "TLS", x509.load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"")
 
 
 def _explain_refusal(check: str, host: str, port: int, error: ssl.SSLCertVerificationError, authority: Path) -> Finding:
-    """Say why the certificate is refused.
+    """Return a finding that says why the certificate of the server was refused.
 
-    The certificate itself says it, after a second handshake that does not verify it.
+    A second handshake, which verifies nothing, fetches the certificate itself.
+
+    Args:
+        check: The name of the check.
+        host: The name or address of the server.
+        port: The port of the SuperLink for SuperNodes.
+        error: The error of the first handshake.
+        authority: The certificate file of the kit's authority.
     """
     anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
@@ -95,60 +99,62 @@ def _explain_refusal(check: str, host: str, port: int, error: ssl.SSLCertVerific
         return Finding(
             "fail",
             check,
-            f"{place} is not vouched for by {authority}: {error.verify_message}",
-            "this site and the server have folders of different kits, or something in between answers for the server: compare both ca.crt",
+            f"{place} is not signed by {authority}: {error.verify_message}",
+            "this site and the server have folders of different kits, or another machine answers for the server: compare their ca.crt",
         )
     faults = [_out_of_date(certificate)]
-    if not any(faults) and error.verify_code in (EXPIRED, NOT_YET_VALID):  # then it is the authority's
+    if not any(faults) and error.verify_code in (EXPIRED, NOT_YET_VALID):  # then the authority's certificate is out of date
         place, faults = str(authority), [_out_of_date(read_certificate(authority))]
     remedies = (
-        ["if this clock is right, have it renewed: a new server.crt and server.key on the server; else set the clock"]
-        if any(faults)
-        else []
+        ["if this clock is right, renew the certificate on the server (`fl-bn kit renew`); else set this clock"] if any(faults) else []
     )
     if not is_for(certificate, host):
         faults.append(f"is not for {host}, but for {', '.join(str(name.value) for name in names_in(certificate)) or 'nobody'}")
-        remedies.append(f"write one of these names at `superlink` in site.toml, or have a certificate made with --also {host}")
+        remedies.append(f"write one of these names at `superlink` in site.toml, or make a kit with --also {host}")
     return Finding(
-        "fail", check, f"{place} {' and '.join(filter(None, faults)) or error.verify_message}", "; ".join(remedies) or "compare both ca.crt"
+        "fail",
+        check,
+        f"{place} {' and '.join(filter(None, faults)) or error.verify_message}",
+        "; ".join(remedies) or "compare the ca.crt of this site and of the server",
     )
 
 
 def _out_of_date(certificate: x509.Certificate) -> str:
-    """Say what is wrong with the dates of ``certificate``; empty: nothing."""
+    """Return what is wrong with the dates of ``certificate``; empty: it is valid today."""
     begins, ends, here = certificate.not_valid_before_utc, certificate.not_valid_after_utc, now()
     fault = f"is not valid before {_day(begins)}" if here < begins else f"expired on {_day(ends)}" if here > ends else ""
-    return fault and f"{fault} (here it is {here:%Y-%m-%d %H:%M} UTC)"
+    return fault and f"{fault} (this clock shows {here:%Y-%m-%d %H:%M} UTC)"
 
 
 def clock(authority: Path, skew: Callable[[], float] | None, here: Clock = now) -> Finding:
-    """Compare this clock with the day on which the authority was made, and with the server's clock.
+    """Check that this clock is later than the start of the authority's validity, and close to the server's clock.
 
     Args:
-        authority: The file with the authority's certificate.
-        skew: Asks the server how far this clock is behind; None: the server cannot be reached.
-        here: Returns the time.
+        authority: The certificate file of the kit's authority.
+        skew: Returns the seconds by which this clock is behind the server's, as ``server_skew`` measures them;
+            None: the server cannot be reached.
+        here: Returns the time of this clock.
     """
     check, begins = "clock", read_certificate(authority).not_valid_before_utc
     if here() < begins:
         return Finding(
             "fail",
             check,
-            f"it is {here():%Y-%m-%d %H:%M} UTC here, before {authority.name} was made ({begins:%Y-%m-%d %H:%M})",
+            f"this clock shows {here():%Y-%m-%d %H:%M} UTC, which is before {authority.name} was made ({begins:%Y-%m-%d %H:%M})",
             "set this clock",
         )
-    weak = f"it is {here():%Y-%m-%d %H:%M:%S} UTC here, after {authority.name} was made ({_day(begins)}); closer was not compared"
+    weak = f"this clock shows {here():%Y-%m-%d %H:%M:%S} UTC, after {authority.name} was made ({_day(begins)}); the server's is unknown"
     if skew is None:
-        return Finding("ok", check, f"{weak}, since the server was not reached")
+        return Finding("ok", check, f"{weak}, since the server cannot be reached")
     mend = "set this clock or the server's by a time service (chrony, systemd-timesyncd)"
     try:
         behind = skew()
     except FarApart:
-        return Finding("fail", check, f"{weak}, since the server refused all time stamps that were tried, up to half a day from that", mend)
+        return Finding("fail", check, f"{weak}, since the server refused all time stamps within half a day of this clock", mend)
     except LookupError as error:
-        return Finding("ok", check, f"{weak}, since the server did not say its time: {error}")
+        return Finding("ok", check, f"{weak}, since the server did not answer as expected: {error}")
     side = "behind" if behind > 0 else "ahead of"
-    text = f"this clock is {abs(behind):.1f} s {side} the server's (Flower stands 5 s ahead and 305 s behind; measured to {2 * CLOSE:g} s)"
+    text = f"this clock is {abs(behind):.1f} s {side} the server's (Flower accepts 5 s ahead and 305 s behind; measured to {2 * CLOSE:g} s)"
     if not -AHEAD < behind < BEHIND:
         return Finding("fail", check, text, mend)
     if not -UNEASY[0] < behind < UNEASY[1]:
@@ -157,11 +163,22 @@ def clock(authority: Path, skew: Callable[[], float] | None, here: Clock = now) 
 
 
 def server_skew(host: str, port: int, authority: Path) -> float:
-    """Measure by which seconds this clock is behind the server's: by the time stamps that the server accepts.
+    """Measure by how many seconds this clock is behind the server's.
+
+    The server does not tell its time, but refuses calls whose time stamps are far from its clock. The latest
+    time stamp that it accepts gives the difference.
+
+    Args:
+        host: The name or address of the server.
+        port: The port of the SuperLink for SuperNodes.
+        authority: The certificate file of the kit's authority.
+
+    Returns:
+        The seconds; negative: this clock is ahead.
 
     Raises:
-        LookupError: The server does not tell.
-        FarApart: The server refuses every time stamp: each within an hour of now, and those of other time
+        LookupError: The server does not answer as Flower's SuperLink does.
+        FarApart: The server refuses every time stamp within an hour of this clock, and those of other time
             zones.
     """
     import grpc
@@ -183,23 +200,26 @@ def server_skew(host: str, port: int, authority: Path) -> float:
                 if error.details() in (WRONG_TIME, WRONG_NODE):
                     return bool(error.details() == WRONG_NODE)
                 raise LookupError(f"{error.code().name}: {error.details()}") from error
-            raise LookupError("it accepted a call of nobody")
+            raise LookupError("it accepted a call by an unknown key")
 
         return latest_accepted(accepted) - AHEAD
 
 
 def latest_accepted(accepted: Callable[[float], bool]) -> float:
-    """Search for the latest time stamp that the server accepts, to ``CLOSE`` seconds.
+    """Search for the latest time stamp that the server accepts, to an accuracy of ``CLOSE`` seconds.
 
     Args:
-        accepted: Tells whether the server accepts a stamp so many seconds after this clock. It accepts an
-            interval of ``AHEAD + BEHIND`` seconds.
+        accepted: Takes a number of seconds, and returns whether the server accepts a time stamp so much later
+            than this clock. The accepted numbers are an interval of ``AHEAD + BEHIND`` seconds.
+
+    Returns:
+        The seconds by which that time stamp is later than this clock; negative: it is earlier.
 
     Raises:
-        FarApart: No time stamp is accepted.
+        FarApart: The server accepts none of the time stamps that are tried.
     """
     minutes = [sign * 300.0 * k for k in range(13) for sign in (1, -1)]
-    hours = [sign * 3600.0 * k for k in range(2, 13) for sign in (1, -1)]  # wrong time zones
+    hours = [sign * 3600.0 * k for k in range(2, 13) for sign in (1, -1)]  # a clock of another time zone
     low = next((ahead for ahead in [*minutes, *hours] if accepted(ahead)), None)
     if low is None:
         raise FarApart(WRONG_TIME)

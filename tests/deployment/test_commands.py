@@ -272,7 +272,7 @@ BROKEN = {
 def test_a_key_that_cannot_be_read_is_named_at_once(server: ServerFolder, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     BROKEN[reason](server.public_key("B"))
     monkeypatch.setattr(Control, "registered", lambda self: {})
-    told = rf"sites/B\.pub: {reason}.* server\.toml names the site B, so its public key belongs there"
+    told = rf"sites/B\.pub: {reason}.* server\.toml names the site B, so this file must hold its public key"
     with pytest.raises(ControlError, match=told):
         Control("h:1", server.authority, server.path).nodes([server.public_key("A"), server.public_key("B")])
     with pytest.raises(ControlError, match=told):
@@ -285,7 +285,7 @@ def test_a_site_that_is_not_registered_is_told_from_other_refusals(server: Serve
     monkeypatch.setattr(Control, "registered", lambda self: {read_public(server.public_key("A")): 7})
     control = Control("h:1", server.authority, server.path)
     assert control.nodes([server.public_key("A")]) == [7]
-    with pytest.raises(NotRegistered, match=r"does not know the key .*B\.pub: `fl-bn register` tells it"):
+    with pytest.raises(NotRegistered, match=r"does not know the key .*B\.pub: `fl-bn register` or `fl-bn start` tells it"):
         control.nodes([server.public_key("A"), server.public_key("B")])
 
 
@@ -378,4 +378,4 @@ def test_submit_says_each_line_once_and_how_the_run_ended(server: ServerFolder, 
     assert submit(server, "rounds=1 name='x'", say=said.append) is (last == COMPLETED)
     told = ["run 7 is submitted to h:1 as x, for sites A, B", "a", "away; trying again", "b", "c", "d", f"run 7: {last}"]
     assert said[: len(told)] == told
-    assert all(line.startswith("it has no checkpoint to go on from") for line in said[len(told) :])
+    assert all(line.startswith("it has no checkpoint to resume from") for line in said[len(told) :])

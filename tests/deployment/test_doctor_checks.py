@@ -170,7 +170,7 @@ def test_ports() -> None:
     assert network.port_free("fleet", f"127.0.0.1:{port}", "fleet in server.toml", running=False).status == "ok"
     assert network.holder(port) == ""
     away = network.port_free("fleet", f"192.0.2.1:{port}", "fleet in server.toml", running=False)
-    assert (away.status, "192.0.2.1 is no address of this machine" in away.text) == ("fail", True)
+    assert (away.status, "192.0.2.1 is not an address of this machine" in away.text) == ("fail", True)
 
 
 def test_a_port_whose_last_connection_has_just_ended_is_free() -> None:
@@ -200,7 +200,7 @@ def test_the_ports_of_fedtan_s_runs() -> None:
         with socket.create_server(("", first)):
             assert said().status == "warn"
             none = said(count=2)
-            assert (none.status, "no port is left for the exchange" in none.text) == ("fail", True)
+            assert (none.status, "needs a port for its exchange, and none is free" in none.text) == ("fail", True)
 
 
 def test_names_and_whose_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_what_answers_what_refuses_and_what_is_silent(monkeypatch: pytest.Monkey
     with tls_servers.listen() as listening:
         assert network.reachable("127.0.0.1", tls_servers.port_of(listening)).status == "ok"
     refused = network.reachable("127.0.0.1", tls_servers.free_port())
-    assert (refused.status, "nothing listens" in refused.text) == ("warn", True)
+    assert (refused.status, "no program listens" in refused.text) == ("warn", True)
 
     def silent(*_: Any, **__: Any) -> Any:
         raise TimeoutError("timed out")

@@ -68,8 +68,8 @@ def test_a_site_may_make_its_key_itself(kit: Path, server: ServerFolder, tmp_pat
         ("a", "", "names a site a already"),
         ("../x", "", "a site's name must be letters"),
         ("east", "kit/sites/A/site.pub", "is the key of A"),
-        ("east", "kit/sites/A/site.key", "is no public key of a site"),
-        ("east", "nowhere.pub", "is no public key of a site"),
+        ("east", "kit/sites/A/site.key", "is not the public key of a site"),
+        ("east", "nowhere.pub", "is not the public key of a site"),
     ],
 )
 def test_a_site_that_cannot_come_leaves_all_as_it_was(
@@ -137,7 +137,7 @@ def test_a_renewed_certificate_is_for_the_same_names_and_reaches_no_site(kit: Pa
 def test_another_authority_renews_nothing(kit: Path, server: ServerFolder, tmp_path: Path) -> None:
     create(PLAN, tmp_path / "other")
     before = contents(kit)
-    for authority, said in ((tmp_path / "other/authority", "which the sites trust"), (tmp_path / "nowhere", "the authority's folder")):
+    for authority, said in ((tmp_path / "other/authority", "which the sites trust"), (tmp_path / "nowhere", "the folder `authority`")):
         with pytest.raises(KitError, match=said):
             renew_server(server, authority, 400)
     assert contents(kit) == before
@@ -157,8 +157,8 @@ def test_a_renewed_site_has_another_key(kit: Path, server: ServerFolder) -> None
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("nowhere.pub", "is no public key of a site"),
-        ("kit/sites/B/site.key", "is no public key of a site"),
+        ("nowhere.pub", "is not the public key of a site"),
+        ("kit/sites/B/site.key", "is not the public key of a site"),
         ("kit/sites/B/site.pub", "is the key of B"),
     ],
 )

@@ -79,7 +79,7 @@ def test_two_submits_at_once_an_abort_and_a_resume(federation: Federation, tmp_p
     assert seen['fl_bn_site_online{site="west"}'] == 1
     assert json.loads((server(federation).state / "health.json").read_text())["ok"]
     said = command("abort", str(federation.kit / "server"), first.name).stdout
-    assert said.startswith(f"{first.name} is stopped; go on with it from round ")
+    assert said.startswith(f"{first.name} is stopped; resume it from round ")
     out, _ = submits[first.name].communicate(timeout=120)
     assert submits[first.name].returncode == 1
     assert typed(out.splitlines()[-1]) == typed(said) == ["resume", str(federation.kit / "server"), first.name]

@@ -91,7 +91,7 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
     only = policy(tmp_path, 'allow-code = "installed"')
     only.check_code(fab(same), package)
     for other, words in (
-        ({**same, "fl_bn/methods/hbn.py": "x = 2\n"}, "the run has another fl_bn/methods/hbn.py than this site"),
+        ({**same, "fl_bn/methods/hbn.py": "x = 2\n"}, "the file fl_bn/methods/hbn.py of the run differs from this site's"),
         ({**same, "fl_bn/new.py": ""}, "another fl_bn/new.py"),
         ({"other/app.py": ""}, "an app that is not fl-bn's"),
     ):

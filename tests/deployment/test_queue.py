@@ -44,11 +44,13 @@ def test_runs_beside_each_other_have_ports_of_their_own(server: ServerFolder, su
         why = queue.dispatch(superlink)
     assert [run.config["exchange-port"] for run in superlink.known] == [first, first + 2, first + 3]
     assert set(why.values()) == {
-        f"all ports of the exchange, {first} to {first + 3}, are in use: close what listens there, or raise exchange-ports"
+        f"all ports of the exchange, {first} to {first + 3}, are in use: end the programs that listen there, or raise exchange-ports"
     }
     superlink.end(2)
     monkeypatch.setattr(module, "free_memory", lambda: 100)
-    assert set(queue.dispatch(superlink).values()) == {"100 MiB of memory are free, and a run beside run-2, run-0 takes 1024"}
+    assert set(queue.dispatch(superlink).values()) == {
+        "100 MiB of memory are free, but 1024 must be free to start a run beside run-2, run-0"
+    }
     monkeypatch.setattr(module, "free_memory", lambda: None)
     queue.dispatch(superlink)
     ports = [run.config["exchange-port"] for run in superlink.known if run.status == "running"]
@@ -73,7 +75,7 @@ def test_names_are_not_given_twice(server: ServerFolder) -> None:
     queue = Queue(server)
     (server.results / "old").mkdir(parents=True)
     assert [queue.add(named(name)).name for name in ("x", "x", "old", "x")] == ["x", "x-2", "old-2", "x-3"]
-    with pytest.raises(NameTaken, match="another run here is called old: give another name, or go on with it: fl-bn resume"):
+    with pytest.raises(NameTaken, match="another run here is called old: give another name, or resume that run: fl-bn resume"):
         queue.add(named("old"), rename=False)
 
 

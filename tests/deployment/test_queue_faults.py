@@ -46,7 +46,7 @@ def test_a_run_that_goes_on_is_told_from_the_one_before(server: ServerFolder, su
     superlink.known = [Submitted(1, "finished:failed", {"name": "one"}, THEN, THEN)]
     queue = Queue(server)
     queue.add({"resume": "one", "rounds": 9})
-    with pytest.raises(NameTaken, match="one waits in the queue already"):
+    with pytest.raises(NameTaken, match="one is in the queue already"):
         queue.add({"resume": "one", "rounds": 9})
     superlink.killed_at = "before"
     with pytest.raises(KeyboardInterrupt):
@@ -166,7 +166,7 @@ def test_a_full_disk_is_said_and_loses_no_run(server: ServerFolder, superlink: A
     with full_disk():
         with pytest.raises(QueueError, match=r"queue cannot be written \(disk I/O error\): make room on that disk"):
             queue.add(named("two"))
-        with pytest.raises(QueueError, match="No run was lost"):
+        with pytest.raises(QueueError, match="The waiting runs are still in the queue"):
             queue.dispatch(superlink)
         assert superlink.known == []  # not started, since it could not be written that it is
         shown = CliRunner().invoke(app, ["submit", str(server.path), "--run-config", "rounds=1"])
@@ -192,7 +192,9 @@ def test_a_run_waits_for_room_on_the_disk_and_is_not_refused_for_it(
     with monkeypatch.context() as patch:
         patch.setattr(superlink, "start_run", fills_up)
         for _ in range(2):  # noticed only when it failed, and before
-            assert queue.dispatch(superlink) == {1: f"5 MiB are free on the disk of {server.state}, and a run takes 32: make room there"}
+            assert queue.dispatch(superlink) == {
+                1: f"5 MiB are free on the disk of {server.state}, but 32 must be free to start a run: make room there"
+            }
         assert states(queue) == {"one": WAITING}
     free[0], superlink.refuses = module.FREE_DISK << 20, ""
     assert queue.dispatch(superlink) == {}

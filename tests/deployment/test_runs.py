@@ -65,7 +65,7 @@ def test_resume_reads_the_stored_config_and_the_sites_as_they_are_now(server: Se
 
 def test_resume_without_a_site_that_took_part_says_which(server: ServerFolder, superlink: Any) -> None:
     interrupted_run(server, superlink, **{"client-names": "a,gone"})
-    with pytest.raises(ControlError, match="gone took part in died, but is no longer a site in"):
+    with pytest.raises(ControlError, match="gone took part in died, but is not a site in"):
         resume(server, "died", say=lambda line: None)
 
 
@@ -74,12 +74,12 @@ def test_every_failure_prints_the_command_to_type(server: ServerFolder, superlin
     monkeypatch.setattr(superlink, "status", lambda run: "finished:failed")
     said: list[str] = []
     assert not resume(server, "died", say=said.append)
-    assert said[-1] == f"go on with it from round 4: fl-bn resume {server.path} died"
+    assert said[-1] == f"resume it from round 4: fl-bn resume {server.path} died"
     assert not submit(server, "name='new'", say=said.append)
     assert said[-1].endswith(f'begin it anew: fl-bn submit {server.path} --run-config "..."')
     superlink.known.append(Submitted(9, "running", {"resume": "died"}, THEN, None))
     monkeypatch.setattr(superlink, "stop", lambda run: None)
-    assert abort(server, "died") == f"died is stopped; go on with it from round 4: fl-bn resume {server.path} died"
+    assert abort(server, "died") == f"died is stopped; resume it from round 4: fl-bn resume {server.path} died"
     shown = CliRunner().invoke(app, ["resume", str(server.results / "died")])
     assert (shown.exit_code, "fl-bn resume SERVER died" in shown.output) == (2, True)
 
@@ -93,7 +93,7 @@ def test_fetch_copies_a_run_or_says_where_it_is(server: ServerFolder, superlink:
     assert sorted(path.name for path in copied.iterdir()) == ["checkpoints", "config.toml", "rounds.jsonl"]
     with pytest.raises(FileExistsError, match="exists already"):
         fetch(server, "died", tmp_path / "here")
-    with pytest.raises(NoSuchRun, match="dyed is no run of .*: the last are died"):
+    with pytest.raises(NoSuchRun, match="no run of .* is called dyed; the last runs are died"):
         fetch(server, "dyed", None)
     superlink.known.append(Submitted(2, "finished:completed", {"name": "far", "output": "/elsewhere"}, THEN, THEN))
     with pytest.raises(NotHere, match="/elsewhere/far is not on this machine"):

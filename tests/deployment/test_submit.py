@@ -55,7 +55,7 @@ def test_a_submit_that_is_interrupted_leaves_its_run_in_the_queue(
         submit(server, "name='mine' rounds=1", say=said.append)
     assert said[-1] == f"  fl-bn abort {server.path} mine"
     assert [(run.name, run.state) for run in list_runs(server)] == [("mine", WAITING), ("other", "running")]
-    assert abort(server, "mine") == "mine was taken out of the queue; it had not begun"
+    assert abort(server, "mine") == "mine was taken out of the queue before it began"
     assert [run.name for run in list_runs(server)] == ["other"]
 
 
@@ -88,7 +88,7 @@ def test_a_submit_that_cannot_look_for_long_says_that_its_run_stays(
         patch.setattr(Queue, "dispatch", held)
         shown = CliRunner().invoke(app, ["submit", str(server.path), "--run-config", "name='mine' rounds=1"])
     assert shown.exit_code == 1
-    assert "mine stays in the queue, and starts by itself" in shown.output
+    assert "mine stays in the queue, and `fl-bn start` of the server starts it" in shown.output
     assert "held by another fl-bn" in shown.output
     Queue(server).dispatch(superlink)
     assert superlink.going() == ["mine"]
@@ -135,7 +135,7 @@ def test_a_folder_that_may_not_be_written_to_has_no_queue(server: ServerFolder, 
     monkeypatch.setattr(Path, "open", read_only)
     said: list[str] = []
     assert submit(server, "name='mine' rounds=1", say=said.append)
-    assert "the run does not wait for others, but starts at once" in said[0]
+    assert "the run cannot be queued: it is started at once" in said[0]
     with pytest.raises(NoQueue):
         Queue(server).add(named("x"))
 

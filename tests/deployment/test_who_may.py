@@ -110,7 +110,7 @@ def test_the_app_is_not_told_where_the_key_is(tmp_path: Path) -> None:
     (node,), (app,) = commands(folder, "supernode"), commands(folder, "clientapp")
     assert str(folder.private_key) in str(node)
     assert str(folder.private_key) not in str(app)
-    with pytest.raises(ValueError, match="--only must be supernode or clientapp, of a site's folder, but got 'serverapp'"):
+    with pytest.raises(ValueError, match="--only must be supernode or clientapp, for a site's folder, but got 'serverapp'"):
         commands(folder, "serverapp")
 
 

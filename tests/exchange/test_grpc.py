@@ -165,6 +165,6 @@ def test_authorities_do_not_vouch_for_servers_elsewhere(secure: ExchangeService,
 
 def test_a_key_of_another_certificate_is_named(certificates: Certificates, tmp_path: Path) -> None:
     key = make_certificates(tmp_path).key
-    said = f"{re.escape(str(key))} .* are no certificate, its key and an authority's certificate in PEM: .*mismatch"
+    said = f"its private key and its authority's certificate, all in PEM, in .*{re.escape(str(key))} .*mismatch"
     with pytest.raises(ValueError, match=said):
         ExchangeService(HOST, 0, LARGEST, replace(certificates, key=key))

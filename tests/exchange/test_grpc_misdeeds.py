@@ -82,24 +82,42 @@ MISDEEDS = {
     "float32": refused(changed(values=bytes(12)), MEAN + "expected 24 bytes .*, but got 12"),
     "no values": refused(changed(values=b""), MEAN + "expected 24 bytes .*, but got 0"),
     "odd number of bytes": refused(changed(values=bytes(25)), MEAN + "expected 24 bytes .*, but got 25"),
-    "unknown layer": refused(changed(layer="spam"), r"'?spam'? \(mean\): expected one of 2 BatchNorm layers \(1, block.bn ...\)"),
-    "no layer": refused(changed(layer=""), r"(the model|'') \(mean\): expected one of 2 BatchNorm layers"),
-    "unspecified quantity": refused(changed(quantity=0), r"expected a quantity 1..5, but got 0"),
-    "unknown quantity": refused(changed(quantity=99), r"expected a quantity 1..5, but got 99"),
-    "no activations": refused(changed(count=0), MEAN + "expected a count of 1 to 9007199254740992, but got 0"),
-    "too many activations": refused(changed(count=2**63), MEAN + "expected a count of 1 to 9007199254740992, but got 9223372036854775808"),
-    "another layer": sends(encode_request(local_of(2, KEYS[5])), r"expected block.bn \(mean\), but it sent 1 \(gradients\)", told=True),
-    "another call": sends(changed(call=7), r"expected block.bn \(mean\), but it sent block.bn \(mean, call 8\)", told=True),
+    "unknown layer": refused(
+        changed(layer="spam"), r"'?spam'? \(mean\): the server's model has no such BatchNorm layer; it has 2 \(1, block.bn ...\)"
+    ),
+    "no layer": refused(changed(layer=""), r"(the model|'') \(mean\): the server's model has no such BatchNorm layer"),
+    "unspecified quantity": refused(changed(quantity=0), r"expected a kind of vector \(quantity\) from 1 to 5, but got 0"),
+    "unknown quantity": refused(changed(quantity=99), r"expected a kind of vector \(quantity\) from 1 to 5, but got 99"),
+    "no activations": refused(changed(count=0), MEAN + "expected 1 to 9007199254740992 activations per channel, but got 0"),
+    "too many activations": refused(
+        changed(count=2**63), MEAN + "expected 1 to 9007199254740992 activations per channel, but got 9223372036854775808"
+    ),
+    "another layer": sends(
+        encode_request(local_of(2, KEYS[5])),
+        r"expected the client's values of block.bn \(mean\), but it sent those of 1 \(gradients\)",
+        told=True,
+    ),
+    "another call": sends(
+        changed(call=7), r"expected the client's values of block.bn \(mean\), but it sent those of block.bn \(mean, call 8\)", told=True
+    ),
     "empty request": refused(b"", "expected a join, a layer's values or a leave, but got an empty request"),
     "unknown fields": refused(b"\x78\x01", "expected a join, a layer's values or a leave, but got an empty request"),
-    "second join": refused(JOIN, "expected it to join once, but it joined again"),
-    "not joined": refused(encode_request(local_of(2, KEYS[0])), r"expected it to join first, but it sent 1 \(moments\)", joins=False),
-    "batch": refused(
-        encode_request(Join(LARGEST_COUNT + 1)), "expected a batch of 0 to 9007199254740992 samples, but got 9007199254740993", joins=False
+    "second join": refused(JOIN, "the client joined the round twice"),
+    "not joined": refused(
+        encode_request(local_of(2, KEYS[0])), r"the client sent its values of 1 \(moments\) before it had joined the round", joins=False
     ),
-    "garbage": refused(b"\xff" * 99, "expected a request of exchange.proto, but got 99 bytes of another form"),
-    "garbage at once": refused(b"\xff" * 99, "expected a request of exchange.proto, but got 99 bytes of another form", joins=False),
-    "a name that is no text": refused(b"\x12\x03\x0a\x01\xff", "expected a request of exchange.proto, but got 5 bytes of another form"),
+    "batch": refused(
+        encode_request(Join(LARGEST_COUNT + 1)),
+        "expected a batch of at most 9007199254740992 samples, but got 9007199254740993",
+        joins=False,
+    ),
+    "garbage": refused(b"\xff" * 99, "expected a request in the format of exchange.proto, but got 99 bytes that cannot be read as one"),
+    "garbage at once": refused(
+        b"\xff" * 99, "expected a request in the format of exchange.proto, but got 99 bytes that cannot be read as one", joins=False
+    ),
+    "a name that is no text": refused(
+        b"\x12\x03\x0a\x01\xff", "expected a request in the format of exchange.proto, but got 5 bytes that cannot be read as one"
+    ),
     "oversized": sends(bytes(16 << 20), BROKE),
     "oversized at once": sends(bytes(16 << 20), BROKE, joins=False),
     "oversized by a byte": sends(bytes(LARGEST + FRAME + 1), BROKE),
@@ -110,7 +128,7 @@ MISDEEDS = {
     "channel closed at once": Misdeed(lambda stream: stream.channel.close(), BROKE, joins=False),
     "cancelled": Misdeed(lambda stream: stream.call.cancel(), BROKE),
     "cancelled with a request under way": Misdeed(lambda stream: (stream.send(changed()), stream.call.cancel()), BROKE),
-    "silent": Misdeed(lambda stream: None, r"did not send its part of block.bn \(mean\) within 0.5 s"),
+    "silent": Misdeed(lambda stream: None, r"did not send its values of block.bn \(mean\) within 0.5 s"),
     "silent at once": Misdeed(lambda stream: None, r"did not join within 0.5 s", joins=False),
 }
 
@@ -152,7 +170,7 @@ def test_under_shrink_the_others_go_on_with_weights_over_them(kind: str, service
             assert code is grpc.StatusCode.ABORTED
             assert re.match(misdeed.said, details)
     assert list(round.session.dropped) == [2]
-    assert re.search(f"exchange: client 2: {misdeed.said}.*2 clients go on, with weights over these", log.text)
+    assert re.search(f"exchange: client 2: {misdeed.said}.*2 clients go on", log.text)
     finish(service)
 
 
@@ -166,7 +184,7 @@ def test_under_abort_all_fail_at_once_and_the_next_round_works(kind: str, servic
             with pytest.raises(ExchangeFailed, match=f"ABORTED: client 2: {misdeed.said}"):
                 future.result(SOON)
         assert re.match(f"client 2: {misdeed.said}", round.session.failure)
-    assert re.search(f"exchange: client 2: {misdeed.said}.*The round is given up", log.text)
+    assert re.search(f"exchange: client 2: {misdeed.said}.*The round has failed", log.text)
     finish(service)
 
 

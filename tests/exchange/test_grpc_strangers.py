@@ -41,16 +41,21 @@ def refusal(service: ExchangeService, token: str | None, *messages: bytes) -> tu
 
 UNKNOWN, TWICE = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.ALREADY_EXISTS
 STRANGERS: dict[str, tuple[str | None, tuple[bytes, ...], grpc.StatusCode, str]] = {
-    "no token": (None, (JOIN,), UNKNOWN, "refused a stranger from ipv4:127.0.0.1:[0-9]+: no token"),
-    "empty token": ("", (JOIN,), UNKNOWN, "refused a stranger from .*: no token"),
-    "unknown token": ("0" * 64, (JOIN,), UNKNOWN, "refused a stranger from ipv4:127.0.0.1:[0-9]+: unknown token"),
-    "token of a past round": ("past", (JOIN,), UNKNOWN, "refused a stranger from .*: unknown token"),
-    "token in use": ("used", (JOIN,), TWICE, "refused a second join as client 0 from ipv4:127.0.0.1"),
-    "token in use, and garbage": ("used", (b"\xff" * 99,), TWICE, "refused a second join as client 0 from ipv4:127.0.0.1"),
-    "garbage": (None, (b"\xff" * 99,), UNKNOWN, "refused a stranger from .*: no token"),
-    "oversized": (None, (bytes(16 << 20),), UNKNOWN, "refused a stranger from .*: no token"),
-    "nothing sent": (None, (), UNKNOWN, "refused a stranger from .*: no token"),
-    "nothing sent with an unknown token": ("0", (), UNKNOWN, "refused a stranger from .*: unknown token"),
+    "no token": (None, (JOIN,), UNKNOWN, "refused a connection from ipv4:127.0.0.1:[0-9]+: it sent no token"),
+    "empty token": ("", (JOIN,), UNKNOWN, "refused a connection from .*: it sent no token"),
+    "unknown token": ("0" * 64, (JOIN,), UNKNOWN, "refused a connection from ipv4:127.0.0.1:[0-9]+: its token is not one of this round's"),
+    "token of a past round": ("past", (JOIN,), UNKNOWN, "refused a connection from .*: its token is not one of this round's"),
+    "token in use": ("used", (JOIN,), TWICE, "refused a second connection with the token of client 0, from ipv4:127.0.0.1"),
+    "token in use, and garbage": (
+        "used",
+        (b"\xff" * 99,),
+        TWICE,
+        "refused a second connection with the token of client 0, from ipv4:127.0.0.1",
+    ),
+    "garbage": (None, (b"\xff" * 99,), UNKNOWN, "refused a connection from .*: it sent no token"),
+    "oversized": (None, (bytes(16 << 20),), UNKNOWN, "refused a connection from .*: it sent no token"),
+    "nothing sent": (None, (), UNKNOWN, "refused a connection from .*: it sent no token"),
+    "nothing sent with an unknown token": ("0", (), UNKNOWN, "refused a connection from .*: its token is not one of this round's"),
 }
 
 
@@ -116,7 +121,7 @@ def test_hundreds_of_strangers_at_once_do_not_hold_the_round_up(service: Exchang
         for part in crowd:
             part.result(SOON)
     assert codes == [UNKNOWN] * number
-    assert 10 <= log.text.count("exchange: refused a stranger from") <= 20  # nobody fills the log by knocking
+    assert 10 <= log.text.count("exchange: refused a connection from") <= 20  # nobody fills the log by knocking
     assert f"(number {number})" in log.text
 
 

@@ -287,10 +287,10 @@ def test_one_of_five_is_killed_in_the_exchange(strike: Strike, policy: str, log:
     assert noticed[0] < ran.grid.when(VICTIM, "reported")[0]
     before, after = ran.models[1], ran.models[2]
     if policy == "abort":
-        assert "The round is given up (exchange-policy is abort)" in log.text
+        assert "The round has failed (exchange-policy is 'abort')" in log.text
         assert_given_up(ran, 2, f"client {VICTIM}: ")
     else:
-        assert "4 clients go on, with weights over these" in log.text
+        assert "4 clients go on" in log.text
         assert_survivors_averaged(ran, 2)
         if strike.number == 0:  # then everything from there on is of the survivors alone
             forward = strike.where == "forward"
@@ -332,7 +332,7 @@ def test_one_is_stopped_past_the_deadline_and_finds_itself_refused(awake: int, p
             ran.grid.resume(VICTIM)
 
     ran = drill(policy, {(VICTIM, 2): Strike(signal.SIGSTOP, "forward", 0)}, resume, deadline=2.0)
-    late = "did not send its part of stem.1 (moments) within 2 s"
+    late = "did not send its values of stem.1 (moments) within 2 s"
     assert f"exchange: client {VICTIM}: {late}" in log.text
     assert len(ran.grid.when(VICTIM, "answered: ExchangeFailed")) == 1
     assert not ran.grid.when(VICTIM, "died")

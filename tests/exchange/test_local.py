@@ -124,7 +124,8 @@ def test_results_are_in_the_order_of_tasks_and_the_first_error_is_raised_after_a
         raise Broken(name)
 
     with pytest.raises(Broken, match="second"):
-        Turns(4).run([lambda: 1, lambda: fails("second"), lambda: fails("third"), lambda: done.append("fourth") or 4])  # type: ignore[func-returns-value]
+        # type: ignore[func-returns-value]
+        Turns(4).run([lambda: 1, lambda: fails("second"), lambda: fails("third"), lambda: done.append("fourth") or 4])
     assert done == ["second", "third", "fourth"]
     assert Turns(0).run([]) == []
 
@@ -134,7 +135,7 @@ def test_clients_that_all_wait_for_one_that_ended_unheard_are_told_so(clients: i
     """Nobody called ``ended`` for client 0.."""
     round = Round(clients)
     others: list[Task] = [round.client(client) for client in range(1, clients)]
-    with pytest.raises(ExchangeFailed, match="every client waits for another one"):
+    with pytest.raises(ExchangeFailed, match="every client waits for another client"):
         Turns(clients).run([lambda: [0.0], *others])
     dismiss(round.tokens)
     assert [line for line in round.story if not line.endswith("starts")] == []
@@ -164,7 +165,7 @@ def test_clients_that_are_told_so_still_run_one_at_a_time() -> None:
 
 def test_a_local_exchange_outside_of_turns_is_refused_before_it_joins() -> None:
     round = Round(1)
-    with pytest.raises(ExchangeFailed, match="needs all clients in one process, as run_in_process has them"):
+    with pytest.raises(ExchangeFailed, match="needs all clients in this process"):
         LocalExchange(round.tokens[0], 1)
     assert round.session.batches == {}
     assert round.run([round.client(0)]) == [[0.0, 0.0]]  # control: the token was good, and still is
@@ -186,7 +187,9 @@ def test_a_token_that_is_not_admitted_is_refused(kind: str) -> None:
     token = {"dismissed": over.tokens[0], "of nobody": "0" * 32, "empty": ""}[kind]
 
     def task() -> list[float]:
-        with pytest.raises(ExchangeFailed, match="knows no such token: the round is over, or its server runs in another process"):
+        with pytest.raises(
+            ExchangeFailed, match="does not know this client's token: the round is over, or its server runs in another process"
+        ):
             LocalExchange(token, 1)
         return [1.0]
 

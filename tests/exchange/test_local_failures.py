@@ -55,7 +55,7 @@ def test_a_task_that_ends_without_joining_does_not_keep_the_others_waiting(polic
     round = Round(policy=policy)
     results = round.run([round.client(0), lambda: [7.0], round.client(2)])
     assert results[1] == [7.0]
-    said = "client 1: left, and did not send its part of bn (mean)"
+    said = "client 1: left the round and did not send its values of bn (mean)"
     others = [[1.0, 1.0]] * 2 if policy == "shrink" else [f"ExchangeFailed: {said}"] * 2
     assert [results[0], results[2]] == others
 
@@ -64,7 +64,11 @@ def test_a_task_that_ends_without_joining_does_not_keep_the_others_waiting(polic
 def test_a_task_that_needs_more_exchanges_than_the_others_does_not_hang(policy: str) -> None:
     round = Round(2, policy)
     results = round.run([round.client(0, exchanges=1), round.client(1, exchanges=3)])
-    assert results == [[0.5], "ExchangeFailed: the clients disagree about the last layer: client 0 left, client 1 went on"]
+    assert results == [
+        [0.5],
+        "ExchangeFailed: the clients disagree about which layer is the last: client 0 finished, but client 1 went on. Do all run the "
+        "same model and version?",
+    ]
 
 
 def test_a_refused_request_raises_in_the_task_that_sent_it() -> None:
@@ -77,7 +81,9 @@ def test_a_refused_request_raises_in_the_task_that_sent_it() -> None:
 
     results = round.run([round.client(0), wrong])
     assert results[0] == [0.0, 0.0]
-    assert str(results[1]).startswith("ExchangeFailed: refused: bn (mean): expected (2,) of torch.float64, but got (3,) of torch.float32")
+    assert str(results[1]).startswith(
+        "ExchangeFailed: refused: bn (mean): expected shape (2,) and torch.float64, but got shape (3,) and torch.float32"
+    )
 
 
 def test_a_client_that_sits_out_keeps_nobody_waiting() -> None:

@@ -88,7 +88,8 @@ def test_an_answer_to_another_question_is_refused(wrong: Key) -> None:
     exchange = ReplayExchange([(KEYS[0], ANSWERS[0])], 4)
     with pytest.raises(ExchangeFailed) as raised:
         exchange(wrong, torch.ones(4), 1)
-    assert str(raised.value) == f"the transcript has stem.bn (moments), but this run needs {wrong}: the forward pass must be deterministic"
+    said = f"the transcript's next answer is for stem.bn (moments), but this repetition of the round needs {wrong}: "
+    assert str(raised.value) == said + "make the forward pass deterministic"
 
 
 def test_a_transcript_is_left_as_it_is() -> None:

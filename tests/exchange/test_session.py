@@ -267,7 +267,7 @@ def test_traffic_counts_exchanges_and_bytes_both_ways() -> None:
 # what came is said in the log
 
 
-@pytest.mark.parametrize(("policy", "says"), [("abort", "given up"), ("shrink", "2 clients")], ids=POLICIES)
+@pytest.mark.parametrize(("policy", "says"), [("abort", "has failed"), ("shrink", "2 clients")], ids=POLICIES)
 def test_the_log_says_who_was_dropped_why_and_what_follows(
     policy: str, says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,7 +74,7 @@ def test_who_does_not_send_in_time_is_late(policy: str, clock: Clock) -> None:
     assert waits == [[], []]  # control
     clock.now += 0.1
     cohort.session.expire()
-    said = "did not send its part of stem.bn (variance, call 2) within 30 s"
+    said = "did not send its values of stem.bn (variance, call 2) within 30 s"
     assert cohort.session.dropped == {1: said}
     if policy == "shrink":
         assert [answer(outcome).values.tolist() for outcome in waits] == [[2.0, 3.0]] * 2
@@ -88,7 +88,7 @@ def test_several_late_ones_are_named_together(clock: Clock) -> None:
     waits = [cohort.send(client) for client in (1, 3)]
     clock.now += 1
     cohort.session.expire()
-    assert {reason(outcome) for outcome in waits} == {"clients 0, 2: did not send its part of stem.bn (mean) within 0.5 s"}
+    assert {reason(outcome) for outcome in waits} == {"clients 0, 2: did not send its values of stem.bn (mean) within 0.5 s"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -121,7 +121,7 @@ def test_who_leaves_in_good_order_while_the_others_go_on_is_dropped(moment: str)
     assert cohort.session.dropped == {}  # until then it may have been the end for all
     outcomes = [cohort.send(1, 1.0, 1.0), cohort.send(2, 3.0, 5.0)]
     assert [answer(outcome).values.tolist() for outcome in outcomes] == [[2.0, 3.0]] * 2
-    assert cohort.session.dropped == {0: "left, and did not send its part of stem.bn (mean)"}
+    assert cohort.session.dropped == {0: "left the round and did not send its values of stem.bn (mean)"}
     assert cohort.session.taking_part == {1: 1, 2: 4}
 
 
@@ -134,7 +134,7 @@ def test_under_abort_leaving_in_good_order_while_the_others_go_on_fails_the_roun
     if first == "the others ask":
         assert outcomes == [[], []]
         cohort.session.leave(0)
-    said = "client 0: left, and did not send its part of stem.bn (mean)"
+    said = "client 0: left the round and did not send its values of stem.bn (mean)"
     assert [reason(outcome) for outcome in outcomes] == [said] * 2
     assert cohort.session.failure == said
 
@@ -143,7 +143,7 @@ def test_who_leaves_with_a_request_unanswered_is_told_and_the_others_go_on() -> 
     cohort = joined("shrink")
     own, waits = cohort.send(0), cohort.send(1, 2.0, 2.0)
     cohort.session.leave(0)
-    assert reason(own) == "left, and did not send its part of stem.bn (mean)"
+    assert reason(own) == "left the round and did not send its values of stem.bn (mean)"
     assert waits == []
     assert answer(cohort.send(2, 2.0, 2.0)).values.tolist() == answer(waits).values.tolist() == [2.0, 2.0]
 
@@ -168,7 +168,7 @@ def test_under_shrink_the_minority_that_disagrees_is_dropped(odd: int, other: Ke
     cohort = joined("shrink")
     wrong = [1.0] * LAYERS[other.layer].channels
     outcomes = [cohort.send(c, *wrong, key=other) if c == odd else cohort.send(c, 1.0, 5.0) for c in range(3)]
-    said = f"expected stem.bn (mean), but it sent {other}: does it run the same model and version?"
+    said = f"expected the client's values of stem.bn (mean), but it sent those of {other}: does it run the same model and version?"
     assert reason(outcomes.pop(odd)) == said
     assert [answer(outcome).values.tolist() for outcome in outcomes] == [[1.0, 5.0]] * 2
     assert cohort.session.dropped == {odd: said}
@@ -192,7 +192,8 @@ def test_a_tie_fails_the_round_under_both_policies(which: tuple[int, ...], polic
     keys = (Key(WIDE, MEAN), Key(WIDE, VARIANCE), Key(NARROW, MEAN))
     cohort = joined(policy, batches=(1,) * len(which))
     outcomes = [cohort.send(client, *[1.0] * LAYERS[keys[i].layer].channels, key=keys[i]) for client, i in enumerate(which)]
-    said = "the clients disagree about the next layer, stem.bn (mean) or stem.bn (variance): do all run the same model and version?"
+    said = "the clients disagree about the next layer: some sent stem.bn (mean), others stem.bn (variance). "
+    said += "Do all run the same model and version?"
     assert [reason(outcome) for outcome in outcomes] == [said] * len(which)
     assert cohort.session.failure == said
     assert cohort.session.dropped == {}
@@ -206,7 +207,9 @@ def test_in_a_tie_what_cannot_come_next_loses(order: tuple[int, ...], odd: Key) 
     width = odd.quantity.width(LAYERS[odd.layer].channels)
     outcomes = {client: cohort.send(client, *[1.0] * (width if client else 2), key=odd if client else None) for client in order}
     assert answer(outcomes[0]).batch == 1
-    assert cohort.session.dropped == {1: f"expected stem.bn (mean), but it sent {odd}: does it run the same model and version?"}
+    assert cohort.session.dropped == {
+        1: f"expected the client's values of stem.bn (mean), but it sent those of {odd}: does it run the same model and version?"
+    }
 
 
 # one request too many
@@ -227,7 +230,7 @@ def test_one_request_after_the_last_layer_costs_its_sender_alone(policy: str, cl
         if client == min(when, clients - 2):
             came = cohort.send(liar, *[1.0] * extra.quantity.width(2), key=extra)
         cohort.session.leave(client)
-    said = f"it wants to send its part of {extra}, but most clients are done: does it run the same model and version?"
+    said = f"the client sent its values of {extra}, but most clients have finished the round: does it run the same model and version?"
     assert cohort.session.dropped == {liar: said}
     assert list(cohort.session.taking_part) == honest
     assert cohort.session.failure == (f"client {liar}: {said}" if policy == "abort" else "")
@@ -246,7 +249,7 @@ def test_who_left_may_ask_for_nothing_more(moment: str) -> None:
         cohort.session.leave(0)
     waits = [cohort.send(client) for client in (1,)]
     late = reason(cohort.submit(0, Join(1) if moment == "before joining" else GOOD))
-    assert late == "refused: expected no request after it left, but got one"
+    assert late == "refused: the client sent a request after it had left the round"
     waits.append(cohort.send(2))
     assert [answer(outcome).values.tolist() for outcome in waits] == [[1.0, 1.0]] * 2
     assert list(cohort.session.dropped) == [0]
@@ -255,7 +258,8 @@ def test_who_left_may_ask_for_nothing_more(moment: str) -> None:
 def test_under_abort_disagreement_fails_the_round_and_names_the_minority() -> None:
     cohort = joined("abort")
     outcomes = [cohort.send(0), cohort.send(1, key=Key(WIDE, VARIANCE)), cohort.send(2)]
-    said = "expected stem.bn (mean), but it sent stem.bn (variance): does it run the same model and version?"
+    said = "expected the client's values of stem.bn (mean), but it sent those of stem.bn (variance): "
+    said += "does it run the same model and version?"
     assert reason(outcomes.pop(1)) == said
     assert [reason(outcome) for outcome in outcomes] == [f"client 1: {said}"] * 2
     assert cohort.session.dropped == {1: said}

@@ -72,7 +72,7 @@ def test_plaintext_is_fine_on_this_machine(host: str) -> None:
 @listed("host", BEYOND)
 def test_beyond_this_machine_plaintext_is_refused_unless_it_is_asked_for(host: str, field: str, certificates: Certificates) -> None:
     assert not is_loopback(host)
-    with pytest.raises(ValueError, match=rf"in plaintext at {host}: give exchange-certificate, .* or set exchange-insecure=true"):
+    with pytest.raises(ValueError, match=rf"listen at {host} without encryption: give exchange-certificate, .*exchange-insecure=true"):
         ExchangeSettings(**{field: host})
     assert ExchangeSettings(**{field: host}, certificates=certificates).certificates is certificates
     assert ExchangeSettings(**{field: host}, insecure=True).insecure
@@ -88,13 +88,13 @@ def test_the_service_listens_where_clients_come_from(certificates: Certificates)
 
 def test_a_host_beyond_this_machine_is_refused_even_where_the_service_listens_on_loopback() -> None:
     """Something must forward from there to here, and that may be in plaintext."""
-    with pytest.raises(ValueError, match="in plaintext at server.example"):
+    with pytest.raises(ValueError, match="listen at server.example without encryption"):
         ExchangeSettings(host="server.example", bind="127.0.0.1")
 
 
 def test_changed_settings_are_checked_again(certificates: Certificates) -> None:
     settings = ExchangeSettings(host="192.0.2.1", certificates=certificates)
-    with pytest.raises(ValueError, match="in plaintext at 192.0.2.1"):
+    with pytest.raises(ValueError, match="listen at 192.0.2.1 without encryption"):
         replace(settings, certificates=None)
 
 
@@ -105,5 +105,5 @@ def test_a_certificate_file_that_is_missing_is_named(missing: str, how: str, cer
     path.unlink()
     if how == "a folder":
         path.mkdir()
-    with pytest.raises(FileNotFoundError, match=f"the exchange's {missing} is not a file: .*{path.name}"):
+    with pytest.raises(FileNotFoundError, match=f"there is no file .*{path.name}: correct exchange-{missing}"):
         certificates.check()

@@ -120,11 +120,11 @@ def message(layer: str = "stem.bn", quantity: int = pb.MEAN, call: int = 0, coun
 
 REFUSED = {
     "an empty request": (pb.Request(), "expected a join, a layer's values or a leave, but got an empty request"),
-    "no quantity": (message(quantity=0), "expected a quantity 1..5, but got 0"),
-    "a quantity of a later version": (message(quantity=6), "expected a quantity 1..5, but got 6"),
-    "a negative quantity": (message(quantity=-1), "expected a quantity 1..5, but got -1"),
-    "an unknown layer": (message("head.bn", call=2), r"head.bn \(mean, call 3\): expected one of 2 BatchNorm layers \(stem.bn, "),
-    "nothing but defaults": (pb.Request(local=pb.Local()), "expected a quantity 1..5, but got 0"),
+    "no quantity": (message(quantity=0), "expected a kind of vector (quantity) from 1 to 5, but got 0"),
+    "a quantity of a later version": (message(quantity=6), "expected a kind of vector (quantity) from 1 to 5, but got 6"),
+    "a negative quantity": (message(quantity=-1), "expected a kind of vector (quantity) from 1 to 5, but got -1"),
+    "an unknown layer": (message("head.bn", call=2), r"head.bn \(mean, call 3\): .*no such BatchNorm layer; it has 2 \(stem.bn, "),
+    "nothing but defaults": (pb.Request(local=pb.Local()), "expected a kind of vector (quantity) from 1 to 5, but got 0"),
     "no values": (message(values=b""), r"stem.bn \(mean\): expected 8 bytes \(2 channels of torch.float32\), but got 0"),
     "half a value": (message(values=bytes(6)), "expected 8 bytes .*, but got 6"),
     "a value too many": (message(values=bytes(12)), "expected 8 bytes .*, but got 12"),
@@ -190,7 +190,7 @@ def test_a_spoilt_message_is_refused_or_read_as_a_whole_vector(data: st.DataObje
 
 @pytest.mark.parametrize("garbage", [b"\xff", b"\x12\x05abc", b"\x12\x04\x0a\x02\xff\xfe"], ids=["a tag", "cut off", "no UTF-8"])
 def test_bytes_that_are_no_message_are_refused(garbage: bytes) -> None:
-    with pytest.raises(Refused, match=rf"expected a request of exchange.proto, but got {len(garbage)} bytes of another form"):
+    with pytest.raises(Refused, match=rf"expected a request in the format of exchange.proto, but got {len(garbage)} bytes that cannot"):
         decode_request(garbage, LAYERS)
 
 

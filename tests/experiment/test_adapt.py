@@ -193,10 +193,10 @@ def test_bad_input_ends_with_a_sentence(args: list[str], message: str, runs: Pat
 
 
 def test_a_folder_that_is_no_runs(runs: Path, tmp_path: Path) -> None:
-    assert "is no run's folder: it has no config.toml" in said(command("--model", tmp_path))
+    assert "is not the folder of a run, since it has no config.toml" in said(command("--model", tmp_path))
     run = copied(runs / "fedavg", tmp_path)
     (run / "model.safetensors").write_bytes(b"half a file")
-    assert "is no safetensors file" in said(command("--model", run))
+    assert "is not a safetensors file" in said(command("--model", run))
     (run / "model.safetensors").unlink()
     assert "model.safetensors is missing" in said(result := command("--model", run))
     assert result.exit_code == 2

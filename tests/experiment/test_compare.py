@@ -57,9 +57,9 @@ def test_the_plan_completes_one_seed_after_the_other(tmp_path: Path) -> None:
     cells = compared("fbn", "gn", seeds=[3, 4], rounds=2).cells(tmp_path)
     assert [(cell.config.method, cell.config.seed) for cell in cells] == [("fbn", 3), ("gn", 3), ("fbn", 4), ("gn", 4)]
     assert len({cell.path for cell in cells}) == 4
-    with pytest.raises(ConfigError, match="every variant needs a label of its own"):
+    with pytest.raises(ConfigError, match="every variant must be given once"):
         compared("fbn", "fbn")
-    with pytest.raises(ConfigError, match="punctuation only share a folder"):
+    with pytest.raises(ConfigError, match="only in punctuation would share a folder"):
         compared("fbn:rounds=1;clients=2", "fbn:rounds=1 clients=2").cells(tmp_path)
 
 

@@ -176,7 +176,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"server-optimizer": "fedacg", "update": "gradients", "local-steps": 1}, "take fedavgm"),
         ({"server-optimizer": "fedacg", "server-learning-rate": 0.5}, "clients' average as it is"),
         ({"dp-noise": 1.0}, "dp-noise=1 has no effect with secure-aggregation=false"),
-        ({"secure-aggregation": True, "unseen-client": True, "method": "fedbn"}, "send what they keep in the clear"),
+        ({"secure-aggregation": True, "unseen-client": True, "method": "fedbn"}, "send the layers that they keep unencrypted"),
         ({"secure-aggregation": True, "clients": 2}, "needs at least 3 clients in a sum"),
         ({"secure-aggregation": True, "method": "fedtan"}, "layer by layer in the clear"),
         ({"secure-aggregation": True, "statistics-rule": "median"}, "secure aggregation shows none"),
@@ -195,12 +195,12 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"method": "fedtan2", "freeze_after": 99, "rounds": 60}, "freeze-after must not exceed rounds=60, but got 99"),
         (
             {"method": "fedtan", "client_weights": "uniform"},
-            "fedtan weighs clients by the batches they drew.* client-weights must be samples",
+            "fedtan must weigh clients by the sizes of their batches.* client-weights must be samples",
         ),
         ({"method": "fedtan", "exchange_key": "server.key"}, "exchange-certificate, exchange-key and exchange-authority belong together"),
         (
             {"method": "fedtan", "exchange_host": "server.example"},
-            "the exchange would be in plaintext at server.example: give exch",
+            "the exchange would listen at server.example without encryption: give exch",
         ),
         ({"resume": "latest"}, "resume needs output and checkpoint-every, with the values of the run that it continues"),
         ({"resume": "latest", "checkpoint_every": 1, "output": ""}, "resume needs output"),
@@ -220,9 +220,9 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"dataset": "sites"}, "dataset='sites': the server has no data .*: give classes, channels, image-size"),
         ({"dataset": "sites", "classes": 2, "image_size": 4}, "give channels$"),
         ({"dataset": "sites", **SHAPE, "byzantine": 1, "attack": "foe"}, "dataset='sites' has real clients"),
-        ({"dataset": "sites", **SHAPE, "hold_out": "A"}, "dataset='sites': to hold a site out, start the run without it"),
+        ({"dataset": "sites", **SHAPE, "hold_out": "A"}, "dataset='sites' has no domains that hold-out could name"),
         (SHAPE, r"classes=\d+ has no effect with dataset='digits': it counts only with dataset='sites'"),
-        ({"method": "fedtan", "exchange_bind": "0.0.0.0"}, "the exchange would be in plaintext at 0.0.0.0"),
+        ({"method": "fedtan", "exchange_bind": "0.0.0.0"}, "the exchange would listen at 0.0.0.0 without encryption"),
     ],
 )
 def test_keys_that_do_not_go_together(values: dict[str, object], message: str) -> None:
@@ -305,7 +305,7 @@ def test_options_reach_the_method_and_the_rounds() -> None:
 def test_certificate_files_are_looked_for_at_the_server_alone(tmp_path: Path) -> None:
     names = {f"exchange_{name}": str(tmp_path / f"{name}.pem") for name in ("certificate", "key", "authority")}
     made = config(method="fedtan", exchange_host="server.example", **names)  # as a client makes it, which has none of them
-    with pytest.raises(ConfigError, match="the exchange's certificate is not a file: .*certificate.pem"):
+    with pytest.raises(ConfigError, match="there is no file .*certificate.pem: correct exchange-certificate"):
         made.round_policy()
     assert config(method="fedtan", exchange_host="server.example", exchange_insecure=True).round_policy().exchange.listen_on == "0.0.0.0"
 

@@ -116,7 +116,7 @@ def test_ctrl_c_on_a_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("nothing", "is no run's folder: its config.toml cannot be read"),
+        ("nothing", "is not the folder of a run: its config.toml cannot be read"),
         ("no checkpoint", "has no checkpoint. Choose one of the unfinished runs"),
         ("version", "was made by fl-bn 0.0.7, and this is "),
         ("unknown key", "unknown config key 'from-tomorrow'"),

@@ -74,5 +74,5 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_sites_have_nothing_to_divide(tmp_path: Path) -> None:
     config = RunConfig.from_mapping({"dataset": "sites", "classes": 3, "channels": 1, "image-size": 8})
-    with pytest.raises(ConfigError, match="nothing to divide"):
+    with pytest.raises(ConfigError, match="no partition to show"):
         write(config, tmp_path)

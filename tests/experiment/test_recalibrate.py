@@ -119,9 +119,9 @@ def test_what_cannot_be_re_calibrated(trained: Path, tmp_path: Path) -> None:
         ((str(fedbn),), "method 'fedbn' keeps running statistics at the clients"),
         (
             (str(tmp_path / "nowhere"),),
-            "expected a finished run's folder, or weights (.pt, .pth, .safetensors), but there is nothing there",
+            "expected the folder of a finished run, or a file of weights (.pt, .pth, .safetensors), but there is nothing there",
         ),
-        ((str(tmp_path / "empty"),), "is no finished run: expected config.toml and model.safetensors"),
+        ((str(tmp_path / "empty"),), "is not the folder of a finished run: expected config.toml and model.safetensors"),
         ((str(tmp_path / "notes.txt"),), "but there is a file .txt"),
         ((str(trained), "--run-config", "rounds=3"), "recalibrate sets rounds itself"),
         ((str(trained), "--run-config", "model='digits-cnn-small'"), "it is a file of another network"),

@@ -198,7 +198,7 @@ def test_a_network_that_answers_in_a_dict(package: str, tmp_path: Path) -> None:
         ({"dataset": "{}:values", "task": "regression", "byzantine": 1, "attack": "label-flip"}, "swaps classes, but the data have values"),
         ({"dataset": "{}:data", "task": "{}:no_task"}, "must return a Task .fl_bn.task., but returned str"),
         ({"dataset": "{}:data", "task": "{}:Grades"}, "fails on a batch of 2 samples, for which model='mlp' returns .2, 5."),
-        ({"dataset": "{}:data", "model": "{}:model", "task": "{}:Clash"}, "the metric 'seconds' has the name of another column"),
+        ({"dataset": "{}:data", "model": "{}:model", "task": "{}:Clash"}, "rename the metric 'seconds', since rounds.csv has"),
         ({"dataset": "{}:values", "model": "{}:model", "task": "regression"}, "outputs .2, 1. do not fit targets .2, 2."),
         ({"dataset": "{}:data", "task": "os:system"}, "your own task 'os:system' is not called"),
         ({"dataset": "{}:data", "task": "{}:raises"}, "raised KeyError: 'a'"),
@@ -230,7 +230,7 @@ def test_tables_of_another_task_put_the_lowest_error_first(package: str, tmp_pat
     best = next(line for line in (tmp_path / "table.md").read_text().splitlines() if "**" in line)
     assert best.startswith("| fedavg |")
     mixed = [Variant.parse("fedavg"), Variant.parse("fbn:task='auto';model='mlp'")]
-    with pytest.raises(ConfigError, match="these runs have accuracy and mean-distance: give all one task"):
+    with pytest.raises(ConfigError, match="these runs have accuracy and mean-distance: give all the same task"):
         check_metric(comparison(mixed, [0], base, "mixed").cells(tmp_path / "other"))
 
 

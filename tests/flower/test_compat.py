@@ -39,8 +39,14 @@ pinned = pytest.mark.pinned("the SuperLink and the simulation that fl-bn repairs
 NEW = ("TaskIdentity",)
 
 
-@listed("name", [pytest.param(n, marks=pinned) if n in DEPLOYMENTS else n for n in compat.PLACES if n not in NEW])
+@listed("name", [name for name in compat.PLACES if name not in {*DEPLOYMENTS, *NEW}])
 def test_what_has_moved_is_found(name: str) -> None:
+    assert getattr(compat, name) is compat.find(name)
+
+
+@pinned
+@listed("name", sorted(DEPLOYMENTS))
+def test_what_deployments_need_is_found(name: str) -> None:
     assert getattr(compat, name) is compat.find(name)
 
 

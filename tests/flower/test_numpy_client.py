@@ -132,7 +132,7 @@ def test_a_list_for_another_model_or_without_its_names_is_refused(clients: list[
     for wrong, said in (
         ({"signature": "0" * 16}, "header/signature: expected"),
         ({"method": "fbn"}, "header/method: expected"),
-        ({"layout": "[]"}, "layout: describes 0 arrays"),
+        ({"layout": "[]"}, "layout: expected 0 arrays"),
         ({"learning-rate": -1.0}, "config/learning-rate: expected"),
     ):
         with pytest.raises(WireError, match=said):

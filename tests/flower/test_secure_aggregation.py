@@ -97,7 +97,7 @@ def test_a_reference_far_away_is_replaced_until_the_statistics_are_right(
     method = METHODS[name]()
     secure, plain = (run(method, clients, 1, policy={"calibrate": 3}, secure=s).grid for s in (SecureAggregation(), None))
     found, expected = (next(s["statistics"] for s in grid.train(1) if s) for grid in (secure, plain))
-    assert "are measured again about these" in log.text
+    assert "they are measured again, with these as reference" in log.text
     assert all(np.allclose(found[k], expected[k], rtol=2e-3, atol=1e-5) for k in expected)
     once, _ = measured(method, clients, SecureAggregation(quantization_range=8))
     assert not np.allclose(once["1.running_var"], expected["1.running_var"], rtol=2e-3)  # control
@@ -212,10 +212,10 @@ def test_a_client_may_be_lost_in_any_stage(stage: str, tiny_clients: Clients) ->
 @pytest.mark.parametrize(
     ("stage", "said"),
     [
-        ("setup", "2 of 4 clients are left, but 3 are needed"),
-        ("share_keys", "2 of 4 clients are left, but 3 are needed"),
-        ("collect_masked_vectors", "only 2 of 4 masked vectors came (threshold 3"),
-        ("unmask", "too few clients kept the others' shares"),
+        ("setup", "a secure sum needs at least 3 clients, but only 2 of 4 can take part"),
+        ("share_keys", "a secure sum needs at least 3 clients, but only 2 of 4 can take part"),
+        ("collect_masked_vectors", "only 2 of 4 clients sent a masked vector: 3 must be left"),
+        ("unmask", "too few clients sent their shares"),
     ],
 )
 def test_below_the_threshold_nothing_changes_and_nothing_is_asked(

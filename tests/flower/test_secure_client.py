@@ -65,7 +65,7 @@ def test_nobody_gets_both_secrets_of_a_client() -> None:
         check_unmask({"active_nids": [8, 9], "dead_nids": [7]}, state, 7)
     with pytest.raises(Insecure, match="more than once"):
         check_unmask({"active_nids": [7, 8, 8], "dead_nids": [9]}, state, 7)
-    with pytest.raises(Insecure, match=r"shares of nodes \[7, 8, 9\], but got one for those of nodes \[7, 8\]"):
+    with pytest.raises(Insecure, match=r"shares of nodes \[7, 8, 9\], but the server asks for those of nodes \[7, 8\]"):
         check_unmask({"active_nids": [7, 8], "dead_nids": []}, state, 7)
 
 

@@ -99,7 +99,7 @@ def test_a_client_too_small_to_train_is_left_out_before_keys_are_shared(tiny_cli
     few = tiny_clients((6, 1, 5, 7))
     plain, secure = (run(METHODS["fedavg"](), few, 1, secure=s) for s in (None, SecureAggregation(quantization_range=24)))
     assert [bool(c.refused) for c in secure.records[0].clients] == [False, True, False, False]
-    assert secure.records[0].clients[1].refused == "it sits this round out"
+    assert secure.records[0].clients[1].refused == "it takes no part in this round"
     assert off(plain, secure, 1) < 1e-4
 
 
@@ -117,8 +117,8 @@ def test_diverged_training_sends_nothing(clients: list[Samples], log: pytest.Log
     [
         ({"clients": 2}, "at least 3 clients"),
         ({"clients": 10, "fraction": 0.2}, "at least 3 clients in a sum, but got 2"),
-        ({"clients": 5, "defence": Defence(1, "median", "median")}, "a defence against Byzantine clients compares single updates"),
-        ({"clients": 5, "method": attacked(METHODS["fbn"](), "sign-flip", 1)}, "compares single updates"),
+        ({"clients": 5, "defence": Defence(1, "median", "median")}, "a defence against Byzantine clients compares the clients' updates"),
+        ({"clients": 5, "method": attacked(METHODS["fbn"](), "sign-flip", 1)}, "compares the clients' updates"),
         ({"clients": 5, "method": METHODS["fedtan"]()}, "layer by layer in the clear"),
         ({"clients": 64, "secure": SecureAggregation(quantization_range=26)}, "set secagg-quantization-range to 25"),
         ({"clients": 5, "secure": SecureAggregation(threshold=2)}, "more than half of the 5 shares"),

@@ -60,7 +60,7 @@ def test_a_batch_above_a_client_s_own_samples_is_refused_by_name(
     alone = honest(rule)
     lies(monkeypatch, batch=HUGE)
     ran = fedtan(policy=policy, rule=rule, carrier=carrier)
-    reason = f"expected a batch of 0 to 6 samples, the number that the client reported, but got {HUGE}"
+    reason = f"expected a batch of at most 6 samples, as many as the client reported to have, but got {HUGE}"
     for record in ran.records:
         assert reason in record.clients[LIAR].refused
         assert record.aggregated == (policy == "shrink")

@@ -74,6 +74,6 @@ def test_one_request_too_many_costs_its_sender_alone(clients: int, policy: str, 
         assert record.aggregated == (policy == "shrink")
         if policy == "shrink":
             assert [c.client for c in record.clients if c.refused] == [LIAR]
-            assert "most clients are done" in record.clients[LIAR].refused
+            assert "most clients have finished the round" in record.clients[LIAR].refused
         else:
             assert all(f"client {LIAR}: " in c.refused or c.client == LIAR for c in record.clients if c.refused)

@@ -339,14 +339,14 @@ def test_a_client_whose_evaluations_are_spent_or_too_small_has_no_part_in_the_me
 ) -> None:
     ran = secure_run({1: {"secure-aggregation": True, **why}}, rounds=3)
     assert all(record.evaluation for record in ran.records)
-    assert log.text.count("client 0 did not evaluate: it sits this round out") == 1
+    assert log.text.count("client 0 did not evaluate: it takes no part in this round") == 1
 
 
 def test_with_too_few_clients_left_there_is_no_evaluation_and_the_run_goes_on(log: pytest.LogCaptureFixture) -> None:
     ran = secure_run({1: {"secure-aggregation": True, "max-evaluations": 1}}, clients=3, rounds=4)
     assert [bool(record.evaluation) for record in ran.records] == [True, False, False, False]
     assert all(record.aggregated for record in ran.records)
-    assert log.text.count("client 1 did not evaluate: 2 of 3 clients are left, but 3 are needed") == 1
+    assert log.text.count("client 1 did not evaluate: a secure sum needs at least 3 clients, but only 2 of 3 can take part") == 1
 
 
 def test_with_noise_no_client_evaluates_and_the_log_says_so_once(log: pytest.LogCaptureFixture) -> None:

@@ -14,12 +14,12 @@ from torch import nn
 from fl_bn import convert, local_round, methods, server_round, server_state
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
+from fl_bn.federation.blocks import sizes
 from fl_bn.federation.bounds import WIDEST_WEIGHT, bounds_of, far_numbers, far_statistics
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Reply
-from fl_bn.moments import Running
 from fl_bn.objectives import Scaffold
 from tests.doors.doors import apart
 from tests.hostile import own_app
@@ -198,7 +198,7 @@ def test_nor_in_an_app_of_one_s_own(node: int) -> None:
 
 def test_clients_whose_inputs_are_all_large_are_believed() -> None:
     """The first round of data that nobody has scaled: the layers were sent 0 and 1."""
-    sent = {"norm": Running(torch.zeros(2), torch.ones(2))}
+    sent = sizes({"norm.running_mean": torch.zeros(2), "norm.running_var": torch.ones(2)})
 
     def part(client: int, mean: float) -> Reply:
         statistics = {"norm.running_mean": torch.tensor([mean, 0.0]), "norm.running_var": torch.ones(2)}

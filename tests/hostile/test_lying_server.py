@@ -102,7 +102,7 @@ STAGES: dict[str, tuple[str, Change, str]] = {
     "another modulus": ("setup", sets(mod_range=2**31), "need modulus"),
     "levels that overflow": ("setup", sets(target_range=2**30), "need modulus"),
     "a range that hides the others": ("setup", sets(clipping_range=1e6), "clipping_range: expected a finite number 1e-06..1000"),
-    "a cohort without this client": ("setup", sets(cohort=[1, 3, 4, 5, 6]), "nodes of the cohort, this client's among them"),
+    "a cohort without this client": ("setup", sets(cohort=[1, 3, 4, 5, 6]), "nodes in the cohort, one of them this client's"),
     "a cohort of another size": ("setup", sets(cohort=[1, 2, 3]), "expected the 5 nodes of the cohort"),
     "keys of nodes outside the cohort": ("share_keys", stranger, "expected keys of clients of the cohort"),
     "another weight": ("setup", sets(max_weight=1000.0), "need modulus"),
@@ -195,7 +195,7 @@ def test_stages_come_in_order(case: str) -> None:
     stage, instead = ORDER[case]
     spy = Spy(stage, sets(stage=instead))
     run(METHODS["fbn"](), people(), 1, grid=spy, secure=SecureAggregation(), policy={"min_replies": 0.2})
-    assert "expected SecAgg+'s stage after" in str(spy.answers[0].error.reason)
+    assert "expected the stage of SecAgg+ that follows" in str(spy.answers[0].error.reason)
 
 
 @pytest.mark.parametrize("stage", ["share_keys", "collect_masked_vectors", "unmask"])
@@ -203,7 +203,7 @@ def test_a_stage_is_answered_once(stage: str) -> None:
     """Asked for the shares a second time, with other clients counted as lost, the server would get both secrets."""
     spy = Spy(stage, sets(), again=True)
     run(METHODS["fbn"](), people(), 1, grid=spy, secure=SecureAggregation(), policy={"min_replies": 0.2})
-    assert "expected SecAgg+'s stage after" in str(spy.answers[0].error.reason)
+    assert "expected the stage of SecAgg+ that follows" in str(spy.answers[0].error.reason)
 
 
 @pytest.mark.parametrize("kind", ["query.statistics", "query.kept"])

@@ -85,5 +85,5 @@ def test_a_programs_page_has_its_pictures_and_the_first_rows_of_its_tables(tmp_p
     assert "out/report.html" in index
     assert "A &amp; B" in index
     (folder / "program.toml").write_text("title = 3 3")
-    with pytest.raises(ConfigError, match="is no experiment's folder"):
+    with pytest.raises(ConfigError, match="is not the folder of an experiment"):
         read_program(folder)

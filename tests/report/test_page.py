@@ -179,4 +179,4 @@ def test_an_index_of_several(folder: Path, tmp_path: Path) -> None:
     assert "All & more" in page.text
     assert page.tags["table"] == 4  # two of results, two of runs that failed
     assert "two There is no report: [report] rows names the axis 'nothing'" in page.text
-    assert "is no sweep's folder" in page.text
+    assert "is not the folder of a sweep" in page.text

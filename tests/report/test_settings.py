@@ -68,7 +68,7 @@ def test_everything_said(tmp_path: Path) -> None:
 @listed(
     ("text", "message"),
     [
-        ("[report", "is no TOML"),
+        ("[report", "is not a TOML file"),
         ("[report]\nmetrik = 'accuracy'", "unknown key 'metrik' in .report.: did you mean 'metric'"),
         ("[report]\nat = 'first'", "at must be one of last, best, but got 'first'"),
         ("[report]\nx = ['rounds']", "did you mean 'round'"),
@@ -93,5 +93,5 @@ def test_what_is_refused(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_sweep(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no sweep's folder: it has no sweep.toml"):
+    with pytest.raises(ConfigError, match="is not the folder of a sweep, since it has no sweep.toml"):
         read_settings(tmp_path)

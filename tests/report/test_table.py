@@ -161,7 +161,7 @@ def test_an_axis_that_no_run_has_is_refused(key: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_runs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no run yet"):
+    with pytest.raises(ConfigError, match="has no runs yet"):
         read_cells(sweep(tmp_path))
 
 

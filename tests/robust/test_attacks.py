@@ -275,7 +275,7 @@ def test_label_flipping_is_on_the_data() -> None:
     adversary = Adversary(LABEL_FLIP, 2)
     assert adversary.flips_labels
     assert not any(Adversary(name, 2).flips_labels for name in NAMED)
-    with pytest.raises(ValueError, match="label-flip is an attack on the data"):
+    with pytest.raises(ValueError, match="label-flip changes the training data"):
         adversary.rows(ROWS, 2, no_damage)
 
 

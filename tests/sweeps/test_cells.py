@@ -50,7 +50,7 @@ def test_a_cell_that_another_process_runs_is_left_alone(tmp_path: Path, ran: lis
     cell = a_cell(tmp_path)
     finish(cell, [0.5])  # so far
     (tmp_path / "a.log").write_text("the other's")
-    with cell.held(), pytest.raises(RunFailed, match="another process runs .*a: give the same command again when that has ended"):
+    with cell.held(), pytest.raises(RunFailed, match="another process runs .*a: wait for its end, and give the same command again"):
         run_cell(cell)
     assert ran == []
     assert len(cell.rows()) == 1

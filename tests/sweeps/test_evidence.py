@@ -85,7 +85,7 @@ def test_cells_with_a_result_are_not_run_again(
     folder = kept(experiment, tmp_path, {name: value for name, value in ALL.items() if "seed2" not in name})
     said = perform(folder)
     assert "2 runs, 0 of them finished before, 2 to do" in said
-    assert f"4 more have their result in {folder / RESULTS / 'X-1.jsonl'} and are not run" in said
+    assert f"4 more are not run, since their results are in {folder / RESULTS / 'X-1.jsonl'}" in said
     assert "seed0" not in said
     assert "6 runs, 0 of them finished before, 6 to do" in perform(None)
 
@@ -167,7 +167,7 @@ def test_a_place_that_the_table_does_not_have_is_refused(experiment: Experiment,
     gather(tmp_path, register(experiment, CLAIMS.replace('["FedBN", "accuracy"]', '["FedBN", "accuracy", 4]')))
     for wrong in ('["FedBN", "nowhere"]', '["HBN", "accuracy"]'):
         register(experiment, CLAIMS.replace('["FedBN", "accuracy"]', wrong))
-        with pytest.raises(ConfigError, match="X-1: its table has no place"):
+        with pytest.raises(ConfigError, match="X-1: the table has no place"):
             gather(tmp_path, folder)
     register(experiment, CLAIMS.replace("place =", 'variant = "nothing"\nplace ='))
     with pytest.raises(ConfigError, match="names the variant 'nothing'"):

@@ -80,7 +80,7 @@ def test_names_a_paper_and_one_that_is_not_there() -> None:
 
 
 def test_a_folder_without_experiments_or_with_a_wrong_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="run this in a checkout"):
+    with pytest.raises(ConfigError, match="run this command in a checkout"):
         find(folder=tmp_path)
     (tmp_path / "x.toml").write_text('title = "no paper"')
     with pytest.raises(ConfigError, match="an experiment needs a title and"):
@@ -132,7 +132,7 @@ def test_options_of_sweeps_are_refused_for_a_program(given: tuple[str, ...], tmp
     command = ["experiments", "run", "own-unseen-domain", "--variant", "small", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, [*command, *given])
     assert result.exit_code == 2
-    said = f"ConfigError: {given[0]}: for sweeps, not for experiments that are programs (own-unseen-domain): leave it out"
+    said = f"ConfigError: {given[0]} can be given for sweeps, but not for experiments that are programs (own-unseen-domain): leave it out"
     assert said in " ".join(result.output.split())
     assert ran == []
     assert CliRunner().invoke(app, [*command, "--engine", "in-process"]).exit_code == 0  # control: the default, written out
@@ -146,7 +146,7 @@ def test_among_several_experiments_programs_run_without_the_options_of_sweeps(tm
     names = ["001-T11", "own-unseen-domain"]
     result = CliRunner().invoke(app, ["experiments", "run", *names, "--variant", "small", "--output", str(tmp_path), "--only", "*seed0"])
     assert result.exit_code == 0, result.output
-    said = "--only: for sweeps, not for experiments that are programs; these run without it: own-unseen-domain"
+    said = "--only can be given for sweeps, but not for experiments that are programs; these run without it: own-unseen-domain"
     assert said in " ".join(result.output.split())
     assert sorted(ran) == names
 

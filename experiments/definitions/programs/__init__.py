@@ -1,1 +1,1 @@
-"""Provide experiments that are no sweeps: each is a function of a folder (``experiments/catalogue.py``)."""
+"""Hold the experiments that are functions, and the programs that measure finished runs (``experiments/catalogue.py``)."""

@@ -1,6 +1,6 @@
-"""Measure a finished run's test accuracy on the classes that its model knows least, and on the others.
+"""Measure the test accuracy of a finished run on the three classes with the lowest accuracy, and on the others.
 
-If each client holds one class, a robust rule that leaves a client's gradients out leaves its class out.
+If each client holds one class, a robust rule that leaves out a client's gradients leaves out its class.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from fl_bn.run.history import PER_CLASS
 from fl_bn.sweep.cells import Cell
 from fl_bn.task import CLASS
 
-LEAST = 3  # as many classes as clients that the experiment's rules may leave out
+LEAST = 3  # the number of clients, and so of classes, that the robust rules of the experiment may leave out
 AXIS = "classes"
 WAYS = ("all", "three known least", "the others")
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return way -> test accuracy in the last round, as a share, mean over the classes."""
+    """Return for each way the test accuracy (0..1) in the last round, as a mean over its classes."""
     accuracies = sorted(cell.rows()[-1][PER_CLASS[CLASS]])
     return dict(zip(WAYS, (fmean(accuracies), fmean(accuracies[:LEAST]), fmean(accuracies[LEAST:])), strict=True))

@@ -1,13 +1,13 @@
-"""Update BatchNorm's statistics and the weights in turns: the naive workaround of FixBN's section 3.3.
+"""Update BatchNorm's statistics and the weights in turns: the naive workaround in section 3.3 of the FixBN paper.
 
-Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (seed 000), section 3.3. In each
-round of one local step
+Paper: Zhong, Chen, Chao: Making Batch Normalization Great in Federated Deep Learning (seed 000). Each round has one
+local step, in three parts:
 
-    (a) every client updates its statistics by equation 1, with unchanged weights, and the server averages them
-    (b) every client steps with its weights; BatchNorm normalises with these statistics, as in evaluation
-    (c) the server averages the weights
+    (a) Every client updates its running statistics by equation 1, with unchanged weights. The server averages them.
+    (b) Every client makes a step on its weights. BatchNorm normalises by the averaged statistics, as in evaluation.
+    (c) The server averages the weights.
 
-The settings are in ``experiments/definitions/000-S33.toml``; its row BN is FedAvg, in the same loop.
+The settings are in ``experiments/definitions/000-S33.toml``. Its row BN is FedAvg, trained by the same code.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from fl_bn.run.palette import STYLE
 from fl_bn.sweep.file import read
 
 FILE = FOLDER / "000-S33.toml"
-STREAM, BATCH, AUGMENT = 0x5333, 0, 1  # set these draws apart from those of training
+STREAM, BATCH, AUGMENT = 0x5333, 0, 1  # seeds that make these draws independent of those of training
 
 
 class Accuracy(NamedTuple):
-    """Hold the test accuracy in percent after ``round`` rounds."""
+    """Hold the test accuracy (percent) of one run after ``round`` rounds. Each is a row of ``decoupling.csv``."""
 
     method: str
     seed: int
@@ -58,7 +58,16 @@ class Accuracy(NamedTuple):
 
 
 def run(folder: Path, variant: str = "small", data: str = "data") -> list[Accuracy]:
-    """Run the study; write ``decoupling.csv`` and ``.png`` into ``folder``, and return the rows."""
+    """Run the study, and write ``decoupling.csv`` and ``decoupling.png`` into ``folder``.
+
+    Args:
+        folder: The folder of the files.
+        variant: The variant in ``000-S33.toml``.
+        data: The folder of the data.
+
+    Returns:
+        The rows of the CSV file.
+    """
     rows = [
         Accuracy(str(cell.axes["method"]), cell.config.seed, round, 100 * accuracy)
         for cell in read(FILE, variant, data).cells(folder)
@@ -72,9 +81,10 @@ def run(folder: Path, variant: str = "small", data: str = "data") -> list[Accura
 
 
 def accuracies(config: RunConfig) -> Iterator[tuple[int, float]]:
-    """Train as ``config`` says; yield every evaluated round with its test accuracy, as a share.
+    """Train as ``config`` says, and yield the number and the test accuracy (0..1) of every evaluated round.
 
-    If the statistics are frozen from the start, they are updated before each round instead.
+    In rounds in which the method freezes the statistics, they are updated before the round instead
+    (``update_statistics``).
     """
     target, method, settings = device(config), config.build_method(), config.local_training()
     parts = [assembly.client_samples(config, client)[:2] for client in range(config.clients)]
@@ -98,7 +108,15 @@ def accuracies(config: RunConfig) -> Iterator[tuple[int, float]]:
 
 @torch.no_grad()
 def update_statistics(server: Server, models: Sequence[nn.Module], clients: Sequence[Samples], config: RunConfig, number: int) -> None:
-    """Let every client update the shared statistics by one batch in training mode, and average them; weights stay."""
+    """Make part (a) of a round: each client updates the running statistics by one batch, and the server averages them.
+
+    Args:
+        server: The server, whose shared statistics are replaced. Its weights stay.
+        models: The model of each client.
+        clients: The training samples of each client.
+        config: The run config.
+        number: The number of the round, which seeds the draw of the batch.
+    """
     updated: list[dict[str, Running]] = []
     for client, (model, own) in enumerate(zip(models, clients, strict=True)):
         load_tensors(model, server.shared.tensors())

@@ -1,16 +1,20 @@
-"""Reproduce FedBN's synthetic study: training loss of FedBN and FedAvg for clients with different features.
+"""Reproduce FedBN's synthetic study: the training losses of FedBN and FedAvg where clients' features differ.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001),
-appendix F, figure 9. There are two clients. Samples of label 0 come from N(-1, S), of label 1 from N(1, S), in 10
-dimensions: the labels pose the same problem, but the features differ. S is the identity at the first client. A
-network of two layers with BatchNorm between them (Linear 100, BatchNorm, ReLU, Linear) learns the label, with one
-full-batch step per round; then the weights are averaged.
+Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
+appendix F, figure 9.
 
-``PAPER``: half of the second client's samples have an S with values off its diagonal; 600 steps of rate 1e-5 on the
-cross-entropy; weights and biases start from N(0, 10^2). The paper leaves open those values (here 0.5), the numbers
-of samples and seeds, full batches, and the place of BatchNorm: they are ours. ``SMALL``, ours: at the second client,
-coordinates are correlated, and they and their means are scaled differently; the squared loss, a rate of 0.05, and
-torch's initial weights.
+There are two clients with points in 10 dimensions. Points of label 0 are drawn from N(-1, S), points of label 1
+from N(1, S). The covariance S is the identity at the first client, and another matrix at the second. A network with
+one hidden layer (Linear 100, BatchNorm, ReLU, Linear) learns the label. Each round has one full-batch step, after
+which the weights are averaged.
+
+``PAPER`` has the paper's settings. For half of the second client's points, S has values off the diagonal. There are
+600 steps on the cross-entropy, at a learning rate of 1e-5. Weights and biases start from N(0, 10^2). The paper does
+not give the values off the diagonal (here 0.5), the numbers of points and of seeds, the size of the batch, and the
+place of BatchNorm: we chose them.
+
+``SMALL`` has settings of ours. At the second client, the coordinates are correlated, and each is scaled differently.
+The loss is the squared error, the learning rate 0.05, and the initial weights are torch's.
 """
 
 from __future__ import annotations
@@ -40,14 +44,14 @@ from fl_bn.run.palette import STYLE
 from fl_bn.task import CLASSIFICATION, Regression, Task
 
 DIMENSIONS, WIDTH = 10, 100
-OFF_DIAGONAL = 0.5  # of the second covariance
+OFF_DIAGONAL = 0.5  # the values off the diagonal of S at the second client, in PAPER
 COMPARED = ("fedavg", "fedbn")
 
 
 class Loss(NamedTuple):
-    """Hold the training loss after ``step`` steps and the averaging after them.
+    """Hold the training loss of one run after ``step`` rounds. Each is a row of ``fedbn_synthetic.csv``.
 
-    It is the mean over clients, on all their data, in evaluation mode.
+    It is the mean over the clients of the loss on all their data, in evaluation mode.
     """
 
     method: str
@@ -61,14 +65,14 @@ class Setting:
     """Describe one setting of the study.
 
     Attributes:
-        seeds: How many seeds to run.
-        samples: Samples of a client.
-        steps: Steps, one per round.
+        seeds: The number of seeds to run.
+        samples: The number of samples of a client.
+        steps: The number of rounds. Each has one step.
         rate: The learning rate.
-        make: A function of samples, shift and a generator that makes a client's samples.
-        task: The task, for its loss.
-        outputs: Outputs of the network.
-        deviation: Standard deviation of the initial weights and biases; None: torch's own.
+        make: Draws the samples of a client, from their number, the shift of the client and a random generator.
+        task: The task, which has the loss.
+        outputs: The number of outputs of the network.
+        deviation: The standard deviation of the initial weights and biases; None: torch's initial values.
     """
 
     seeds: int
@@ -82,12 +86,15 @@ class Setting:
 
 
 def run(folder: Path, small: bool = True, shift: float = 1.0) -> list[Loss]:
-    """Run the study; write ``fedbn_synthetic.csv`` and ``.png`` into ``folder``, and return the rows.
+    """Run the study, and write ``fedbn_synthetic.csv`` and ``fedbn_synthetic.png`` into ``folder``.
 
     Args:
         folder: The folder of the files.
-        small: Whether to run ``SMALL``; else ``PAPER``.
-        shift: How far the second client's features differ; 0 is the control.
+        small: Run ``SMALL``, in place of ``PAPER``.
+        shift: How far the features of the second client differ from those of the first; 0: not at all, as a control.
+
+    Returns:
+        The rows of the CSV file.
     """
     setting, rows = SMALL if small else PAPER, list[Loss]()
     for seed in range(setting.seeds):
@@ -102,7 +109,16 @@ def run(folder: Path, small: bool = True, shift: float = 1.0) -> list[Loss]:
 
 
 def mixture(samples: int, shift: float, rng: np.random.Generator) -> Samples:
-    """Return equally many samples of both labels; if ``shift`` is not 0, half of them have correlations."""
+    """Draw the samples of a client of ``PAPER``, half of them of each label.
+
+    Args:
+        samples: The number of samples.
+        shift: 0: S is the identity for all samples; else it has ``OFF_DIAGONAL`` off its diagonal for half of them.
+        rng: The random generator.
+
+    Returns:
+        x of shape (samples, 10), and y of shape (samples,).
+    """
     shape = (1 - OFF_DIAGONAL) * np.eye(DIMENSIONS) + OFF_DIAGONAL
     labels, correlated = np.arange(samples) % 2, (np.arange(samples) // 2 % 2 == 1) & (shift != 0)
     noise = rng.normal(size=(samples, DIMENSIONS))
@@ -111,9 +127,16 @@ def mixture(samples: int, shift: float, rng: np.random.Generator) -> Samples:
 
 
 def gaussians(samples: int, shift: float, rng: np.random.Generator) -> Samples:
-    """Return equally many samples of both labels.
+    """Draw the samples of a client of ``SMALL``, half of them of each label.
 
-    With ``shift`` 0 S is the identity; else coordinates correlate, with deviations from 1 to 1 + 3 shift.
+    Args:
+        samples: The number of samples.
+        shift: 0: S is the identity; else the coordinates are correlated, and their standard deviations rise from 1
+            to 1 + 3 ``shift``. The means are scaled by the same factors.
+        rng: The random generator.
+
+    Returns:
+        x of shape (samples, 10), and y of shape (samples,).
     """
     correlation = 0.5 * shift / (1 + shift)
     shape = (1 - correlation) * np.eye(DIMENSIONS) + correlation
@@ -129,10 +152,20 @@ PAPER = Setting(10, 1000, 600, 1e-5, mixture, CLASSIFICATION, 2, deviation=10.0)
 
 
 def losses(name: str, clients: Sequence[Samples], setting: Setting, seed: int) -> list[float]:
-    """Return the clients' mean training loss before the first round and after each, with the averaged models.
+    """Train one run, and return the clients' mean training loss before the first round and after each round.
 
-    It is measured in evaluation mode, after the averaging, as in the authors' published code. In training mode each
-    client's batch (here all of its data) would hide the effect of averaging on the statistics.
+    The loss is measured after the averaging, in evaluation mode, as in the authors' published code. In training mode,
+    BatchNorm would use the statistics of the batch, which here are those of all data. The effect of the averaged
+    statistics would not be seen.
+
+    Args:
+        name: The name of the method.
+        clients: The samples of each client.
+        setting: The setting.
+        seed: The seed of the initial weights.
+
+    Returns:
+        ``setting.steps + 1`` losses.
     """
     method, settings = METHODS[name](), LocalTraining(batch_size=max(len(own) for own in clients), steps=1)
     with torch.random.fork_rng(devices=[]):

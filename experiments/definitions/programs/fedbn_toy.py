@@ -1,9 +1,12 @@
-"""Reproduce FedBN's toy problem: the effect of averaging a weight if two clients' features differ in scale.
+"""Reproduce FedBN's toy problem: what averaging a weight does when the clients' features differ in scale.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), section
-1, Figures 1 and 2. y = cos(w_true x) + noise, and the model is cos(w x). A client sees x times a scale of its own:
-the same labels, other features. BatchNorm divides by gamma, the client's empirical standard deviation. The paper does
-not give the number of samples, w_true, the scales and the noise: they are ours.
+Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
+section 1, figures 1 and 2.
+
+Labels are y = cos(w_true x) + noise, and the model is cos(w x). Each client sees x times a scale of its own, so
+clients have the same labels, but different features. With BatchNorm, the model is cos(w x / gamma), where gamma is
+the standard deviation of the client's features. The paper does not give the number of samples, w_true, the scales
+and the noise: we chose them.
 """
 
 from __future__ import annotations
@@ -23,23 +26,23 @@ from fl_bn.run.palette import STYLE
 Array = NDArray[np.float64]
 TRUE, SCALES, NOISE, SAMPLES = 2.0, (1.0, 3.0), 0.1, 200
 LOW, HIGH, HIGHEST_GAMMA, POINTS = 0.001, 12.0, 4.0, 240  # w in [0.001, 12], gamma in [0.001, 4]: Figure 2
-LEARNT = 3.0  # a client's largest weight: gradient descent from a small one would stay below
+LEARNT = 3.0  # the largest weight that is searched: gradient descent from a small weight would not go beyond
 
 
 class Client(NamedTuple):
-    """Hold samples ``x`` and ``y`` (N,), and ``gamma``, the standard deviation of ``x``."""
+    """Hold the features ``x`` and the labels ``y`` of a client, each of shape (N,), and ``gamma``, the deviation of ``x``."""
 
     x: Array
     y: Array
     gamma: float
 
     def loss(self, w: float, gamma: float = 1.0) -> float:
-        """Return the mean squared error of cos(w x / gamma)."""
+        """Return the mean squared error of the model cos(w x / gamma) on the client's samples."""
         return float(np.mean((np.cos(w * self.x / gamma) - self.y) ** 2))
 
 
 def clients(seed: int = 0) -> list[Client]:
-    """Return two clients whose features differ in scale alone."""
+    """Return two clients whose features differ only in scale."""
     made = []
     for number, scale in enumerate(SCALES):
         rng = seeded(seed, number)
@@ -50,18 +53,24 @@ def clients(seed: int = 0) -> list[Client]:
 
 
 def optimum(loss: Callable[[float], float]) -> float:
-    """Return the best weight up to ``LEARNT``, where the loss over the weight is not yet flat."""
+    """Return the weight with the smallest loss in [``LOW``, ``LEARNT``], by a search over a grid.
+
+    Args:
+        loss: Returns the loss at a weight.
+    """
     grid = np.linspace(LOW, LEARNT, 3000)
     return float(grid[np.argmin([loss(w) for w in grid])])
 
 
 def harmonised(folder: Path) -> dict[str, list[float]]:
-    """Draw Figure 1: both clients' losses over the weight, with BatchNorm and without.
+    """Draw figure 1 of the paper: the losses of both clients over the weight, without and with BatchNorm.
 
-    Writes ``fedbn_toy.csv`` and ``.png`` into ``folder``.
+    Args:
+        folder: The folder in which ``fedbn_toy.csv`` and ``fedbn_toy.png`` are written.
 
     Returns:
-        "without BN" and "with BN" -> each client's best weight, then the clients' mean loss at the mean of these.
+        For ``without BN`` and for ``with BN``, three numbers: the best weight of each of the two clients, and the
+        clients' mean loss at the mean of these weights.
     """
     both, grid, found = clients(), np.linspace(LOW, HIGH, POINTS), dict[str, list[float]]()
     lines: list[tuple[str, int, float, float]] = []
@@ -88,13 +97,15 @@ def harmonised(folder: Path) -> dict[str, list[float]]:
 
 
 def surface(folder: Path) -> dict[str, float]:
-    """Draw Figure 2: the first client's error over the weight and gamma.
+    """Draw figure 2 of the paper: the error of the first client over the weight and gamma.
 
-    Writes ``fedbn_surface.csv`` and ``.png`` into ``folder``.
+    Args:
+        folder: The folder in which ``fedbn_surface.csv`` and ``fedbn_surface.png`` are written.
 
     Returns:
-        The client's error at its own best weight and gamma ("own"), at the mean weight with its own gamma ("mean w,
-        own gamma"), and at the means of both ("mean w, mean gamma").
+        The error of the first client at three places: at its own best weight and gamma (``own``), at the mean of
+        both clients' best weights and its own gamma (``mean w, own gamma``), and at the means of both (``mean w, mean
+        gamma``).
     """
     both = clients()
     own, gammas = both[0], [client.gamma for client in both]

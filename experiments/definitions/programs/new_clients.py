@@ -1,9 +1,11 @@
-"""Test new clients after training on five domains of digits: MNIST with changed strokes, as in Morpho-MNIST.
+"""Test models that were trained on five domains of digits on new clients, whose digits have changed strokes.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix
-G and Table 17. Under FedBN a new client takes the mean of all trained clients' affine, and has statistics of its own
-samples. FedAvg and FedProx are tested with the shared model. They are tested with statistics of the new client, too,
-which are not in the table. The settings are in ``experiments/definitions/001-T17.toml``.
+Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
+appendix G and table 17. The new clients have MNIST with changes as in Morpho-MNIST.
+
+Under FedBN, a new client takes the mean of the trained clients' affine parameters, and the statistics of its own
+samples. FedAvg and FedProx are tested with the shared model. We also test them with the statistics of the new
+client, which the paper does not. The settings are in ``experiments/definitions/001-T17.toml``.
 """
 
 from __future__ import annotations
@@ -31,18 +33,24 @@ CLIENTS = {"Morpho-global": ("none", "thin", "thick"), "Morpho-local": ("none", 
 OWN = ", own statistics"
 AXIS = "client"
 WAYS = (*CLIENTS, *(f"{client}{OWN}" for client in CLIENTS))
-SAMPLES = 743  # per new client: as many as the trained ones have
-SEED = 0  # of the new clients' data, which are the same for all runs
+SAMPLES = 743  # the samples of a new client, as many as a trained client has
+SEED = 0  # the seed of the new clients' data, which are the same for all runs
 
 
 def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[tuple[str, int, str, float]]:
-    """Run the study; write ``new_clients.csv`` and ``.png`` into ``folder``.
+    """Run the study, and write ``new_clients.csv`` and ``new_clients.png`` into ``folder``.
+
+    Args:
+        folder: The folder of the files and of the runs. Finished runs are not repeated.
+        variant: The variant in ``001-T17.toml``.
+        data: The folder of the data.
+        jobs: The number of runs at a time.
 
     Returns:
-        Method, seed, way and accuracy (percent) of each line.
+        The rows of the CSV file: method, seed, name of the new client and its statistics, accuracy in percent.
 
     Raises:
-        RuntimeError: Runs failed.
+        RuntimeError: Runs failed. The message has the error of each.
     """
     cells = plan(folder, variant, data)
     if errors := run_cells(cells, jobs, lambda done, total: None):
@@ -58,12 +66,12 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
 
 
 def plan(folder: Path, variant: str, data: str) -> list[Cell]:
-    """Return one run per method and seed."""
+    """Return the cells of the study: one run per method and seed."""
     return read(FILE, variant, data).cells(folder)
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return way -> accuracy on the new clients' test samples, as a share."""
+    """Return the accuracy (0..1) of a finished run on the test samples of each new client, with each kind of statistics."""
     made, found = read_run(cell.path), dict[str, float]()
     shared = made.before() if made.method.shares(Role.AFFINE) else None
     for client in newcomers(cell.config):
@@ -74,7 +82,7 @@ def measured(cell: Cell) -> dict[str, float]:
 
 
 def newcomers(config: RunConfig) -> tuple[Newcomer, ...]:
-    """Return the new clients for a run: their images are changed at MNIST's size, and then resized as the run's are."""
+    """Return the new clients of a run. Their images are changed at MNIST's size, and then resized to the run's size."""
     return _newcomers(config.dataset, config.data_path, config.image_size)
 
 
@@ -90,7 +98,10 @@ def _newcomers(name: str, path: str, image_size: int) -> tuple[Newcomer, ...]:
 
 
 def _digits(name: str, path: str) -> Dataset:
-    """Return bright digits on a dark ground: MNIST where the run has it among its domains, else the run's own data."""
+    """Return digits that are bright on a dark ground, as the changes need.
+
+    They are MNIST's where ``name`` is digits-five, which contains MNIST; else they are the data of the run itself.
+    """
     if not name.startswith("digits-five"):
         return load(name, path)
     return sources(Path(path))[-1].load(Path(path), SIZE)

@@ -1,17 +1,19 @@
-"""Measure how far each method's normalised points are from centrally normalised ones: FBN's figures 1 and 2.
+"""Measure how far the points that a method normalises are from centrally normalised ones: figures 1 and 2 of FBN.
 
-Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al. (seed 003), sections 3 and 4.
-There is no network. Ten clients have points of the plane, each about a mean of its own: the means stand on a circle
-of radius 10, and the variance is 1. In each of 100 rounds every client draws 30 points. The less similar the clients,
-the more of a client's points are about its own mean: a share ``similarity`` of them is drawn from all ten means. The
-statistics start at (0, 1) and move by 0.1 a round. The error is the Euclidean distance of a method's points to the
-same points normalised by BatchNorm on all of the round's points, averaged over points and rounds.
+Paper: Guerraoui et al.: Overcoming the Challenges of Batch Normalization in Federated Learning (seed 003), sections
+3 and 4.
 
-    naive    each client's own batch
-    fixbn    as naive for half of the rounds, then the averaged statistics, frozen
-    fbn      shared statistics of the round before, the variance corrected (Algorithm 2)
+There is no network, only points of the plane. Each of ten clients has a mean; the means stand on a circle of radius
+10. In each of 100 rounds, every client draws 30 points of variance 1. A share ``similarity`` of them is drawn around
+the means of all clients, and the others around the client's own mean. The running statistics start at mean 0 and
+variance 1, with a momentum of 0.1. The error of a method is the Euclidean distance between its normalised points
+and those that BatchNorm gives on all points of the round, averaged over points and rounds. The methods:
 
-The paper mentions four levels of heterogeneity for figure 2c without their values. Here they are levels of its
+    naive    normalises by the statistics of the client's own batch
+    fixbn    as naive for half of the rounds, then by the averaged running statistics, which are frozen
+    fbn      normalises by the shared statistics of the round before, with the corrected variance (Algorithm 2)
+
+The paper does not give the values of the four levels of heterogeneity in figure 2c. Here they are levels of its
 figure 3.
 """
 
@@ -39,14 +41,14 @@ from fl_bn.roles import batch_norms
 from fl_bn.run.palette import COLOURS, STYLE
 
 CLIENTS, POINTS, RADIUS, ROUNDS = 10, 30, 10.0, 100
-MOMENTUM = 0.1  # beta, of the statistics
+MOMENTUM = 0.1  # of the running statistics; the paper's beta
 SIMILARITY = (1.0, 0.3, 0.01, 0.0)
 CENTRALISED, NAIVE, FIXBN, FBN = "centralised", "naive", "fixbn", "fbn"
 METHODS_SHOWN = (NAIVE, FIXBN, FBN)
 
 
 class Error(NamedTuple):
-    """Hold mean and standard deviation over repetitions of a method's normalisation error at one similarity."""
+    """Hold the error of a method at one similarity: its mean and standard deviation over repetitions."""
 
     similarity: float
     method: str
@@ -55,11 +57,12 @@ class Error(NamedTuple):
 
 
 class Normalised(NamedTuple):
-    """Hold the points of the last round and the error over all rounds.
+    """Hold the points of the last round, and the errors over all rounds.
 
     Attributes:
-        points: Method -> points (clients, n, 2); ``raw``: before normalisation.
-        error: Method -> error over all rounds.
+        points: The normalised points of each method, of shape (clients, n, 2), and the points before normalisation
+            under the name ``raw``.
+        error: The error of each method.
     """
 
     points: dict[str, Tensor]
@@ -67,12 +70,15 @@ class Normalised(NamedTuple):
 
 
 def run(folder: Path, small: bool = True, seed: int = 0) -> list[Error]:
-    """Run the study; write ``normalisation_error.csv`` and ``.png``, and ``normalised_points.png`` (similarity 0).
+    """Run the study, and draw the errors of all methods and their points at similarity 0.
 
     Args:
-        folder: The folder of the files.
-        small: Whether to make one repetition; else 5.
+        folder: The folder for ``normalisation_error.csv``, ``normalisation_error.png`` and ``normalised_points.png``.
+        small: Make one repetition, in place of five.
         seed: The seed of the draws.
+
+    Returns:
+        The rows of the CSV file.
     """
     errors, last = [], dict[float, Normalised]()
     for similarity in SIMILARITY:
@@ -90,7 +96,16 @@ def run(folder: Path, small: bool = True, seed: int = 0) -> list[Error]:
 
 
 def draws(similarity: float, rng: np.random.Generator, rounds: int = ROUNDS) -> list[Tensor]:
-    """Return each round's points (clients, n, 2)."""
+    """Draw the points of all rounds.
+
+    Args:
+        similarity: The share of a client's points that are drawn around the means of all clients.
+        rng: The random generator.
+        rounds: The number of rounds.
+
+    Returns:
+        The points of each round, of shape (clients, n, 2).
+    """
     angle = 2 * np.pi * np.arange(CLIENTS) / CLIENTS
     means, own = RADIUS * np.stack([np.cos(angle), np.sin(angle)], 1), np.arange(CLIENTS)[:, None]
     found = []
@@ -102,7 +117,11 @@ def draws(similarity: float, rng: np.random.Generator, rounds: int = ROUNDS) -> 
 
 
 def normalised(rounds: Sequence[Tensor]) -> Normalised:
-    """Normalise the points of ``rounds`` by each method, and measure the distance to centralised BatchNorm."""
+    """Normalise the points of all rounds by each method, and measure the distance to BatchNorm on all points of a round.
+
+    Args:
+        rounds: The points of each round, of shape (clients, n, 2).
+    """
     algorithm_2, plain = METHODS["fbn"](momentum=MOMENTUM), METHODS["fedavg"]()
     fedavg, fbn = convert(_network(), plain), convert(_network(), algorithm_2)
     distance = dict.fromkeys(METHODS_SHOWN, 0.0)
@@ -128,7 +147,13 @@ def _network() -> nn.Module:
 
 
 def _federated_round(shared: nn.Module, method: Method, batches: Tensor) -> None:
-    """Update the shared statistics by one round: the clients report, and the method combines."""
+    """Update the running statistics of ``shared`` by one round: the clients report statistics, and the method combines them.
+
+    Args:
+        shared: The network, whose statistics are changed in place.
+        method: The method.
+        batches: The points of the round, of shape (clients, n, 2).
+    """
     reports: list[dict[str, Moments]] = []
     model, sent = copy.deepcopy(shared).train(), copy.deepcopy(shared.state_dict())
     for own in batches:
@@ -166,7 +191,7 @@ def _draw_errors(errors: Sequence[Error], path: Path) -> None:
 
 
 def _draw_points(found: Normalised, path: Path) -> None:
-    """Draw Figure 1 (before and after normalisation) and Figure 2a, b (FBN and FixBN in the last round)."""
+    """Draw the points before and after normalisation, as figures 1, 2a and 2b of the paper do for the last round."""
     with plt.rc_context(STYLE):
         panels: Mapping[str, str] = {"raw": f"points of {CLIENTS} clients", CENTRALISED: CENTRALISED, NAIVE: NAIVE, FBN: FBN, FIXBN: FIXBN}
         figure, all_axes = plt.subplots(1, len(panels), figsize=(3 * len(panels), 3.3), layout="constrained")

@@ -1,8 +1,8 @@
-"""Compare a finished run's accuracy with its own running statistics and with exact ones of the tested weights.
+"""Compare the test accuracy of a finished run under its running statistics and under exact ones.
 
-A client that keeps its statistics at home (FedBN, SiloBN) gathers them while it trains, with its own weights. It is
-tested with the averaged weights. The exact statistics are those of its training samples under the averaged weights;
-with shared statistics, those of all clients' samples.
+Clients of FedBN and SiloBN keep their statistics at home. They gather them while they train their own weights, but
+are tested with the averaged weights. Exact statistics are measured with the averaged weights: on the training samples
+of the client, or on those of all clients where the method shares statistics.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAYS = ("as kept", "measured anew")
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return way -> test accuracy, as a share, mean over the clients."""
+    """Return the test accuracy (0..1), as a mean over the clients, with each kind of statistics."""
     config = cell.config
     samples = [assembly.client_samples(config, client)[:2] for client in range(config.clients)]
     union, found = torch.cat([train.x for train, _ in samples]), dict[str, list[float]]()
@@ -38,7 +38,12 @@ def measured(cell: Cell) -> dict[str, float]:
 
 
 def measure(model: nn.Module, x: Tensor) -> None:
-    """Set the statistics of every BatchNorm layer to the exact ones of ``x``: all of it is one batch."""
+    """Set the running statistics of every BatchNorm layer to those of ``x``, which is passed as one batch.
+
+    Args:
+        model: The network, which is changed in place, and is in training mode afterwards.
+        x: The samples, of shape (N, ...).
+    """
     layers = batch_norms(model)
     momentum = {name: layer.momentum for name, layer in layers.items()}
     for layer in layers.values():

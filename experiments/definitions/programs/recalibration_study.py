@@ -1,9 +1,9 @@
-"""Compare FedAvg's accuracy before and after re-calibration of its statistics, with the same weights, by label skew.
+"""Compare FedAvg's accuracy before and after re-calibration of the statistics, at several levels of label skew.
 
-FedAvg averages running means and, separately, running variances. So the spread of the clients' means is lost, and the
-statistics are those of local models, not of the averaged one. Re-calibration replaces them by the exact ones of the
-union of the data, and keeps the weights. The difference in accuracy is the cost of the statistics; the rest of the
-distance to centralised training is in the weights.
+FedAvg averages the running means and the running variances separately. The averaged variance lacks the spread of the
+clients' means. The statistics also belong to the local models, not to the averaged one. Re-calibration keeps the
+weights, and replaces the statistics by the exact ones of all clients' data. The gain in accuracy is what the wrong
+statistics cost. The remaining distance to centralised training is due to the weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CIFAR: dict[str, Any] = {
 
 
 class Result(NamedTuple):
-    """Hold the test accuracy (0..1) of one run's weights after ``passes`` passes (0: FedAvg's own statistics)."""
+    """Hold the test accuracy (0..1) of a run after ``passes`` re-calibration passes; 0: with FedAvg's own statistics."""
 
     split: str
     seed: int
@@ -42,19 +42,20 @@ class Result(NamedTuple):
 
 
 def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[Result]:
-    """Run the study; write ``recalibration.csv`` and ``.png`` into ``folder``, and all runs below ``runs``.
-
-    Finished runs are not repeated.
+    """Run the study, and write ``recalibration.csv`` and ``recalibration.png``.
 
     Args:
-        folder: The folder of the files.
-        variant: ``small``: digits, 10 rounds; ``evidence``: the subset of CIFAR-10 in ``data``; ``cause``: the same,
-            and each run again with one local step in a round; else digits, 100 rounds.
+        folder: The folder of the files. The runs are in ``runs`` there; finished runs are not repeated.
+        variant: ``small``: digits, 10 rounds; ``evidence``: the subset of CIFAR-10 in ``data``; ``cause``: as
+            ``evidence``, and each run a second time with one local step per round; else digits, 100 rounds.
         data: The folder of the data.
-        jobs: Runs at a time.
+        jobs: The number of runs at a time.
+
+    Returns:
+        The rows of the CSV file.
 
     Raises:
-        RuntimeError: Runs failed.
+        RuntimeError: Runs failed. The message has the error of each.
     """
     cells = plan(folder, variant, data)
     if errors := run_cells(cells, jobs, lambda done, total: None):
@@ -67,7 +68,10 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
 
 
 def plan(folder: Path, variant: str, data: str) -> list[Cell]:
-    """Plan one run per seed and split; for ``cause`` a second one with equally many steps, each in a round of its own."""
+    """Return the cells of the study: one run per seed and label skew.
+
+    For the variant ``cause`` there is a second run each, with the same number of steps, but one step per round.
+    """
     cifar = {**CIFAR, "data-path": f"{data}/cifar10.npz"}
     keys = {"small": DIGITS, "evidence": cifar, "cause": cifar}.get(variant, {**DIGITS, "rounds": 100})
     single = {"local-steps": 1, "rounds": CIFAR["rounds"] * CIFAR["local-steps"]}
@@ -83,7 +87,7 @@ def plan(folder: Path, variant: str, data: str) -> list[Cell]:
 
 
 def recalibrated(cell: Cell) -> list[Result]:
-    """Return the accuracies of a finished run, pass by pass."""
+    """Re-calibrate a finished run, unless that was done before, and return its accuracy after each pass."""
     again = Cell(planned(cell.path, {}))
     if again.outcome().get("status") != "finished":
         run_cell(again)
@@ -91,7 +95,7 @@ def recalibrated(cell: Cell) -> list[Result]:
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return the accuracy, as a share, with the averaged and with the exact statistics."""
+    """Return the accuracy (0..1) of a finished run with the averaged and with the exact statistics."""
     first, *_, last = recalibrated(cell)
     return {"averaged": first.accuracy, "exact": last.accuracy}
 

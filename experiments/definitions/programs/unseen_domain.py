@@ -1,14 +1,14 @@
-"""Train on all domains of digits but one, and adapt to that one in every way; over methods, domains and seeds.
+"""Train on all domains of digits but one, and adapt the model to the domain left out, in every way of ``fl-bn adapt``.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix
-G. The domains, the network and the settings are those of the five-domain task
-(``experiments/definitions/001-T11.toml``), with one client per remaining domain. The variant ``evidence`` is ``shared``
-on the domains of ``DIGITS``.
+Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
+appendix G. This is done for each method, each domain and each seed. The domains, the network and the settings are
+those of the five-domain task (``experiments/definitions/001-T11.toml``), with one client per remaining domain. The
+variant ``evidence`` is the variant ``shared`` on the domains of ``DIGITS``.
 
-FedAvg is not among the methods. It trains the same weights and affine as SiloBN, bit for bit, since the running
-statistics have no part in the training of either; so with new statistics the two are one model. FixBN is not among
-them, either: at this constant learning rate its frozen half fails on the small variant's domains (26 % on the known
-domains, mean over domains and seeds).
+Two methods are left out. FedAvg trains the same weights and affine parameters as SiloBN, bit for bit, since running
+statistics take no part in training. With new statistics, the two are the same model. FixBN fails here: at this
+constant learning rate, its frozen half reaches 26 % on the known domains of the small variant (mean over domains and
+seeds).
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ WAYS = (KNOWN, BEFORE, *HOW)
 
 
 class Row(NamedTuple):
-    """Hold the accuracy (percent) of one run.
+    """Hold one accuracy of one run. Each is a row of ``adaptations.csv``.
 
     Attributes:
-        held_out: The domain that training left out.
+        held_out: The domain that was left out in training.
         method: The method.
         seed: The seed.
-        how: A way of adapting; ``before`` adapting; or the run's own accuracy on the domains that it knows.
+        how: The way in which the model was adapted to the domain left out; ``before``: it was not adapted; ``known
+            domains``: the accuracy is on the domains of the training.
         accuracy: The accuracy in percent.
-        note: A remark.
+        note: A remark on the adaptation; empty: none.
     """
 
     held_out: str
@@ -70,20 +71,21 @@ class Row(NamedTuple):
 
 
 def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1) -> list[Row]:
-    """Run the study; write ``adaptations.csv``, ``table.csv``, ``table.md``, ``unseen_domain.png`` into ``folder``.
-
-    The runs are below ``runs``; finished ones are not repeated.
+    """Run the study, and write ``adaptations.csv``, ``table.csv``, ``table.md`` and ``unseen_domain.png``.
 
     Args:
-        folder: The folder of the files.
+        folder: The folder of the files. The runs are in ``runs`` there; finished runs are not repeated.
         variant: ``small``: generated domains; ``shared`` and ``evidence``: a small network on the digit domains in
             ``data``; else the paper's setting.
         data: The folder of the data.
-        jobs: Runs at a time.
+        jobs: The number of runs at a time.
+
+    Returns:
+        The rows of ``adaptations.csv``.
 
     Raises:
         ConfigError: The data cannot be used.
-        RuntimeError: Runs failed.
+        RuntimeError: Runs failed. The message has the error of each.
     """
     cells = plan(folder, variant, data)
     if errors := run_cells(cells, jobs, lambda done, total: None):
@@ -94,7 +96,7 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
 
 
 def plan(folder: Path, variant: str, data: str) -> list[Cell]:
-    """Plan one run per seed, held-out domain and method."""
+    """Return the cells of the study: one run per seed, domain left out, and method."""
     keys = {"small": SMALL, "shared": SHARED, "evidence": SHARED}.get(variant, COMMON)
     if variant == "small":
         domains: Sequence[str] = SHIFTS
@@ -109,31 +111,36 @@ def plan(folder: Path, variant: str, data: str) -> list[Cell]:
                 config = Usage().config({**keys, **own, "output": str((folder / "runs").resolve())})
                 cells.append(Cell(config, {"method": name, "held out": domain, "seed": seed}))
     for cell in cells:
-        cell.finished()  # refuses a folder with other runs, before any is begun
+        cell.finished()  # raises ConfigError before the first run where the folder holds other runs
     return cells
 
 
 def adapted(cell: Cell) -> Iterator[Row]:
-    """Yield the accuracies of a finished run on the domain that it held out, before and after adapting."""
+    """Yield the accuracies of a finished run: on its known domains, and on the domain left out, before and after adapting."""
     at = (str(cell.axes["held out"]), str(cell.axes["method"]), cell.config.seed)
     yield Row(*at, KNOWN, 100 * float(cell.rows()[-1]["accuracy"]))
     made, client = read_run(cell.path), newcomer(cell.config).drawn(0, cell.config.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     outcomes = adapt(made, client, ways(made, "all"), BATCH, device)
     if outcomes[0].before is None:
-        raise ConfigError(f"{cell.path}: the clients' models are missing, so the model before adapting is unknown: run it again")
+        raise ConfigError(
+            f"{cell.path} lacks the models of its clients, which give the model before adapting: delete the folder and run it again"
+        )
     yield Row(*at, BEFORE, 100 * outcomes[0].before["accuracy"])
     for outcome in outcomes:
         yield Row(*at, outcome.how, 100 * outcome.after["accuracy"], outcome.note)
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return way -> accuracy, as a share."""
+    """Return the accuracy (0..1) of a finished run for each way of adapting, before it, and on the known domains."""
     return {row.how: row.accuracy / 100 for row in adapted(cell)}
 
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Tabulate mean (standard deviation over seeds) in percent, per held-out domain and method, and over the domains."""
+    """Return the lines of a table with the accuracy in percent, for each domain left out, for their mean, and by method.
+
+    A cell is the mean over the seeds, with their standard deviation in brackets. The first line has the titles.
+    """
     columns = (KNOWN, BEFORE, *HOW)
     domains, methods = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("held_out", "method"))
     made: list[tuple[str, ...]] = [("held out", "method", *columns)]

@@ -1,4 +1,4 @@
-"""Compare the accuracy of FedAvg's weights with one client's, with averaged, and with exact statistics."""
+"""Compare the accuracy of FedAvg's weights under the statistics of one client, averaged ones and exact ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ WAYS = ("one client's", "averaged", "exact")
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return way -> test accuracy, as a share; ``one client's`` statistics are those of client 0."""
+    """Return the test accuracy (0..1) of a finished run with each kind of statistics.
+
+    ``one client's`` statistics are those of client 0, measured with the averaged weights.
+    """
     data, clients = assembly.dataset(cell.config), [assembly.client_samples(cell.config, i)[0] for i in range(cell.config.clients)]
 
     def accuracy(measuring: Sequence[Samples]) -> float:

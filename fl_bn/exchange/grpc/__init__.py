@@ -1,1 +1,4 @@
-"""The exchange over one gRPC stream per client: the service in the ServerApp's process, and its client."""
+"""The layer-wise exchange over gRPC, with one stream per client.
+
+``service`` runs in the ServerApp's process. ``client`` is the client's side.
+"""

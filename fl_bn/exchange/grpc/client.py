@@ -1,4 +1,4 @@
-"""Client of the service: one stream for one round, from join to close."""
+"""The client of the gRPC service. It opens one stream per round, which lasts from joining to closing."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fl_bn.exchange.grpc.service import TOKEN
 from fl_bn.exchange.grpc.wire import decode_answer, encode_request
 from fl_bn.support.loopback import direct
 
-MOST = 2.0**31 - 1  # of a number that gRPC counts in: milliseconds, seconds
+MOST = 2.0**31 - 1  # the largest number of milliseconds or seconds that gRPC takes
 
 
 class GrpcExchange:
-    """A client's exchange over gRPC. It joins the round when it is made.
+    """Take part in a layer-wise exchange as one client, over gRPC. Making the object joins the round.
 
     Args:
         address: HOST:PORT of the service.
-        token: from the train message.
-        batch: size of the client's batch.
-        authority: PEM of the certificate authority. Empty: plaintext.
-        timeout: of the whole stream, in seconds.
-        patience: seconds after which a server that does not answer pings is given up.
+        token: the client's token for this round, from its train message.
+        batch: the number of samples in the client's batch.
+        authority: the certificate authority's certificate, in PEM. Empty: the connection is not encrypted.
+        timeout: seconds that the whole stream may last.
+        patience: seconds without an answer to a ping, after which the client considers the server dead.
 
     Raises:
         ExchangeFailed: the service cannot be reached, or refuses the client.
@@ -63,7 +63,7 @@ class GrpcExchange:
             raise
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
-        """Average ``local`` (d,) over the cohort, and wait until all clients have sent theirs.
+        """Average ``local`` (d,) over the cohort, and wait until all clients have sent their vectors.
 
         Raises:
             ExchangeFailed: the round's exchange cannot go on.
@@ -71,7 +71,7 @@ class GrpcExchange:
         return checked(self._ask(Local(key, local.detach().cpu(), count), local.dtype), key, local)
 
     def close(self, error: str = "") -> None:
-        """Leave the round, and wait until the server has seen it. A second call does nothing."""
+        """Leave the round, and wait until the server has noticed. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -84,7 +84,7 @@ class GrpcExchange:
             for _ in () if error else self._answers:  # until the server has seen us leave
                 pass
         except grpc.RpcError:
-            pass  # the others gave up after our last exchange
+            pass  # the round failed after this client's last exchange
         finally:
             self._channel.close()
 

@@ -1,7 +1,7 @@
-"""The service: an asyncio gRPC server in a thread of the ServerApp's process.
+"""The gRPC service of the exchange: an asyncio server in a thread of the ServerApp's process.
 
-asyncio was measured faster than a thread per stream (5 clients: 1.0 against 1.3 ms), and a waiting stream
-needs no thread.
+With 5 clients an exchange takes 1.0 ms with asyncio, and 1.3 ms with a thread per stream. A stream that waits
+also needs no thread.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"].full_name
 TOKEN = "fl-bn-token"
 TICK = 0.1  # seconds between checks of the clock
-FRAME = 4096  # bytes of a message around its values, at most
+FRAME = 4096  # the most bytes that a message needs beside its values
 
 
 class Ticket(NamedTuple):
-    """Right of a client to join a session, by its token.
+    """Allow a client to join a session. The client shows the ticket's token.
 
     Attributes:
         session: the session.
@@ -44,13 +44,13 @@ class Ticket(NamedTuple):
 
 @dataclass(eq=False)
 class Stream:
-    """An admitted client's stream. It is kept for the round, because its token is used up.
+    """Hold the stream of a client that was admitted. It is kept for the whole round, so that nobody can use its token again.
 
     Attributes:
-        ticket: of the client.
-        context: of gRPC.
-        busy: its own handler is about to answer or end it.
-        ended: its handler has ended.
+        ticket: the client's ticket.
+        context: gRPC's object for the stream.
+        busy: whether the stream's own handler is about to answer or end it.
+        ended: whether the stream's handler has ended.
     """
 
     ticket: Ticket
@@ -60,13 +60,14 @@ class Stream:
 
 
 class ExchangeService:
-    """A gRPC server for any number of sessions, from ``start`` to ``stop``.
+    """Serve any number of sessions over gRPC, from ``start`` to ``stop``.
 
     Args:
-        host: address to listen on.
-        port: 0 for any free one.
-        largest: bytes of the longest vector of any layer. gRPC refuses longer messages before they are read.
-        certificates: None for plaintext.
+        host: the address to listen on.
+        port: the port to listen on. 0: any free one.
+        largest: the length in bytes of the longest vector of any layer. gRPC refuses longer messages before
+            reading them.
+        certificates: the PEM files for TLS. None: connections are not encrypted.
     """
 
     def __init__(self, host: str, port: int, largest: int, certificates: Certificates | None = None) -> None:
@@ -84,8 +85,11 @@ class ExchangeService:
     def start(self) -> Self:
         """Start to listen.
 
+        Returns:
+            This service.
+
         Raises:
-            OSError: the address cannot be bound.
+            OSError: the service cannot listen on the address.
         """
         self._thread.start()
         try:
@@ -96,7 +100,7 @@ class ExchangeService:
         return self
 
     def stop(self) -> None:
-        """End every session and stream, close the socket, and end the thread."""
+        """Fail every session that is still open, then close all streams, the socket and the thread."""
         for session in self._sessions():
             session.fail("the exchange service was stopped")
         if self._server is not None:
@@ -111,7 +115,7 @@ class ExchangeService:
         """Admit the clients of ``session``.
 
         Returns:
-            An unguessable token per client, each for one stream.
+            An unguessable token for each client. One stream can use it.
         """
         self._strangers = 0
         tokens = {client: secrets.token_hex(32) for client in sorted(session.active)}
@@ -119,7 +123,7 @@ class ExchangeService:
         return tokens
 
     def close(self, session: Session) -> None:
-        """Close ``session``: clients that still wait get an error. Its tokens are forgotten."""
+        """Close ``session`` and forget its tokens. Clients that still wait for an answer get an error."""
         session.close()
         for token in [token for token, ticket in list(self._tickets.items()) if ticket.session is session]:
             del self._tickets[token]
@@ -127,19 +131,28 @@ class ExchangeService:
                 self._streams.pop(token, None)
 
     async def _average(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
-        """Serve one client's stream. It ends with an error if the client is refused or late, or the round is given up."""
+        """Serve one client's stream. The stream ends with an error if the client is refused or late, or if the round fails."""
         token = str(dict(context.invocation_metadata() or ()).get(TOKEN, ""))
         ticket = self._tickets.get(token)
         if ticket is None:
             self._strangers += 1
             if self._strangers <= 10 or self._strangers % 100 == 0:  # many attempts must not fill the log
-                why = "unknown token" if token else "no token"
-                LOGGER.warning("exchange: refused a stranger from %s: %s (number %d)", context.peer(), why, self._strangers)
+                why = "its token is not one of this round's" if token else "it sent no token"
+                LOGGER.warning(
+                    "exchange: refused a connection from %s: %s (refusal %d of this round)", context.peer(), why, self._strangers
+                )
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "expected the token of this round's train message")
             return  # abort has raised
         if token in self._streams:
-            LOGGER.warning("exchange: refused a second join as %s from %s", ticket.session.called.client(ticket.client), context.peer())
-            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"{ticket.session.called.client(ticket.client)} has joined already")
+            LOGGER.warning(
+                "exchange: refused a second connection with the token of %s, from %s",
+                ticket.session.called.client(ticket.client),
+                context.peer(),
+            )
+            await context.abort(
+                grpc.StatusCode.ALREADY_EXISTS,
+                f"{ticket.session.called.client(ticket.client)} has joined already: its token admits one stream",
+            )
         self._streams[token] = stream = Stream(ticket, context)
         reason = "its stream broke"
         try:
@@ -162,7 +175,11 @@ class ExchangeService:
             ticket.session.leave(ticket.client, reason)
 
     async def _answer(self, ticket: Ticket, data: bytes) -> Answer | ExchangeFailed | None:
-        """Answer one request; None if the client leaves."""
+        """Answer one request.
+
+        Returns:
+            The answer, or the reason for having none. None if the client leaves the session.
+        """
         session, client = ticket
         try:
             request = decode_request(data, session.layers)
@@ -190,7 +207,7 @@ class ExchangeService:
             ("grpc.http2.max_ping_strikes", 0),
         ]
         server = grpc.aio.server(options=options)
-        # requests are taken as bytes, so that garbage is refused here, by name, and not by gRPC
+        # the handler takes raw bytes: this code can then refuse an unreadable request with the client's name
         method = grpc.stream_stream_rpc_method_handler(self._average, response_serializer=pb.Answer.SerializeToString)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Average": method}),))
         address = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -216,7 +233,7 @@ class ExchangeService:
             for stream in list(self._streams.values()):
                 if not stream.busy and (reason := stream.ticket.session.out(stream.ticket.client)):
                     stream.busy = True
-                    with contextlib.suppress(Exception):  # it raises in any case: the stream is over, now or already
+                    with contextlib.suppress(Exception):  # ``abort`` always raises, whether or not the stream has ended before
                         await stream.context.abort(grpc.StatusCode.ABORTED, reason)
 
     async def _stop(self, server: grpc.aio.Server) -> None:

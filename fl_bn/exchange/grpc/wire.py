@@ -1,4 +1,4 @@
-"""Requests and answers as protobuf messages and back. An unreadable message is refused by name."""
+"""Convert requests and answers to protobuf messages and back. An unreadable message is refused with a reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = {torch.float32: "<f4", torch.float64: "<f8"}
 
 
 def encode_request(request: Request) -> pb.Request:
-    """Write a client's request as a message."""
+    """Convert a client's request to a message."""
     if isinstance(request, Join):
         return pb.Request(join=pb.Join(batch=request.batch))
     key = request.key
@@ -34,22 +34,24 @@ def encode_request(request: Request) -> pb.Request:
 
 
 def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
-    """Read a client's request.
+    """Convert a message to a client's request.
 
     Args:
-        data: the message.
+        data: the message, as received.
         layers: the layers that may be exchanged, by name.
 
     Returns:
-        The request, or None if the client leaves.
+        The request, or None if the client leaves the session.
 
     Raises:
-        Refused: the message is no join, no leave, and no known layer's values.
+        Refused: the message cannot be read, or names a layer or kind of vector that does not exist.
     """
     try:
         message = pb.Request.FromString(data)
     except DecodeError as error:
-        raise Refused(f"expected a request of exchange.proto, but got {len(data)} bytes of another form") from error
+        raise Refused(
+            f"expected a request in the format of exchange.proto, but got {len(data)} bytes that cannot be read as one"
+        ) from error
     kind = message.WhichOneof("kind")
     if kind == "leave":
         return None
@@ -59,10 +61,10 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
         raise Refused("expected a join, a layer's values or a leave, but got an empty request")
     local = message.local
     if local.quantity not in QUANTITIES:
-        raise Refused(f"expected a quantity 1..{len(QUANTITIES)}, but got {local.quantity}")
+        raise Refused(f"expected a kind of vector (quantity) from 1 to {len(QUANTITIES)}, but got {local.quantity}")
     key = Key(local.layer, QUANTITIES[local.quantity], local.call)
     if (layer := layers.get(key.layer)) is None:
-        raise Refused(f"{key}: expected one of {len(layers)} BatchNorm layers ({', '.join(list(layers)[:3])} ...)")
+        raise Refused(f"{key}: the server's model has no such BatchNorm layer; it has {len(layers)} ({', '.join(list(layers)[:3])} ...)")
     expected = key.quantity.width(layer.channels) * layer.dtype.itemsize
     if len(local.values) != expected:
         raise Refused(f"{key}: expected {expected} bytes ({layer.channels} channels of {layer.dtype}), but got {len(local.values)}")
@@ -71,12 +73,12 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
 
 @lru_cache(maxsize=8)
 def encode_answer(answer: Answer) -> pb.Answer:
-    """Write an answer as a message, once for all clients of a cohort."""
+    """Convert an answer to a message. One message serves all clients of a cohort."""
     return pb.Answer(values=_bytes(answer.values), count=answer.count, batch=answer.batch)
 
 
 def decode_answer(message: pb.Answer, dtype: torch.dtype) -> Answer:
-    """Read an answer with values of ``dtype``."""
+    """Convert a message to an answer with values of ``dtype``."""
     return Answer(_tensor(message.values, dtype), message.count, message.batch)
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 from fl_bn.exchange.local import Turns
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import Member, Result, client_round, client_rounds
+from fl_bn.federation.client_round import Member, Result, client_rounds
 from fl_bn.federation.engines.vectorised import AsOneProgram, CannotVectorise, Fallback
 from fl_bn.federation.sources import SampleSource
 
@@ -59,7 +59,7 @@ class VmapRendezvous:
         result = self._results.pop(index)
         if isinstance(result, Exception):
             raise result
-        return client_round(round, source) if result is None else result
+        return client_rounds([Member(round, source)])[0] if result is None else result
 
     def _task(self, task: Callable[[], T]) -> T:
         VmapRendezvous._here.cohort = self
@@ -104,5 +104,5 @@ def cohort_round(round: LocalRound, source: SampleSource) -> Result:
     """
     cohort = VmapRendezvous.current()
     if cohort is None or (round.trains and len(source.samples) < round.settings.fewest(2)):
-        return client_round(round, source)
+        return client_rounds([Member(round, source)])[0]
     return cohort.round(round, source)

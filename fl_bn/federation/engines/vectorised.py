@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -28,7 +27,7 @@ from fl_bn.exchange.call import Exchange, ExchangeFailed
 from fl_bn.federation import eager
 from fl_bn.federation.centring import centring
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import Member, Result, Trained, loss_of
+from fl_bn.federation.client_round import Member, Trained, loss_of
 from fl_bn.federation.clipping import clip_rows, norm_in_round
 from fl_bn.federation.engines.stack import Seen, Stack, groups
 from fl_bn.federation.local import Samples
@@ -100,12 +99,6 @@ class AsOneProgram:
             round.input_watch.later = part.samples.x
         trained = train_together(rounds, own, source.task, source.optimizer, source.scheduler, self._device)
         return [[one] for one in trained]
-
-    def reply(self, member: Member, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
-        """Make one member's reply. After an exchange a client's weight is the size of its first batch."""
-        round, source = member
-        reply, kept = source.reply(round, batches, trained)
-        return (replace(reply, weight=int(round.batch)) if round.trains and round.phase is Phase.EXCHANGE else reply), kept
 
 
 def unneeded(batch: int) -> Exchange:

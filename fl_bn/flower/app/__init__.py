@@ -1,1 +1,1 @@
-"""Provide what the application adds to a round: the ClientApp, client state, checkpoints, and the reports."""
+"""Provide the parts of the application around a round: ClientApp, client state, checkpoints, disclosures and log lines."""

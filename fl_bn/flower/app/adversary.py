@@ -1,7 +1,7 @@
-"""Simulate Byzantine clients in an experiment: their replies are rewritten once all replies are here.
+"""Simulate Byzantine clients in an experiment, by rewriting their replies when all replies have arrived.
 
-The attackers know the honest replies. The rewriting precedes every check: the server refuses a rewritten reply
-as it would refuse a real attacker's.
+The attackers know the honest replies. Replies are rewritten before every check, so the server refuses a rewritten
+reply as it would refuse that of a real attacker.
 """
 
 from __future__ import annotations
@@ -34,25 +34,27 @@ def corrupt(
     sent: Payload,
     rounding: PayloadDtype = EXACT,
 ) -> list[Decoded]:
-    """Return the ``replies`` with those of the Byzantine clients rewritten, as ``adversary`` says.
+    """Rewrite the replies of the Byzantine clients, which are the last ``adversary.f`` clients of the run.
 
-    The Byzantine clients are the last ``adversary.f`` of ``population`` clients. An error stays as it is, and
-    so does a reply that cannot be read. Honest replies with numbers that are not finite will be refused, so
-    they do not count here. If no honest reply counts, the Byzantine ones stay as they are, too.
+    Errors and unreadable replies are not rewritten. The attackers ignore honest replies with values that are not
+    finite, since the server will refuse them. If no other honest reply is left, nothing is rewritten.
 
     Args:
-        replies: the replies of all clients.
-        cohort: the clients.
-        population: the number of clients in the run.
-        adversary: the attack.
-        defence: the server's defence, which the attackers know.
-        sent: the tensors that all clients got.
-        rounding: the type in which weights and gradients travel.
+        replies: The replies of all clients of the round.
+        cohort: The clients of the round.
+        population: The number of clients in the run.
+        adversary: The attack.
+        defence: The robust rules of the server, which the attackers know.
+        sent: The tensors that the server sent to all clients.
+        rounding: The type in which weights and gradients travel.
+
+    Returns:
+        All replies, in their order.
     """
     if adversary.flips_labels:
         return list(replies)
     index, sent = {client.node: client.index for client in cohort}, rounding.widen(sent)
-    honest: list[tuple[int, int, Payload]] = []  # client, place among the replies, arrays
+    honest: list[tuple[int, int, Payload]] = []  # index of the client, position in replies, arrays
     liars: list[tuple[int, int, Payload]] = []
     for place, reply in enumerate(replies):
         if (client := index.get(reply.node)) is None or reply.problem is not None:
@@ -93,7 +95,18 @@ def _finite(payload: Payload) -> bool:
 def _updates(
     section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence, sent: Payload
 ) -> None:
-    """Rewrite the updates. All tensors of an update are one vector: gradients, or differences from the weights sent."""
+    """Rewrite the updates in ``lies`` in place.
+
+    An update is one vector of all its tensors. These are gradients, or differences from the weights that were sent.
+
+    Args:
+        section: The section of the payload: ``gradients`` or ``weights``.
+        truths: The honest payloads.
+        lies: The payloads of the Byzantine clients.
+        adversary: The attack.
+        defence: The robust rules of the server.
+        sent: The tensors that the server sent.
+    """
     names = [name for name, array in truths[0][section].items() if array.dtype.kind == "f"]
     origin = _flat(sent["weights"], names) if section == "weights" else 0.0
     honest = np.stack([_flat(truth[section], names) for truth in truths]) - origin
@@ -115,9 +128,17 @@ def _updates(
 
 
 def _statistics(section: str, truths: Sequence[Payload], lies: Sequence[Payload], adversary: Adversary, defence: Defence) -> None:
-    """Rewrite the statistics layer by layer, with means and variances as one vector.
+    """Rewrite the statistics in ``lies`` in place, layer by layer.
 
-    Variances below 0 would be refused, so they are raised to 0.
+    The means and variances of a layer are one vector. Variances below 0 are raised to 0, since the server would refuse
+    them.
+
+    Args:
+        section: The section of the payload: ``statistics`` or ``moments``.
+        truths: The honest payloads.
+        lies: The payloads of the Byzantine clients.
+        adversary: The attack.
+        defence: The robust rules of the server.
     """
     mean, var = VARIANCES[section]
     combine = pool if section == "moments" else plain_average
@@ -137,9 +158,15 @@ Combine = Callable[[Sequence[Moments]], Moments]
 
 
 def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
-    """Return a function that measures how far a lie moves the combined statistics from the honest ones.
+    """Return a function that measures how much a lie changes the combined statistics.
 
-    Means count in standard deviations, variances as logarithms of their ratio.
+    Means are compared in standard deviations, variances by the log of their ratio.
+
+    Args:
+        honest: The statistics of the honest clients, one row each.
+        f: The number of attackers, all of which send the lie.
+        truth: Combines the honest statistics without attackers.
+        combine: Combines all statistics by the robust rule.
     """
     known = [_moments(row) for row in honest]
     want = truth(known)

@@ -1,4 +1,4 @@
-"""Store all that the server needs to go on from a round, in one file that is whole or absent."""
+"""Store the state from which the server can continue a run after a round, in one file."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ FORMAT = "fl-bn checkpoint/1"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Hold the state of a run after ``round``.
+    """Hold the state of a run after a round.
 
-    Calendar and schedules depend on the round alone. Cohorts, batches and dropout depend on the seed and the
-    round. The generators of Python, NumPy and torch are stored for random numbers that a user's own code draws.
+    It needs no schedules, cohorts or batches, since these depend only on the round and the seed. It has the states of
+    the global random generators for the case that the user's own code draws random numbers.
 
     Attributes:
-        round: the last round that is in this state.
-        run_id: the run.
-        arrays: all shared tensors, by state_dict name.
-        optimizer: the server optimizer's buffers.
-        failed: the number of failed rounds in a row.
-        kept: by client, the last round in which it kept tensors of its own.
-        history: by file that grows with the run, its length in bytes.
-        generators: the generators' states as JSON.
-        auxiliary: the tensors that travel beside the weights, by section and name.
-        counted: by client, the last round in which its reply changed the model.
-        releases: the number of releases that the privacy accountant has counted.
+        round: The last complete round.
+        run_id: The id of the run.
+        arrays: All shared tensors, by their names in the state_dict.
+        optimizer: The buffers of the server optimizer.
+        failed: The number of failed rounds in a row.
+        kept: For each client, the last round in which it kept tensors of its own.
+        history: For each file that grows with the run, its length in bytes.
+        generators: The states of the generators of Python, NumPy and torch, as JSON.
+        auxiliary: The tensors that travel beside the weights, by section and name.
+        counted: For each client, the last round in which its reply changed the model.
+        releases: The number of releases that the privacy accountant has counted.
     """
 
     round: int
@@ -52,10 +52,10 @@ class Checkpoint:
     releases: int = 0
 
     def save(self, path: Path) -> None:
-        """Write this state to ``path``, in place of the file that was there.
+        """Write this state to the file ``path``, and replace a file that exists.
 
         Raises:
-            OSError: the file cannot be written. The old file is unchanged then.
+            OSError: The file cannot be written. An existing file is unchanged then.
         """
         tensors = {f"arrays/{name}": tensor for name, tensor in self.arrays.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizer.items()}
@@ -68,10 +68,10 @@ class Checkpoint:
 
     @classmethod
     def load(cls, path: Path) -> Checkpoint:
-        """Read a state from ``path``.
+        """Read a state from the file ``path``.
 
         Raises:
-            Damaged: the file is not whole, or it is no checkpoint.
+            Damaged: The file is incomplete or damaged, or is not a checkpoint.
         """
         tensors, about = durable.load_tensors(path)
         if about.get("format") != FORMAT:
@@ -104,7 +104,7 @@ class Checkpoint:
 
 
 def generators() -> str:
-    """Return the states of the global generators of Python, NumPy and torch, as JSON."""
+    """Return the states of the global random generators of Python, NumPy and torch, as JSON."""
     name, keys, *rest = np.random.get_state(legacy=True)
     version, state, gauss = random.getstate()
     return json.dumps(
@@ -117,7 +117,7 @@ def generators() -> str:
 
 
 def set_generators(states: str) -> None:
-    """Set the global generators to ``states``, as ``generators`` returned them; an empty text changes nothing."""
+    """Set the global random generators to the states that ``generators`` returned. An empty text changes nothing."""
     if not states:
         return
     loaded = json.loads(states)

@@ -1,4 +1,4 @@
-"""Make the ClientApp: Flower's message handlers in front of a ``LocalClient``."""
+"""Make the ClientApp, whose message handlers call a ``LocalClient``."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ SAVE = "query.save"
 
 
 def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
-    """Make a ClientApp that answers the server's messages through the ``Gate``.
+    """Make a ClientApp that answers the server's messages. The ``Gate`` checks each message before it is handled.
 
-    It answers train and evaluate messages, and the queries ``statistics``, ``kept``, ``hello``, ``rendezvous``
-    and ``save``.
+    The ClientApp answers train and evaluate messages, and the queries ``statistics``, ``kept``, ``hello``,
+    ``rendezvous`` and ``save``.
 
     Args:
-        build: makes the client from Flower's context of a message: a ``BatchNormClient``, for example.
+        build: Makes the client, for example a ``BatchNormClient``, from Flower's context of a message.
     """
     app = ClientApp(mods=[Gate()])
 
     def work(message: Message, context: Context) -> Message:
-        if RECORD_KEY_CONFIGS in message.content:  # of a train message; the gate refuses it in all others
-            from fl_bn.flower.secagg.client import secured  # only now: a plain run does without SecAgg+
+        if RECORD_KEY_CONFIGS in message.content:  # only train messages have it; the gate refuses it in others
+            from fl_bn.flower.secagg.client import secured  # imported here, since a run without secure aggregation does not need it
 
             return secured(build)(message, context)
         client = build(context)
@@ -81,10 +81,11 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
 
 
 def _within_its_time(handle: Handler) -> Handler:
-    """Return ``handle``, in a deployment with a time limit: the message's own time to live.
+    """Return ``handle`` with a time limit, which is the time to live of the message. In a simulation, return it unchanged.
 
-    Each message has a process of its own there. A process that hangs (on a dead network drive, for example)
-    would keep its client from every later round. At the limit it ends, and prints its traceback to stderr.
+    In a deployment, each message is answered in a process of its own. A process that hangs, for example on a dead
+    network drive, would keep its client from every later round. At the limit, the process prints its traceback to
+    stderr and ends.
     """
     if not deployed():
         return handle

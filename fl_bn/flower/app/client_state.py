@@ -1,7 +1,8 @@
-"""Keep a client's tensors between its rounds, in Flower's ``context.state`` or in files.
+"""Keep the tensors of a client between its rounds, in Flower's ``context.state`` or in files.
 
-These are local tensors and optimizer momentum. ``context.state`` lives in the memory of the simulation or of
-the SuperNode. Files outlive both: a resumed run finds in them the state of the round that it goes back to.
+These tensors are those that stay at the client, and the optimizer's momentum. ``context.state`` is in the memory of the
+simulation or of the SuperNode. Files survive the end of both. In them, a resumed run finds the state of the round to
+which it goes back.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ Sections = Mapping[str, Mapping[str, Tensor]]
 
 
 class StateStore(Protocol):
-    """Keep tensors that never leave the client, by round and section."""
+    """Keep the tensors that never leave a client, by round and section."""
 
     def read(self, before: int) -> ClientState:
-        """Return the newest state from a round before ``before``."""
+        """Return the newest state from a round before ``before``; ``NOTHING``: there is none."""
 
     def write(self, round: int, sections: Sections) -> None:
-        """Keep ``sections`` after ``round``, all at once.
+        """Keep the tensors in ``sections`` as the state after ``round``.
 
-        Call it last in a round: a write is never rolled back if training fails.
+        Call it at the end of a round, since a write is not undone if the training fails.
         """
 
 
@@ -45,17 +46,17 @@ EARLIER_STATE = (
     "this client's state is of an fl-bn whose records had no prefix (kept-for, local): it is not used. The client begins anew with the "
     "server's tensors, and keeps its own under fl-bn/ from now on"
 )
-PREVIOUS = "previous/"  # prefix of the sections kept before the newest
+PREVIOUS = "previous/"  # prefix for the sections of the state before the newest one
 
 
 class MemoryState:
-    """Keep the newest state and the one before it, in Flower's ``context.state``.
+    """Keep the newest state and the one before it in Flower's ``context.state``.
 
-    The older state serves a client that gets the newest round's message again.
+    The older state is needed when a client gets the message of the newest round again.
 
     Args:
         state: Flower's ``context.state``.
-        signature: of model and method. Tensors of another signature are not used.
+        signature: The signature of model and method. Tensors with another signature are not used.
     """
 
     def __init__(self, state: RecordDict, signature: str) -> None:
@@ -68,7 +69,7 @@ class MemoryState:
         except WireError:
             if self._of_earlier():
                 log(logging.WARNING, "%s", EARLIER_STATE)
-            return NOTHING
+            return NOTHING  # there is no state yet, or another version of fl-bn wrote it
         if owner["signature"] != self._signature:
             return NOTHING
         for prefix in ("", PREVIOUS):
@@ -88,7 +89,7 @@ class MemoryState:
         return {"signature", "round"} <= {*theirs}
 
     def write(self, round: int, sections: Sections) -> None:
-        """Keep ``sections`` after ``round``, and the state before it."""
+        """Keep the tensors in ``sections`` as the state after ``round``, and the last state before it."""
         before = self.read(round)
         for section in our_records(self._state, ArrayRecord):
             del self._state[OURS + section]
@@ -99,16 +100,16 @@ class MemoryState:
 
 
 class FileState:
-    """Keep one file per round, for one client in one run.
+    """Keep the states of one client in one run, in one file per round.
 
-    Files to which no run can go back are deleted. A file that is damaged is renamed, logged and not used. So is
-    a file of another client, model or method.
+    Files of rounds to which the run cannot go back any more are deleted. A file that is damaged, or belongs to another
+    client, model or method, is renamed with a message in the log, and not used.
 
     Args:
-        folder: the folder in which the run's folder lies.
-        run_id: the run.
-        client: the client's index.
-        signature: of model and method.
+        folder: The folder that contains the folder of the run.
+        run_id: The id of the run.
+        client: The index of the client.
+        signature: The signature of model and method. Tensors with another signature are not used.
     """
 
     def __init__(self, folder: Path, run_id: RunId, client: int, signature: str) -> None:
@@ -116,14 +117,17 @@ class FileState:
         self._owner = {"run": run_id.run, "client": str(client), "signature": signature}
 
     def read(self, before: int) -> ClientState:
-        """Return the newest state from a round before ``before`` that still counts in this run."""
+        """Return the newest state from a round before ``before``; ``NOTHING``: there is none.
+
+        States of rounds that the run has undone, since it was resumed from an earlier round, are ignored.
+        """
         for round, attempt, path in self._files():
             if round < before and self.run_id.counts(round, attempt) and (sections := self._load(path)) is not None:
                 return ClientState(round, sections)
         return NOTHING
 
     def write(self, round: int, sections: Sections) -> None:
-        """Keep ``sections`` after ``round``, and delete the files that are needed no more."""
+        """Write the tensors in ``sections`` as the state after ``round``, and delete files that are no longer needed."""
         tensors = {f"{section}/{name}": tensor for section, part in sections.items() for name, tensor in part.items()}
         path = self.folder / f"round-{round:06}.{self.run_id.attempt}{durable.SUFFIX}"
         durable.save_tensors(
@@ -137,7 +141,7 @@ class FileState:
             needed = needed and not (on_the_line and kept <= self.run_id.durable)
 
     def _files(self) -> list[tuple[int, str, Path]]:
-        """Return round, attempt and path of every state, the newest round first."""
+        """Return round, attempt and path of every file, the newest round first."""
         names = {path: re.fullmatch(rf"round-(\d+)\.(\w+){re.escape(durable.SUFFIX)}", path.name) for path in self.folder.glob("round-*")}
         return sorted(((int(name[1]), name[2], path) for path, name in names.items() if name), reverse=True)
 
@@ -163,15 +167,14 @@ class FileState:
 
 
 def store_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], client: int, signature: str) -> StateStore:
-    """Return the store that keeps a client's tensors between rounds.
+    """Return the store for the tensors of a client: files in ``folder``, or else ``context.state``.
 
     Args:
-        state: Flower's ``context.state``. It keeps the tensors if there is no ``folder``, or if ``config``
-            names no run.
-        folder: the folder for files; None: no files.
-        config: a message's config, which names the run.
-        client: the client's index.
-        signature: of model and method. Tensors of another signature are not used.
+        state: Flower's ``context.state``. It is used if there is no ``folder``, or if ``config`` names no run.
+        folder: The folder for files; None: keep no files.
+        config: The config of a message, which names the run.
+        client: The index of the client.
+        signature: The signature of model and method. Tensors with another signature are not used.
     """
     run_id = RunId.of(config)
     if folder is None or not run_id.run:

@@ -1,18 +1,18 @@
-"""Report what leaves each client, counted as it arrives at the server, before any check or average.
+"""Report which data leave each client, as they arrive at the server, before any check or average.
 
-These count, used or not: every reply of a training round or a statistics-only exchange, all vectors of a
-layer-wise exchange, and the numbers of every evaluation. These do not: a reply that cannot be read or names no
-phase, an exchanged vector whose round ended before its average was made, and Flower's framing.
+The following counts, whether it is used or not: every reply of a training round or of an exchange that only measures
+statistics, all vectors of a layer-wise exchange, and the numbers of every evaluation. The following does not count: a
+reply that cannot be read or names no phase, an exchanged vector whose round ended before its average was made, and
+Flower's own headers.
 
-A statistic summarises samples, and a statistic of few samples gives these away. ``samples`` of a ``Disclosure``
-is the number of different samples behind it: a mean and a variance per channel hide a person among so many.
-``values`` are activations per channel. There are more of them where an image has many pixels, but they are of
-the same persons.
+A statistic summarises samples, and a statistic of few samples reveals them. ``samples`` of a ``Disclosure`` is the
+number of different samples behind a statistic, among which a person is hidden. ``values`` is the number of activations
+per channel. It is larger for images with many pixels, but these belong to the same persons.
 
-The running statistics of one batch summarise that batch, since its own can be computed from them: ``(new - (1 -
-b) old) / b`` with momentum b. The running statistics of several batches yield only a weighted mix. Weights
-after one step yield that batch's gradient, since the server knows the learning rate. Weights after several
-steps yield no single batch's gradient.
+The running statistics after one batch reveal the statistics of that batch: they are ``(new - (1 - b) old) / b`` with
+momentum b. The running statistics after several batches reveal only a weighted mean. The weights after one step reveal
+the gradient of that batch, since the server knows the learning rate. The weights after several steps reveal the
+gradient of no single batch.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ from fl_bn.support.wire import printable
 FEW = 8
 """The log warns of a statistic of fewer samples than this.
 
-One sample's mean is the sample. Two samples' mean and variance give both. From three on, values are mixed channel by channel. The rule is
-that of small cells in published tables, whose least counts are 5 to 11 from one statistical office to another. It is no proof of safety:
-the means of thousands of channels may show whether a known sample is among far more than eight (Homer et al., Resolving Individuals
-Contributing Trace Amounts of DNA to Highly Complex Mixtures, PLoS Genetics 2008).
+The mean of one sample is the sample. Mean and variance of two samples give both. From three samples on, the values of
+each channel are mixed. Statistical offices have the same kind of rule: the smallest count in a published table is 5 to 11,
+depending on the office. The rule does not prove safety. The means of thousands of channels may show whether a known
+sample is among far more than eight (Homer et al., Resolving Individuals Contributing Trace Amounts of DNA to Highly
+Complex Mixtures, PLoS Genetics 2008).
 """
-NAMED = 10  # clients that a round's warnings name
-DRIFT = ("drift", "drift-layer", "growth", "min-var")  # told where share-drift is on; min-var is an element of a local statistic
-MOST_SECTIONS = 20  # of one reply, in the report: the others are counted together
+NAMED = 10  # the most clients that the warnings of a round name
+DRIFT = ("drift", "drift-layer", "growth", "min-var")  # sent with share-drift; min-var is an element of a local statistic
+MOST_SECTIONS = 20  # the most sections of a reply that the report lists one by one; the others are added up
 SUMMARIES = ("statistics", "moments", "exchange")
 EVALUATION = "evaluation"
 LAYER_BY_LAYER = "moments of a pass without training, layer by layer"
@@ -67,12 +68,12 @@ OTHERS = {
 class DisclosureReport:
     """Record the disclosures of one run.
 
-    ``note``, ``evaluations`` and ``masked`` record them. ``enter`` puts all that are new into a round's record.
+    ``note``, ``evaluations`` and ``masked`` record disclosures. ``enter`` adds the new ones to the record of a round.
 
     Args:
-        model: the converted network.
-        method: the method.
-        called: the clients' names in the log.
+        model: The converted network.
+        method: The method.
+        called: The names of the clients in the log.
     """
 
     def __init__(self, model: nn.Module, method: Method, called: ClientNames = UNNAMED) -> None:
@@ -85,14 +86,17 @@ class DisclosureReport:
     def note(
         self, replies: Iterable[Message], clients: Iterable[Client], session: Session, round: int, without_training: bool = False
     ) -> Iterator[Decoded]:
-        """Decode the ``replies`` one by one, and record their disclosures once all have passed.
+        """Decode replies one by one. After the last one, record the disclosures of all.
 
         Args:
-            replies: the replies to train messages, or those of a statistics-only exchange.
-            clients: all clients that may have replied.
-            session: the last layer-wise exchange, if any.
-            round: the round's number, for the log.
-            without_training: whether that exchange was of statistics alone.
+            replies: The replies to train messages, or those of an exchange that only measures statistics.
+            clients: All clients that may have replied.
+            session: The session of the last layer-wise exchange.
+            round: The number of the round, for the log; 0: before the first.
+            without_training: Whether that exchange only measured statistics.
+
+        Yields:
+            The decoded replies.
         """
         if session is not self._session:
             self._session = session
@@ -107,14 +111,16 @@ class DisclosureReport:
                 disclosures += self._of_reply(reply, client)
             del message
             yield reply
-            del reply  # while the next one is waited for
+            del reply  # frees its memory before the next one arrives
         for disclosure in sorted(disclosures, key=lambda d: d.client):
             self._add([disclosure])
-        few = [d for d in self._new if 0 < d.samples < FEW and d.section != EVALUATION]  # accuracies are in the report alone
+        few = [
+            d for d in self._new if 0 < d.samples < FEW and d.section != EVALUATION
+        ]  # the log does not warn of accuracies; the report has them
         self._warn([d for d in few if d.client not in self._warned], round)
 
     def _warn(self, disclosures: Sequence[Disclosure], round: int) -> None:
-        """Warn of each client once in a run, and name at most ``NAMED`` in a round: a population may have thousands."""
+        """Log a warning of each client, once in a run, and of at most ``NAMED`` clients in a round."""
         first: dict[int, Disclosure] = {}
         for disclosure in sorted(disclosures, key=lambda d: (d.samples, d.section not in SUMMARIES)):
             first.setdefault(disclosure.client, disclosure)
@@ -126,7 +132,7 @@ class DisclosureReport:
             log(logging.WARNING, "%s: the disclosure report names all of them", what)
 
     def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Decoded]:
-        """Decode the ``replies`` to evaluate messages one by one, and record their disclosures once all have passed."""
+        """Decode the replies to evaluate messages one by one. After the last one, record the disclosures of all."""
         by_node = {client.node: client.index for client in clients}
         disclosures: list[Disclosure] = []
         for reply in map(decode, replies):
@@ -136,18 +142,18 @@ class DisclosureReport:
         self._add(sorted(disclosures, key=lambda d: d.client))
 
     def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
-        """Record the masked replies of a secure sum, of which nobody can read a single one.
+        """Record the masked replies of a secure sum. Only their sum can be read, and none of them by itself.
 
         Args:
-            parts: the clients' replies.
-            evaluates: whether they are evaluations.
+            parts: The replies of the clients.
+            evaluates: Whether they are evaluations.
         """
         what = "a masked evaluation: the mean of all can be read" if evaluates else "a masked vector: of all of them the sum can be read"
         for part in parts:
             self._add([Disclosure(part.client, "masked", what, 1, nbytes(part.sections))])
 
     def enter(self, record: RoundRecord) -> RoundRecord:
-        """Return ``record`` with all disclosures since the last call."""
+        """Return ``record`` with all disclosures that were recorded since the last call."""
         new, self._new = self._new, []
         return replace(record, disclosures=[*record.disclosures, *new])
 
@@ -182,7 +188,11 @@ class DisclosureReport:
             yield Disclosure(client.index, "metrics", f"numbers: {names}", 0, 8 * len(numbers))
 
     def _describe_moments(self, phase: Phase, round: int, client: Client, metrics: Mapping[str, Any]) -> tuple[str, int]:
-        """Return what the moments in a reply of ``round`` are, in words, and the number of samples behind them."""
+        """Describe the moments in a reply.
+
+        Returns:
+            A description, and the number of samples behind them.
+        """
         samples, steps, batch = (_whole(metrics.get(name)) for name in ("samples", "steps", "batch"))
         report = self._method.reports(phase)
         if report is StatisticsReport.FIRST:
@@ -206,7 +216,11 @@ class DisclosureReport:
         return "moments of a pass without training", client.samples
 
     def _describe_section(self, section: str, phase: Phase, samples: int, steps: int) -> tuple[str, int]:
-        """Return what a section is, in words, and the number of samples behind one of its statistics; 0 if it is none."""
+        """Describe a section of a reply.
+
+        Returns:
+            A description, and the number of samples behind one of its statistics; 0: it has no statistics.
+        """
         batches = _batches(steps)
         if section == "statistics" and phase is Phase.EXCHANGE and steps == 1:
             return "running means and variances of the whole cohort's batch", 0
@@ -226,7 +240,7 @@ class DisclosureReport:
 
 
 def _of_evaluation(reply: Decoded, client: int) -> Iterable[Disclosure]:
-    """Yield the numbers of one evaluation, with the fewest samples behind one of them as far as the client says."""
+    """Yield the disclosure of one evaluation. Its number of samples is the smallest behind one of its numbers, if known."""
     metrics = {name: value for record in (*reply.own.values(), reply.metrics or {}) for name, value in record.items()}
     numbers = [name for name, value in metrics.items() if isinstance(value, float)]
     if numbers:
@@ -237,12 +251,12 @@ def _of_evaluation(reply: Decoded, client: int) -> Iterable[Disclosure]:
 
 
 def warning(disclosure: Disclosure, round: int, called: ClientNames = UNNAMED) -> str:
-    """Return a warning of one ``disclosure``: a sentence that ends with advice.
+    """Return a sentence that warns of a disclosure of few samples, and says what to do.
 
     Args:
-        disclosure: of few samples.
-        round: the round's number; 0: before the first.
-        called: the clients' names.
+        disclosure: The disclosure.
+        round: The number of the round; 0: before the first.
+        called: The names of the clients.
     """
     if disclosure.what == LAYER_BY_LAYER or (disclosure.section == "moments" and "batch" not in disclosure.what):
         advice = "raise hbn-stat-samples, or leave out clients with so few samples"
@@ -256,7 +270,7 @@ def warning(disclosure: Disclosure, round: int, called: ClientNames = UNNAMED) -
 
 
 def when_of(round: int) -> str:
-    """Return the time of ``round`` in words."""
+    """Return in words when ``round`` was: ``in round N``, or ``before round 1`` for 0."""
     return f"in round {round}" if round else "before round 1"
 
 
@@ -269,7 +283,7 @@ def _whole(value: object) -> int:
 
 
 def _size(reply: Decoded, sections: Iterable[str]) -> tuple[int, int]:
-    """Return the number of arrays in these sections, and their bytes without NumPy's heads.
+    """Return the number of arrays in some sections of a reply, and their bytes without NumPy's headers.
 
     An array that cannot be read counts with all its bytes.
     """
@@ -279,7 +293,7 @@ def _size(reply: Decoded, sections: Iterable[str]) -> tuple[int, int]:
 
 
 def _least_count(arrays: Mapping[str, np.ndarray]) -> int:
-    """Return the fewest activations per channel of a layer that ran; 0 if unknown."""
+    """Return the smallest number of activations per channel among the layers that ran; 0: it is unknown."""
     counts = [array for name, array in arrays.items() if name.rpartition(".")[2] == "count"]
     activations = [int(count[0]) for count in counts if count.shape == (1,) and count.dtype == np.int64]
     return min((count for count in activations if count > 0), default=0)

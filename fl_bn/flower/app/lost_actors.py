@@ -1,11 +1,11 @@
-"""Send a client's message again if its process dies in Flower's simulation on Ray.
+"""Send the message of a client again if the Ray actor that works on it dies, in Flower's simulation.
 
-Flower 1.25 returns an actor to its pool after any error, even if the actor's process or its node is gone. A
-dead actor fails every message faster than the others answer, so one lost node ends the run. Here a dead actor
+Flower 1.25 returns an actor to its pool after any error, even if the process or the node of the actor is gone. A dead
+actor fails every message at once, so it gets more messages than the living ones, and the run ends. Here, a dead actor
 leaves the pool, and another actor gets its message.
 
-The answer has the same bits: it depends on the message and on the client's state, which the driver holds. Ray
-starts a replacement on a node with room, also on one that joins later.
+The answer has the same bits, since it depends only on the message and on the state of the client, which the driver
+holds. Ray starts a new actor on a node with room, also on one that joins later.
 """
 
 from __future__ import annotations
@@ -21,29 +21,41 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, WorkerCrash
 from fl_bn.flower.compat import find
 from fl_bn.flower.log import log
 
-ATTEMPTS = 3  # processes that one message may cost: one that kills every process it is given to must not end them all
-PATIENCE = 60.0  # seconds without a single process, after which a message fails
+ATTEMPTS = 3  # how many actors one message may kill before it fails
+PATIENCE = 60.0  # seconds to wait for an actor when there is none, before a message fails
 LOST = (RayActorError, ObjectLostError, WorkerCrashedError)
 
-_free = threading.Condition()  # an actor was returned to the pool, of which a simulation has one
-_named: set[str] = set()  # nodes that are lost, as was said in the log
+_free = threading.Condition()  # notified when an actor is returned to the pool; a simulation has one pool
+_named: set[str] = set()  # lost nodes that the log has named
 
 
 class NoProcess(Exception):
-    """Report that all processes for clients are gone; the message advises what to do."""
+    """All processes for clients are gone. The message says what to do."""
 
 
 def repair(pool: Any = None) -> None:
-    """Let Flower's ``BasicActorPool``, or ``pool`` in its place, discard actors that died."""
+    """Change Flower's class ``BasicActorPool`` so that it discards dead actors.
+
+    Args:
+        pool: Another class to change, for tests; None: Flower's.
+    """
     kind = find("BasicActorPool") if pool is None else pool
     kind.submit, kind.add_actor_back_to_pool, kind.fetch_result_and_return_actor_to_pool = submit, give_back, fetch
 
 
 def submit(self: Any, ask: Any, job: tuple[Any, Any, str, Any]) -> Any:
-    """Send ``job`` (app, message, client, context) to a free actor, and return Ray's future. Wait while all are busy.
+    """Send a job to a free actor, and wait for one while all are busy. This becomes a method of the pool.
+
+    Args:
+        self: The pool.
+        ask: Flower's function that sends a job to an actor.
+        job: App, message, client and context.
+
+    Returns:
+        Ray's future of the answer.
 
     Raises:
-        NoProcess: no actor is left, and none was started for a minute.
+        NoProcess: There is no actor, and none was started for ``PATIENCE`` seconds.
     """
     with _free:
         while not _free.wait_for(lambda: bool(self.pool), PATIENCE):
@@ -59,7 +71,7 @@ def submit(self: Any, ask: Any, job: tuple[Any, Any, str, Any]) -> Any:
 
 
 def give_back(self: Any, future: Any) -> None:
-    """Return the actor of ``future`` to the pool, unless it was returned or lost before."""
+    """Return the actor of ``future`` to the pool, unless it was returned or lost before. This becomes a method of the pool."""
     with _free:
         if (held := self._future_to_actor.pop(future, None)) is not None:
             self.pool.append(held[0])
@@ -67,11 +79,18 @@ def give_back(self: Any, future: Any) -> None:
 
 
 def fetch(self: Any, future: Any) -> tuple[Any, Any]:
-    """Return the reply and the client's new context, from another actor if the first died.
+    """Wait for the answer to a job. If its actor dies, send the job to another one. This becomes a method of the pool.
+
+    Args:
+        self: The pool.
+        future: The future that ``submit`` returned.
+
+    Returns:
+        The reply, and the new context of the client.
 
     Raises:
-        Exception: the ClientApp's own, whatever it raises.
-        RayError: ``ATTEMPTS`` actors died of the message.
+        Exception: Whatever the ClientApp raises.
+        RayError: ``ATTEMPTS`` actors died while they worked on the job.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -91,7 +110,11 @@ def fetch(self: Any, future: Any) -> tuple[Any, Any]:
 
 
 def _lose(self: Any, future: Any, error: Exception) -> tuple[Any, Any]:
-    """Log which client was lost, end its actor, and ask Ray for another. Return the job to submit again."""
+    """Log that the process of a client was lost, end its actor, and ask Ray for another one.
+
+    Returns:
+        The job, to be submitted again.
+    """
     with _free:
         actor, ask, job = self._future_to_actor.pop(future)
         self.num_actors -= 1
@@ -107,7 +130,7 @@ def _lose(self: Any, future: Any, error: Exception) -> tuple[Any, Any]:
         remaining,
     )
     threading.Thread(target=_name_lost_nodes, daemon=True).start()
-    ray.kill(actor)  # Ray may only have lost sight of it
+    ray.kill(actor)  # it may still be running, if only the connection to it was lost
     _replace(self)
     return ask, job
 
@@ -118,7 +141,7 @@ def _replace(self: Any) -> None:
     def enter() -> None:
         try:
             ray.get(actor.__ray_ready__.remote())  # as soon as a node has room for it
-        except RayError:  # it died, or the run is over
+        except RayError:  # the new actor died, or the run has ended
             return
         with _free:
             self.pool.append(actor)
@@ -130,7 +153,11 @@ def _replace(self: Any) -> None:
 
 
 def _name_lost_nodes(patience: float = 30.0) -> None:
-    """Log the lost nodes, each once. Ray notices them some seconds after their processes died."""
+    """Log which nodes are lost, each once.
+
+    Args:
+        patience: The seconds to wait for Ray, which notices lost nodes some seconds after their processes have died.
+    """
     end = time.monotonic() + patience
     while time.monotonic() < end:
         try:

@@ -1,4 +1,4 @@
-"""Describe in the log what happens to every normalisation layer."""
+"""Write the lines of the log about normalisation layers and rounds."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ SHOWN = 4  # metrics of the user's own in a line of the log
 
 
 def layers_by_type(model: nn.Module) -> str:
-    """Count the normalisation layers by type: ``3 BatchNorm2d, 1 BatchNorm1d``, for example, or ``no normalisation layer``."""
+    """Return the number of normalisation layers by type, as ``3 BatchNorm2d, 1 BatchNorm1d`` or ``no normalisation layer``."""
     layers = Counter(type(module).__name__ for module in model.modules() if isinstance(module, NORM_LAYERS))
     return ", ".join(f"{count} {name}" for name, count in layers.items()) or "no normalisation layer"
 
 
 def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
-    """Describe what a method does with a model, line by line.
+    """Yield lines on what a method does with a network.
 
-    The lines name the layers before and after conversion, the use of each role's tensors, and the clients'
-    reports.
+    They name the layers before and after conversion, what becomes of the tensors of each role, and what clients report.
 
     Args:
-        source: the network before conversion.
-        model: the network after conversion.
-        method: the method.
+        source: The network before conversion.
+        model: The network after conversion.
+        method: The method.
     """
     before, after = layers_by_type(source), layers_by_type(model)
     yield f"method {method.name}: found {before}" + ("" if before == after else f", trained as {after}")
@@ -66,13 +65,13 @@ def say_layers(source: nn.Module, model: nn.Module, method: Method) -> None:
 
 
 def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> str:
-    """Describe a round in one short line: ``[round 3/20] 3/3 clients  loss 2.2450  accuracy 15.8%  1.2 s``.
+    """Return the short line of a round, as ``[round 3/20] 3/3 clients  loss 2.2450  accuracy 15.8%  1.2 s``.
 
     Args:
-        record: the round.
-        rounds: the number of rounds of the run.
-        task: names and formats the metric.
-        called: the clients' names.
+        record: The record of the round.
+        rounds: The number of rounds of the run.
+        task: The task, which names and formats the metric.
+        called: The names of the clients.
     """
     evaluation, metric, worst = record.evaluation, task.metric, task.worst()
     clients = f"{len(record.accepted)}/{len(record.clients)} clients"
@@ -105,15 +104,15 @@ def others(record: RoundRecord, metric: str) -> list[str]:
 
 
 def describe_round(record: RoundRecord, rounds: int, task: Task, method: Method, model: nn.Module, called: ClientNames = UNNAMED) -> str:
-    """Describe a round in one long line: first training, then normalisation.
+    """Return the long line of a round: first on the training, then on normalisation, bytes and drift.
 
     Args:
-        record: the round.
-        rounds: the number of rounds of the run.
-        task: names and formats the metric.
-        method: the method.
-        model: the converted network.
-        called: the clients' names.
+        record: The record of the round.
+        rounds: The number of rounds of the run.
+        task: The task, which names and formats the metric.
+        method: The method.
+        model: The converted network.
+        called: The names of the clients.
     """
     evaluation, metric, worst = record.evaluation, task.metric, task.worst()
     score = f", {metric} {task.format_metric(evaluation[metric])}" if metric in evaluation else ""
@@ -152,7 +151,7 @@ def describe_round(record: RoundRecord, rounds: int, task: Task, method: Method,
 
 
 def size(nbytes: float) -> str:
-    """Format a number of bytes as B, kB or MB (1 MB = 1024 * 1024 bytes)."""
+    """Format a number of bytes in B, kB or MB, where 1 kB is 1024 bytes and 1 MB is 1024 kB."""
     if nbytes < 1024:
         return f"{nbytes:.0f} B"
     return f"{nbytes / 1024:.1f} kB" if nbytes < 1024**2 else f"{nbytes / 1024**2:.2f} MB"

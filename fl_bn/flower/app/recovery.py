@@ -1,4 +1,4 @@
-"""Resume a run whose server died: write checkpoints, restore one, and find clients that lost their tensors."""
+"""Write the checkpoints of a run, restore one after the server has died, and find clients that lost their tensors."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fl_bn.support.client_names import UNNAMED, ClientNames
 
 
 class Recovery:
-    """Write the checkpoints of one run, and track the rounds in which its clients kept tensors.
+    """Write the checkpoints of one run, and remember in which rounds its clients kept tensors of their own.
 
     Args:
-        name: of the run.
-        every: rounds from one checkpoint to the next; 0: no checkpoints. There is none after the last round,
-            whose results are stored anyway.
-        store: stores a checkpoint, and returns the oldest round that the run can still go back to.
-        accountant: counts the privacy budget, if there is one.
-        called: the clients' names in the log.
+        name: The name of the run.
+        every: The number of rounds between two checkpoints; 0: none are written. The last round has no checkpoint,
+            since its results are written anyway.
+        store: Stores a checkpoint, and returns the oldest round to which the run can go back; None: no checkpoints.
+        accountant: Counts the privacy budget; None: no noise is added.
+        called: The names of the clients in the log.
     """
 
     def __init__(
@@ -44,20 +44,20 @@ class Recovery:
         self.run_id, self._accountant, self._called = RunId.new(name), accountant, called
         self._every, self._store = every if store else 0, store
         self._kept: dict[int, int] = {}  # the round in which each client last kept tensors of its own
-        self._counted: dict[int, int] = {}  # the last round in which its reply changed anything
+        self._counted: dict[int, int] = {}  # the last round in which the reply of each client changed the model
 
     def after_round(
         self, round: int, rounds: int, arrays: ArrayRecord, shared: SharedModel, optimizer: ServerOptimizer, failed: int
     ) -> None:
-        """Store a checkpoint after ``round``, if one is due.
+        """Store a checkpoint after a round, if one is due.
 
         Args:
-            round: the round's number.
-            rounds: the number of rounds of the run.
-            arrays: the shared tensors.
-            shared: the shared model, with its auxiliary tensors.
-            optimizer: the server optimizer.
-            failed: the number of failed rounds in a row.
+            round: The number of the round.
+            rounds: The number of rounds of the run.
+            arrays: The shared tensors.
+            shared: The shared model, with its auxiliary tensors.
+            optimizer: The server optimizer.
+            failed: The number of failed rounds in a row.
         """
         if self._store is None or not self._every:
             self.run_id = replace(self.run_id, durable=round)
@@ -77,33 +77,43 @@ class Recovery:
             self.run_id = replace(self.run_id, durable=self._store(state))
 
     def keeps(self, client: int) -> bool:
-        """Tell whether ``client`` keeps tensors of its own, from training in a round that counted."""
+        """Return whether a client keeps tensors of its own, from a round of this run that was not undone."""
         return client in self._kept
 
     def tell(self, messages: list[Message], clients: Sequence[Client]) -> list[Message]:
-        """Add to ``messages``, one for each of ``clients``, the last round in which the client's reply was counted."""
+        """Add to each message the last round in which the reply of its client changed the model.
+
+        Args:
+            messages: The messages, one for each client. They are changed in place.
+            clients: The clients, in the same order.
+
+        Returns:
+            ``messages``.
+        """
         for message, client in zip(messages, clients, strict=True):
             add_to_config(message.content, {"counted": self._counted.get(client.index, 0)})
         return messages
 
     def count(self, round: int, replies: Sequence[Reply]) -> None:
-        """Note the clients whose ``replies`` changed the model in ``round``."""
+        """Record that the clients of these replies changed the model in ``round``."""
         self._counted |= dict.fromkeys((part.client for part in replies), round)
 
     def go_back(self, checkpoint: Checkpoint, rounds: int, shared: SharedModel, optimizer: ServerOptimizer) -> None:
-        """Restore the state of ``checkpoint``.
+        """Restore the state of a checkpoint.
 
         Args:
-            checkpoint: the state.
-            rounds: the number of rounds of the run.
-            shared: the shared model to restore.
-            optimizer: the server optimizer to restore.
+            checkpoint: The checkpoint.
+            rounds: The number of rounds of the run.
+            shared: The shared model, which is changed in place.
+            optimizer: The server optimizer, which is changed in place.
 
         Raises:
-            RunFailed: the checkpoint is of another model or method, or no round is left after it.
+            RunFailed: The checkpoint is of another model or method, or the run has no rounds after it.
         """
         if checkpoint.round >= rounds:
-            raise RunFailed(f"nothing is left to do: the checkpoint is of round {checkpoint.round}, and the run has {rounds}")
+            raise RunFailed(
+                f"there is nothing to resume: the checkpoint is of round {checkpoint.round}, and the run has only {rounds} rounds"
+            )
         try:
             shared.restore(checkpoint.arrays, checkpoint.auxiliary)
         except ValueError as error:
@@ -117,7 +127,12 @@ class Recovery:
         log(logging.INFO, "going on after round %s of %s", checkpoint.round, rounds)
 
     def check(self, round: int, replies: Sequence[Reply]) -> None:
-        """Warn of clients that trained from older tensors of their own than they had kept."""
+        """Log a warning for each client that trained from older tensors of its own than it had kept.
+
+        Args:
+            round: The number of the round.
+            replies: The replies of the round.
+        """
         for part in replies:
             if "kept" not in part.metrics:
                 continue

@@ -1,6 +1,6 @@
-"""Average the layers that stay at clients, for a client that was not in the training.
+"""Average the layers that stay at the clients, for a new client that took no part in the training.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001),
+Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
 appendix G.
 """
 
@@ -39,17 +39,20 @@ def average_kept(
     overheard: Callable[[Iterable[Message]], Iterable[Decoded]],
     note: Callable[[dict[int, str]], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the uniform average of the tensors that clients keep, by state_dict name; empty without any reply.
+    """Ask the clients for the tensors that they keep, and return their average, with equal weights.
 
     Args:
         grid: Flower's grid.
-        clients: the clients that have trained.
-        shared: the shared model.
-        round: the round's number.
-        rounds: the server's policy.
-        run_id: the run.
-        overheard: decodes the replies, and records their disclosures.
-        note: gets the reasons of the clients that are not in the average, by index. Default: the log gets them.
+        clients: The clients that have trained.
+        shared: The shared model.
+        round: The number of the last round.
+        rounds: The server's settings of rounds.
+        run_id: The id of the run.
+        overheard: Decodes the replies, and records their disclosures.
+        note: Gets the reasons of the clients that are not in the average, by index. Default: the log gets them.
+
+    Returns:
+        The averages by their names in the state_dict; empty: no client replied.
     """
     header = header_for(shared, round, Phase.MEASURE)
     samples = {client.index: client.samples for client in clients}

@@ -1,1 +1,1 @@
-"""Carry the layer-wise exchange (FedTAN) over Flower: sessions, carriers, addresses, transcripts."""
+"""The layer-wise exchange (FedTAN) over Flower: sessions, carriers, addresses and transcripts."""

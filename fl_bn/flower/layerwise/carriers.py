@@ -1,4 +1,4 @@
-"""Carry the exchange at the server: a carrier takes a round's train messages to the cohort and returns the replies."""
+"""Carriers of the layer-wise exchange at the server. A carrier sends a round's train messages and returns the replies."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ from fl_bn.flower.wire.messaging import copy_of, pulled
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, reason
 
-POLL = 0.1  # seconds between looks for replies
+POLL = 0.1  # seconds between two checks for replies
 
 
 class Carrier(ABC):
-    """Carry a round's exchange.
+    """Send a round's train messages, let the clients exchange vectors meanwhile, and return the replies. Abstract.
 
-    ``messages`` is the number of Flower messages that one client got in the last round.
+    Attributes:
+        messages: the number of Flower messages that one client got in the last round.
     """
 
     name: str
 
     def __init__(self) -> None:
         self.messages = 1
-        self._late: dict[str, tuple[int, Message]] = {}  # dropped clients, by message, whose replies are missing
+        self._late: dict[str, tuple[int, Message]] = {}  # dropped clients whose replies are still missing, by the message's id
 
     @abstractmethod
     def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
@@ -53,12 +54,12 @@ class Carrier(ABC):
             messages: the train messages, by client.
             session: the round's exchange.
             timeout: seconds for the whole round.
-            longest: if above 0, ``timeout`` is the time from one exchange to the next, and ``longest`` seconds
-                are the limit for the round.
+            longest: 0: ``timeout`` holds for the whole round. Above 0: ``timeout`` is the time from one
+                exchange to the next, and ``longest`` the seconds for the whole round.
         """
 
     def late_clients(self, grid: Grid) -> set[int]:
-        """Return the clients that have still not answered the message of the round that dropped them."""
+        """Return the clients that have not answered yet since a round dropped them."""
         for reply in pulled(grid, {identity: message for identity, (_, message) in self._late.items()}):
             self._late.pop(reply.metadata.reply_to_message_id, None)
         return {client for client, _ in self._late.values()}
@@ -68,7 +69,7 @@ class Carrier(ABC):
     ) -> list[Message]:
         """Return the replies, without waiting for clients that the session has dropped.
 
-        A client whose reply is an error is dropped immediately, so that the others do not wait for it until the
+        If a client answers with an error, it is dropped at once. So the others need not wait for it until the
         deadline.
         """
         pushed, begin, seen = set(grid.push_messages(messages.values())), time.monotonic(), session.exchanges
@@ -93,7 +94,7 @@ class Carrier(ABC):
         return replies
 
     def stop(self) -> None:
-        """Release sockets and threads; most carriers have none."""
+        """Release sockets and threads. Most carriers have none."""
         return
 
 
@@ -119,11 +120,12 @@ class LocalCarrier(Carrier):
 class GrpcCarrier(Carrier):
     """Carry the exchange by a gRPC service in this process.
 
-    Address, authority and tokens travel in the train messages, over Flower's own channel.
+    The service's address, the authority's certificate and the clients' tokens travel in the train messages,
+    over Flower's own connections.
 
     Args:
-        settings: where the service listens, and its certificates.
-        layers: the exchanged layers, which limit the size of a request.
+        settings: the address to listen on, and the certificates.
+        layers: the layers that may be exchanged, by name. They limit the size of a request.
         called: the clients' names in the log.
     """
 
@@ -144,7 +146,7 @@ class GrpcCarrier(Carrier):
         return f"{f'[{host}]' if ':' in host else host}:{self.service.port}"
 
     def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
-        """Send the messages, serve the clients' requests meanwhile, and return the replies."""
+        """Send the messages, serve the clients' requests until they have finished, and return the replies."""
         tokens, certificates = self.service.open(session), self.settings.certificates
         common: dict[str, str | float | bytes] = {
             "exchange": "grpc",
@@ -161,7 +163,7 @@ class GrpcCarrier(Carrier):
             self.service.close(session)
 
     def meet(self, grid: Grid, cohort: Sequence[Client], timeout: float) -> str:
-        """Test whether the whole cohort can join at once, without training.
+        """Test, before training, whether all clients of a cohort can join the exchange at the same time.
 
         Args:
             grid: Flower's grid.
@@ -169,18 +171,18 @@ class GrpcCarrier(Carrier):
             timeout: seconds for the test.
 
         Returns:
-            Advice on how to make that possible, or an empty text where it is possible.
+            What to change if they cannot. Empty if they can.
 
         Raises:
-            RunFailed: a client cannot reach the service, or does not trust it, and the policy ``abort`` would
-                fail every round for it.
+            RunFailed: the policy is ``abort``, and a client cannot reach the service or does not trust its
+                certificate. Every round would fail.
         """
         messages = {c.index: Message(RecordDict(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
         settings = self.settings
         session = Session(messages, {}, policy=settings.policy, join_deadline=settings.join_deadline, called=self.called)
         self.carry(grid, messages, session, timeout)
         unable = {client: why for client, why in session.dropped.items() if NOT_JOINED not in why}
-        if session.batches and len(unable) == len(session.dropped):  # under shrink rounds go on without them
+        if session.batches and len(unable) == len(session.dropped):  # with the policy shrink, rounds go on without these clients
             for client, why in sorted(unable.items()):
                 log(logging.WARNING, "%s cannot use the exchange at %s: %s", self.called.client(client), self.address, why)
             return ""
@@ -201,16 +203,16 @@ class GrpcCarrier(Carrier):
 
 
 class ReplayCarrier(Carrier):
-    """Carry the exchange by one Flower message per exchange.
+    """Carry the exchange in Flower messages, one per exchange and client.
 
-    The answers so far travel to the clients. Each client computes its round again until it needs the next
-    answer.
+    Each message holds all answers so far. The client computes its round again from the start, until it needs
+    the next answer.
     """
 
     name = "replay"
 
     def carry(self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0) -> list[Message]:
-        """Send the messages again with each new answer, until all clients have finished, and return the last replies."""
+        """Send the messages again with each new answer until all clients have finished. Return the last replies."""
         transcript: list[tuple[Key, Answer]] = []
         final: dict[int, Message] = {}
         down = dict.fromkeys(messages, 0)
@@ -244,7 +246,7 @@ class ReplayCarrier(Carrier):
         requests: dict[int, tuple[int, Local]] = {}
         replies: dict[int, Message] = {}
         for answer in self._replies(grid, sent, session, timeout):
-            replies.setdefault(answer.metadata.src_node_id, answer)  # the first counts
+            replies.setdefault(answer.metadata.src_node_id, answer)  # if a client answers twice, the first reply counts
         for client, message in sent.items():
             reply = replies.get(message.metadata.dst_node_id)
             if reply is None:
@@ -265,9 +267,10 @@ class ReplayCarrier(Carrier):
 
 
 def _simulation_hint(clients: int, cpus: int) -> str:
-    """Return advice on how to get ``clients`` workers in Flower's simulation.
+    """Say how to get ``clients`` workers in Flower's simulation.
 
-    Flower 1.25 starts one per share of a CPU, but runs at most CPUs + 4 of them, and at most 32, at a time.
+    Flower 1.25 starts one worker per share of a CPU. It runs at most 32 at a time, and at most 4 more than
+    there are CPUs.
     """
     if clients > (most := min(32, cpus + 4)):
         return f"In simulation it needs {clients} workers, but Flower runs at most {most} at a time on {cpus} CPUs: use `fl-bn run`"

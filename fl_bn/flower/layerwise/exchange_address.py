@@ -35,21 +35,21 @@ GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exch
 
 @dataclass(frozen=True)
 class ExchangeAddresses:
-    """List the hosts to which a client may connect, as HOST or HOST:PORT.
+    """Hold the hosts to which a client may connect, as HOST or HOST:PORT.
 
     Attributes:
-        named: the entries of the node config. None: it has none. Then a deployed client connects nowhere, since
-            it knows no SuperLink, and a client in a simulation connects only to its own machine.
+        named: the entries of the node config. None: the node config has no such list. Then a deployed client
+            connects to no host, and a client in a simulation connects only to its own machine.
     """
 
     named: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, node_config: Mapping[str, Any]) -> ExchangeAddresses:
-        """Read the addresses in a node config.
+        """Read the allowed addresses from a node config.
 
         Raises:
-            ValueError: the entry is no list of hosts.
+            ValueError: the entry is not a list of HOST or HOST:PORT.
         """
         if KEY not in node_config:
             return cls()
@@ -63,7 +63,8 @@ class ExchangeAddresses:
         """Check that this client may connect to ``address``.
 
         Raises:
-            ExchangeFailed: it may not. The error does not repeat the address; only this client's log does.
+            ExchangeFailed: the address is not allowed. The error, which the server sees, does not repeat the
+                address. This client's log does.
         """
         host = address.rpartition(":")[0]
         if re.fullmatch(ADDRESS, address) and self._allows(host.lower(), address.lower()):
@@ -80,12 +81,12 @@ class ExchangeAddresses:
 
 
 def deployed() -> bool:
-    """Tell whether this process runs a SuperNode's ClientApp, which is on another machine than the server."""
+    """Return whether this process runs a SuperNode's ClientApp, so that the server is on another machine."""
     return Path(sys.argv[0]).name == DEPLOYED
 
 
 class SiteExchange(GrpcExchange):
-    """Exchange by gRPC, with errors that tell the server nothing of this client's network.
+    """Take part in an exchange over gRPC, with errors that tell the server nothing about this client's network.
 
     The client's own log has the details.
     """

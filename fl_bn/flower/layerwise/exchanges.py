@@ -1,7 +1,7 @@
-"""Run layer-wise exchanges at the server: open a session per round, and choose a carrier that the grid allows.
+"""The layer-wise exchanges of a run at the server: a session per round, and a carrier that the grid allows.
 
-A round of FedTAN needs one. A statistics-only exchange goes layer by layer where its clients can meet.
-Otherwise it takes a pass per layer.
+A round of FedTAN needs such an exchange. A statistics-only exchange goes layer by layer if all its clients
+can take part at the same time. Otherwise it takes one pass over the data per layer.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Exchanges:
     Args:
         settings: the carrier, the deadlines and the policy for missing clients.
         model: the converted network.
-        average: combines the clients' moments.
-        believing: whether the session uses the counts that clients claim, see ``Session``.
+        average: the rule that combines the clients' moments.
+        believing: whether the session uses the counts that clients report, see ``Session``.
         called: the clients' names in the log.
     """
 
@@ -53,11 +53,11 @@ class Exchanges:
         self._model = model
         self._carrier: Carrier | None = None
         self._grpc: GrpcCarrier | None = None
-        self._cannot_meet = ""  # why statistics are measured by passes for the rest of the run
+        self._cannot_meet = ""  # why statistics are measured by passes for the rest of the run; empty if they are not
 
     @property
     def carrier(self) -> str:
-        """Return the carrier's name; empty before it is chosen."""
+        """Return the name of the carrier. Empty until it is chosen."""
         return "" if self._carrier is None else self._carrier.name
 
     @property
@@ -66,7 +66,9 @@ class Exchanges:
         return 1 if self._carrier is None else self._carrier.messages
 
     def round(self, grid: Grid, cohort: Sequence[Client], messages: Iterable[Message], timeout: float) -> list[Message]:
-        """Send a round's train messages, carry its exchange, and return the replies. ``session`` then has the details.
+        """Send a round's train messages, carry its exchange, and return the replies.
+
+        Afterwards ``session`` holds the details of the exchange.
 
         Args:
             grid: Flower's grid.
@@ -85,21 +87,22 @@ class Exchanges:
     def measure(
         self, grid: Grid, clients: Sequence[Client], messages: Iterable[Message], timeout: float, memory: int, simulated: bool
     ) -> tuple[list[Message], str]:
-        """Send the messages of a statistics-only exchange that goes layer by layer, and carry it.
+        """Send the messages of a statistics-only exchange, and carry it layer by layer.
 
-        ``session`` then has the details. If the clients cannot meet, the log gives the reason, and no later
-        call tries again.
+        Afterwards ``session`` holds the details. If the clients cannot all take part at the same time, the
+        log gives the reason, and no later call tries again.
 
         Args:
             grid: Flower's grid.
             clients: the clients.
             messages: one message per client.
             timeout: seconds from one exchange to the next.
-            memory: bytes of activations that the clients of one process may keep.
+            memory: bytes of activations that all clients in this process may keep together.
             simulated: whether to try this in a simulation, too.
 
         Returns:
-            The replies and the carrier's name, both empty where the clients cannot meet.
+            The replies and the carrier's name. Both are empty if the clients cannot take part at the same
+                time.
         """
         if self._cannot_meet:
             return [], ""
@@ -117,9 +120,9 @@ class Exchanges:
         return replies, carrier.name
 
     def _lasting(self) -> str:
-        """Return why the clients of the last session could not meet, if that would happen again; else empty.
+        """Return why the last session failed, if later sessions would fail for the same reason. Otherwise return an empty text.
 
-        It would if no client took part, or if one was kept from joining.
+        They would if no client took part, or if a client could not join.
         """
         session = self.session
         if session.batches:
@@ -128,9 +131,9 @@ class Exchanges:
         return session.failure if kept_away else "" if session.failure else "no client took part"
 
     def late_clients(self, grid: Grid) -> set[int]:
-        """Return clients dropped in an earlier round that have still not answered its message.
+        """Return clients that an earlier round dropped and that have not answered its message yet.
 
-        They are dead or hanging, so no round waits for them again.
+        They have died or hang, so no round waits for them again.
         """
         return set().union(*(carrier.late_clients(grid) for carrier in {self._carrier, self._grpc} if carrier is not None))
 
@@ -167,7 +170,7 @@ class Exchanges:
         return self._grpc
 
     def _meeting(self, grid: Grid, clients: Sequence[Client], simulated: bool) -> tuple[Carrier | None, str]:
-        """Return the carrier for a statistics-only exchange of ``clients``, or the reason why there is none."""
+        """Return the carrier for a statistics-only exchange of ``clients``. Without one, return None and the reason."""
         wanted, here = self.settings.carrier, isinstance(grid, InProcessGrid)
         if isinstance(grid, InProcessGrid) and grid.one_program:
             return None, "engine='vectorised' measures all clients at once, a pass at a time"

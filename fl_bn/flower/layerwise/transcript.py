@@ -1,4 +1,4 @@
-"""Carry the exchange in Flower's messages, for replay: send a transcript down, and the first unanswered request up."""
+"""The messages of an exchange by replay. The server sends a transcript, and a client sends its first unanswered request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ Transcript = Sequence[tuple[Key, Answer]]
 
 
 def attach(content: RecordDict, transcript: Transcript) -> int:
-    """Put ``transcript`` into a train message, and return the bytes of its values."""
+    """Put ``transcript`` into a train message.
+
+    Returns:
+        The number of bytes of its values.
+    """
     arrays = [answer.values.numpy() for _, answer in transcript]
     keys = [[key.layer, key.quantity.value, key.call, answer.count, answer.batch] for key, answer in transcript]
     content[OURS + TRANSCRIPT] = to_record({str(i): array for i, array in enumerate(arrays)})
@@ -37,10 +41,10 @@ def attach(content: RecordDict, transcript: Transcript) -> int:
 
 
 def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answer]]:
-    """Take the transcript out of a train message's payload.
+    """Read and remove the transcript from a train message's payload.
 
     Raises:
-        WireError: it is not what ``attach`` makes.
+        WireError: the payload holds no valid transcript.
     """
     arrays = payload.pop(TRANSCRIPT, {})
     try:
@@ -60,14 +64,17 @@ def _key_of(layer: object, quantity: object, call: object, count: object, batch:
 
 
 def question(pending: Unanswered, client: int = 0) -> Reply:
-    """Return the reply of a client whose round needs one more answer of the server's."""
+    """Return the reply of a client that needs one more answer before it can go on."""
     request, key = pending.request, pending.request.key
     sections = {REQUEST: {f"{key.quantity.value}/{key.call}/{key.layer}": request.values}}
     return Reply(client, sections, 0, 0, {"batch": pending.batch, "count": request.count})
 
 
 def read_request(reply: Message, header: Header) -> tuple[int, Local] | None:
-    """Return batch size and request of a client that needs an answer; None if the reply is a round's last.
+    """Read the request of a client that needs an answer.
+
+    Returns:
+        The client's batch size and its request. None if the reply is the client's last one of the round.
 
     Raises:
         WireError: the reply is an error, or cannot be read.

@@ -1,1 +1,1 @@
-"""Aggregate securely: Flower's SecAgg+ over this project's messages, and the content of a sum."""
+"""Secure aggregation over Flower: its SecAgg+ protocol, and the vectors that it sums."""

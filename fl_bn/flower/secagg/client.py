@@ -1,8 +1,7 @@
-"""Take part in secure sums as a client: Flower's SecAgg+ mod around the handlers that train and measure.
+"""The client's half of secure aggregation: Flower's SecAgg+ mod around the handlers that train and measure.
 
-The plain reply never leaves this file. It becomes a vector (``sums``), with noise if privacy is asked for.
-Flower's mod quantises and masks that. Only counts travel in the clear: samples, batches, activations per
-sample.
+The plain reply never leaves this file. It becomes a vector (``sums``), with noise if privacy is on. Flower's
+mod quantises and masks the vector. Only counts travel unmasked: samples, batches, and activations per sample.
 """
 
 from __future__ import annotations
@@ -74,14 +73,14 @@ from fl_bn.secure.privacy import clipped, noisy
 from fl_bn.secure.settings import LEAST, MODULUS
 from fl_bn.support.wire import excerpt
 
-ROUNDING = 100  # purpose of a seeded generator, beside those in client.py
+ROUNDING = 100  # this generator's purpose in the seed; client.py has the others
 
 
 def secured(build: Callable[[Context], LocalClient]) -> Handler:
-    """Return the handler of train messages with a record of SecAgg+: each is a stage of a secure sum.
+    """Return the handler of train messages that belong to a stage of a secure sum.
 
-    The ``Gate`` has let these messages in. The handler raises ``Insecure`` where the protocol's parameters, or
-    the requested shares, would undo the masks.
+    The ``Gate`` has admitted these messages. The handler raises ``Insecure`` if the protocol's parameters, or
+    the requested shares, would remove the masks of one client's vector.
 
     Args:
         build: makes the client from Flower's context of a message.
@@ -121,21 +120,21 @@ def secured(build: Callable[[Context], LocalClient]) -> Handler:
                 reply.content[OWN_HISTORY.name] = ConfigRecord({**to_config(own)})
             context.state.config_records[RECORD_KEY_STATE]["cohort"] = sorted(setup["cohort"])
         elif stage == Stage.UNMASK:
-            del context.state[RECORD_KEY_STATE]  # keys and shares have served
+            del context.state[RECORD_KEY_STATE]  # the keys and shares are no longer needed
         return reply
 
     return secure
 
 
 def _no_vector(message: Message, context: Context) -> Message:
-    raise Insecure("expected that this stage of SecAgg+ needs no vector of this client")
+    raise Insecure("the server asks for this client's vector in a stage of SecAgg+ that needs none")
 
 
 def plan_of(client: LocalClient, message: Message, header: Header, context: Context) -> Plan:
-    """Return what this client will do in the round of ``message``.
+    """Return the counts of what this client will do in the round of ``message``.
 
-    The run's seed decides its batches, so they are counted in advance. An evaluation counts the test samples, 0
-    where they are too few or where this site's evaluations are spent.
+    The run's seed decides the batches, so the client can count them before it trains. An evaluation counts
+    the test samples. The count is 0 if they are too few, or if this site allows no further evaluation.
 
     Args:
         client: the client.
@@ -165,9 +164,9 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
 
 
 def kept_in(client: LocalClient, message: Message, header: Header) -> ClientState:
-    """Return the state from which this client computes its part of the sum of ``message``.
+    """Return the state from which this client computes its vector for ``message``.
 
-    For an evaluation and for statistics it is the state after the round.
+    For training it is the state before the round, for evaluation and statistics the state after it.
     """
     after = sums_evaluations(message) or header.phase == Phase.MEASURE.value
     return client.kept(RUN.of_configs(message.content), header.round + after)
@@ -178,23 +177,24 @@ def _config(message: Message) -> ConfigRecord | None:
 
 
 def check_setup(configs: Mapping[str, Any], node: int) -> None:
-    """Check the protocol's parameters.
+    """Check the parameters of the protocol.
 
     Args:
         configs: the parameters.
         node: this client's node.
 
     Raises:
-        Insecure: they leave a client alone in its sum, give its keys to a minority, or leave this client out.
+        Insecure: the sum could have one client only, a minority could recover a client's keys, or this client
+            is not in the cohort.
     """
     clients, shares, threshold = configs["sample_num"], configs["share_num"], configs["threshold"]
     if clients < LEAST or not LEAST <= shares <= clients:
         raise Insecure(f"SecAgg+ needs at least {LEAST} clients and shares, but got {shares} shares among {clients} clients")
     if len(cohort := set(configs["cohort"])) != clients or len(configs["cohort"]) != clients or node not in cohort:
-        raise Insecure(f"expected the {clients} nodes of the cohort, this client's among them, but got {excerpt(configs['cohort'])}")
+        raise Insecure(f"expected {clients} nodes in the cohort, one of them this client's, but got {excerpt(configs['cohort'])}")
     if not shares < 2 * threshold <= 2 * shares:
         raise Insecure(
-            f"the threshold must be more than half of the {shares} shares, or two minorities unmask a client, but got {threshold}"
+            f"the threshold must be more than half of the {shares} shares, but got {threshold}: two minorities could unmask a client"
         )
     levels, modulus = configs["target_range"], configs["mod_range"]
     if modulus != MODULUS or clients * levels >= MODULUS or configs["max_weight"] != 1.0:
@@ -202,15 +202,17 @@ def check_setup(configs: Mapping[str, Any], node: int) -> None:
 
 
 def _check_order(stage: str, context: Context) -> None:
-    """Check that a stage follows the one before. So shares leave once, and for one masked vector.
+    """Check that the stages come in order. So shares leave this client once, and for one masked vector.
 
     Raises:
-        Insecure: it does not.
+        Insecure: another stage comes next.
     """
     last = _state(context).current_stage
     order = Stage.all()
     if stage not in order or (stage != Stage.SETUP and order.index(stage) != (order.index(last) + 1) % len(order)):
-        raise Insecure(f"expected SecAgg+'s stage after {last!r}, or a new start, but the server asks for {excerpt(stage)}")
+        raise Insecure(
+            f"expected the stage of SecAgg+ that follows {last!r}, or the first one again, but the server asks for {excerpt(stage)}"
+        )
 
 
 def _state(context: Context) -> Any:
@@ -218,15 +220,16 @@ def _state(context: Context) -> Any:
 
 
 def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
-    """Check the public keys of all clients, as the server shows them.
+    """Check the public keys of all clients, which the server passes on.
 
     Args:
-        configs: two keys by node.
+        configs: two keys of each client, by node.
         state: this client's state of SecAgg+.
         node: this client's node.
 
     Raises:
-        Insecure: there are not as many clients as shares, this one is missing, or two keys are the same.
+        Insecure: the number of clients is not that of the shares, this client is missing, or two keys are
+            equal.
     """
     keys = {name: pair for name, pair in configs.items() if name != Key.STAGE}
     nodes = [int(name) for name in keys if name.isascii() and name.isdigit() and str(int(name[:24])) == name]
@@ -238,19 +241,22 @@ def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
     if any(type(pem) is not bytes or len(pem) > KEY for pem in pems) or len(set(pems)) != len(pems):
         raise Insecure("expected two keys of each client, all of them different")
     if keys[str(node)] != [state.pk1, state.pk2]:
-        raise Insecure("the server shows the other clients false keys for this client")
+        raise Insecure("the server gives the other clients false keys of this client")
 
 
 def check_collect(configs: Mapping[str, Any], state: Any, node: int) -> list[int]:
-    """Return the nodes whose shares cannot be read, by their fault or the server's.
+    """Check the encrypted shares that the server passes on.
 
     Args:
         configs: the encrypted shares, with the nodes that made them.
         state: this client's state of SecAgg+.
         node: this client's node.
 
+    Returns:
+        The nodes whose shares cannot be read. Either the node or the server is at fault.
+
     Raises:
-        Insecure: the shares are not exactly one from each client whose keys were shown.
+        Insecure: there is not exactly one share from each client whose keys the server passed on.
     """
     sources, ciphertexts, wanted = configs["srcs"], configs["ctxts"], set(state.public_keys_dict) - {node}
     if len(sources) != len(wanted) or set(sources) != wanted or len(ciphertexts) != len(sources):
@@ -268,11 +274,11 @@ def _readable(sealed: bytes, key: bytes, source: int, node: int) -> bool:
 
 
 def check_unmask(configs: Mapping[str, Any], state: Any, node: int) -> None:
-    """Check that the requested shares serve only to remove the masks of this sum.
+    """Check that the requested shares can only remove the masks of this sum.
 
-    One secret's share of each client leaves this one, and none of another client. Shares of both secrets of a
-    client would remove every mask of its vector. So would shares of one secret of too many other clients.
-    Flower's mod answers such requests.
+    For each client in the sum there are two secrets. This client gives a share of at most one of them, and
+    none for clients outside the sum. Shares of both secrets of a client would remove all masks of its vector.
+    So would shares of one secret for too many of its neighbours. Flower's own mod answers such requests.
 
     Args:
         configs: the nodes whose shares are requested.
@@ -280,30 +286,30 @@ def check_unmask(configs: Mapping[str, Any], state: Any, node: int) -> None:
         node: this client's node.
 
     Raises:
-        Insecure: the shares would serve for more.
+        Insecure: the shares could remove other masks, too.
     """
     active, dead = configs["active_nids"], configs["dead_nids"]
     if both := set(active) & set(dead):
-        raise Insecure(f"shares of both secrets of nodes {sorted(both)} were asked for, which would unmask them")
+        raise Insecure(f"the server asks for shares of both secrets of nodes {sorted(both)}, which would unmask their vectors")
     if len(set(active)) != len(active) or len(set(dead)) != len(dead):
-        raise Insecure("shares of one node were asked for more than once")
+        raise Insecure("the server asks for the shares of one node more than once")
     if node not in active:
-        raise Insecure("the server counts this client, which sent its masked vector, among the lost")
+        raise Insecure("the server counts this client among the lost ones, although it sent its masked vector")
     if (requested := {*active, *dead}) != (held := set(state.rd_seed_share_dict)):
-        nodes = f"nodes {excerpt(sorted(held))}, but got one for those of nodes {excerpt(sorted(requested))}"
+        nodes = f"nodes {excerpt(sorted(held))}, but the server asks for those of nodes {excerpt(sorted(requested))}"
         raise Insecure(f"expected a request for the shares of {nodes}")
     if len(active) < state.threshold:
         raise Insecure(f"a sum needs {state.threshold} clients to hide each of them, but only {len(active)} are in it")
 
 
 def check_weights(weighting: Weighting, sections: Iterable[str], plan: Plan, levels: int) -> None:
-    """Check that this client's part of the sum fills at least one level of the quantiser, and that its weight is at most 1.
+    """Check that this client's weight in the sum is at most 1, and large enough for its values to survive quantisation.
 
     Args:
-        weighting: the weights, as the server has them.
+        weighting: the server's weights.
         sections: the sections of the vector.
         plan: this client's counts.
-        levels: the quantiser's number of levels.
+        levels: the number of levels of the quantiser. A weight of 2 / levels is the smallest.
 
     Raises:
         Insecure: a weight is too small or too large.
@@ -311,22 +317,24 @@ def check_weights(weighting: Weighting, sections: Iterable[str], plan: Plan, lev
     for section in sections:
         if not 2 / levels <= (weight := weighting.of(section, plan)) <= 1:
             raise Insecure(
-                f"expected {section} to weigh between 2 / {levels} and 1 here, but with {asdict(plan)} and the server's weights "
-                f"({asdict(weighting)}) it would weigh {weight:g}"
+                f"the weight of this client's {section} must be from 2 / {levels} to 1, but with its counts {asdict(plan)} and the "
+                "server's weights "
+                f"{asdict(weighting)} it would be {weight:g}"
             )
 
 
 def _summand(client: LocalClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
-    """Return the reply in the form that Flower's mod takes: one vector, weight 1, and the counts.
+    """Return the reply in the form that Flower's mod expects: one vector with weight 1, and the counts.
 
     Raises:
-        WireError: the instruction has no weights for the sum, or noise without its clips.
+        WireError: the instruction has no weights for the sum, or asks for noise without naming the clips.
     """
     plan = plan_of(client, message, header, context)
     if header.payload != AS_THE_MODEL:
         raise Insecure(f"SecAgg+ masks whole numbers of full length, but the server asks for weights as {header.payload}")
     about = our_records(message.content, ArrayRecord).get(REFERENCE)
-    message.content.pop(OURS + REFERENCE, None)  # no part of the instruction: the model keeps the statistics that came with its weights
+    # the reference is no part of the instruction: the model keeps the statistics that came with its weights
+    message.content.pop(OURS + REFERENCE, None)
     request = read(message, client.network, header=header)
     sent = request.instruction.sections
     reference = references(sent.get("statistics", {}) if about is None else to_tensors(arrays_in(about, REFERENCE)))
@@ -336,7 +344,8 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
         reply = client.compute(request, _as_it_is)
     if (reply.samples, reply.steps) != (plan.samples, plan.steps):
         raise ValueError(
-            f"client {client.site.client} planned {plan.samples} samples and {plan.steps} steps, but made {reply.samples} and {reply.steps}"
+            f"client {client.site.client} announced {plan.samples} samples and {plan.steps} steps, but trained with {reply.samples} "
+            f"samples and {reply.steps} steps"
         )
     trained, private = phase is not Phase.MEASURE, noise is not None
     shapes = layout(schema.reply(client.model, client.method, phase, client.settings.update), loss=trained and not private, cut=not private)
@@ -360,15 +369,15 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
 
 
 def _as_it_is(reply: Reply) -> Reply:
-    """Return ``reply`` itself. It does not travel: in this process it becomes a vector."""
+    """Return ``reply`` unchanged. It does not travel: it becomes a vector in this process."""
     return reply
 
 
 def _evaluated(client: LocalClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
-    """Return the evaluation in the form that Flower's mod takes: one vector, weight 1, and the counts."""
+    """Return the evaluation in the form that Flower's mod expects: one vector with weight 1, and the counts."""
     plan = plan_of(client, message, header, context)
     if not plan.samples:
-        raise Insecure("since the sum began, this client's evaluations were spent, or its test samples became too few")
+        raise Insecure("after this sum began, this client used up its evaluations or lost test samples, so it can no longer take part")
     reply = client.evaluation(read(message, client.network, TO_EVALUATE, header), Limits.of(context).min_samples)
     limit = float(context.state.config_records[RECORD_KEY_STATE][Key.CLIPPING_RANGE])  # type: ignore[arg-type]
     numbers = {name: value for name, value in reply.metrics.items() if isinstance(value, float)}
@@ -378,7 +387,7 @@ def _evaluated(client: LocalClient, header: Header, digest: bytes, message: Mess
 
 
 def _seed_rounding(client: LocalClient, round: int, purpose: int) -> None:
-    """Let the quantiser round by the run's seed. Sums of integers are exact, so a run is reproducible bit for bit."""
+    """Seed the quantiser's random rounding by the run's seed. Sums of integers are exact, so a run is reproducible bit for bit."""
     rng = seeded(client.seed, client.site.client, round, ROUNDING, purpose)
     np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
 
@@ -390,7 +399,7 @@ def _vector_reply(message: Message, vector: np.ndarray, counts: Mapping[str, Any
 
 
 def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> Sections:
-    """Return update and statistics, each clipped as one vector and with this client's share of its noise."""
+    """Clip the update and the statistics, each as one vector, and add this client's share of the noise."""
     noised: Sections = {section: {} for section in parts}
     for statistics, key in ((False, "dp-clip"), (True, "dp-statistics-clip")):
         vector = {f"{s}/{k}": t for s, part in parts.items() if (s in STATISTICS) == statistics for k, t in part.items()}
@@ -402,13 +411,13 @@ def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> S
 
 
 def _warn(client: LocalClient, round: int, statistics: Mapping[str, int], values: Mapping[str, int], limit: float) -> None:
-    """Log here which values are cut off. The server sees only the sum, and how many clients cut anything."""
+    """Log which of this client's values were cut off. The server only learns how many clients had to cut values."""
     who = f"client {client.site.client}, round {round}"
     for layer, count in statistics.items():
         text = (
-            "%s: layer %s: the statistics of %d channels lie more than %g standard deviations, or a variance %g times, from the reference"
+            "%s: layer %s: the statistics of %d channels are more than %g standard deviations from the reference, or %g times its variance"
         )
-        log(logging.WARNING, f"{text}, and are cut to that", who, layer or "model", count, limit, limit**2)
+        log(logging.WARNING, f"{text}; they are cut to that limit", who, layer or "model", count, limit, limit**2)
     for name, count in values.items():
         text = "%s: %d values of %s exceed the quantiser's range of %g and are cut off: raise secagg-clipping-range"
         log(logging.WARNING, text, who, count, name, limit)

@@ -1,11 +1,11 @@
-"""Evaluate in a secure sum: the server gets the means of the clients' losses and of the task's own metric.
+"""Evaluations in a secure sum: the server learns the means of the clients' losses and of the task's own metric.
 
-Each client counts once, as in evaluations in the clear. Standard deviation, worst client and accuracies per
-class are left out. Of three clients, mean and standard deviation nearly give each one's number, and a class may
-have few samples.
+Each client counts once, as in evaluations outside of secure sums. The standard deviation, the worst client
+and accuracies per class are not reported. With three clients, mean and standard deviation nearly reveal each
+client's number. A class may have few samples.
 
-Both numbers travel as shares of a range. This is the range that the task declares, with ``-LOSS_RANGE`` and
-``LOSS_RANGE`` for an open end. Values beyond it are cut off.
+Loss and metric are scaled to the range that the task declares for them. An open end of a range is
+``-LOSS_RANGE`` or ``LOSS_RANGE``. Values outside the range are cut off.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ SECTION, LOSS = "evaluation", "loss"
 
 
 def layout(task: type[Task] | Task) -> Layout:
-    """Return the shapes of the summed values, by section and name."""
+    """Return the shapes of the values in a sum of evaluations, by section and name."""
     return {SECTION: {LOSS: (1,), task.metric: (1,)}, "check": {"check": (len(CHECK),)}}
 
 
 def parts_of(metrics: Mapping[str, float], task: Task, limit: float) -> Sections:
-    """Return a client's numbers in units that fit a quantiser of ``[-limit, limit]``, by section of ``layout``.
+    """Scale a client's metrics to the quantiser's range, by section of ``layout``.
 
     Args:
-        metrics: the client's numbers, by name.
+        metrics: the client's metrics, by name.
         task: the task, which declares the metric and its range.
-        limit: the quantiser's range.
+        limit: the quantiser's range is ``[-limit, limit]``.
 
     Raises:
-        ValueError: a number is NaN (no label, or a model that diverged), so the client has no part in the mean.
+        ValueError: a metric is NaN, because there are no labels or the model diverged. The client then takes
+            no part in the mean.
     """
     shares = {}
     for name in (LOSS, task.metric):
@@ -48,7 +49,10 @@ def parts_of(metrics: Mapping[str, float], task: Task, limit: float) -> Sections
 
 
 def values_of(average: Sections, task: Task, limit: float) -> dict[str, float]:
-    """Return the numbers in an average over clients, the inverse of ``parts_of``. A rounding beyond the range is cut off."""
+    """Convert an average over clients back to metrics, the inverse of ``parts_of``.
+
+    Rounding may put a value outside of its range. Such a value is cut off.
+    """
     values = {}
     for name, mean in average[SECTION].items():
         low, high = _range(name, task)

@@ -1,21 +1,23 @@
-"""Hash a client's instruction before the client masks its vector: the key of every mask depends on the hash.
+"""A hash of a client's instruction. The keys of the client's masks depend on it.
 
-A server could send one client one instruction and the others another. With weights of 2^53, for example, the
-others' vectors vanish from the sum, so that the sum is the one client's vector. With this hash in the keys, the
-masks of clients with different instructions do not cancel, and the sum is noise. These are hashed:
+A dishonest server could give one client another instruction than the others. For example, it could send all
+others weights of 2^53. Then their vectors vanish from the sum by rounding, and the sum reveals the one
+client's vector. With the hash in the keys, the masks of clients with different instructions do not cancel.
+The sum is then random numbers.
 
-* the set-up of SecAgg+: the number of clients, of shares, the threshold, clipping range, levels, modulus,
-weight, and the cohort's nodes,
-* the header: method, phase, round, signature of the model, format, type of the payload,
-* the config, with the weights of the sum, the learning rate, the clips and the noise, and with undeclared
-fields,
-* the instructions to all clients in the rounds that formed their states (``instruction_history``),
-* all arrays: names, types, shapes, bytes,
+The hash covers:
+
+* the set-up of SecAgg+: the number of clients and shares, the threshold, clipping range, levels, modulus, weight,
+  and the cohort's nodes,
+* the header: method, phase, round, signature of the model, format, dtype of the payload,
+* the config: the weights of the sum, the learning rate, the clips and the noise, and undeclared fields, too,
+* the instructions in the rounds that formed the clients' states (``instruction_history``),
+* all arrays: names, dtypes, shapes, bytes,
 * the run config, which decides how a client trains.
 
-Values that may differ from client to client are left out. They cannot make one client's vector stand out. These
-are ``counted`` (the client's own state to go on from), the keys and shares of its neighbours (masks that do not
-fit do not cancel either), and its own node config.
+Values that differ between clients even if the server is honest are left out. They cannot make one client's
+vector stand out. These are ``counted`` (the client's own counts), the keys and shares of its neighbours, and
+its own node config. False keys or shares make masks that do not cancel either.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ SET_UP = (
     "mod_range",
     "max_weight",
     "cohort",
-)  # fields of the client's state, as the first stage left them
+)  # fields of the client's state after the first stage
 
 
 def instruction_digest(message: Message, run_config: Mapping[str, Any], state: Any) -> bytes:
@@ -64,10 +66,10 @@ def instruction_digest(message: Message, run_config: Mapping[str, Any], state: A
 
 
 def training_digest(message: Message, run_config: Mapping[str, Any]) -> bytes:
-    """Hash the part of a training instruction that decides the state in which this client ends the round.
+    """Hash the part of a training instruction that decides the client's state at the end of the round.
 
-    Left out are the fields of a single attempt at the secure sum, such as its weights. If a client drops out, the
-    sum is tried again with other such fields, and the clients' states stay the same.
+    The fields of a single attempt at the secure sum, such as its weights, are left out. If a client is lost,
+    the sum is tried again with other values of these fields, and the clients' states stay the same.
     """
     return _digest(_parts(message, run_config, OF_ONE_SUM))
 
@@ -80,7 +82,7 @@ def _digest(parts: Iterable[bytes]) -> bytes:
 
 
 def _parts(message: Message, run_config: Mapping[str, Any], without: Collection[str]) -> Iterator[bytes]:
-    """Yield the parts to hash; ``without`` are the fields of the config that are left out."""
+    """Yield the parts to hash. ``without`` names fields of the config that are left out."""
     yield _text(run_config)
     for name, record in sorted(records_of(message.content, ConfigRecord).items()):
         if name != RECORD_KEY_CONFIGS:
@@ -99,5 +101,5 @@ def _text(values: Mapping[str, Any]) -> bytes:
 
 
 def _written(value: Any) -> dict[str, str]:
-    """Return a text for a value that JSON cannot represent, different from every other value's."""
+    """Return a text for a value that JSON cannot represent. Different values have different texts."""
     return {type(value).__name__: value.hex() if isinstance(value, bytes) else repr(value)}

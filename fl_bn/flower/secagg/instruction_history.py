@@ -1,13 +1,16 @@
-"""Remember a client's earlier instructions: in a secure sum all clients must have had the same in each round they share.
+"""A client's record of its earlier instructions. In a secure sum, all clients must have had the same ones in each common round.
 
-The masks of a sum are bound to the instruction of that round (``instruction_digest``). But a client's state
-(its BatchNorm layers under FedBN, for example) comes from earlier rounds. A server that sent all others another
-instruction then could have made their updates vanish. The sum would be one client's. So a client keeps, with
-its state, a hash of its instruction in each round since that state began. It sends these hashes before a sum.
-The server combines them, and sends all of them to everyone along with the model, so that the masks are bound to
-them, too. A client refuses if its own hashes are not among them.
+The masks of a sum depend on the instruction of that round (``instruction_digest``). But a client's state,
+such as its BatchNorm layers under FedBN, comes from earlier rounds. A dishonest server could have sent all
+clients but one an instruction that makes their later updates vanish. The sum would then reveal the one
+client's update.
 
-A client cannot check a round in which it took no part. A site may limit the number of such rounds
+So each client stores, with its state, a hash of its instruction in every round that formed the state. It
+sends these hashes before a sum. The server combines the hashes of all clients, and sends the result to
+everyone with the model. The masks depend on that, too. A client refuses to take part if its own hashes are
+not in it.
+
+A client cannot check rounds in which it took no part. A site may limit the number of such rounds
 (``max-unknown-rounds``).
 """
 
@@ -28,13 +31,13 @@ from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS
 from fl_bn.support.wire import WireError, excerpt
 
 _now: ContextVar[bytes] = ContextVar("hash of this round's instruction", default=b"")
-SECTION, SIZE = "told", 32  # in a client's state; bytes of a hash
+SECTION, SIZE = "told", 32  # the section of a client's state; the bytes of a hash
 History = dict[int, bytes]
 """A hash of the instruction, by round."""
 
 
 def history_of(kept: ClientState) -> History:
-    """Return the instructions' hashes in a state, by round."""
+    """Return the hashes of instructions that are stored in a client's state, by round."""
     if not (tensors := kept.get(SECTION)):
         return {}
     return {int(round): bytes(row.tolist()) for round, row in zip(tensors["rounds"].tolist(), tensors["hashes"], strict=True)}
@@ -42,7 +45,7 @@ def history_of(kept: ClientState) -> History:
 
 @contextmanager
 def telling(digest: bytes) -> Iterator[None]:
-    """Store ``digest``, of this round's instruction, with states that are kept inside the block."""
+    """Store ``digest``, the hash of this round's instruction, with every state that is kept inside the block."""
     token = _now.set(digest)
     try:
         yield
@@ -51,10 +54,10 @@ def telling(digest: bytes) -> Iterator[None]:
 
 
 def to_write(keeps: ClientState, before: ClientState, round: int) -> dict[str, dict[str, Tensor]] | None:
-    """Return the sections that a client stores after ``round``; None: it stores nothing.
+    """Return the sections that a client stores after ``round``. None: it stores nothing.
 
-    Inside ``telling`` the history is among them. It is also stored where the new tensors are not finite and the
-    old ones stay. Otherwise the missing round would reveal that they are not finite.
+    Inside ``telling`` they include the history. The history is stored even if the new tensors are not finite
+    and the old ones stay. Otherwise the missing round would tell the server that they are not finite.
 
     Args:
         keeps: the state at the end of the round.
@@ -72,16 +75,16 @@ def to_write(keeps: ClientState, before: ClientState, round: int) -> dict[str, d
 
 
 def to_config(history: History) -> dict[str, list[int] | bytes]:
-    """Return the fields of a message that hold ``history``; none where it is empty."""
+    """Return the fields of a message that hold ``history``. An empty history has no fields."""
     rounds = sorted(history)
     return {HISTORY_ROUNDS: rounds, HISTORY_HASHES: b"".join(history[round] for round in rounds)} if rounds else {}
 
 
 def from_config(record: ConfigRecord | Mapping[str, object] | None, form: Form) -> History:
-    """Return the history in a message's ``record`` of ``form``; empty without one.
+    """Read the history from ``record``, a message's record of ``form``. Without a record it is empty.
 
     Raises:
-        WireError: the number of hashes is not that of the rounds.
+        WireError: there is not one hash for each round.
     """
     values = form.read({} if record is None else dict(record))
     rounds, hashes = values.get(HISTORY_ROUNDS, []), values.get(HISTORY_HASHES, b"")
@@ -93,10 +96,12 @@ def from_config(record: ConfigRecord | Mapping[str, object] | None, form: Form) 
 
 
 def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, int]]:
-    """Return most clients' hash in each round, and for each client with another hash the first such round.
+    """Combine the histories of all clients.
 
-    Where two hashes have equally many clients, nobody knows which one is true. All of these clients are in the
-    second part then.
+    Returns:
+        The hash that most clients have, by round. And, by client, the first round in which a client's hash is
+            another one. If two hashes of a round have equally many clients, nobody knows which is right. Then
+            all these clients are in the second part.
     """
     together: History = {}
     at_odds: dict[int, int] = {}
@@ -112,21 +117,26 @@ def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, i
 
 
 def problem(kept: ClientState, together: History, most_unknown: int | None = None) -> str:
-    """Return why a client has no part in a sum; empty if it has.
+    """Return why a client must not take part in a sum. Empty if it may.
 
     Args:
         kept: the client's state.
         together: the combined history of all clients.
-        most_unknown: the largest number of rounds of the others' states in which this client took no part.
-            None: any number.
+        most_unknown: how many rounds may have formed the other clients' states without this client. None: any
+            number.
     """
     own = history_of(kept)
     if kept.sections and kept.round not in own:
-        return f"this client's state is of round {kept.round}, which was in the clear, so the others' instruction is not known"
+        return (
+            f"this client's state is of round {kept.round}, which had no secure sum, so this client does not know the others' instructions"
+        )
     for round, digest in sorted(own.items()):
         if together.get(round) != digest:
-            return f"the others got another instruction in round {round} than this client, so their parts of the sum may hide nothing"
+            return f"the others got another instruction in round {round} than this client, so their vectors may not hide this client's"
     unknown = sorted(together.keys() - own.keys())
     if most_unknown is not None and len(unknown) > most_unknown:
-        return f"this site has max-unknown-rounds = {most_unknown}, but the others' states are of rounds {excerpt(unknown)} without it"
+        return (
+            f"this site allows max-unknown-rounds = {most_unknown}, but the others' states come from rounds {excerpt(unknown)}, "
+            "in which it took no part"
+        )
     return ""

@@ -1,16 +1,18 @@
-"""Load Flower's two halves of SecAgg+ (its client mod and its server workflow) with stronger masks.
+"""Flower's two halves of SecAgg+, its client mod and its server workflow, with stronger masks.
 
-Flower (1.25 to 1.42) folds every 32-byte seed of a mask into the 32 bits that seed a Mersenne Twister
-(``pseudo_rand_gen``). Of the pairwise seeds, which are base64 text, 28 bits remain. A server that has removed
-the private masks, as it must, can search them. Here a mask is the key stream of AES-256 in counter mode. Its
-key is the SHA-256 of the whole seed and of the client's instruction (``instruction_digest``). Keys, shares,
-encryption and stages are Flower's.
+Flower (1.25 to 1.42) reduces the 32-byte seed of a mask to the 32 bits that seed a Mersenne Twister
+(``pseudo_rand_gen``). The seed of a pair of clients is base64 text, of which only 28 bits remain. The server
+removes the private masks, as the protocol requires. It can then find the pairwise masks by trying all seeds.
 
-The two modules are loaded a second time, under names of their own, so that Flower's are unchanged for everyone
-else. Other modules reach the client's half through ``secagg_mod``: a handler that is pickled names its module,
-and would find Flower's there.
+Here a mask is the key stream of AES-256 in counter mode. Its key is the SHA-256 of the whole seed and of the
+client's instruction (``instruction_digest``). Keys, shares, encryption and stages are Flower's.
 
-Reference: Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, Bell et al., CCS 2020.
+The two modules are loaded a second time under other names. So Flower's own modules stay unchanged for
+everyone else. Other code calls the client's half by ``secagg_mod``: a pickled handler is found again by its
+module's name, and that name must not be Flower's.
+
+References:
+    Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, CCS 2020.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _digest: ContextVar[bytes] = ContextVar("instruction digest")
 
 @contextmanager
 def bound_to(digest: bytes) -> Iterator[None]:
-    """Let the masks made inside the block depend on ``digest`` (32 bytes), too."""
+    """Let the masks that are made inside the block depend on ``digest`` (32 bytes), too."""
     token = _digest.set(digest)
     try:
         yield
@@ -45,20 +47,20 @@ def bound_to(digest: bytes) -> Iterator[None]:
 def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...]]) -> list[np.ndarray]:
     """Return masks of the given shapes, int64, uniform in ``[0, num_range)``.
 
-    This replaces Flower's ``pseudo_rand_gen``. A key stream serves one seed and digest, and so one mask. Seeds
-    are fresh in every run of the protocol, so the counter may be constant.
+    This replaces Flower's ``pseudo_rand_gen``. Each run of the protocol has fresh seeds, so a key is used for
+    one mask only. That is why the counter may start at a constant.
 
     Args:
         seed: 32 bytes.
-        num_range: a power of 2, up to 2**32.
+        num_range: a power of 2, at most 2**32.
         dimensions_list: the shapes.
 
     Raises:
-        ValueError: ``num_range`` is another number, which would make the masks uneven.
-        LookupError: no digest binds the masks (``bound_to``).
+        ValueError: ``num_range`` is no such power. The masks would not be uniform.
+        LookupError: ``bound_to`` has not set a digest.
     """
     if num_range.bit_count() != 1 or num_range > 2**32:
-        raise ValueError(f"masks are uniform in a power of 2 up to 2**32, but got {num_range}")
+        raise ValueError(f"the range of masks must be a power of 2 up to 2**32, but got {num_range}")
     key = hashlib.sha256(b"fl-bn/secagg/2" + _digest.get() + seed).digest()
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
     masks = []
@@ -72,7 +74,10 @@ def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...
 def _strengthened(name: str) -> ModuleType:
     module = copy_of(name)
     if not hasattr(module, "pseudo_rand_gen"):
-        raise ImportError(f"{name} makes its masks otherwise than in flwr 1.25: fl-bn cannot strengthen them, so it refuses to run")
+        raise ImportError(
+            f"{name} makes its masks in another way than flwr 1.25, so fl-bn cannot replace them by stronger ones. Install the version "
+            "of flwr in constraints.txt"
+        )
     vars(module)["pseudo_rand_gen"] = key_stream
     return module
 
@@ -87,8 +92,8 @@ def secagg_mod(message: Message, context: Context, call_next: Callable[[Message,
     Args:
         message: the server's message.
         context: Flower's context of the client.
-        call_next: makes the vector.
-        digest: the instruction's digest, in the stage that masks.
+        call_next: makes the client's vector.
+        digest: the hash of the instruction. It is needed in the stage that masks the vector.
     """
     if not digest:
         return _answered(message, context, call_next)

@@ -1,4 +1,4 @@
-"""Run rounds and statistics exchanges in which the server sees the sum alone."""
+"""Rounds and statistics exchanges in which the server sees only the sum over the clients."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ from fl_bn.support.wire import WireError, excerpt
 from fl_bn.task import Task
 
 Note = Callable[[Sequence[Reply], bool], None]
-"""Takes the parts of a sum, and whether they are evaluations."""
+"""Records the clients in a sum, and whether it is a sum of evaluations."""
 NO_BUDGET = "dp-noise limits what updates and statistics disclose, and evaluations would exceed that: clients make none"
-REPEATS = 6  # exchanges for one measurement, where the reference is far off
+REPEATS = 6  # the most exchanges for one measurement, if the reference is far from the data
 
 
 def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, defence: Defence) -> None:
-    """Check that method, policy and defence work on sums.
+    """Check that method, policy and defence work with secure sums.
 
     Raises:
-        ValueError: one of them does not.
+        ValueError: one of them needs single clients' values.
     """
     settings.check(max(rounds.min_cohort, round_half_up(rounds.fraction * rounds.clients)))
     settings.check(rounds.clients)
     if defence.active or method.adversary is not None:
         raise ValueError(
-            "a defence against Byzantine clients compares single updates, and secure aggregation shows none: choose one of them"
+            "a defence against Byzantine clients compares the clients' updates, and secure aggregation hides them: choose one of the two"
         )
     if Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
         raise ValueError(f"{method.name} exchanges moments layer by layer in the clear: secure aggregation does not cover that")
@@ -67,23 +67,25 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
             "its ablations (hbn-separate, hbn-merge), or secure-aggregation"
         )
     if rounds.payload != AS_THE_MODEL:
-        raise ValueError(f"secure aggregation adds masked whole numbers, which cannot be rounded: set payload-dtype to {AS_THE_MODEL}")
+        raise ValueError(
+            f"secure aggregation sends masked whole numbers, and payload-dtype would round them: set payload-dtype to {AS_THE_MODEL!r}"
+        )
     if rounds.auxiliary:
         raise ValueError(
             f"{', '.join(c.section for c in rounds.auxiliary)} would travel beside the weights in the clear: secure aggregation sums "
             "updates and statistics alone"
         )
     if settings.privacy is not None and rounds.client_weights != "uniform":
-        raise ValueError("privacy bounds what one client adds, so all must weigh alike: set client-weights to 'uniform'")
+        raise ValueError("differential privacy (dp-noise) needs the same weight for every client: set client-weights to 'uniform'")
 
 
 class SecureRounds:
-    """Aggregate securely in one run. ``accountant`` counts the privacy budget, if the settings ask for privacy.
+    """Run secure sums for one run. ``accountant`` counts the privacy budget if differential privacy is on.
 
     Args:
-        settings: of secure aggregation.
+        settings: the settings of secure aggregation.
         server: the server's half of a round.
-        note: records the parts of a sum, and whether they are evaluations.
+        note: records the clients in a sum, and whether it is a sum of evaluations.
     """
 
     def __init__(self, settings: SecureAggregation, server: Server, note: Note = lambda parts, evaluates: None) -> None:
@@ -97,9 +99,10 @@ class SecureRounds:
     ) -> tuple[list[Reply], dict[int, str]]:
         """Measure the statistics of all clients together in a statistics-only exchange, and store them.
 
-        The shared statistics are the reference. If they are too far from the data, the exchange is repeated
-        with the measured ones as reference, up to ``REPEATS`` times. With privacy it is never repeated, since
-        each exchange would cost. The data are normalised as the messages say every time.
+        Clients report deviations from a reference, which is the shared statistics. If the reference is too
+        far from the data, the exchange is repeated with the measured statistics as the next reference, up to
+        ``REPEATS`` times. With differential privacy it is not repeated, because each exchange costs budget.
+        In every repetition the clients normalise their data as the messages say.
 
         Args:
             grid: Flower's grid.
@@ -108,8 +111,9 @@ class SecureRounds:
             timeout: seconds for the replies.
 
         Returns:
-            The contributions, of which only counts are known, and the reasons of the other clients by index. If
-                the exchange fails there are no contributions, and the log has a warning.
+            The clients in the sum, of which only counts are known. And, by index, the reasons why other
+                clients are not in it. If the exchange fails, both have no contribution, and the log has a
+                warning.
         """
         shared, before, messages = self.shared, self.shared.statistics(), list(messages)
         reference = references(shared.sections().get("statistics", {}))
@@ -123,8 +127,12 @@ class SecureRounds:
                 return [], {client.index: refused.get(client.index, str(error)) for client in clients}
             if self.settings.privacy is not None or not (problem := self._imprecise(total, average, moments, reference)):
                 break
-            again = "they are measured again about these" if repeat < REPEATS else "measure them again, or raise secagg-clipping-range"
-            log(logging.INFO if repeat < REPEATS else logging.WARNING, "the shared statistics are imprecise (%s): %s", problem, again)
+            again = (
+                "they are measured again, with these as reference"
+                if repeat < REPEATS
+                else "measure them again, or raise secagg-clipping-range"
+            )
+            log(logging.INFO if repeat < REPEATS else logging.WARNING, "the measured statistics are imprecise (%s): %s", problem, again)
             if _clients(total, average, "statistics", self.settings.clipping_range):
                 moments = _widened(moments, reference, self.settings.clipping_range)
             arrays = _arrays(moments, reference)
@@ -143,8 +151,8 @@ class SecureRounds:
     def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
         """Train for one round.
 
-        In the record every client's loss is the cohort's mean, since no other is known. With privacy, which has
-        no budget for it, it is NaN.
+        The server knows only the cohort's mean loss, so the round's record has that as every client's loss.
+        With differential privacy the loss is NaN, because the budget does not include it.
 
         Args:
             grid: Flower's grid.
@@ -153,8 +161,8 @@ class SecureRounds:
             timeout: seconds for the replies.
 
         Returns:
-            Whether the round changed the model (if not, the log has a warning), and the contributions in the
-                sum, of which only counts are known.
+            Whether the round changed the model, and the clients in the sum, of which only counts are known.
+                If the model did not change, the log has a warning.
         """
         shared, server, record = self.shared, self.server, self.server.record
         phase, who = Phase(record.phase), [client.index for client in cohort]
@@ -193,7 +201,7 @@ class SecureRounds:
     def evaluate(
         self, grid: Grid, messages: Iterable[Message], clients: Sequence[Client], timeout: float, task: Task
     ) -> tuple[dict[str, float], dict[int, str]]:
-        """Return the mean loss and metric of ``task`` over the clients, each counted once.
+        """Return the mean loss and metric of ``task`` over the clients. Each client counts once.
 
         Args:
             grid: Flower's grid.
@@ -203,8 +211,7 @@ class SecureRounds:
             task: the task.
 
         Returns:
-            The means by name, empty if the sum fails, and the reasons of clients that are not in them, by
-                index.
+            The means by name, empty if the sum fails. And, by index, the reasons why clients are not in them.
         """
         messages, shapes = list(messages), secure_evaluation.layout(task)
         if self.settings.privacy is not None:
@@ -232,7 +239,11 @@ class SecureRounds:
         return secure_evaluation.values_of(from_vector(total.mean, shapes), task, self.settings.clipping_range), total.refused
 
     def _sum(self, grid: Grid, messages: Sequence[Message], cohort: Sequence[Client], timeout: float, phase: Phase) -> tuple[Sum, Sections]:
-        """Return the sum, and the weighted averages in it by section and name, in the units of ``sums.layout``."""
+        """Compute a secure sum.
+
+        Returns:
+            The sum, and its weighted averages by section and name, in the units of ``sums.layout``.
+        """
         shared, privacy, trains = self.shared, self.settings.privacy, phase is not Phase.MEASURE
         shapes: Layout = layout(
             schema.reply(shared.model, shared.method, phase, self.rounds.update), loss=trains and privacy is None, cut=privacy is None
@@ -241,11 +252,14 @@ class SecureRounds:
             noise = {"dp-clip": privacy.clip, "dp-statistics-clip": privacy.statistics_clip, "dp-noise": privacy.noise}
             for message in messages:
                 add_to_config(message.content, noise)
-        if self.accountant is not None:  # before: a sum that fails late may have shown something, and a server that dies must not forget it
+        # the cost is stored before the sum: a sum that fails late may have revealed something, and the server may die
+        if self.accountant is not None:
             try:
                 self.accountant.spend(sums.releases(shapes))
             except OSError as error:
-                raise SumFailed(f"its privacy cost cannot be stored ({error}), so nothing may be released: make room", {}) from error
+                raise SumFailed(
+                    f"the privacy cost of this round cannot be stored ({error}), so the sum is not started: free some disk space", {}
+                ) from error
         least = max(LEAST, self.settings.threshold_of(len(cohort)))
         if trains:
             least = max(least, self.rounds.min_cohort, math.ceil(self.rounds.min_replies * len(cohort)))
@@ -271,7 +285,7 @@ class SecureRounds:
         return total, {s: {k: t / total.weight(s) for k, t in part.items()} for s, part in average.items()}
 
     def _unmasked(self, shapes: Layout) -> Callable[[np.ndarray], bool]:
-        """Return a function that tells whether a mean has no masks: its two constants have the right values then."""
+        """Return a function that tells whether the masks of a mean have cancelled: the two constants in it are then right."""
 
         def whole(mean: np.ndarray) -> bool:
             constants = from_vector(mean, shapes)["check"]["check"] / self.settings.clipping_range
@@ -283,8 +297,8 @@ class SecureRounds:
         """Return the moments of all clients together, by layer.
 
         Raises:
-            WireError: the clients' layers see different numbers of activations per sample, so samples cannot
-                weigh them.
+            WireError: the clients' layers see different numbers of activations per sample, so they cannot be
+                weighted by samples.
         """
         counted = {tuple(sorted(part.activations.items())) for part in total.parts}
         if len(counted) != 1:
@@ -299,15 +313,15 @@ class SecureRounds:
         if negative:
             log(
                 logging.WARNING,
-                "the variance of %d channels came out negative, and is set to 0: the shared statistics are too far from the data for the "
-                "precision of the sum (quantisation%s); exchange statistics again, about these",
+                "the summed variance of %d channels is negative, and is set to 0: the shared statistics are too far from the data for the "
+                "precision of the sum (quantisation%s); exchange statistics again, with the new ones as reference",
                 negative,
                 "" if self.settings.privacy is None else " and noise",
             )
         return moments
 
     def _imprecise(self, total: Sum, average: Sections, moments: Mapping[str, Moments], reference: Mapping[str, Running]) -> str:
-        """Return why measured statistics should be measured once more; empty if they need not."""
+        """Return why measured statistics should be measured once more. Empty if they are precise enough."""
         if cut := _clients(total, average, "statistics", self.settings.clipping_range):
             return f"{cut} of {len(total.parts)} clients had to cut theirs to the quantiser's range"
         error, limit = total.error("moments", self.settings), self.settings.clipping_range
@@ -322,7 +336,7 @@ class SecureRounds:
                 log(logging.WARNING, f"round %s: {what}", round, cut, len(total.parts), key, self.settings.clipping_range)
 
     def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
-        """Return the shared statistics after the round, by the method's own rule for one report of all clients."""
+        """Return the shared statistics after the round. The method's own rule combines one report, that of all clients together."""
         shared, method = self.shared.statistics(), self.shared.method
         new, by_passes = dict(shared), method.report is not StatisticsReport.RUNNING
         weights = [float(part.plan.passes if by_passes else part.plan.samples) for part in total.parts]
@@ -345,22 +359,22 @@ class SecureRounds:
 
 
 def _entry(part: Summand, loss: float, size: int) -> Reply:
-    """Return a contribution for the record: counts, and the size of the masked vector (int64)."""
+    """Return a client's entry for the round's record: its counts, and the size of its masked vector (int64)."""
     masked = {"masked": {"vector": torch.zeros((), dtype=torch.int64).expand(size)}}
     return Reply(part.client.index, masked, part.plan.samples, part.plan.samples, part.metrics | {"loss": loss})
 
 
 def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
-    """Return the number of clients that cut something, from the sum of their flags."""
+    """Return how many clients cut off values. The sum of their flags tells."""
     return round(float(average["cut"][key][0]) / limit * len(total.parts))
 
 
 def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], limit: float) -> dict[str, Moments]:
-    """Return ``moments`` as the next reference, wide enough for the values that were cut.
+    """Return ``moments`` as the next reference, with larger variances for channels that were cut off.
 
-    A mean that was cut shows where the data lie, but hides their spread. A channel near the range counts as
-    cut. Its standard deviation is multiplied by ``limit`` squared. Where that is too much, the next measurement
-    finds the right one.
+    A mean that was cut off shows where the data are, but not how far they spread. A channel near the end of
+    the range is treated alike. Its standard deviation is multiplied by ``limit`` squared. If that is too
+    large, the next measurement finds the right one.
     """
     wide = {}
     for layer, m in moments.items():
@@ -371,7 +385,7 @@ def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], l
 
 
 def _arrays(moments: Mapping[str, Moments], reference: Mapping[str, Running]) -> ArrayRecord:
-    """Return ``moments`` as a reference on the wire, float32. A layer that nobody ran keeps the old one."""
+    """Return ``moments`` as a reference for a message, in float32. A layer that no client ran keeps the old reference."""
     running = {layer: Running(m.mean, m.var) if m.count else reference[layer] for layer, m in moments.items()}
     named = {
         tensor_name(k, key): getattr(r, key.removeprefix("running_")) for k, r in running.items() for key in ("running_mean", "running_var")

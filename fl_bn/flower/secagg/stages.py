@@ -1,7 +1,7 @@
-"""Check the clients' replies in SecAgg+'s stages. Flower's workflow gets only records that are made here.
+"""Checks of the clients' replies in the stages of SecAgg+. Flower's workflow sees only records that are made here.
 
-Forms declare what a field may hold (``messages``). This file checks what depends on the stage before, on the
-other clients, and on the model's size.
+Forms (``messages``) declare what each field may hold. This file checks what depends on the stage before, on
+the other clients, and on the size of the model.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from fl_bn.secure.settings import MODULUS
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, excerpt, reason
 
-CURVE = "secp384r1"  # of Flower's keys
+CURVE = "secp384r1"  # the elliptic curve of Flower's keys
 
 
 @dataclass
 class Stages:
-    """Serve Flower's workflow as its grid.
+    """Stand between the clients and Flower's workflow, which uses this object as its grid.
 
-    Its messages get this project's records and time to live. It checks every reply, so that Flower's stages see
-    checked values alone.
+    Messages to clients get this project's records and time limit. Every reply is checked, so that Flower's
+    stages see valid values only.
 
     Attributes:
         grid: Flower's grid.
@@ -66,22 +66,22 @@ class Stages:
         clients: the clients, by node.
         instructions: the plain instructions, by node.
         timeout: seconds for the replies of a stage.
-        size: the length of the vector.
-        layers: the layers whose activations a client counts.
-        most_steps: the largest number of steps for a client's number of samples; 0: unknown.
-        evaluates: whether this is a sum of evaluations, which count test samples.
-        levels: the quantiser's number of levels, of which each client's part fills at least two.
-        once: whether statistics are of one batch, or of one pass.
-        plans: the clients' plans, by node.
-        activations: the activations per sample, by node and layer.
-        refused: the reasons of refused clients, by index.
-        complaints: pairs of nodes of which one cannot read the other's shares.
+        size: the length d of the vector.
+        layers: the layers in which a client counts activations.
+        most_steps: maps a client's number of samples to the largest possible number of steps. 0: unknown.
+        evaluates: whether this is a sum of evaluations, in which clients count test samples.
+        levels: the number of levels of the quantiser. A client's values must fill at least two.
+        once: whether statistics come from a single batch or pass.
+        plans: the clients' counts for this round, by node.
+        activations: activations per sample, by node and layer.
+        refused: the reasons why clients are refused, by client index.
+        complaints: pairs of nodes. The first says that it cannot read the second's shares.
         shares: the replies of the last stage, by node.
-        without: the node whose reply is withheld in the last stage; -1: none.
-        histories: each client's hashes of its earlier instructions, as it says at the start.
+        without: the node whose reply is left out in the last stage. -1: none.
+        histories: the hashes of its earlier instructions that each client reports at the start.
         history: the hashes that most clients have.
-        digests: the hash of each client's instruction, as it says with its masked vector.
-        digest: the hash of most clients' instruction, to which the masks in the sum are bound.
+        digests: the hash of each client's instruction, which it sends with its masked vector.
+        digest: the hash of most clients' instruction. The masks in the sum depend on it.
         called: the names of clients and nodes in the log.
     """
 
@@ -109,15 +109,12 @@ class Stages:
     called: ClientNames = UNNAMED
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Send a stage's messages, and return replies for Flower's workflow.
-
-        Each reply holds only values that this file has checked.
-        """
+        """Send a stage's messages, and return the replies for Flower's workflow. They hold checked values only."""
         originals = list(messages)
         everyone = sorted(message.metadata.dst_node_id for message in originals)
         sent = [self._ours(message, everyone) for message in originals]
         stage = str(sent[0].content.config_records[RECORD_KEY_CONFIGS][Key.STAGE]) if sent else ""
-        if stage == Stage.UNMASK and self.shares:  # a further try without one of them
+        if stage == Stage.UNMASK and self.shares:  # the last stage again, without one client's shares
             return [reply for node, reply in self.shares.items() if node != self.without]
         requests = {m.metadata.dst_node_id: dict(m.content.config_records[RECORD_KEY_CONFIGS]) for m in sent}
         checked = dict[int, RecordDict]()
@@ -145,16 +142,16 @@ class Stages:
         return list(good.values())
 
     def refuse(self, node: int, why: str, stage: str) -> None:
-        """Note why the client of ``node`` is refused in ``stage``."""
+        """Record why the client of ``node`` is refused in ``stage``."""
         client = self.clients[node].index
         if stage == Stage.UNMASK:
             log(logging.WARNING, "%s's shares are not used: %s", self.called.client(client), why)
         self.refused.setdefault(client, why)
 
     def _ours(self, message: Message, everyone: list[int]) -> Message:
-        """Return a message with records of its own, since Flower's stages share one and its mod takes it apart.
+        """Return a message with records of its own. Flower's messages of a stage share one record, and its mod changes it.
 
-        The set-up also names all nodes that it goes to (``everyone``).
+        The set-up message also lists all nodes to which it goes (``everyone``).
         """
         node = message.metadata.dst_node_id
         m, content = self.instructions[node], RecordDict()
@@ -167,15 +164,23 @@ class Stages:
         return Message(content, node, "train", ttl=m.metadata.ttl, group_id=m.metadata.group_id)
 
     def _checked(self, reply: Message, node: int, stage: str, request: Mapping[str, Any]) -> RecordDict:
-        """Return the checked content of a reply for Flower's stage; ``request`` is the record that was sent to this node.
+        """Check the content of a reply, and return it for Flower's workflow.
+
+        Args:
+            reply: the reply.
+            node: the node that must have sent it.
+            stage: the stage of SecAgg+.
+            request: the record that was sent to this node.
 
         Raises:
-            WireError: the reply is an error, or not as the stage expects.
+            WireError: the reply is an error, or not what the stage expects.
         """
         if reply.has_error():
             raise WireError("error", "", f"stage {stage!r}: code {reply.error.code}: {reason(reply.error.reason)}")
         if reply.metadata.src_node_id != node:
-            raise WireError("metadata", "", f"expected a reply of node {node}, but it says node {reply.metadata.src_node_id}")
+            raise WireError(
+                "metadata", "", f"expected a reply from node {node}, but it names node {reply.metadata.src_node_id} as its sender"
+            )
         content = reply.content
         if stage == Stage.SETUP:
             keys = KEYS.of_configs(content)
@@ -206,7 +211,9 @@ class Stages:
     def _plan(self, counts: Mapping[str, Any], node: int) -> Plan:
         plan, limit = Plan(counts["samples"], counts["passes"], counts["steps"]), self.clients[node].samples
         if plan.samples > limit and not self.evaluates:
-            raise WireError("plan", "samples", f"expected at most {limit}, as the client said of itself, but got {plan.samples}")
+            raise WireError(
+                "plan", "samples", f"expected at most {limit}, the number of samples in the client's introduction, but got {plan.samples}"
+            )
         if 0 < (most := self.most_steps(limit)) < plan.steps:
             raise WireError("plan", "steps", f"expected at most {most}, as the server asked for, but got {plan.steps}")
         batches = 1 if self.once else max(plan.steps, 1)
@@ -233,16 +240,16 @@ class Stages:
 
     def _complain(self, node: int, about: Sequence[int], request: Mapping[str, Any]) -> RecordDict:
         if not about or not set(about) <= set(request[Key.SOURCE_LIST]):
-            raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"expected some of the nodes whose shares it got, but got {excerpt(about)}")
+            raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"expected nodes whose shares the client received, but got {excerpt(about)}")
         self.complaints |= {frozenset((node, other)) for other in about}
         raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"it cannot read the shares of nodes {excerpt(sorted(about))}")
 
     def _at_odds(self, stage: str, checked: Mapping[int, RecordDict]) -> dict[int, str]:
-        """Return the nodes whose valid replies do not go together with the others', with the reason."""
+        """Return the nodes whose replies are valid, but contradict those of the others, with the reasons."""
         if stage == Stage.SETUP:
             keys = {node: list(content.config_records[RECORD_KEY_CONFIGS].values()) for node, content in checked.items()}
             times = Counter(key for own in keys.values() for key in own)
-            why = f"{RECORD_KEY_CONFIGS}/pk1: expected keys of its own, but one of them came twice"
+            why = f"{RECORD_KEY_CONFIGS}/pk1: expected keys that no other client has, but one of them came from two clients"
             twice = {node: why for node, own in keys.items() if any(times[key] > 1 for key in own)}
             odd = twice | self._far_plans(checked.keys() - twice.keys())
             return odd | self._other_histories(checked.keys() - odd.keys())
@@ -252,10 +259,11 @@ class Stages:
         return {}
 
     def _far_plans(self, nodes: Collection[int]) -> dict[int, str]:
-        """Return the nodes with counts too far from the others' for one sum, with the reason.
+        """Return the nodes whose counts are too far from the others' for one sum, with the reasons.
 
-        Beside the largest count, the smallest client's part would vanish. That client would rightly refuse the
-        sum. Of the largest and the smallest count, the one farther from the median is refused.
+        The weight of a client with very few samples would vanish beside that of the largest client, and the
+        small client would rightly refuse. Either the largest or the smallest count is refused: the one that
+        is farther from the median.
         """
         odd: dict[int, str] = {}
         for name in ("samples", "passes"):
@@ -263,42 +271,45 @@ class Stages:
             while len(counts) > 1 and 2 * max(counts.values()) > self.levels * min(counts.values()):
                 middle = median(counts.values())
                 node = max(counts, key=lambda node: max(counts[node] / middle, middle / counts[node]))
-                odd[node] = f"plan/{name}: {counts.pop(node)} and the others' are too far apart for one sum of {self.levels} levels"
+                odd[node] = (
+                    f"plan/{name}: {counts.pop(node)} is too far from the others' counts: the smallest weight in the sum would be below "
+                    f"2 of {self.levels} levels"
+                )
         return odd
 
     def _other_histories(self, nodes: Collection[int]) -> dict[int, str]:
-        """Return the nodes with a state that another instruction formed. The others' hashes are sent to all."""
+        """Return the nodes whose state was formed by another instruction than the others'. The others' hashes are sent to all."""
         self.history, at_odds = put_together({node: self.histories[node] for node in sorted(nodes)})
-        why = "expected the instruction that most clients got in round {}, but this client got another, which formed its state"
+        why = "in round {} this client got another instruction than most clients, and its state depends on it"
         return {node: f"told/{HISTORY_HASHES}: {why.format(round)}" for node, round in at_odds.items()}
 
     def _other_instructions(self, nodes: Collection[int]) -> dict[int, str]:
-        """Return the nodes whose masks do not cancel with the others', since they are bound to another instruction.
+        """Return the nodes whose instruction differs from most clients'. Their masks depend on it, so they do not cancel.
 
-        These are all nodes where no majority agrees.
+        If no majority has the same instruction, all nodes are returned.
         """
         (self.digest, votes), *_ = Counter(self.digests[node] for node in nodes).most_common()
         usual = self.digest if 2 * votes > len(nodes) else ""
-        why = "fitres.metrics/digest: expected the instruction that most clients got, but it got another (model, config or run config)"
+        why = "fitres.metrics/digest: this client got another instruction than most clients (model, config or run config)"
         return {node: why for node in nodes if self.digests[node] != usual}
 
     def _of_other_sizes(self, nodes: Collection[int]) -> dict[int, str]:
-        """Return the nodes whose inputs are of another size than most clients'.
+        """Return the nodes whose inputs have another size than most clients'.
 
-        There are none where no majority agrees; ``_moments`` then raises the error.
+        If no majority has one size, none is returned, and ``_moments`` raises the error.
         """
         counted = {node: tuple(sorted(self.activations[node].items())) for node in nodes}
         (usual, votes), *_ = Counter(counted.values()).most_common() or [((), 0)]
         if 2 * votes <= len(counted):
             return {}
-        why = "fitres.metrics/activations: expected the same per sample as at most clients (inputs of one size), but got others"
+        why = "fitres.metrics/activations: its activations per sample differ from most clients': all inputs must have one size"
         return {node: why for node, own in counted.items() if own != usual}
 
     def leaving(self) -> set[int]:
-        """Return the nodes to go on without, since shares could not be read.
+        """Return the nodes to leave out because shares could not be read.
 
-        The node in most complaints leaves first. Where two complain of each other alone, nobody knows which one
-        lies, so both leave.
+        The node with the most complaints, made by it or about it, leaves first. If two nodes complain only of
+        each other, nobody knows which one lies, so both leave.
         """
         remaining, gone = set(self.complaints), set[int]()
         while remaining:
@@ -307,7 +318,9 @@ class Stages:
             remaining = {pair for pair in remaining if not pair & gone}
         self.complaints.clear()
         for node in gone:
-            self.refused.setdefault(self.clients[node].index, "shares of its secrets could not be read, or it says so of others'")
+            self.refused.setdefault(
+                self.clients[node].index, "another client could not read its shares, or it reports so about another client"
+            )
         return gone
 
 

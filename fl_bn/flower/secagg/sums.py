@@ -1,14 +1,14 @@
-"""Turn a reply into one vector for a sum, and the average of such vectors into the server's values.
+"""The vector that a client adds to a secure sum, and what the server reads from the average.
 
-The vector (d,) holds, in the order of ``layout``:
+The vector (d,) holds these parts in the order of ``layout``:
 
-* weights as differences from those that were sent, or gradients as they are,
-* statistics as standardised deviations from a public reference (``secure.additive``),
+* the weights minus those that were sent, or the gradients,
+* the statistics as standardised deviations from a public reference (``secure.additive``),
 * the training loss,
-* whether values of the statistics and of the update were cut off to fit the quantiser,
+* two flags: whether statistics, and whether values of the update, were cut off to fit the quantiser,
 * two constants.
 
-It has no names on the wire: both sides derive the layout from model, method and phase.
+The vector travels without names. Both sides derive the layout from model, method and phase.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from fl_bn.support.wire import WireError
 
 Layout = dict[str, dict[str, tuple[int, ...]]]
 STATISTICS = ("statistics", "moments")
-LOSS_RANGE = 64.0  # the largest loss in a sum, whatever the quantiser's range
-CHECK = (0.5, -0.25)  # two shares of the quantiser's range that everyone sends: their mean is the same if the masks cancelled
-REFERENCE = "reference"  # section of a message: what deviations are from, where that is not its statistics
+LOSS_RANGE = 64.0  # the largest loss in a sum; larger ones are cut off
+# constants that every client sends, as shares of the quantiser's range: their means are right only if the masks cancelled
+CHECK = (0.5, -0.25)
+REFERENCE = "reference"  # section of a message with a reference for deviations, if it is not the message's own statistics
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Count one client's work in a round. It is sent to the server in the clear before the round.
+    """Count one client's work in a round. The client sends these counts unmasked, before the round.
 
     Attributes:
-        samples: the number of different samples; 0 if the client sits out.
-        passes: the number of samples that its statistics count, repeats included.
+        samples: the number of different samples. 0: the client takes no part.
+        passes: the number of samples behind its statistics. A sample that is used twice counts twice.
         steps: the number of batches.
     """
 
@@ -52,14 +53,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Weighting:
-    """Hold the counts that weigh 1 in a sum, per section: the largest of any client in the cohort.
+    """Hold the counts that have weight 1 in a sum: the largest count of any client in the cohort, by section.
 
-    Privacy needs all sections to weigh 1 at every client.
+    Differential privacy needs weight 1 in all sections for every client.
 
     Attributes:
-        update: samples for updates; 0: all updates weigh 1.
-        statistics: samples for statistics; 0: all statistics weigh 1.
-        samples: samples for the loss.
+        update: the samples that have weight 1 for updates. 0: all updates have weight 1.
+        statistics: the samples that have weight 1 for statistics. 0: all statistics have weight 1.
+        samples: the samples that have weight 1 for the loss.
     """
 
     update: int
@@ -67,7 +68,7 @@ class Weighting:
     samples: int
 
     def of(self, section: str, plan: Plan) -> float:
-        """Return the weight of a client with ``plan`` in ``section``, in (0, 1]."""
+        """Return the weight in (0, 1] of a client with the counts ``plan`` in ``section``."""
         if section in ("cut", "check"):
             return 1.0
         if section in STATISTICS:
@@ -80,7 +81,7 @@ class Weighting:
 def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
     """Return the shapes of all summed values, by section and name.
 
-    Counts are not summed: they are public, and weigh the rest.
+    Counts are not summed. They are public, and serve as weights.
 
     Args:
         expected: the tensors of a plain reply.
@@ -100,36 +101,36 @@ def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
 
 
 def releases(shapes: Layout) -> int:
-    """Return the number of vectors with noise of their own in a sum: the update and the statistics. Constants are none."""
+    """Return the number of vectors in a sum that get noise of their own: the update and the statistics. Constants get none."""
     return len({"statistics" if section in STATISTICS else "update" for section in shapes if section != "check"})
 
 
 def length(shapes: Layout) -> int:
-    """Return the length of the vector."""
+    """Return the length d of the vector."""
     return sum(math.prod(shape) for section in shapes.values() for shape in section.values())
 
 
 def references(tensors: Named) -> dict[str, Running]:
-    """Return running statistics by layer, from tensors by state_dict name."""
+    """Collect the running statistics of each layer from tensors by their names in the state_dict."""
     layers = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "running_mean"]
     return {k: Running(tensors[tensor_name(k, "running_mean")], tensors[tensor_name(k, "running_var")]) for k in layers}
 
 
 def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], limit: float) -> tuple[Sections, dict[str, int]]:
-    """Return a client's reply in a form that may be summed, and the number of cut channels by layer.
+    """Convert a client's reply to values that can be summed.
 
     Args:
         reply: the tensors of the plain reply.
         weights: the weights that were sent to the client.
-        reference: the public statistics by layer.
-        limit: the range of the quantiser: ``[-limit, limit]``.
+        reference: the public statistics, by layer.
+        limit: the quantiser's range is ``[-limit, limit]``.
 
     Returns:
-        Deviations from ``weights`` and from ``reference``, float64, by section of ``layout``. And, by layer,
-            how many channels' statistics were cut to fit the range.
+        The deviations from ``weights`` and from ``reference`` in float64, by section of ``layout``. And, by
+            layer, the number of channels whose statistics were cut off to fit the range.
 
     Raises:
-        WireError: a value is not finite, or the reference of a layer did not travel.
+        WireError: a value is not finite, or the server sent no reference for a layer.
     """
     parts: Sections = {}
     cut: dict[str, int] = {}
@@ -167,10 +168,10 @@ def _reference(section: str, layer: str, reference: Mapping[str, Running]) -> Ru
 
 
 def activations(reply: Sections, plan: Plan) -> dict[str, int]:
-    """Return the activations per channel and sample of each layer, from a client's moments; 0: the layer did not run.
+    """Return each layer's activations per channel and sample, from a client's moments. 0: the layer did not run.
 
     Raises:
-        WireError: a count is no multiple of the samples that passed.
+        WireError: a count is no multiple of the number of samples.
     """
     per_sample: dict[str, int] = {}
     for layer, moments in decode_moments(reply.get("moments", {})).items():
@@ -185,15 +186,16 @@ def activations(reply: Sections, plan: Plan) -> dict[str, int]:
 def flags(loss: float, weight: float, statistics: bool, update: bool, limit: float) -> Sections:
     """Return the numbers that each client adds to a secure sum beside its tensors.
 
-    They are the loss, whether values had to be cut to the quantiser's range, and the constants ``CHECK``, whose mean
-    shows that the masks cancelled. All are scaled to the quantiser's range, ``[-limit, limit]``.
+    They are the loss, whether values were cut off to fit the quantiser, and the constants ``CHECK``. The mean
+    of the constants shows whether the masks cancelled. All are scaled to the quantiser's range, ``[-limit,
+    limit]``.
 
     Args:
         loss: the training loss.
         weight: the client's weight for the loss.
-        statistics: whether statistics were cut.
-        update: whether the update was cut.
-        limit: the range of the quantiser.
+        statistics: whether statistics were cut off.
+        update: whether the update was cut off.
+        limit: the quantiser's range is ``[-limit, limit]``.
     """
     share = min(loss / LOSS_RANGE, 1.0) * limit * weight
     cut = {"statistics": limit * statistics, "update": limit * update}
@@ -230,14 +232,17 @@ def update_of(average: Sections, weights: Named) -> Sections:
 def moments_of(
     average: Sections, reference: Mapping[str, Running], samples: int, counts: Mapping[str, int], limit: float
 ) -> tuple[dict[str, Moments], int]:
-    """Return the moments of all clients together by layer, and the number of channels whose variance was set to 0.
+    """Compute the moments of all clients together from an average of deviations.
 
     Args:
         average: the average vector, by section and name.
-        reference: the public statistics by layer.
-        samples: the count of running statistics.
-        counts: the counts of moments, by layer.
-        limit: the range of the quantiser.
+        reference: the public statistics, by layer.
+        samples: the count to give to running statistics.
+        counts: the counts to give to moments, by layer.
+        limit: the quantiser's range is ``[-limit, limit]``.
+
+    Returns:
+        The moments by layer, and the number of channels whose variance was negative and was set to 0.
     """
     merged: dict[str, Moments] = {}
     negative = 0

@@ -1,12 +1,13 @@
-"""Run the server's half of secure aggregation: Flower's SecAgg+ workflow, stage by stage, over this project's messages.
+"""The server's half of secure aggregation: Flower's SecAgg+ workflow, over this project's messages.
 
-There are four messages per client and sum: setup (keys, and the client's counts), share keys, collect masked
-vectors (the only one with the model), and unmask. If a client is lost in the first two stages, the others begin
-again without it. If one is lost after its keys were shared, the shares of the others remove it from the sum.
-With fewer than ``threshold`` of them nothing is revealed.
+A sum takes four messages per client. ``setup`` exchanges keys and the client's counts. ``share keys`` gives
+shares of each client's secrets to others. ``collect masked vectors`` is the only one with the model.
+``unmask`` removes the masks from the sum. If a client is lost in the first two stages, the others begin again
+without it. If it is lost later, the others' shares remove its masks from the sum. With shares from fewer than
+``threshold`` clients, nothing is revealed.
 
-The server gets the sum of the vectors, and each client's counts. The protocol protects against a curious
-server. It does not protect against a server that invents clients.
+The server learns the sum of the vectors, and each client's counts. The protocol protects against a server
+that is curious. It does not protect against a server that invents clients.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ MASKED_STILL = "the masks did not cancel (server and clients with different vers
 
 
 class SumFailed(Exception):
-    """Report that there is no sum, and that nothing was revealed.
+    """Signal that there is no sum, and that nothing was revealed.
 
     Args:
-        reason: why.
-        refused: the known reasons of clients, by index.
+        reason: why the sum failed.
+        refused: the known reasons why clients are not in the sum, by client index.
     """
 
     def __init__(self, reason: str, refused: Mapping[int, str]) -> None:
@@ -53,7 +54,7 @@ class SumFailed(Exception):
 
 @dataclass(frozen=True)
 class Summand:
-    """Hold the server's knowledge of one client in a sum: its counts.
+    """Hold what the server knows about one client in a sum: its counts.
 
     Attributes:
         client: the client.
@@ -70,13 +71,13 @@ class Summand:
 
 @dataclass(frozen=True)
 class Sum:
-    """Hold a secure sum.
+    """Hold the result of a secure sum.
 
     Attributes:
-        mean: (d,), float64, the mean of the weighted vectors of ``parts``.
+        mean: the mean of the clients' weighted vectors, (d,), float64.
         parts: the clients in the sum.
-        weighting: the counts that weigh 1.
-        refused: the reasons of the other clients, by index.
+        weighting: the counts that have weight 1.
+        refused: the reasons why other clients are not in the sum, by client index.
     """
 
     mean: np.ndarray
@@ -85,17 +86,17 @@ class Sum:
     refused: dict[int, str]
 
     def weight(self, section: str) -> float:
-        """Return the sum of the clients' weights in ``section`` over their number, by which ``mean`` is to be divided there."""
+        """Return the mean of the clients' weights in ``section``. Dividing ``mean`` by it gives the weighted average."""
         return sum(self.weighting.of(section, part.plan) for part in self.parts) / len(self.parts)
 
     def error(self, section: str, settings: SecureAggregation) -> float:
-        """Return the largest error of the average in ``section`` by quantisation alone, in the units of the vector."""
+        """Return the largest error that quantisation can cause in the average of ``section``, in the vector's units."""
         weights = [self.weighting.of(section, part.plan) for part in self.parts]
         return average_error(settings.clipping_range, settings.quantization_range, weights, 1.0)
 
 
 def _workflow(settings: SecureAggregation, clients: int, timeout: float) -> Any:
-    """Return Flower's own workflow with the same weight for everyone: a client's weight is in its vector.
+    """Return Flower's own workflow with equal weights. A client multiplies its vector by its weight itself.
 
     Raises:
         ValueError: the settings do not suit so many clients, see ``check``.
@@ -104,7 +105,7 @@ def _workflow(settings: SecureAggregation, clients: int, timeout: float) -> Any:
     shares, threshold = settings.shares_of(clients), settings.threshold_of(clients)
     return server_half.SecAggPlusWorkflow(
         shares,
-        1.0 if threshold == shares else threshold,  # Flower takes all of them as a fraction only
+        1.0 if threshold == shares else threshold,  # Flower accepts "all shares" only as the fraction 1.0
         max_weight=1.0,
         clipping_range=float(settings.clipping_range),
         quantization_range=2**settings.quantization_range,
@@ -114,7 +115,7 @@ def _workflow(settings: SecureAggregation, clients: int, timeout: float) -> Any:
 
 
 class _Legacy(FedAvg):
-    """Serve Flower's workflow as its strategy: name the nodes, and take the average out."""
+    """Serve Flower's workflow as its strategy: it names the nodes, and takes the average."""
 
     def __init__(self, grid: Grid, nodes: Sequence[int]) -> None:
         super().__init__()
@@ -149,28 +150,31 @@ def secure_sum(
     whole: Callable[[np.ndarray], bool] = lambda mean: True,
     called: ClientNames = UNNAMED,
 ) -> Sum:
-    """Sum the cohort's vectors without seeing any.
+    """Sum the cohort's vectors without seeing any single one.
 
     Args:
         grid: Flower's grid.
-        messages: the plain instruction of each client, with a ``config`` record.
+        messages: the plain instruction to each client, with a ``config`` record.
         cohort: the clients.
         header: the instructions' header.
-        settings: of secure aggregation.
+        settings: the settings of secure aggregation.
         timeout: seconds for the replies of a stage.
-        size: the length of a vector.
+        size: the length d of a vector.
         least: the smallest number of clients in the sum.
-        weighted: whether updates, and whether statistics, weigh by samples.
-        statistics_by_passes: whether statistics weigh by all samples that passed, repeats included.
-        layers: the layers whose activations are counted.
-        most_steps: the largest number of steps for a client's number of samples; 0: unknown.
-        once: whether statistics are of one batch or pass.
+        weighted: whether updates, and whether statistics, are weighted by samples.
+        statistics_by_passes: whether a sample that is used twice counts twice in the weight of statistics.
+        layers: the layers in which clients count activations.
+        most_steps: maps a client's number of samples to the largest possible number of steps. 0: unknown.
         evaluates: whether this is a sum of evaluations.
-        whole: tells whether a mean has no masks.
+        once: whether statistics come from a single batch or pass.
+        whole: returns whether the masks have cancelled in a mean.
         called: the names of clients and nodes in the log.
 
+    Returns:
+        The sum.
+
     Raises:
-        SumFailed: too few clients came, answered in time, or kept the shares of the others.
+        SumFailed: too few clients joined, answered in time, or kept the others' shares.
     """
     by_node = {client.node: client for client in cohort}
     instructions = {m.metadata.dst_node_id: m for m in messages}
@@ -191,7 +195,10 @@ def secure_sum(
     nodes = sorted(by_node, key=lambda node: by_node[node].index)
     while True:
         if len(nodes) < max(least, LEAST):
-            raise SumFailed(f"{len(nodes)} of {len(cohort)} clients are left, but {max(least, LEAST)} are needed", stages.refused)
+            raise SumFailed(
+                f"a secure sum needs at least {max(least, LEAST)} clients, but only {len(nodes)} of {len(cohort)} can take part",
+                stages.refused,
+            )
         try:
             workflow = _workflow(settings, len(nodes), timeout)
         except ValueError as error:
@@ -199,7 +206,7 @@ def secure_sum(
         legacy, state = _Legacy(grid, nodes), server_half.WorkflowState()
         context = _context(legacy, header.round)
         workflow.setup_stage(stages, context, state)
-        stages.refused |= {by_node[n].index: "it sits this round out" for n in state.active_node_ids if not stages.plans[n].samples}
+        stages.refused |= {by_node[n].index: "it takes no part in this round" for n in state.active_node_ids if not stages.plans[n].samples}
         present = {node for node in state.active_node_ids if stages.plans[node].samples}
         if len(present) == len(nodes):
             workflow.share_keys_stage(stages, context, state)
@@ -213,7 +220,11 @@ def secure_sum(
         nodes = [node for node in nodes if node in present]
     sampled, vectors = len(nodes), len(state.active_node_ids)
     if not enough or vectors < least:
-        raise SumFailed(f"only {vectors} of {sampled} masked vectors came (threshold {state.threshold}, needed {least})", stages.refused)
+        raise SumFailed(
+            f"only {vectors} of {sampled} clients sent a masked vector: {state.threshold} must be left to remove the masks "
+            f"(secagg-threshold), and the sum needs {least}",
+            stages.refused,
+        )
     _unmask(workflow, stages, context, state, legacy, whole)
     parts = [_summand(by_node[n], stages, n) for n in nodes if n in legacy.results]
     there = {part.client.index for part in parts}
@@ -221,7 +232,7 @@ def secure_sum(
 
 
 def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[bool, bool], by_passes: bool) -> Weighting:
-    """Return the counts that weigh 1 in this sum, and add them to everyone's instruction."""
+    """Return the counts that have weight 1 in this sum, and add them to all clients' instructions."""
     plans = [stages.plans[node] for node in nodes]
     passes = max(p.passes if by_passes else p.samples for p in plans)
     most = max(p.samples for p in plans)
@@ -235,10 +246,13 @@ def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[boo
 
 
 def _unmask(workflow: Any, stages: Stages, context: Any, state: Any, legacy: _Legacy, whole: Callable[[np.ndarray], bool]) -> None:
-    """Run the last stage. If the masks do not cancel, try again without each sender of shares: one of them may have lied.
+    """Run the last stage, which removes the masks.
+
+    If the masks do not cancel, a client may have sent false shares. The stage is then repeated without each
+    client's shares in turn.
 
     Raises:
-        SumFailed: too few clients sent shares, or several of them sent false ones.
+        SumFailed: too few clients sent shares, or several sent false ones.
     """
     active, summed = set(state.active_node_ids), list(state.aggregate_ndarrays)
     neighbours = {node: set(of) for node, of in state.nid_to_neighbours.items()}
@@ -251,14 +265,16 @@ def _unmask(workflow: Any, stages: Stages, context: Any, state: Any, legacy: _Le
             with np.errstate(all="ignore"), bound_to(bytes.fromhex(stages.digest)):
                 enough = workflow.unmask_stage(stages, context, state)
             if not enough:
-                problem = problem or f"too few clients kept the others' shares to remove the masks (threshold {state.threshold})"
+                problem = (
+                    problem or f"too few clients sent their shares to remove the masks: {state.threshold} are needed (secagg-threshold)"
+                )
             elif whole(legacy.mean):
                 if without in stages.clients:
                     stages.refuse(without, "false shares of the others' secrets: the sum is right without them", Stage.UNMASK)
                 return
             else:
                 problem = problem or MASKED_STILL
-        except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:  # of shares that do not fit
+        except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:  # raised by Flower if shares do not fit together
             problem = problem or f"the masks could not be removed: {error!r}"
     raise SumFailed(problem, stages.refused)
 

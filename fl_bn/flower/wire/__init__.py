@@ -1,1 +1,1 @@
-"""Read, check, send and receive Flower's messages, and decide who may send which."""
+"""Flower's messages: their format, their checks, sending and receiving, and the gate of a client's app."""

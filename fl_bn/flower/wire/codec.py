@@ -1,8 +1,8 @@
-"""Encode named arrays for the wire, and decode them. No other module knows their order.
+"""Conversion of named arrays to Flower's messages and back. No other module knows their order.
 
-Other code sees ``{section: {name: array}}``. On Flower's wire each section is an ``ArrayRecord`` keyed by name.
-Beside them is a ``header`` with the purpose of the payload. ``NumPyClient`` speaks lists: ``flatten`` and
-``unflatten`` translate, with the layout as JSON.
+Other code has ``{section: {name: array}}``. In a message each section is an ``ArrayRecord`` with the arrays
+by name. A record ``header`` says what the message is for. ``NumPyClient`` has lists of arrays: ``flatten``
+and ``unflatten`` convert them, with the names as JSON.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from fl_bn.methods import Phase
 from fl_bn.support.wire import WireError, excerpt, reason
 
 FORMAT = "fl-bn/2"  # 1: before the records had names that begin with fl-bn/
-NUMPY = "numpy.ndarray"  # Flower's name for how it serialises arrays
-LONGEST_HEAD = 4096  # bytes of an array before its values
+NUMPY = "numpy.ndarray"  # Flower's name for its format of arrays
+LONGEST_HEAD = 4096  # the most bytes of an array's head, before its values
 
 
 @dataclass(frozen=True)
 class Header:
-    """Name the purpose of a payload. A reply repeats the header of its instruction.
+    """Say what the arrays of a message are for. A reply repeats the header of its instruction.
 
     Attributes:
         method: the method's name.
         phase: the round's phase.
-        round: the round's number.
-        signature: of model and method.
-        format: the version of the wire format.
-        payload: the type in which weights travel.
+        round: the round's number, from 1.
+        signature: a hash of the model's tensors and the method.
+        format: the version of the message format.
+        payload: the dtype in which weights travel.
     """
 
     method: str
@@ -56,7 +56,7 @@ class Header:
     payload: str = AS_THE_MODEL
 
     def values(self) -> dict[str, Any]:
-        """Return the fields by name. ``asdict``, which copies deeply, takes longer."""
+        """Return the fields by name. ``dataclasses.asdict`` is slower, because it copies deeply."""
         return dict(vars(self))
 
     def check(self, other: Header) -> None:
@@ -96,18 +96,18 @@ def header_for(shared: SharedModel, round: int, phase: Phase, payload: str = AS_
         shared: the shared model, with its method and signature.
         round: the round's number.
         phase: the round's phase.
-        payload: the type in which weights travel.
+        payload: the dtype in which weights travel.
     """
     return Header(shared.method.name, phase.value, round, shared.signature, payload=payload)
 
 
 class LazyArray(Array):
-    """Encode a Flower array only when its bytes are read. Within a process nobody reads them.
+    """Encode an array only when its bytes are read. Within a process nobody reads them.
 
-    On the wire it is an ``Array`` like any other.
+    For Flower it is an ``Array`` like any other.
 
     Args:
-        array: the values, which must not change any more.
+        array: the values. They must not change any more.
     """
 
     array: np.ndarray
@@ -130,17 +130,17 @@ class LazyArray(Array):
         return lazily, (self.array,)
 
 
-LazyArray.__qualname__ = Array.__qualname__  # by which Flower names an object's type on the wire
+LazyArray.__qualname__ = Array.__qualname__  # Flower writes this name into messages as the object's type
 
 
 def lazily(array: np.ndarray) -> LazyArray:
-    """Return ``array`` as a ``LazyArray``; pickle calls this by name."""
+    """Return ``array`` as a ``LazyArray``. Pickle calls this function by its name."""
     return LazyArray(array)
 
 
 def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Return a record of arrays, none of which is copied."""
-    record = ArrayRecord()  # of arrays given at once Flower makes copies, and asks for their bytes
+    """Return a record of arrays without copying them."""
+    record = ArrayRecord()  # given to the constructor, Flower would copy the arrays and encode them
     fill(record, {name: LazyArray(array) for name, array in arrays.items()})
     return record
 
@@ -198,13 +198,11 @@ def header_from(values: Mapping[str, Any]) -> Header:
 
 
 DTYPES = frozenset(map(np.dtype, "?bBhHiIqQefd"))
-"""Types of numbers that an array off the wire may have, little-endian."""
+"""The dtypes that a received array may have, little-endian."""
 
 
 def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
-    """Return the array in NumPy's .npy ``data``, read-only and without a copy.
-
-    So an array takes no more memory than its bytes.
+    """Decode an array in NumPy's .npy format. The result is read-only and shares the memory of ``data``.
 
     Raises:
         WireError: ``data`` is no array of numbers, or its length does not match its shape.
@@ -217,13 +215,17 @@ def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
         if count == 0:
             return np.empty(shape, dtype)
         return np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if fortran else "C")
-    except Exception as error:  # on bytes off the wire NumPy raises whatever its parsers do: TokenError, SyntaxError, OverflowError ...
+    # for received bytes NumPy may raise anything that its parsers raise: TokenError, SyntaxError, OverflowError ...
+    except Exception as error:
         raise WireError(section, name, f"expected a NumPy array, but its bytes cannot be read: {reason(str(error))}") from error
 
 
 @lru_cache(maxsize=1024)
 def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Return shape, order, dtype and length of a head of version 1.0, which is the one that NumPy writes.
+    """Read the head of an array in version 1.0 of NumPy's format.
+
+    Returns:
+        Shape, whether the order is Fortran's, dtype, and the length of the head in bytes.
 
     Raises:
         Exception: any that NumPy's parsers raise.
@@ -255,13 +257,13 @@ def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
 
 
 def flatten(payload: Payload) -> tuple[list[np.ndarray], str]:
-    """Return the arrays in the payload's order, and their layout: the names in that order, as JSON."""
+    """Return the arrays as a list, and their layout: sections and names in the same order, as JSON."""
     layout = [[section, list(arrays)] for section, arrays in payload.items()]
     return [array for arrays in payload.values() for array in arrays.values()], json.dumps(layout)
 
 
 def unflatten(arrays: list[np.ndarray], layout: str) -> Payload:
-    """Return the payload of these arrays, as ``flatten`` described it in ``layout``.
+    """Give the arrays of a list the sections and names of ``layout``, which ``flatten`` made.
 
     Raises:
         WireError: the layout does not describe these arrays.
@@ -271,7 +273,7 @@ def unflatten(arrays: list[np.ndarray], layout: str) -> Payload:
     except (ValueError, TypeError) as error:
         raise WireError("layout", "", f"expected JSON [[section, [name, ...]], ...], but got {layout[:80]!r}") from error
     if (expected := sum(len(names) for _, names in sections)) != len(arrays):
-        raise WireError("layout", "", f"describes {expected} arrays, but {len(arrays)} came")
+        raise WireError("layout", "", f"expected {expected} arrays, as the layout says, but got {len(arrays)}")
     remaining = iter(arrays)
     return {section: {name: next(remaining) for name in names} for section, names in sections}
 
@@ -283,4 +285,4 @@ def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 def tensors_of(record: ArrayRecord) -> dict[str, Tensor]:
     """Return the tensors in a record, by name."""
-    return views({name: array.numpy() for name, array in record.items()})  # each decoded into memory of its own
+    return views({name: array.numpy() for name, array in record.items()})  # each array is decoded into memory of its own

@@ -23,8 +23,8 @@ OURS = "fl-bn/"
 def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
     """Return all records of one kind, by name.
 
-    Flower's properties (``array_records`` ...) make objects that refer to themselves and to the message. They
-    keep a reply's arrays in memory until Python looks for such circles.
+    Flower's own properties (``array_records`` ...) create reference cycles. These keep a reply's arrays in
+    memory until the garbage collector runs.
     """
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 

@@ -1,21 +1,20 @@
-"""Guard a client's app: every message enters through the gate, and every reply leaves through it.
+"""The gate of a client's app. Every message enters, and every reply leaves, through its checks.
 
-The gate is a Flower mod around all handlers of an app, so that no handler sends around it. It knows the kinds
-of messages, the node config, the site's policy (whose lines ``app_host`` puts into the node config) and how
-often this client has evaluated. It refuses a kind that it does not know. So whoever adds a handler declares
-here what its replies may hold.
+The gate is a Flower mod around all handlers of an app, so that no handler can send without it. It knows the
+kinds of messages, the node config with the site's policy, and how often this client has evaluated. It refuses
+unknown kinds. A new handler must declare here what its replies may hold.
 
-``secure-aggregation`` in the node config or the run config means that no summary of data leaves in the clear.
-Such a client introduces itself, tells its number of samples, saves its model, and takes part in secure sums. It
-refuses everything else.
+``secure-aggregation`` in the node config or the run config means that this client sends no summary of its
+data unmasked. It introduces itself, reports its number of samples, saves its model, and takes part in secure
+sums. It refuses everything else.
 
-The failure of such a client, and the words of its error, may depend on its data, too: weights may overflow for
-some samples alone. So it reports the failure without a reason. After ``MOST_FAILURES`` failures it takes part
-in no secure sum of the run.
+Whether such a client fails, and with which error, may depend on its data: weights may overflow for some
+samples only. So it reports a failure without a reason. After ``MOST_FAILURES`` failures it takes part in no
+further secure sum of the run.
 
-An evaluation is a disclosure. With weights of the server's choice, an accuracy answers any yes-or-no question
-about the samples. ``max-evaluations`` limits the number of evaluations in a run, and ``min-samples`` is the
-smallest number of samples that a metric may summarise.
+An evaluation reveals something about the data. A server that chooses the weights can make the accuracy answer
+any yes-or-no question about the samples. ``max-evaluations`` limits the number of evaluations in a run.
+``min-samples`` is the smallest number of samples that a metric may summarise.
 """
 
 from __future__ import annotations
@@ -40,30 +39,30 @@ from fl_bn.support.durable import append
 from fl_bn.support.wire import WireError, excerpt, printable
 
 Handler = Callable[[Message, Context], Message]
-COUNTS = ("samples", "num-examples", "fewest")  # the names that an evaluation has for the number of samples behind its metrics
-SPENT = "evaluations"  # folder below state-dir; with ``OURS`` before it, record of Flower's context.state
+COUNTS = ("samples", "num-examples", "fewest")  # an evaluation's metrics that say how many samples the others summarise
+SPENT = "evaluations"  # name of a folder below state-dir; with ``OURS`` before it, of a record in Flower's context.state
 FAILURES, MOST_FAILURES = f"{OURS}failures", 3
 MASKING = "collect_masked_vectors"  # Flower's name of the stage whose reply depends on the data
 _entered: ContextVar[bool] = ContextVar("entered", default=False)
 
 
 class Refused(ValueError):
-    """Report that the gate refuses a message or a reply."""
+    """Signal that the gate refuses a message or a reply."""
 
 
 class Insecure(Refused):
-    """Report that the server asked for a reply that would show one client's numbers."""
+    """Signal that the server asked for a reply that would reveal one client's numbers."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Describe a kind of message, and what its reply may hold.
+    """Describe a kind of message, and what the reply may hold.
 
     Attributes:
-        records: the names of config and metric records in the reply.
+        records: the names of the config and metric records that the reply may have.
         arrays: whether the reply may hold arrays.
-        open: whether a client that requires secure aggregation answers, too, since nothing in the reply
-            summarises data.
+        open: whether a client that requires secure aggregation answers, too. It does if nothing in the reply
+            summarises its data.
     """
 
     records: frozenset[str] = frozenset()
@@ -89,14 +88,14 @@ SUM = Kind(frozenset(OF_A_SUM), open=True)
 
 @dataclass(frozen=True)
 class Limits:
-    """Hold the limits that a site sets.
+    """Hold the limits that a site sets in its node config.
 
     Attributes:
         secure: whether the site requires secure aggregation.
-        min_samples: the smallest number of samples behind a number of an evaluation.
+        min_samples: the smallest number of samples that a metric of an evaluation may summarise.
         max_evaluations: the largest number of evaluations in a run. None: any number.
-        unknown_rounds: the largest number of rounds that formed other clients' states and in which this client
-            took no part. None: any number.
+        unknown_rounds: how many rounds without this client may have formed the other clients' states in a
+            secure sum. None: any number.
     """
 
     secure: bool
@@ -106,10 +105,10 @@ class Limits:
 
     @classmethod
     def of(cls, context: Context) -> Limits:
-        """Read the limits in the node config, which includes the policy's lines. ``REQUIRED`` may be in the run config, too.
+        """Read the limits from the node config, which includes the site's policy. The run config can require secure aggregation, too.
 
         Raises:
-            WireError: a value in the node config is no such number.
+            WireError: a value in the node config is not a whole number of at least 0.
         """
         given = LIMITS.read(context.node_config)
         secure = any(bool(config.get(REQUIRED, False)) for config in (context.node_config, context.run_config))
@@ -122,8 +121,8 @@ class Gate:
     """Check an app's messages and replies, as a Flower mod: ``ClientApp(mods=[Gate()])``.
 
     Attributes:
-        kinds: the kinds of messages that may enter, by Flower's message type. Default: those of fl-bn's
-            application.
+        kinds: the kinds of messages that may enter, by Flower's message type. Default: those of fl-bn's own
+            app.
     """
 
     kinds: Mapping[str, Kind] = field(default_factory=lambda: KINDS)
@@ -149,9 +148,10 @@ class Gate:
         except Refused:
             raise
         except Exception as error:
-            if not limits.secure or (isinstance(error, WireError | OtherVersion) and not masks):  # these are about the message alone
+            # these errors depend on the message only, not on the data
+            if not limits.secure or (isinstance(error, WireError | OtherVersion) and not masks):
                 raise
-            log(logging.ERROR, "this client does not answer, and the server is not told why: %r", error)
+            log(logging.ERROR, "this client does not answer, and does not tell the server why: %r", error)
             if not masks:
                 raise Refused("this client could not answer; its own log says why") from None
             _count_failure(context)
@@ -159,7 +159,7 @@ class Gate:
         finally:
             _entered.reset(token)
         if reply.has_error():
-            if limits.secure:  # a handler's own words
+            if limits.secure:  # the handler chose the words of this error
                 raise Refused("this client could not answer; its own log says why")
             return reply
         _check(reply, name, kind, limits)
@@ -177,15 +177,17 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
         kinds: the known kinds, by Flower's message type.
 
     Raises:
-        Refused: the message is of no known kind, or the site's settings exclude it.
+        Refused: the message is of an unknown kind, or the site's settings forbid it.
         OtherVersion: the server has another version of fl-bn.
     """
     check_server(message)
     name, limits = message.metadata.message_type, Limits.of(context)
     if name not in kinds:
-        raise Refused(f"this client's gate does not know {printable(name)} messages, so none is answered: declare the kind (Gate, KINDS)")
+        raise Refused(
+            f"this client's gate does not know {printable(name)} messages, so it answers none: add the kind to the kinds of the Gate"
+        )
     kind = SUM if RECORD_KEY_CONFIGS in message.content else kinds[name]
-    if kind is SUM and name != "train":  # which Flower's mod lets pass, so that the vector would leave unmasked
+    if kind is SUM and name != "train":  # Flower's mod would let this pass, and the vector would leave unmasked
         raise Insecure(f"SecAgg+ serves train messages alone, but this is a {name} message: its vector would not be masked")
     if limits.secure and not kind.open:
         raise Insecure(f"{REQUIRED} is on, so this client answers no {name} message in the clear")
@@ -199,10 +201,10 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
 
 
 def admit_own(message: Message, context: Context, evaluates: bool) -> None:
-    """Check that a message may enter a handler of your own (``training``, ``evaluating``), which answers in the clear.
+    """Check that a message may enter a handler of your own (``training``, ``evaluating``). Its reply leaves unmasked.
 
-    Without a ``Gate`` around the app nobody sees the reply. So an evaluation is counted here, before it is
-    made.
+    Without a ``Gate`` around the app, nothing checks the reply. So an evaluation is counted here, before it
+    is made.
 
     Args:
         message: the server's message.
@@ -210,7 +212,7 @@ def admit_own(message: Message, context: Context, evaluates: bool) -> None:
         evaluates: whether the handler evaluates.
 
     Raises:
-        Refused: as ``admit``, and where this client requires secure aggregation.
+        Refused: as ``admit``, and if this client requires secure aggregation.
         OtherVersion: as ``admit``.
     """
     check_server(message)
@@ -221,15 +223,15 @@ def admit_own(message: Message, context: Context, evaluates: bool) -> None:
 
 
 def evaluations_left(context: Context, limits: Limits) -> bool:
-    """Tell whether this client may answer one more evaluation in this run."""
+    """Return whether this client may answer one more evaluation in this run."""
     return limits.max_evaluations is None or _spent(context) < limits.max_evaluations
 
 
 def spend(context: Context, limits: Limits) -> None:
-    """Count an evaluation before it leaves, durably where the client has a ``state-dir``.
+    """Count an evaluation before its result leaves. With a ``state-dir`` the count survives a restart.
 
     Raises:
-        Refused: this site's evaluations in this run are spent, or cannot be counted.
+        Refused: this site has answered as many evaluations as it allows in a run, or cannot count them.
     """
     if limits.max_evaluations is None:
         return
@@ -239,11 +241,11 @@ def spend(context: Context, limits: Limits) -> None:
             append(file, b"1")
         except OSError as error:
             raise Refused(f"this site cannot count its evaluations ({error}), so it answers none") from error
-        spent = max(spent, _lines(file) - 1)  # another process may have added one
+        spent = max(spent, _lines(file) - 1)  # another process may have counted one, too
     if spent >= limits.max_evaluations:
         raise Refused(
-            f"this site has answered the {limits.max_evaluations} evaluations that it allows in a run (max-evaluations): more would tell "
-            "of single samples"
+            f"this site has answered the {limits.max_evaluations} evaluations that it allows in a run (max-evaluations): more could reveal "
+            "single samples"
         )
     context.state[OURS + SPENT] = ConfigRecord({"spent": spent + 1})
 
@@ -252,14 +254,13 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
     """Withhold metrics that summarise too few samples.
 
     Args:
-        metrics: numbers by name.
-        samples: the samples behind each number that is not in ``behind``.
-        behind: the samples behind the other numbers, by name.
-        least: the smallest number of samples behind a metric.
+        metrics: the metrics, by name.
+        samples: the number of samples of each metric that is not in ``behind``.
+        behind: the numbers of samples of the other metrics, by name.
+        least: the smallest number of samples that a metric may summarise.
 
     Returns:
-        The metrics, with NaN in place of a withheld one, and the fewest samples behind one that is not
-            withheld.
+        The metrics, with NaN in place of withheld ones. And the smallest number of samples of the others.
     """
     counts = {name: behind.get(name, samples) for name in metrics}
     kept = {name: value if counts[name] >= least else math.nan for name, value in metrics.items()}
@@ -267,7 +268,7 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
 
 
 def _exchange(message: Message) -> str:
-    """Return the layer-wise exchange that a message leads to, in words; empty without one."""
+    """Return the layer-wise exchange that a message starts, in words. Empty without one."""
     if (carrier := _config(message.content, EXCHANGE.name).get("exchange")) is not None:
         return f"a layer-wise exchange ({excerpt(carrier)})"
     return "a round with a layer-wise exchange" if _config(message.content, f"{OURS}header").get("phase") == Phase.EXCHANGE.value else ""
@@ -278,7 +279,7 @@ def _config(content: RecordDict, name: str) -> dict[str, Any]:
 
 
 def sums_evaluations(message: Message) -> bool:
-    """Tell whether a message belongs to a secure sum of evaluations."""
+    """Return whether a message belongs to a secure sum of evaluations."""
     return RECORD_KEY_CONFIGS in message.content and SECURE.of_configs(message.content)[SUM_OF] == EVALUATION
 
 
@@ -324,7 +325,7 @@ def _spent(context: Context) -> int:
 def _file(context: Context) -> Path | None:
     """Return the file that counts this client's evaluations in this run of Flower's.
 
-    None: they are counted in ``context.state`` alone.
+    None: the client has no ``state-dir``, and the count is in ``context.state`` only.
     """
     node = context.node_config
     if "state-dir" not in node:

@@ -1,4 +1,4 @@
-"""Find the number of clients by comparing the introductions of all nodes. One node alone decides nothing."""
+"""Introductions of the nodes at the start of a run. The server finds the number of clients by a vote among them."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from fl_bn.flower.wire.messaging import send_and_receive
 from fl_bn.flower.wire.versions import client_differs, greeting, introduction_of
 from fl_bn.support.wire import WireError, printable, reason
 
-PATIENCE = 120.0  # seconds for an answer of a node elsewhere, and for those who are missing when enough are there
+PATIENCE = 120.0  # seconds to wait for a node's answer, and for further nodes once enough are here
 POLL = 1.0
 
 
 def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: int = 0) -> tuple[int, Introductions]:
-    """Ask every node who it is, until all clients are here.
+    """Ask every node to introduce itself, until all clients are here.
 
-    ``least`` clients suffice if no other one comes within ``PATIENCE`` seconds.
+    ``least`` clients are enough if no other one comes within ``PATIENCE`` seconds.
 
     Args:
         grid: Flower's grid.
         least: the smallest number of nodes with the right model.
         timeout: seconds for ``least`` nodes to come.
-        signature: of the server's model and method. Nodes with another one have no vote.
-        clients: the number of clients. 0: the number that most nodes say.
+        signature: the signature of the server's model and method. Nodes with another one have no vote.
+        clients: the number of clients. 0: the number that most nodes name.
 
     Returns:
         The number of clients, and the nodes' introductions.
 
     Raises:
         RunFailed: too few nodes may take part, or two numbers have equally many votes. The message names a
-            node, and advises what to do.
+            node and says what to do.
     """
     begin, replies, addressees = time.monotonic(), dict[int, Message](), set[int]()
     complete = isinstance(grid, InProcessGrid)  # nobody else will ever come
@@ -83,7 +83,11 @@ def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: 
 
 
 def _votes(replies: Mapping[int, Message], signature: str) -> tuple[Counter[int], str]:
-    """Return the nodes' votes on the number of clients, and the problem of the first node without a vote."""
+    """Count the nodes' votes for the number of clients.
+
+    Returns:
+        The votes, and the problem of the first node without a vote. Empty if all have one.
+    """
     votes, first = Counter[int](), ""
     for node, reply in replies.items():
         try:
@@ -94,16 +98,16 @@ def _votes(replies: Mapping[int, Message], signature: str) -> tuple[Counter[int]
 
 
 def _most(votes: Counter[int]) -> int:
-    """Return the number with more votes than any other; 0 without one."""
+    """Return the number with more votes than any other. 0 if there is none."""
     (number, count), (_, next_count) = [*votes.most_common(2), (0, 0), (0, 0)][:2]
     return number if count > next_count else 0
 
 
 def _number(node: int, reply: Message, signature: str) -> int:
-    """Return the number of clients that ``node`` says.
+    """Return the number of clients that ``node`` votes for.
 
     Raises:
-        RunFailed: the node may not take part, for the reason in the message.
+        RunFailed: the node may not take part. The message says why.
     """
     if reply.has_error():
         raise RunFailed(_missing(reply.error.reason))

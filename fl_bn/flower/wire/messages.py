@@ -1,9 +1,9 @@
-"""Declare every field of every message, both ways, and of every file that a run goes on from.
+"""Declarations of all fields in messages, in both directions, and in the files from which a run resumes.
 
-Each is checked where it enters. The records' names
-begin with ``OURS`` (``wire.fields``). Arrays are declared in ``schema``, by model, method and phase. The requests of
-the layer-wise exchange are declared in ``exchange.proto``, and their limits in ``exchange.session``. Every
-other value that one side reads of the other's is a field below.
+A value is checked by its declaration where it enters. The records' names begin with ``OURS`` (``wire.fields``).
+Arrays are declared in ``schema``, by model, method and phase. Requests of the layer-wise exchange are declared in
+``exchange.proto``, with their limits in ``exchange.session``. Every other value that one side reads from the other
+is a field below.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fl_bn.secure.settings import FINEST, WIDEST
 from fl_bn.support.wire import REASON
 from fl_bn.task import Task
 
-REQUIRED = "secure-aggregation"  # in the run config, or in a client's own node config: answer nothing in the clear
+REQUIRED = "secure-aggregation"  # a key of the run config or of a client's node config: send nothing unmasked
 RECORD_KEY_CONFIGS = "secaggplus_configs"  # Flower's name for SecAgg+'s record, here so that a plain run loads nothing of SecAgg+
-CLASSES, LAYERS, NODES, CLIENTS = 65_536, 10_000, 10_000, 100_000  # the largest number of each in a message
-KEY, SHARE = 1024, 4096  # bytes of a public key, of an encrypted pair of shares, at most
+CLASSES, LAYERS, NODES, CLIENTS = 65_536, 10_000, 10_000, 100_000  # the most entries of each kind in a message
+KEY, SHARE = 1024, 4096  # the most bytes of a public key, and of an encrypted pair of shares
 
 HEADER = Form(
     "header",
@@ -52,12 +52,14 @@ HELLO = Form(
 )
 REPLIED = Form(SAMPLES.record, SAMPLES.fields)
 TRAINED = Form(NUMBERS.record, NUMBERS.fields)
-REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63)})  # replay: needs an answer; the session knows the limits
-EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": whole(default=None)})  # fewest: behind one of the numbers
+# a request in an exchange by replay; the session has the limits
+REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63)})
+# fewest: the smallest number of samples that a metric summarises
+EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": whole(default=None)})
 
 
 def evaluated(task: Task) -> Form:
-    """Return ``EVALUATED`` with the metrics that ``task`` declares. Tables show one of them, which clients must send."""
+    """Return ``EVALUATED`` with the metrics that ``task`` declares. Clients must send the metric that tables show."""
     ranges = task.declared()
     fields = {name: measured(*ends, default=NEEDED if name == task.metric else None) for name, ends in ranges.items() if name[-1] != "-"}
     series = {name: measured(*ends) for name, ends in ranges.items() if name[-1] == "-"}
@@ -91,7 +93,7 @@ EXCHANGE = Form(
     },
     others=True,
 )
-SUM_OF, REPLY, EVALUATION = "secagg-of", "reply", "evaluation"  # what a secure sum adds up
+SUM_OF, REPLY, EVALUATION = "secagg-of", "reply", "evaluation"  # the kinds of secure sums
 WEIGHED = ("secagg-update-weight", "secagg-statistics-weight", "secagg-samples-weight")
 SECURE = Form(
     "config",
@@ -105,9 +107,9 @@ SECURE = Form(
     others=True,
 )
 HISTORY_ROUNDS, HISTORY_HASHES = "secagg-rounds", "secagg-told"  # rounds, and a hash of each one's instruction: see instruction_history
-ROUNDS = 2**16  # the most of them
+ROUNDS = 2**16  # the most rounds in a history
 HASHES = {HISTORY_ROUNDS: wholes(ROUNDS, default=None), HISTORY_HASHES: data(32 * ROUNDS, default=None)}
-WEIGHTS = Form("config", dict.fromkeys(WEIGHED, whole()), others=True)  # where a masked vector is asked for
+WEIGHTS = Form("config", dict.fromkeys(WEIGHED, whole()), others=True)  # in messages that ask for a masked vector
 COMBINED_HISTORY = Form("config", HASHES, others=True)
 NOISE = Form("config", {"dp-clip": number(0), "dp-statistics-clip": number(0), "dp-noise": number(0)}, others=True)
 TO_TRAIN = Form(
@@ -120,7 +122,7 @@ TO_TELL = RUN
 TO_MEET = EXCHANGE
 TO_GREET = Form("config", {"version": text(64, default="")}, others=True)
 
-LAYOUT = Form("config", {"layout": text(2**24)})  # of the arrays beside it, for ``NumPyClient``: made on this side
+LAYOUT = Form("config", {"layout": text(2**24)})  # the layout of the arrays for ``NumPyClient``; it never comes from another machine
 
 # secure aggregation, stage by stage; see secure (the server's checks of what depends on the stage before) and secure_client
 
@@ -128,8 +130,8 @@ PLAN = Form("plan", {"samples": whole(), "passes": whole(), "steps": whole()})
 OWN_HISTORY = Form("told", HASHES)
 KEYS = Form(RECORD_KEY_CONFIGS, {"pk1": data(KEY, 1), "pk2": data(KEY, 1)}, prefix="")
 SHARES_OUT = Form(RECORD_KEY_CONFIGS, {"dsts": wholes(NODES), "ctxts": blobs(NODES, SHARE)}, prefix="")
-UNREADABLE = Form(RECORD_KEY_CONFIGS, {"unreadable": wholes(NODES, default=None)}, prefix="")  # in place of a masked vector
-MASKED = Form(RECORD_KEY_CONFIGS, {"masked_params": blobs(2, 2**40)}, prefix="")  # the size of the vector is known: see secure
+UNREADABLE = Form(RECORD_KEY_CONFIGS, {"unreadable": wholes(NODES, default=None)}, prefix="")  # sent in place of a masked vector
+MASKED = Form(RECORD_KEY_CONFIGS, {"masked_params": blobs(2, 2**40)}, prefix="")  # ``secure`` checks the vector's size
 DIGEST = Form(  # of the client's instruction
     "fitres.metrics", {"digest": text(64, "[0-9a-f]{64}", wanted="64 hexadecimal digits")}, prefix=""
 )
@@ -157,10 +159,10 @@ SHARE_KEYS = Form(RECORD_KEY_CONFIGS, {"stage": text(32)}, others=True, prefix="
 COLLECT = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "srcs": wholes(NODES), "ctxts": blobs(NODES, SHARE)}, prefix="")
 UNMASK = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "active_nids": wholes(NODES), "dead_nids": wholes(NODES)}, prefix="")
 
-# from the site itself: its node config, with the lines of its policy
+# from the site itself: its node config, including its policy
 
 LIMITS = Form("node config", dict.fromkeys(("min-samples", "max-evaluations", "max-unknown-rounds"), whole(default=None)))
 
-# what a run goes on from
+# files from which a run resumes
 
 KEPT_FOR = Form("kept-for", {"signature": text(64), "round": whole(), "previous/round": whole(default=0)})

@@ -1,6 +1,7 @@
-"""Send messages and receive replies, in one loop for every engine.
+"""Sending of messages and receiving of replies, in one loop for every engine.
 
-The loop looks often, sends a message again if its node came back, and logs which replies are missing.
+The loop polls often. It sends a message again if its node was lost and came back. It logs which replies are
+missing.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from fl_bn.flower.log import log
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import excerpt, reason
 
-PASSING = {3, 4, 5, 8}  # Flower's error codes for a message, a node or a process of it that is gone: it may come back
-UNREADABLE = 0  # Flower's error code for what has no code of its own
+PASSING = {3, 4, 5, 8}  # Flower's error codes for a lost message, node or process, which may come back
+UNREADABLE = 0  # Flower's error code for all other errors
 EXPIRED, NEAR = 3, 2.0  # the code of a message whose time to live, our deadline, ran out: seconds before the end that count as then
-POLL = 0.2  # seconds between looks for replies; Flower's own loop over gRPC takes 3
-LOOK = 2.0  # seconds between looks whether a lost node is back
-FEW = 8  # replies that are fetched at a time where each is freed when it is used
-SAY = 60.0  # seconds of silence after which the log says who is waited for
+POLL = 0.2  # seconds between two checks for replies; Flower's own loop over gRPC waits 3
+LOOK = 2.0  # seconds between two checks for lost nodes
+FEW = 8  # the most replies to fetch at a time if each is freed after use
+SAY = 60.0  # seconds without a reply, after which the log names the missing clients
 
 
 def send_and_receive(
     grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, called: ClientNames = UNNAMED
 ) -> list[Message]:
-    """Return all replies of ``receive``."""
+    """Send messages, and return all replies that ``receive`` yields."""
     return list(receive(grid, messages, timeout, patience, at_once=0, called=called))
 
 
@@ -43,32 +44,32 @@ def receive(
 ) -> Iterator[Message]:
     """Yield the replies that come within ``timeout`` seconds, in no particular order.
 
-    A client's answer depends on the message and on its state before that round. So a node that was lost and
-    came back gets its message again.
+    A client's answer depends only on the message and on its state before the round. So a node that was lost
+    and came back can get its message again.
 
     Args:
         grid: Flower's grid.
-        messages: the messages. If this is a list, those that are sent again are appended to it.
+        messages: the messages. If this is a list, messages that are sent again are appended to it.
         timeout: seconds for all replies.
-        patience: seconds for a node that is gone, or whose process died, to come back.
-        at_once: the largest number of replies in memory before they are yielded. 0: any number.
+        patience: seconds for a lost node, or its process, to come back.
+        at_once: the most replies in memory that are not yielded yet. 0: any number.
         called: the nodes' names in the log.
     """
     sent = messages if isinstance(messages, list) else list(messages)
     if not sent:
         return iter(())
-    if isinstance(grid, InProcessGrid):  # a message without an answer now will never have one
+    if isinstance(grid, InProcessGrid):  # in one process, a message without an answer by now will never get one
         return grid.send_and_receive(sent)
     return Mailbox(grid, sent, timeout, patience, at_once, called).replies()
 
 
 def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
-    """Yield the replies to the ``waiting`` messages, given by their ids, as far as they are there.
+    """Yield the replies to the ``waiting`` messages that have come so far.
 
-    Flower opens a reply in this process, from bytes that the client made, and raises any exception of its
-    parsers. All replies that were fetched together are lost then. These bytes also hold the reply's sender, and
-    the message that it answers. So each reply is fetched alone. A reply that cannot be opened, or that names
-    another node, becomes an error of the message's addressee.
+    Flower decodes a reply in this process, from bytes that the client made. Its parsers may raise any
+    exception, and then all replies that were fetched together are lost. So each reply is fetched alone. The
+    bytes also name the sender and the answered message, perhaps falsely. A reply that cannot be decoded, or
+    that names another node, is replaced by an error of the node that got the message.
 
     Args:
         grid: Flower's grid.
@@ -77,7 +78,7 @@ def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
     Raises:
         grpc.RpcError: the SuperLink cannot be reached.
     """
-    if isinstance(grid, InProcessGrid) or simulates(grid):  # whose replies were never bytes from another machine
+    if isinstance(grid, InProcessGrid) or simulates(grid):  # here no reply comes as bytes from another machine
         yield from (reply for reply in grid.pull_messages(list(waiting)) if reply.metadata.reply_to_message_id in waiting)
         return
     for identity, message in waiting.items():
@@ -86,23 +87,23 @@ def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
 
 
 def _opened(grid: Grid, identity: str, message: Message) -> list[Message]:
-    """Return the reply to ``message``, or an error in its place, in a list; empty before there is one."""
+    """Return a list with the reply to ``message``, or with an error in its place. Empty as long as there is none."""
     try:
         return [_checked(reply, identity, message) for reply in list(grid.pull_messages([identity]))[:1]]
     except grpc.RpcError:
         raise
-    except Exception as error:  # whatever Flower, protobuf, JSON or NumPy says of such bytes
+    except Exception as error:  # Flower, protobuf, JSON or NumPy may raise anything for such bytes
         return [_instead(message, f"its reply cannot be opened: {type(error).__name__}: {error}")]
 
 
 def _checked(reply: Message, identity: str, message: Message) -> Message:
-    """Return ``reply`` if it answers ``message`` and is from its addressee, else an error."""
+    """Return ``reply`` if it answers ``message`` and comes from the node that got it. Otherwise return an error."""
     m = reply.metadata
     if reply.has_error() == reply.has_content():
         return _instead(message, "its reply has neither content nor an error")
     if m.reply_to_message_id != identity:
         return _instead(message, f"its reply says that it answers message {excerpt(m.reply_to_message_id)}, which this is not")
-    if reply.has_error():  # Flower's own does not say of which node it is
+    if reply.has_error():  # an error that Flower made does not name the node
         return _instead(message, reply.error.reason or "", reply.error.code)
     if m.src_node_id != message.metadata.dst_node_id:
         return _instead(message, f"its reply says that it is node {excerpt(m.src_node_id)}'s")
@@ -114,12 +115,12 @@ def _instead(message: Message, why: str, code: int = UNREADABLE) -> Message:
 
 
 def copy_of(message: Message, ttl: float | None = None, kind: str = "") -> Message:
-    """Return a message with the same records and an id of its own.
+    """Return a message with the same records, but an id of its own.
 
     Args:
         message: the original.
-        ttl: seconds to live. Default: the original's.
-        kind: Flower's message type. Default: the original's.
+        ttl: the time to live, in seconds. None: the original's.
+        kind: Flower's message type. Empty: the original's.
     """
     m = message.metadata
     return Message(RecordDict(dict(message.content.items())), m.dst_node_id, kind or m.message_type, ttl=ttl or m.ttl, group_id=m.group_id)
@@ -132,14 +133,14 @@ class _Lost:
 
 
 class Mailbox:
-    """Send the messages of one call of ``receive``, and collect their replies.
+    """Send the messages of one call of ``receive``, and collect the replies.
 
     Args:
         grid: Flower's grid.
         sent: the messages. Those that are sent again are appended.
         timeout: seconds for all replies.
         patience: seconds for a lost node to come back.
-        at_once: the largest number of replies in memory before they are yielded. 0: any number.
+        at_once: the most replies in memory that are not yielded yet. 0: any number.
         called: the nodes' names in the log.
     """
 
@@ -170,7 +171,7 @@ class Mailbox:
             yield lost.error
 
     def _pulled(self) -> Iterator[Message]:
-        """Yield the replies that are there, a few at a time."""
+        """Yield the replies that have come, a few at a time."""
         waiting = list(self.waiting)
         for i in range(0, len(waiting), self.at_once):
             self._pull(waiting[i : i + self.at_once])
@@ -190,7 +191,7 @@ class Mailbox:
         now = time.monotonic()
         for reply in replies:
             if (message := self.waiting.pop(reply.metadata.reply_to_message_id, None)) is None:
-                continue  # answered twice: the first counts
+                continue  # a second answer to one message does not count
             node = message.metadata.dst_node_id
             if reply.has_error() and reply.error.code == EXPIRED and now > self.end - NEAR:
                 continue  # no reply before the deadline

@@ -22,18 +22,18 @@ from fl_bn.support.wire import Absent, WireError, reason
 
 @dataclass(frozen=True)
 class Decoded:
-    """Hold a reply that is decoded and not yet checked.
+    """Hold a reply that is decoded but not yet checked.
 
     Attributes:
         node: the node that sent it.
         answers: the id of the message that it answers.
-        failed: the error in its place, in words; empty where it has content.
-        header: its header. None where it cannot be read; the arrays are then not decoded.
-        payload: its arrays as they travel, by section and name, each in the message's own bytes.
-        unreadable: bytes of the arrays that cannot be read, by section and name.
-        metrics: fl-bn's metric record; None without one.
-        problem: why header or arrays cannot be read, the first reason. It is copied to be raised: an error that
-            was raised refers to whoever had the reply's arrays, and keeps them in memory.
+        failed: the error that came instead of content, in words. Empty if there is content.
+        header: the header. None if it cannot be read. Then the arrays are not decoded either.
+        payload: the arrays by section and name. They share the memory of the message.
+        unreadable: the bytes of arrays that cannot be decoded, by section and name.
+        metrics: fl-bn's metric record. None if there is none.
+        problem: the first reason why the header or an array cannot be decoded. It must be copied before it is
+            raised: an exception that was raised keeps the reply's arrays in memory.
         own: the user's metric records, by name.
     """
 
@@ -49,7 +49,7 @@ class Decoded:
 
 
 def decode(message: Message) -> Decoded:
-    """Decode a reply, whatever its content. The result holds every error, and none is raised."""
+    """Decode a reply. An error is stored in the result, and never raised."""
     node, answers = message.metadata.src_node_id, message.metadata.reply_to_message_id
     if message.has_error():
         return Decoded(node, answers, failed=f"code {message.error.code}: {reason(message.error.reason)}")
@@ -78,12 +78,12 @@ Read = Callable[[Decoded, Client], Reply]
 
 
 def with_header(header: Header, expected: Expected, rounding: PayloadDtype = EXACT) -> Read:
-    """Return a function that reads replies with ``header``.
+    """Return a function that checks replies with ``header``.
 
     Args:
         header: the header of the instruction, which a reply repeats.
         expected: the tensors and numbers of a valid reply.
-        rounding: the type in which weights and gradients travel.
+        rounding: the dtype in which weights and gradients travel.
     """
     return partial(_read, header, expected, rounding)
 
@@ -100,14 +100,14 @@ def _read(header: Header, expected: Expected, rounding: PayloadDtype, reply: Dec
 class Reading:
     """Check a round's replies, one by one.
 
-    A reply counts as refused, with the reason, in these cases: it has no samples (the client sat out), it is an
-    error, or it is late or missing. ``refused`` holds the reasons by client. ``wrong`` holds the refused
-    clients whose reply no correct client would have sent.
+    A client is refused if its reply has no samples (it took no part), is an error, is late, or is missing.
+    ``refused`` holds the reasons by client. ``wrong`` holds the refused clients whose reply no correct client
+    would send.
 
     Args:
         cohort: the clients to which the messages went. Each client's first reply counts.
         read: checks one reply.
-        sent: the messages. Flower itself answers for a node that is gone, and does not name the node.
+        sent: the messages. Flower itself answers for a lost node, without naming the node.
     """
 
     def __init__(self, cohort: Sequence[Client], read: Read, sent: Iterable[Message] = ()) -> None:
@@ -142,7 +142,7 @@ class Reading:
         return client.index
 
     def end(self) -> None:
-        """Refuse the clients without a reply, as no more replies come."""
+        """Refuse the clients that have not replied. Call it after the last reply."""
         self.refused |= {c.index: "no reply before the deadline" for c in self._cohort if c.index not in self._read}
 
 
@@ -150,8 +150,8 @@ def read_replies(replies: Iterable[Decoded], reading: Reading) -> tuple[list[Rep
     """Read all replies of a round.
 
     Returns:
-        The contributions in client order, the reasons by index of the other clients, and those of them whose
-            reply was wrong.
+        The valid replies in client order, the reasons for refusing other clients by client index, and those
+            of these clients whose reply was wrong.
     """
     parts = [checked for reply in replies if isinstance(checked := reading.read(reply), Reply)]
     reading.end()

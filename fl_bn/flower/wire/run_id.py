@@ -1,7 +1,8 @@
-"""Identify the run of a message, and the states of a client that still count in it.
+"""The id of a run, by which a client finds its states and knows which of them still count.
 
-A resumed run goes back to a checkpoint. What clients kept after that belongs to rounds that no longer count. So
-every instruction lists the resumes, and a client reads the newest state that still counts.
+A resumed run goes back to a checkpoint. Anything that clients stored after that checkpoint belongs to rounds
+that no longer count. So every instruction lists the resumes, and a client loads the newest state that still
+counts.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ class RunId:
 
     Attributes:
         run: NAME/state-XXXXXXXX, unique to the run.
-        resumes: a unique token and the round that the run went back to, for each resume that led here, in order
-            of time.
-        durable: the last round to which every later resume can still go back. Of the states up to it, only the
-            newest is of use.
+        resumes: a unique token and the round to which the run went back, for each resume, in order of time.
+        durable: the last round to which every later resume can still go back. Among states up to it, only the
+            newest is needed.
     """
 
     run: str
@@ -37,18 +37,18 @@ class RunId:
 
     @classmethod
     def new(cls, name: str) -> RunId:
-        """Return the id of a new run in the folder ``name``; the name is ``run`` if no folder can have the given one."""
+        """Return the id of a new run in the folder ``name``. If no folder can have that name, the id has the name ``run``."""
         run = f"{name}/state-{secrets.token_hex(4)}"
         return cls(run if NAME.fullmatch(run) else f"run/state-{secrets.token_hex(4)}")
 
     @property
     def attempt(self) -> str:
-        """Return the token of the last resume, to which newer states belong; ``0`` in a run that was never resumed."""
+        """Return the token of the last resume. States stored from now on carry it. ``0`` if the run was never resumed."""
         return self.resumes[-1][0] if self.resumes else FIRST
 
     @property
     def gone_back_to(self) -> int:
-        """Return the round that the last resume went back to; 0 in a run that was never resumed."""
+        """Return the round to which the last resume went back. 0 if the run was never resumed."""
         return self.resumes[-1][1] if self.resumes else 0
 
     @property
@@ -57,14 +57,14 @@ class RunId:
         return [FIRST, *(token for token, _ in self.resumes)]
 
     def resumed(self, round: int) -> RunId:
-        """Return the id of this run as it goes on after ``round``.
+        """Return the id of this run when it is resumed after ``round``.
 
-        Two resumes from one checkpoint share nothing but the checkpoint.
+        Two resumes from one checkpoint get different tokens, so each ignores the other's states.
         """
         return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 
     def counts(self, round: int, attempt: str) -> bool:
-        """Tell whether a client's state from ``round`` of ``attempt`` still counts."""
+        """Return whether a client's state from ``round`` of ``attempt`` still counts."""
         if attempt not in self.attempts:
             return False
         return all(round <= resumed for _, resumed in self.resumes[self.attempts.index(attempt) :])
@@ -76,11 +76,10 @@ class RunId:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> RunId:
-        """Read the id in a message's config. Its ``run`` is empty if the config names none.
+        """Read the id from a message's config. Its ``run`` is empty if the config names none.
 
         Raises:
-            ValueError: the name could not be that of a folder below the client's own, or the resumes are no
-                tokens and rounds.
+            ValueError: the name cannot be that of a folder, or the resumes are not TOKEN:ROUND,...
         """
         run, text = str(config.get("run", "")), str(config.get("resumes", ""))
         if run and not NAME.fullmatch(run):

@@ -1,9 +1,9 @@
-"""Let server and clients of different versions of fl-bn refuse each other, with an error that names both versions.
+"""A comparison of versions: server and clients with different versions of fl-bn refuse each other, naming both versions.
 
-Versions are compared when a client introduces itself, and with every later message: a site may come back with
-another version in the middle of a round. The version is that of the installed package. In a deployment Flower
-sends the server's own code to the sites, so that code does not show what a site has installed: its SuperNode,
-its libraries, its commands.
+Versions are compared when a client introduces itself, and with every later message, because a site may return
+with another version in the middle of a run. The version is that of the installed package. In a deployment
+Flower sends the server's app to the sites, but a site uses its own installed package for its SuperNode, its
+commands and its libraries.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ADVICE = 'install the server\'s version at every site (docs, "Upgrade the server
 
 
 class OtherVersion(RuntimeError):
-    """Report that the other side runs another version of fl-bn."""
+    """Signal that the other side has another version of fl-bn."""
 
 
 @cache
 def here() -> str:
-    """Return the version of fl-bn that is installed here. Reading it takes milliseconds, so that happens once per process."""
+    """Return the version of fl-bn that is installed here. It is read once per process, which takes milliseconds."""
     return version_of("fl-bn")
 
 
@@ -38,10 +38,10 @@ def greeting() -> RecordDict:
 
 
 def check_server(message: Message) -> None:
-    """Check the server's version, at the client.
+    """Check at the client that the server has the same version of fl-bn.
 
     Raises:
-        OtherVersion: it differs. This becomes the reply.
+        OtherVersion: the versions differ. The error becomes the client's reply.
     """
     content = message.content
     if TO_GREET.name not in content and _of_earlier(content):
@@ -69,7 +69,7 @@ def introduction_of(content: RecordDict) -> Values:
 
 
 def client_differs(theirs: str) -> str:
-    """Return why a client of the version ``theirs`` cannot take part, at the server; empty if it can."""
+    """Return, at the server, why a client with the version ``theirs`` cannot take part. Empty if it can."""
     if theirs == here():
         return ""
     version = f"fl-bn {printable(theirs)}" if theirs else "an earlier fl-bn, which names no version"

@@ -1,0 +1,99 @@
+"""Keep the size of a round's first batch, and run the layer-wise exchange that begins and ends with this batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+
+from torch import nn
+
+from fl_bn.exchange.call import Exchange
+from fl_bn.methods.fedtan import exchanging
+
+Connect = Callable[[int], Exchange]
+"""``connect(batch)``: this client's side of a layer-wise exchange, joined with the size of the batch that it drew."""
+
+
+class Batch(int):
+    """Hold the number of samples of a round's first batch. Call it to set that number: ``round.batch(32)``."""
+
+    say: Callable[[int], None]
+
+    @classmethod
+    def of(cls, samples: int, say: Callable[[int], None]) -> Batch:
+        """Make the number ``samples``. A later call passes the new number to ``say``."""
+        new = cls(samples)
+        new.say = say
+        return new
+
+    def __call__(self, samples: int) -> None:
+        """Set the number to ``samples``."""
+        self.say(samples)
+
+
+class FirstBatch:
+    """Hold what a round knows of its first batch. As a context, it leaves the exchange at the end of the block.
+
+    Args:
+        model: The network, whose layers exchange.
+        connect: Joins the exchange, see ``Connect``; None: the round has no exchange.
+
+    Attributes:
+        samples: The number of samples; 0 as long as it is unknown.
+        inputs: The number of samples in the inputs before the first step that nothing else has counted.
+        waited: Seconds that the client waited for others in the exchange.
+    """
+
+    def __init__(self, model: nn.Module, connect: Connect | None) -> None:
+        self.samples = self.inputs = 0
+        self.waited = 0.0
+        self._model, self._connect, self._exchange = model, connect, ExitStack()
+
+    def __enter__(self) -> FirstBatch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+        return self._exchange.__exit__(kind, error, trace)
+
+    def begin(self, samples: int, steps: int) -> None:
+        """Note that the batch has ``samples`` samples, and join the exchange if there is one.
+
+        Args:
+            samples: The number of samples.
+            steps: The number of steps that were made.
+
+        Raises:
+            ValueError: The number is below 1, the first step is over, or the client has joined the exchange
+                already.
+        """
+        if samples < 1:
+            raise ValueError(f"a batch has at least 1 sample, but got round.batch({samples})")
+        if steps:
+            raise ValueError("round.batch(n) says how many samples the first batch has: call it before the first step")
+        if self.samples and self._connect is not None:
+            raise ValueError(f"this client has joined its cohort's exchange with a batch of {self.samples}: call round.batch once")
+        self.samples = samples
+        if self._connect is not None:
+            self._live = self._connect(samples)
+            self._exchange.enter_context(exchanging(self._model, self._live))
+
+    def end(self, method: str) -> None:
+        """End the exchange, if there is one: the gradient of the batch is complete.
+
+        Args:
+            method: The method's name.
+
+        Raises:
+            ValueError: The client has not joined the exchange, as no forward pass was seen.
+        """
+        if self._connect is None:
+            return
+        if not self.samples:
+            raise ValueError(
+                f"{method}'s first step is on the batches of the whole cohort, but before it there was no forward pass of "
+                "round.model in training mode with gradients: train round.model itself, not a copy, and checkpoint activations with "
+                "use_reentrant=False"
+            )
+        self._exchange.close()
+        self.waited = self._live.seconds

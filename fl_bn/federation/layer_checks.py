@@ -1,0 +1,52 @@
+"""Check that a training loop left a round's layers as the method needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fl_bn.federation.aggregation import running_statistics
+from fl_bn.methods import StatisticsReport
+from fl_bn.moments import Running
+from fl_bn.roles import batch_norms
+
+if TYPE_CHECKING:
+    from fl_bn.federation.client import LocalRound
+
+
+def check_layers(round: LocalRound, layers: Mapping[str, nn.Module], frozen: Mapping[str, Running]) -> None:
+    """Check the BatchNorm layers at the end of ``round``.
+
+    Args:
+        round: The client's round.
+        layers: The BatchNorm layers at the beginning of the round, by name.
+        frozen: Layer -> statistics that must not have changed.
+
+    Raises:
+        ValueError: A layer was replaced, frozen statistics changed, or the layers saw fewer batches than there
+            were steps.
+    """
+    now, method = batch_norms(round.model), round.method
+    if replaced := [name for name, layer in layers.items() if now.get(name) is not layer]:
+        raise ValueError(
+            f"BatchNorm layer {replaced[0]!r} was replaced during the round, and the new layer does not follow {method.name}: "
+            "change the network (by convert_sync_batchnorm, say) before convert(net, method)"
+        )
+    after = running_statistics(round.model) if frozen else {}
+    for name, before in frozen.items():
+        if not all(map(torch.equal, before, after[name])):
+            raise ValueError(
+                f"BatchNorm layer {name!r} is frozen in round {round.instruction.round}, but its running statistics changed: the "
+                "training loop must not set them"
+            )
+    observed = round.passes.observed
+    seen = max((len(parts) for parts in observed.values()), default=0)
+    wanted = min(round.steps, 1) if method.reports(round.phase) is StatisticsReport.FIRST else round.steps
+    if round.observes and observed and seen < wanted:
+        raise ValueError(
+            f"{method.name} reports the moments of training batches, but the BatchNorm layers saw {seen} batches in "
+            f"{round.steps} steps: train round.model itself, not a copy, in training mode and with gradients"
+        )
