@@ -20,6 +20,7 @@ from tests.doors.test_flower import make_net, my_app
 from tests.flower.byzantine import equal_clients
 from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run
 from tests.networks import seeded_network
+from tests.noted import noted
 
 CLIENTS = 3
 DSGD = LocalTraining(batch_size=64, steps=1, momentum=0.9, update="gradients")
@@ -190,12 +191,12 @@ def test_an_app_of_ones_own_answers_in_the_type_that_it_was_asked_in() -> None:
             return answer
 
     def trained(payload: str) -> list[dict[str, np.ndarray]]:
-        kept: list[dict[str, np.ndarray]] = []
         torch.manual_seed(3)
         strategy = FBN(make_net(), fraction_evaluate=0, payload=payload)
+        found = noted(strategy)
         grid = Noting(my_app(METHODS["fbn"]()), 3, {})
-        strategy.start(grid, num_rounds=1, evaluate_fn=lambda round, arrays: kept.append({k: a.numpy() for k, a in arrays.items()}))
-        return kept
+        strategy.start(grid, num_rounds=1)
+        return list(found.values())
 
     found: set[str] = set()
     exact = trained("float32")[-1]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import Context
 from torch import nn
 
 from fl_bn.conversion import convert
@@ -25,9 +25,10 @@ from fl_bn.flower.wire.run_id import RunId
 from fl_bn.methods import METHODS, Method
 from fl_bn.support import durable
 from fl_bn.support.durable import Damaged
-from tests.in_process import CPU, TWO_STEPS, WatchedGrid, arrays_of, client_app, identical
+from tests.in_process import CPU, TWO_STEPS, WatchedGrid, client_app, identical
 from tests.kept import Kept
 from tests.networks import seeded_network
+from tests.noted import noted
 
 Clients = Callable[..., list[Samples]]
 FBN, FEDBN = METHODS["fbn"](), METHODS["fedbn"]()
@@ -67,9 +68,6 @@ class Server:
         return self.checkpoints[-self.at_once :][0].round
 
     def run(self, resume: Checkpoint | None = None, model: nn.Module | None = None) -> BatchNormStrategy:
-        def note(round: int, arrays: ArrayRecord) -> None:
-            self.trajectory[round] = arrays_of(arrays)
-
         strategy = BatchNormStrategy(
             model or seeded_network("cnn"),
             self.method,
@@ -80,7 +78,11 @@ class Server:
             save_clients="run",
             **self.options,
         )
-        strategy.start(self.grid, num_rounds=self.rounds, evaluate_fn=note, resume=resume)
+        found = noted(strategy)
+        try:
+            strategy.start(self.grid, num_rounds=self.rounds, resume=resume)
+        finally:
+            self.trajectory |= found
         return strategy
 
 
