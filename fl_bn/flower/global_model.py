@@ -23,6 +23,8 @@ NO_MODEL = (
     "tell their BatchNorm layers for an average: answer(..., tells=True) in client_app.py (in fl-bn's application: unseen-client = true)"
 )
 AVERAGED = "evaluate_fn gets a model with the average of the clients' BatchNorm (%s), since every client keeps its own under %s"
+NOTHING_SHARED = "evaluate_fn is not called from round %d on: under %s clients share no weights, so there is no global model"
+CONVERTED = "evaluate_fn gets the arrays of the converted network, since %s replaces BatchNorm: load them into fl_bn.convert(Net(), method)"
 KEPT = "evaluate_fn gets the server's own values of %s (%d tensors), since every client keeps its own"
 
 
@@ -46,6 +48,11 @@ class GlobalModel:
         shared, method = self._strategy.shared, self._strategy.method
         state, role = shared.model.state_dict(), roles(shared.model)
         others = {name: state[name] for name in state if method.keeps(role[name]) and role[name] is not Role.MIXING}
+        if not {*self._strategy.server.source.state_dict()} <= state.keys():
+            self._say(CONVERTED % method.name)
+        if number and method.keeps(Role.WEIGHT):
+            self._say(NOTHING_SHARED % (number, method.name), once="nothing is shared")
+            return None
         if number and method.personal:
             if (average := self._average(number)) is None:
                 return None
@@ -77,7 +84,8 @@ class GlobalModel:
         self._say(AVERAGED % (told, strategy.method.name))
         return average
 
-    def _say(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+    def _say(self, line: str, once: str = "") -> None:
+        """Log ``line``, unless it, or a line with the same ``once``, was logged before."""
+        if (once or line) not in self._said:
+            self._said.add(once or line)
             log(logging.INFO, "%s", line)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 
+from fl_bn import convert
 from fl_bn.flower import FixBN, InProcessGrid, OwnAppStrategy
 from fl_bn.methods import METHODS
 from tests.flower.own_apps import CLIENTS, data, net, own_app, pretrained
@@ -35,7 +36,7 @@ def ran(name: str, seen: Seen, grid: Any = None, **options: Any) -> Any:
     return strategy.start(grid, num_rounds=2, evaluate_fn=evaluated(seen), **options)
 
 
-@listed("name", ["fedavg", "fixbn", "fedbn", "silobn", "fbn", "fedtan", "fedtan2"])
+@listed("name", ["fedavg", "fixbn", "fedbn", "silobn", "hbn", "fbn", "fedtan", "fedtan2"])
 def test_the_arrays_load_into_the_user_s_network(name: str) -> None:
     seen: Seen = {}
     result = ran(name, seen)
@@ -68,6 +69,18 @@ def test_without_the_clients_leave_the_log_says_why_there_is_no_global_model(log
     says = "evaluate_fn is not called from round 1 on: under fedbn every client keeps its BatchNorm, so there is no global model"
     assert log.text.count(says) == 1
     assert "answer(..., tells=True)" in log.text
+
+
+def test_where_nothing_is_shared_or_batch_norm_is_replaced_the_log_says_so(log: pytest.LogCaptureFixture) -> None:
+    seen: Seen = {}
+    ran("single", seen)
+    assert set(seen) == {0}
+    assert log.text.count("evaluate_fn is not called from round 1 on: under single clients share no weights, so there is no global model") == 1
+    arrays: list[ArrayRecord] = []
+    strategy = OwnAppStrategy(net(), METHODS["gn"](), fraction_evaluate=0)
+    strategy.start(InProcessGrid(own_app("gn"), CLIENTS, {}), num_rounds=1, evaluate_fn=lambda number, given: arrays.append(given))
+    assert "since gn replaces BatchNorm: load them into fl_bn.convert(Net(), method)" in log.text
+    convert(net(), METHODS["gn"]()).load_state_dict(arrays[-1].to_torch_state_dict(), strict=True)
 
 
 def test_round_0_is_of_the_arrays_that_the_run_starts_with() -> None:

@@ -35,6 +35,7 @@ READERS = {
     "fl_bn/flower/wire/replies.py": "decodes a reply; the disclosure report counts it before anything is checked",
     "fl_bn/flower/wire/gate.py": "this side's own replies; the kind of a message, before its form is chosen",
     "fl_bn/flower/wire/versions.py": "whether a message is of an earlier fl-bn",
+    "fl_bn/flower/in_process.py": "the ServerApp's own state",
     "fl_bn/flower/app/client_state.py": "a client's own state",
     "fl_bn/flower/secagg/stages.py": "messages that this side makes; replies through forms",
     "fl_bn/flower/secagg/client.py": "the stage, before its form is chosen; arrays that are decoded; this side's own state",
