@@ -13,7 +13,7 @@ from fl_bn.federation.record import batches_trained
 from fl_bn.flower.app.unseen import average_kept
 from fl_bn.flower.log import log
 from fl_bn.flower.wire.codec import arrays_of
-from fl_bn.roles import Role, roles
+from fl_bn.roles import Role, batch_norms, roles
 
 if TYPE_CHECKING:
     from fl_bn.flower.strategy import BatchNormStrategy
@@ -48,7 +48,7 @@ class GlobalModel:
         shared, method = self._strategy.shared, self._strategy.method
         state, role = shared.model.state_dict(), roles(shared.model)
         others = {name: state[name] for name in state if method.keeps(role[name]) and role[name] is not Role.MIXING}
-        if not {*self._strategy.server.source.state_dict()} <= state.keys():
+        if batch_norms(self._strategy.server.source) and not shared.layers:
             self._say(CONVERTED % method.name)
         if number and method.keeps(Role.WEIGHT):
             self._say(NOTHING_SHARED % (number, method.name), once="nothing is shared")
