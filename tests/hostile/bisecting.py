@@ -65,7 +65,8 @@ class Bisecting:
             self.refusals.append(str(reply.error.reason))
             return math.nan
         self.answers += 1
-        return float(reply.content.metric_records["fl-bn/metrics"][number])  # type: ignore[arg-type]
+        records = reply.content.metric_records
+        return float(records.get("fl-bn/metrics", records.get("metrics"))[number])  # type: ignore[arg-type,index]
 
     def bisect(self, node: int, number: str, of: Sequence[float], rounds: int = 22) -> list[tuple[float, float]]:
         """For each share in ``of`` the interval in which ``number`` falls below it: one feature of one sample each."""

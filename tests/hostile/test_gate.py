@@ -226,7 +226,7 @@ def test_a_handler_that_the_gate_does_not_know_is_refused_until_it_is_declared()
 
 def test_a_reply_holds_what_its_kind_may_and_nothing_else() -> None:
     more = RecordDict({"metrics": MetricRecord({"samples": 9}), "data": ConfigRecord({"first": b"sample"})})
-    assert "a reply to evaluate may hold header, metrics, but this one has ['data']" in str(
+    assert "a reply to evaluate may hold fl-bn/header, fl-bn/metrics, metrics, but this one has ['data']" in str(
         ask(app_with("evaluate", more), "evaluate").error.reason
     )
     arrays = RecordDict({"metrics": MetricRecord({"samples": 9}), "data": ArrayRecord([np.ones(3)])})
