@@ -76,9 +76,10 @@ def run_(
     """
     from experiments.catalogue import Log, find, perform_program
     from experiments.evidence import known_cells
+    from fl_bn.federation.engines.workers import cores
     from fl_bn.report import write_index
     from fl_bn.run.config import ConfigError
-    from fl_bn.sweep.run import JOBS, Place
+    from fl_bn.sweep.run import Place
 
     folder, failed = Path(output), dict[str, str]()
     try:
@@ -99,7 +100,7 @@ def run_(
             begin, place = time.monotonic(), folder / f"{experiment.name}{f'-{variant}' if variant else ''}"
             try:
                 if experiment.program:
-                    perform_program(experiment, variant, data, place, jobs or JOBS)
+                    perform_program(experiment, variant, data, place, jobs or cores())
                     errors: dict[str, str] = {}
                 else:
                     known = known_cells(experiment, variant, results) if results else {}

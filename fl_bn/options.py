@@ -196,8 +196,11 @@ class Key:
         if problem := _unfit(value, kind):
             raise ValueError(f"{self.name} must be {problem}, but got {short(value)}")
         if not self.accepts(value):
-            raise ValueError(_out_of_range(self.name, value, self.values, self.like))
+            raise ValueError(_out_of_range(self.name, value, self.values, self.help, self.like))
         return float(value) if kind is float else value
+
+
+CONTROL = re.compile("[\\x00-\\x1f\\x7f\\ud800-\\udfff]")
 
 
 def _unfit(value: Any, kind: type) -> str:
@@ -206,16 +209,19 @@ def _unfit(value: Any, kind: type) -> str:
         return "a finite number"
     if kind is int and not -(2**63) <= value < 2**63:
         return "a whole number of at most 63 bits"
-    if kind is str and any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in value):
+    if kind is str and CONTROL.search(value):
         return "a text without control characters"
     return ""
 
 
-def _out_of_range(called: str, value: object, values: Values, like: Collection[str] = ()) -> str:
+def _out_of_range(called: str, value: object, values: Values, help: str, like: Collection[str] = ()) -> str:
+    """Return the message of a value out of range. It says what special values mean, as the option's help does after "; "."""
     if not isinstance(values, str):
         return expected(called, value, values)
     wrong = next((part for part in names_of(value) if part not in like), "") if isinstance(value, str) else ""
-    return f"{called} must be {'in ' if values[0] in '([' else ''}{values}, but got {short(value)}{nearest(wrong, like)}"
+    _, _, special = help.partition("; ")
+    meaning = f" ({special})" if special and re.match(r"-?\d", special) else ""
+    return f"{called} must be {'in ' if values[0] in '([' else ''}{values}, but got {short(value)}{meaning}{nearest(wrong, like)}"
 
 
 @dataclass(frozen=True)
@@ -273,7 +279,7 @@ class Option:
         if not isinstance(value, kind) or (isinstance(value, bool) and self.kind is not bool):
             raise ValueError(f"{called} must be of type {self.kind.__name__}, but got {short(value)}")
         if not self.test(value):
-            raise ValueError(_out_of_range(called, value, self.values, self.like))
+            raise ValueError(_out_of_range(called, value, self.values, self.help, self.like))
 
     def as_key(self, name: str) -> Key:
         """Return the run config's key of this option; the key's value ``unset`` stands for the default.
@@ -281,6 +287,15 @@ class Option:
         Args:
             name: The key.
         """
+        if name not in self._keys:
+            self._keys[name] = self._as_key(name)
+        return self._keys[name]
+
+    @functools.cached_property
+    def _keys(self) -> dict[str, Key]:  # every run config asks, and a sweep makes hundreds of these
+        return {}
+
+    def _as_key(self, name: str) -> Key:
         if self.unset is None:
             return Key(name, self.in_run, self.meaning, self.values, self.test, self.like)
         shown = f"{_shown(self.unset)} or {self.values}"
@@ -424,8 +439,11 @@ def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Cal
 def options_by_key(constructor: object) -> dict[str, tuple[str, Option]]:
     """Return run-config key -> field and option of a constructor; empty if it has no options."""
     kind = constructor if isinstance(constructor, type) and is_dataclass(constructor) else getattr(constructor, "options", None)
-    if kind is None:
-        return {}
+    return {} if kind is None else _by_key(kind)
+
+
+@functools.cache
+def _by_key(kind: Any) -> dict[str, tuple[str, Option]]:
     return {_key(kind, name, spec): (name, spec) for name, spec in own_options(kind).items()}
 
 

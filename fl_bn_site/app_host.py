@@ -13,10 +13,12 @@ run brings its own version.
 the first message of that run unpacked it.
 * Every message has a process of its own, as in Flower. It is forked from the warm process, or from the cold one
 where there is no warm process yet. It ends after its message, so no message can affect the next one.
+* A *watcher* waits for the process of each message. If that process dies (out of memory, by a signal, by an
+exit), the watcher tells the SuperNode why, and the SuperNode tells the server (``supernode.py``).
 
 The process of a message checks the policy of the site (``policy.py``) before it loads any code of the run. This
-program belongs to the site, not to the run. It is therefore run by its path, and loads ``compat`` and ``policy``
-by their paths: an import of ``fl_bn`` could find the version that the run brings.
+program belongs to the site, not to the run. It is therefore run by its path, and loads ``compat``, ``endings``
+and ``policy`` by their paths: an import of ``fl_bn`` could find the version that the run brings.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import os
 import random
 import resource
 import runpy
+import select
 import shutil
 import signal
 import sys
@@ -52,6 +55,7 @@ PRELOADED = ("numpy", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl"
 MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # how torch and NumPy report it
 
 find = runpy.run_path(str(PACKAGE / "flower" / "compat.py"))["find"]
+endings = runpy.run_path(str(HERE / "endings.py"))
 
 
 @dataclass(frozen=True)
@@ -111,13 +115,21 @@ def policy_module() -> ModuleType:
 # The host
 
 
-def ask_for_work(site: Site, hand_over: Callable[[Request], None]) -> None:
-    """Ask the SuperNode for messages for ever, and call ``hand_over`` with a request for each."""
+def ask_for_work(site: Site, hand_over: Callable[[Request], None], is_ready: Callable[[], bool]) -> None:
+    """Ask the SuperNode for messages for ever.
+
+    Args:
+        site: The site.
+        hand_over: Called with a request for each message.
+        is_ready: Returns whether the cold process has its imports. No message is taken before that: from then on
+            its process has half a minute for its first sign of life.
+    """
     stub = _stub(site)
+    tell_end(stub, "", endings["RESTARTED"])  # processes that this program's predecessor started ended with it
     worked = -QUIET
     while True:
         if runs := stub.ListAppsToLaunch(find("ListAppsToLaunchRequest")()).run_ids:
-            if token := stub.RequestToken(find("RequestTokenRequest")(run_id=runs[0])).token:
+            if is_ready() and (token := stub.RequestToken(find("RequestTokenRequest")(run_id=runs[0])).token):
                 run = find("run_from_proto")(stub.GetRun(find("GetRunRequest")(run_id=runs[0])).run)
                 hand_over(Request(token, run.fab_id, run.fab_version, run.fab_hash))
             worked = time.monotonic()
@@ -127,29 +139,31 @@ def ask_for_work(site: Site, hand_over: Callable[[Request], None]) -> None:
 # The cold and the warm process
 
 
-def serve(lines: Iterable[str], site: Site) -> None:
+def serve(lines: Iterable[str], site: Site, ready: Callable[[], None] = lambda: None) -> None:
     """Run the cold process, which answers each request in a process of its own.
 
     Args:
         lines: One request per line, as JSON. The lines end when the host ends.
         site: The site.
+        ready: Called when the imports are done.
     """
     for name in PRELOADED:
         with suppress(ModuleNotFoundError):  # some belong to extras that are not installed
             importlib.import_module(name)
     find("pull_clientappinputs")  # imports Flower
+    ready()
     site, warm = replace(site, cold_process=os.getpid()), None
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes children that have ended
     for line in lines:
         request = Request(**json.loads(line))
         key = _warm_key(site, request)
-        if warm is not None and warm.key != key:
+        if warm is not None and (warm.key != key or warm.died):
             warm.close()
             warm = None
         if warm is None and key is not None:
             warm = WarmProcess(site, request, key)
         if warm is None or not warm.answer(line):
-            fork(lambda request=request: answer(site, request, None))  # type: ignore[misc]
+            fork(lambda request=request: watch(site, request, None))  # type: ignore[misc]
     if warm is not None:
         warm.close()
 
@@ -166,7 +180,7 @@ class WarmProcess:
     """
 
     def __init__(self, site: Site, request: Request, key: tuple[str, int | None]) -> None:
-        self.key = key
+        self.key, self.died = key, False
         out, self._lines = os.pipe()
         told, ready = os.pipe()
 
@@ -185,7 +199,7 @@ class WarmProcess:
             with os.fdopen(out) as lines:
                 for line in lines:
                     one = Request(**json.loads(line))
-                    fork(lambda one=one: answer(site, one, app))  # type: ignore[misc]
+                    fork(lambda one=one: watch(site, one, app))  # type: ignore[misc]
 
         fork(stay)
         os.close(out)
@@ -206,7 +220,7 @@ class WarmProcess:
             if self._usable:
                 os.write(self._lines, line.encode())
         except BrokenPipeError:
-            self._usable = False
+            self._usable, self.died = False, True
         return self._usable
 
     def close(self) -> None:
@@ -257,6 +271,27 @@ def fork(work: Callable[[], None]) -> int:
 # One message
 
 
+def watch(site: Site, request: Request, app: Any) -> None:
+    """Answer a message in a process of its own, and tell the SuperNode if that process dies.
+
+    Args:
+        site: The site.
+        request: The message.
+        app: See ``answer``.
+    """
+    kills = endings["out_of_memory_kills"]()
+    status = os.waitpid(fork(lambda: answer(site, request, app)), 0)[1]
+    for_memory = endings["out_of_memory_kills"]() > kills
+    if why := endings["ending"](os.waitstatus_to_exitcode(status), for_memory):
+        print(f"the process of a message {why}; the server is told", file=sys.stderr, flush=True)
+        tell_end(_stub(site), request.token, f"its process {why}")
+
+
+def tell_end(stub: Any, token: str, why: str) -> None:
+    """Tell the SuperNode that the process with this ``token`` has ended; empty: those of all tokens."""
+    stub.SendAppHeartbeat(find("SendAppHeartbeatRequest")(token=token), metadata=((endings["ENDED"], why.encode()),))
+
+
 def answer(site: Site, request: Request, app: Any) -> None:
     """Answer one message in this process, if the policy of the site allows it.
 
@@ -287,7 +322,7 @@ def answer(site: Site, request: Request, app: Any) -> None:
             reply = _within_memory(policy, lambda: app(message=message, context=context))
         finally:
             context.node_config = given
-        policy.check_reply(*_summary_of(reply))
+        policy.check_reply(*policy_module().summary_of(reply))
     except Exception as error:
         reply = _error(message, error)
     find("push_clientappoutputs")(stub=stub, token=request.token, message=reply, context=context)
@@ -348,26 +383,11 @@ def _within_memory(policy: Any, work: Callable[[], Any]) -> Any:
         raise policy_module().NotAllowed(f"this site's policy has max-memory = {policy.max_memory:g} GB, and the run needs more") from error
 
 
-def _summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
-    """Return how much data a reply summarises.
-
-    Returns:
-        The number of samples (None: the reply does not tell), and by statistic its largest count of values per
-        channel.
-    """
-    if reply.has_error():
-        return None, {}
-    samples = [record["samples"] for record in reply.content.metric_records.values() if "samples" in record]
-    moments = reply.content.array_records.get("fl-bn/moments", {})
-    counts = {name: int(array.numpy().max()) for name, array in moments.items() if name.endswith("count")}
-    return (int(samples[0]) if samples else None), counts
-
-
 def _error(message: Any, error: Exception) -> Any:
     """Return the reply that Flower sends when a ClientApp raises ``error``."""
     from flwr.app import Error, Message
 
-    print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    print(endings["in_words"](error), file=sys.stderr, flush=True)
     code = find("ErrorCode")
     kind = code.LOAD_CLIENT_APP_EXCEPTION if type(error).__name__ == "LoadClientAppError" else code.CLIENT_APP_RAISED_EXCEPTION
     return Message(Error(code=kind, reason=f"{type(error)}:<'{error}'>"), reply_to=message)
@@ -400,14 +420,16 @@ def main() -> None:
     site = Site(given.appio_api_address, home, given.policy)
 
     requests, lines = os.pipe()
+    told, ready = os.pipe()
 
     def stay() -> None:  # forked before gRPC is imported, since gRPC does not survive a fork
         os.close(lines)
         with os.fdopen(requests) as stream:
-            serve(stream, site)
+            serve(stream, site, lambda: os.close(ready))  # whose other end can be read from then on
 
     fork(stay)
     os.close(requests)
+    os.close(ready)
     signal.signal(
         signal.SIGCHLD, lambda number, frame: sys.exit("the cold process, which answers the messages, has ended: start this program again")
     )
@@ -416,7 +438,7 @@ def main() -> None:
         os.write(lines, (json.dumps(asdict(request)) + "\n").encode())
 
     health = find("run_health_server_grpc_no_tls")(given.health_server_address) if given.health_server_address else None
-    ask_for_work(site, hand_over)
+    ask_for_work(site, hand_over, lambda: bool(select.select([told], [], [], 0)[0]))
     del health  # kept until here: a gRPC server stops as soon as no variable refers to it
 
 

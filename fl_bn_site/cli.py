@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.markup import escape
 
 from fl_bn.cli.refusal import refused
@@ -236,23 +236,16 @@ def runs(
     control: ControlOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
-    """List the runs of a server: id, name, state, round, start and seconds. Waiting runs come first."""
-    from rich.table import Table
-
+    """List the runs of a server: id, name, state, round, start, seconds and by whom. Waiting runs come first."""
     from fl_bn_site.runs import list_runs, to_json
+    from fl_bn_site.tables import table_of_runs, wide_console
 
     with _refusals():
         current = list_runs(_server(folder), control)
     if as_json:
         typer.echo(to_json(current))
         return
-    table = Table(box=None)
-    for column in ("id", "name", "state", "round", "start", "seconds"):
-        table.add_column(column, overflow="fold")
-    for run in current:
-        seconds, start = "" if run.seconds is None else f"{run.seconds:.0f}", run.start[:19].replace("T", " ")
-        table.add_row(run.id, run.name, run.state, f"{run.round}/{run.rounds or '?'}", start, seconds)
-    Console().print(table)
+    wide_console().print(table_of_runs(current))
 
 
 def abort(folder: ServerArgument, run: RunArgument, control: ControlOption = "") -> None:
@@ -323,6 +316,8 @@ def status(
         return
     from rich.live import Live
 
+    from fl_bn_site.tables import tables_of_status, wide_console
+
     with _refusals():
         statuses = _statuses(folder, control)
         current, problem = next(statuses)
@@ -330,16 +325,16 @@ def status(
             if as_json:
                 typer.echo(current.to_json())
             else:
-                Console().print(_tables(current))
+                wide_console().print(tables_of_status(current))
             return
         try:
             if as_json:
                 typer.echo(current.to_json().replace("\n", ""))
                 for current, problem in statuses:
                     typer.echo(problem or current.to_json().replace("\n", ""), err=bool(problem))
-            with Live(_tables(current), auto_refresh=False) as live:
+            with Live(tables_of_status(current), auto_refresh=False) as live:
                 for current, problem in statuses:
-                    live.update(Group(_tables(current), escape(problem)), refresh=True)
+                    live.update(Group(tables_of_status(current), escape(problem)), refresh=True)
         except KeyboardInterrupt:
             return
 
@@ -377,29 +372,6 @@ def _statuses(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
             if time.monotonic() - answered > SILENCE:
                 raise
             problem = f"{error}; trying again"
-
-
-def _tables(current: Status) -> Group:
-    """Return the tables of sites and of runs that ``fl-bn status`` prints."""
-    from rich.table import Table
-
-    sites = Table("site", "state", "last seen", "node", title=f"{current.server}, {current.at}; certificate: {current.expires} days left")
-    for site in current.sites:
-        sites.add_row(site.name, site.state, site.seen or "never", str(site.node or ""))
-    runs = Table("run", "status", "round", "replies used", "loss", "metric", "s / round", "left", "not used", title="runs")
-    for run in current.runs:
-        runs.add_row(
-            run.name or str(run.id),
-            run.status,
-            f"{run.round} / {run.rounds}",
-            "" if run.accepted is None else f"{run.accepted} of {run.cohort}",
-            "" if run.loss is None else f"{run.loss:.4f}",
-            "" if run.value is None else f"{run.metric} {run.value:.4g}",
-            "" if run.seconds is None else f"{run.seconds:.1f}",
-            "" if run.left is None else f"{run.left:.0f} s",
-            "; ".join(f"{name}: {why}" for name, why in run.refused.items()),
-        )
-    return Group(sites, runs)
 
 
 def _server(folder: Path) -> ServerFolder:

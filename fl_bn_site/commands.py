@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fl_bn.support.flower_config import SERVER, Scalar, flower_config
+from fl_bn.support.flower_config import NODES, SERVER, Scalar, flower_config
 from fl_bn.support.loopback import with_exceptions
 from fl_bn.support.user_code import VARIABLE
 from fl_bn_site.folders import ServerFolder, SiteFolder
@@ -37,6 +37,7 @@ class Command:
         once: Whether the program is done, and not started again, after it exits with 0.
         hints: Explanations of lines that the program may print: from words in such a line to what they mean
             and what to do.
+        reads: Files that the program reads at its start. When one changes, the program is started again.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Command:
     cwd: Path
     once: bool = False
     hints: Mapping[str, str] = field(default_factory=dict)
+    reads: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
         """Return the command as one line that can be pasted into a shell."""
@@ -140,7 +142,8 @@ def serverapp(server: ServerFolder) -> Command:
     options = {"--plugin-type": "serverapp", "--appio-api-address": local(server.serverappio)}
     argv = (program("flower-superexec"), "--insecure", *_flat(options))
     allowed = {VARIABLE: server.allow_modules} if server.allow_modules else {}
-    return Command("serverapp", argv, _environment(server.state) | allowed | {SERVER: str(server.path)}, server.results.parent)
+    told = {SERVER: str(server.path), NODES: str(server.nodes_file)}
+    return Command("serverapp", argv, _environment(server.state) | allowed | told, server.results.parent)
 
 
 def register(server: ServerFolder) -> Command:
@@ -174,7 +177,8 @@ def supernode(site: SiteFolder) -> Command:
         "`fl-bn doctor .` finds out which",
         "CERTIFICATE_VERIFY_FAILED": f"the certificate of {site.superlink} is not signed by ca.crt: it is another server, or "
         "has the folder of another kit",
-        "No SuperNode found with the given public key": "the server does not know this site's key: send site.pub to its operator",
+        "No SuperNode found with the given public key": "the server does not know this site's key yet. It goes on trying. If that does not "
+        "end, send site.pub to the server's operator, who enters it there: `fl-bn kit add-site`, or `fl-bn kit renew --site`",
         "Invalid timestamp": "this machine's clock is 5 s or more ahead of the server's, or 305 s or more behind, and Flower refuses that: "
         "correct the wrong clock of the two (chrony, systemd-timesyncd). The SuperNode tries again",
         "could not be activated": "the server still counts this site as connected, as it does for a minute after a crash. The SuperNode "
@@ -182,7 +186,7 @@ def supernode(site: SiteFolder) -> Command:
     }
     flower = (sys.executable, "-P", str(SUPERNODE), "--poll-seconds", str(site.poll_seconds))
     argv = (sys.executable, "-I", "-S", str(WATCHED), *flower, *_flat(options))
-    return Command("supernode", argv, _environment(site.node_dir), site.path, hints=hints)
+    return Command("supernode", argv, _environment(site.node_dir), site.path, hints=hints, reads=(site.private_key,))
 
 
 def clientapp(site: SiteFolder) -> Command:

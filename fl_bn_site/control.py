@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fl_bn.support.durable import write
 from fl_bn.support.flower_config import flower_config
 from fl_bn_site.certificates import public_in, read_public
 from fl_bn_site.commands import check_flower, environment, local, program
@@ -47,11 +48,11 @@ root-certificates = {authority}
 
 
 class ControlError(RuntimeError):
-    """The SuperLink does not answer, or refuses a request. The message quotes Flower's."""
+    """Signal that the SuperLink does not answer, or refuses a request. The message quotes Flower's."""
 
 
 class NotRegistered(ControlError):
-    """The SuperLink does not know the key of a site. ``fl-bn register`` may tell it soon."""
+    """Signal that the SuperLink does not know the key of a site. ``fl-bn register`` may tell it soon."""
 
 
 @dataclass(frozen=True)
@@ -281,9 +282,23 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
         for key, node in known.items():
             if key not in keys.values():
                 control.unregister(node)
-                yield former_owner(server, key) or f"node {node}", "shut out: no site of server.toml has this key"
+                yield former_owner(server, key) or "a key of no site", "shut out: no site of server.toml has this key"
         for site, key in keys.items():
             yield site, "was registered already" if key in known or not control.register(server.public_key(site)) else "registered"
+        _note_nodes(server, keys, control)
+
+
+def _note_nodes(server: ServerFolder, keys: Mapping[str, bytes], control: Control) -> None:
+    """Write which node each site has now, for runs that go on: a site with a new key has a new node.
+
+    A folder that may not be written to, as in docker-compose.yml, has no such file. There a site with a new key
+    takes part from the next run on.
+    """
+    nodes = control.registered()
+    known = {site: nodes[key] for site, key in keys.items() if key in nodes}
+    with suppress(OSError):
+        server.nodes_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write(server.nodes_file, json.dumps(known).encode())
 
 
 def _environment() -> dict[str, str]:

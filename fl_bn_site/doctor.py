@@ -44,7 +44,7 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     host, port = host_port(site.superlink)
     yield Finding("ok", "folder", f"{site.path}: site {site.site}")
     yield from guard_each("kit", lambda: kit_files(site.path))
-    yield guard("expiry", lambda: expiry([site.root_certificates]))
+    yield guard("expiry", lambda: expiry([site.root_certificates], mend="ask the server's operator for another kit"))
     yield guard("gpu", lambda: machine.gpu(site.device, "site.toml"))
     yield guard("state-dir", lambda: machine.storage("state-dir", site.state_dir))
     yield guard("policy", lambda: _policy(site.policy))

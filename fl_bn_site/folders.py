@@ -21,7 +21,7 @@ HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+")
 
 
 class FolderError(ValueError):
-    """A folder of the kit, or a line of its TOML file, is wrong. The message names the file and the line."""
+    """Signal that a folder of the kit, or a line of its TOML file, is wrong. The message names the file and the line."""
 
 
 def host_port(address: str) -> tuple[str, int]:
@@ -222,6 +222,11 @@ class ServerFolder(Folder):
         """Return the private key file of the server."""
         return self.path / "server.key"
 
+    @property
+    def nodes_file(self) -> Path:
+        """Return the file that says which node each site has now. ServerApps read it."""
+        return self.state / "nodes.json"
+
     def public_key(self, site: str) -> Path:
         """Return the file in which the server keeps the public key of ``site``."""
         return self.path / "sites" / f"{site}.pub"
@@ -242,10 +247,10 @@ class SiteFolder(Folder):
         "where the layer-wise exchange may be: HOST or HOST:PORT, by commas; empty: on the server's machine, by the name above", "", _hosts
     )
     dataset: str = _line(
-        "this site's own data: npz, folder, a torchvision name, or package.module:function; empty: its share of the run's data (rehearsal)",
+        "this site's own data: npz, folder, csv, a torchvision set, package.module:function; empty: its share of the run's (rehearsal)",
         "",
     )
-    data_path: str = _line("where they are; npz files are separated by commas", "")
+    data_path: str = _line("where they are; npz and CSV files are separated by commas", "")
     allow_modules: str = _line("modules here, beside the app's own, of which a run config may name a function; by commas", "")
     device: str = _line("auto (a GPU if there is one), cpu, cuda:1, ...", "auto", _device)
     state_dir: Path = _line("what must survive a crash of this machine (local layers, momentum): back it up", "state", _given)

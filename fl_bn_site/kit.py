@@ -14,7 +14,7 @@ LOCAL = ("localhost", "127.0.0.1", "::1")  # names under which the server's own 
 
 
 class KitError(ValueError):
-    """A kit cannot be made or changed with these values."""
+    """Signal that a kit cannot be made or changed with these values."""
 
 
 @dataclass(frozen=True)

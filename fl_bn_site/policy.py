@@ -27,11 +27,11 @@ GB = 1 << 30  # bytes
 
 
 class PolicyError(ValueError):
-    """The policy file cannot be read, or a line of it is wrong. The message names the file and the line."""
+    """Signal that the policy file cannot be read, or a line of it is wrong. The message names the file and the line."""
 
 
 class NotAllowed(Exception):
-    """The policy of the site does not allow a run or a reply. The message quotes the line of the policy."""
+    """Signal that the policy of the site does not allow a run or a reply. The message quotes the line of the policy."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,21 @@ class Policy:
     def memory(self) -> int | None:
         """Return ``max_memory`` in bytes; None: there is no limit."""
         return None if self.max_memory is None else int(self.max_memory * GB)
+
+
+def summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
+    """Return how much data a reply summarises.
+
+    Returns:
+        The number of samples (None: the reply does not tell), and by statistic its largest count of values per
+        channel.
+    """
+    if reply.has_error():
+        return None, {}
+    samples = [record["samples"] for record in reply.content.metric_records.values() if "samples" in record]
+    moments = reply.content.array_records.get("fl-bn/moments", {})
+    counts = {name: int(array.numpy().max()) for name, array in moments.items() if name.endswith("count")}
+    return (int(samples[0]) if samples else None), counts
 
 
 def _refusal(line: str, allowed: object, reason: str) -> NotAllowed:

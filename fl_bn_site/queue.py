@@ -7,6 +7,8 @@ before the next step. So no run is lost, or started twice, when one of them is k
 
 from __future__ import annotations
 
+import getpass
+import os
 import shutil
 import socket
 import tempfile
@@ -20,10 +22,10 @@ from fl_bn.support.flower_config import Scalar, flower_config
 from fl_bn_site.control import Control, ControlError, NotRegistered
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.project import project_of, stage
-from fl_bn_site.queue_store import REFUSED, STARTED, STARTING, WAITING, QueuedRun, QueueError, QueueStore, run_name
+from fl_bn_site.queue_store import DROPPED, REFUSED, STARTED, STARTING, WAITING, QueuedRun, QueueError, QueueStore, run_name
 from fl_bn_site.registered import Submitted
 
-FINISHED_ENTRIES = 50  # entries of started or refused runs that are kept; older ones are deleted
+FINISHED_ENTRIES = 50  # entries of started, refused or dropped runs that are kept; older ones are deleted
 FREE_MEMORY = 1024  # MiB of memory that must be free before a run starts beside another
 FREE_DISK = 32  # MiB that must be free on the disks of the state and of temporary files before a run starts
 CHECKPOINT_EVERY = 5  # rounds between checkpoints, from which fl-bn resume goes on, unless the run config has the key
@@ -74,7 +76,7 @@ class Queue:
             if resumes and resumes in {entry.name for entry in entries if entry.state in (WAITING, STARTING)}:
                 raise NameTaken(f"{resumes} is in the queue already, so it cannot be resumed again: see `fl-bn runs {self.server.path}`")
             if not resumes:
-                free = self._free_name(name, {entry.name for entry in entries if entry.state != REFUSED})
+                free = self._free_name(name, {entry.name for entry in entries if entry.state not in (REFUSED, DROPPED)})
                 if free != name and not rename:
                     raise NameTaken(
                         f"another run here is called {name}: give another name, or resume that run: fl-bn resume {self.server.path} {name}"
@@ -82,16 +84,16 @@ class Queue:
                 name = free
             values = dict(config) | ({} if resumes else {"name": name})
             now = datetime.now().astimezone().isoformat(timespec="seconds")
-            return self.store.add(QueuedRun(0, resumes or name, values, parallel, now))
+            return self.store.add(QueuedRun(0, resumes or name, values, parallel, now, submitter=whoami()))
 
     def remove(self, entry: QueuedRun) -> bool:
-        """Remove a waiting run from the queue.
+        """Take a waiting run out of the queue. Its entry stays, and says who did so, and when.
 
         Args:
             entry: The run.
 
         Returns:
-            Whether it was removed; False where it no longer waits, since it was started or removed meanwhile.
+            Whether it was taken out; False where it no longer waits, since it was started or removed meanwhile.
 
         Raises:
             QueueError: The queue cannot be written.
@@ -99,7 +101,8 @@ class Queue:
         with self.store.locked():
             if (current := self.store.find(entry.number)) is None or current.state != WAITING:
                 return False
-            self.store.remove([entry.number])
+            now = datetime.now().astimezone().isoformat(timespec="seconds")
+            self.store.update(replace(current, state=DROPPED, why=f"taken out of the queue by {whoami()} at {now}"))
             return True
 
     def dispatch(self, control: Control) -> dict[int, str]:
@@ -231,6 +234,9 @@ class Queue:
             return str(error)
         with suppress(QueueError):  # the next dispatch finds the run by its name
             self.store.update(replace(entry, state=STARTED, run=run))
+            with suppress(ControlError):  # it says which code it has taken
+                code = next((one.code for one in control.runs() if str(one.id) == run), "")
+                self.store.update(replace(entry, state=STARTED, run=run, code=code))
         active.append(Submitted(int(run), "pending", given, None, None))
         return ""
 
@@ -244,7 +250,9 @@ class Queue:
         if entry.state != STARTING:
             return entry
         mine = [run for run in control.runs() if entry.started_as(run)]
-        settled = replace(entry, state=STARTED, run=str(mine[-1].id)) if mine else replace(entry, state=WAITING, earlier_runs=())
+        settled = replace(entry, state=WAITING, earlier_runs=())
+        if mine:
+            settled = replace(entry, state=STARTED, run=str(mine[-1].id), code=mine[-1].code)
         self.store.update(settled)
         return settled
 
@@ -290,9 +298,18 @@ class Queue:
         return free
 
     def _forget(self, entries: Sequence[QueuedRun]) -> None:
-        """Delete old entries of started and refused runs, all but the last ``FINISHED_ENTRIES``."""
-        if old := [entry.number for entry in entries if entry.state in (STARTED, REFUSED)][:-FINISHED_ENTRIES]:
+        """Delete old entries of started, refused and dropped runs, all but the last ``FINISHED_ENTRIES``."""
+        if old := [entry.number for entry in entries if entry.state in (STARTED, REFUSED, DROPPED)][:-FINISHED_ENTRIES]:
             self.store.remove(old)
+
+
+def whoami() -> str:
+    """Return who types this command: USER@HOST, as this machine says."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in a container
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def free_memory() -> int | None:

@@ -7,10 +7,12 @@ CREATE TABLE runs (
     config TEXT NOT NULL, -- JSON object: the keys of the run config that the user gave, and the name
     parallel INTEGER NOT NULL,
     submitted TEXT NOT NULL, -- ISO 8601
-    state TEXT NOT NULL, -- waiting, starting, started, refused
+    state TEXT NOT NULL, -- waiting, starting, started, refused, dropped
     earlier_runs TEXT NOT NULL, -- JSON list of Flower's ids, which do not fit into SQLite's integers
     run TEXT NOT NULL,
-    why TEXT NOT NULL
+    why TEXT NOT NULL,
+    submitter TEXT NOT NULL DEFAULT '', -- USER@HOST
+    code TEXT NOT NULL DEFAULT '' -- SHA-256 of the app that was sent
 );
-PRAGMA user_version = 1;
+PRAGMA user_version = 2;
 COMMIT;

@@ -22,9 +22,10 @@ from fl_bn.support.locks import hold
 from fl_bn_site.control import ANSWER
 from fl_bn_site.registered import Submitted
 
-WAITING, STARTING, STARTED, REFUSED = "waiting", "starting", "started", "refused"
+WAITING, STARTING, STARTED, REFUSED, DROPPED = "waiting", "starting", "started", "refused", "dropped"
 DATABASE, LOCK = "queue.db", ".lock"
-VERSION = 1  # the version of the table in queue.sql
+VERSION = 2  # the version of the table in queue.sql
+SINCE_2 = ("submitter", "code")  # columns that a table of version 1 lacks
 LAST = "last"  # a file of earlier versions, which holds the highest number that an entry has had
 LOCK_TIMEOUT = ANSWER + 60  # seconds to wait for the lock, longer than any process needs it to start a run
 BUSY_TIMEOUT = 30.0  # seconds that SQLite waits while another process reads or writes, which takes milliseconds
@@ -32,11 +33,11 @@ READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class QueueError(RuntimeError):
-    """The queue cannot be read or written. The message names the file and says what to do."""
+    """Signal that the queue cannot be read or written. The message names the file and says what to do."""
 
 
 class NoQueue(QueueError):
-    """This user may not write to the folder of the queue, so runs cannot be queued."""
+    """Signal that this user may not write to the folder of the queue, so runs cannot be queued."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,12 @@ class QueuedRun:
         parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
             server.toml.
         submitted: The time at which the run was submitted, in ISO 8601.
-        state: ``waiting``, ``starting``, ``started`` or ``refused``.
+        state: ``waiting``, ``starting``, ``started``, ``refused`` or ``dropped``.
         earlier_runs: Flower's ids of all runs that existed when the start of this one began; empty: it waits.
         run: Flower's id of this run; empty: it is not started.
-        why: Why the run was refused; empty: it was not.
+        why: Why the run was refused, or who took it out of the queue, and when; empty: neither happened.
+        submitter: Who submitted the run: USER@HOST, as the machine says on which the command was typed.
+        code: The SHA-256 of the app that the sites receive; empty: the run is not started.
     """
 
     number: int
@@ -65,6 +68,8 @@ class QueuedRun:
     earlier_runs: tuple[int, ...] = ()
     run: str = ""
     why: str = ""
+    submitter: str = ""
+    code: str = ""
 
     def started_as(self, run: Submitted) -> bool:
         """Return whether ``run`` of the SuperLink is the run of this entry, submitted by the start that has begun."""
@@ -197,8 +202,12 @@ class QueueStore:
             if not self.path.exists():
                 self.path.touch(mode=0o600)
             with closing(self._connect()) as connection:
-                if self._version(connection) == 0:
+                version = self._version(connection)
+                if version == 0:
                     connection.executescript(files("fl_bn_site").joinpath("queue.sql").read_text(encoding="utf-8"))
+                elif version < VERSION:
+                    added = "".join(f"ALTER TABLE runs ADD COLUMN {name} TEXT NOT NULL DEFAULT ''; " for name in SINCE_2)
+                    connection.executescript(f"BEGIN IMMEDIATE; {added}PRAGMA user_version = {VERSION}; COMMIT;")
         if old := self._old_files():
             self._take_over(old)
             with self._errors():

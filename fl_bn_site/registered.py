@@ -47,6 +47,7 @@ class Submitted:
         ended: When the run ended; None: it has not ended.
         started: When the run began; None: it has not begun.
         nbytes: The bytes received from the sites, and sent to them, so far.
+        code: The SHA-256 of the app that the sites receive.
     """
 
     id: int
@@ -56,6 +57,7 @@ class Submitted:
     ended: datetime | None
     started: datetime | None = None
     nbytes: tuple[int, int] = (0, 0)
+    code: str = ""
 
 
 def registered_nodes(address: str, authority: bytes, timeout: float = 30.0) -> list[Node]:
@@ -103,6 +105,7 @@ def submitted_runs(address: str, authority: bytes, timeout: float = 30.0) -> lis
             _time(run.finished_at),
             _time(run.running_at),
             (run.bytes_recv, run.bytes_sent),
+            run.fab_hash,
         )
         for run in answer.run_dict.values()
     ]

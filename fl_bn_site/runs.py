@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,18 +15,18 @@ from fl_bn.support.flower_config import Scalar
 from fl_bn_site.control import Control, control_of
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.queue import Queue
-from fl_bn_site.queue_store import run_name
+from fl_bn_site.queue_store import STARTED, STARTING, WAITING, run_name
 from fl_bn_site.registered import Submitted
 
 ACTIVE = ("pending", "starting", "running")
 
 
 class NoSuchRun(ValueError):
-    """No run has this name or id."""
+    """Signal that no run has this name or id."""
 
 
 class NotHere(ValueError):
-    """The folder of a run is on another machine."""
+    """Signal that the folder of a run is on another machine."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,29 @@ class RunLine:
     Attributes:
         id: Flower's id of the run; empty while the run waits in the queue.
         name: The name of the run's folder.
-        state: ``waiting``, ``pending``, ``starting``, ``running``, ``completed``, ``failed`` or ``stopped``.
-        round: The number of the last complete round; 0: none is complete.
+        state: ``waiting``, ``pending``, ``starting``, ``running``, ``completed``, ``failed`` or ``stopped``;
+            ``resumed``: it ended early, and a later run went on with its folder; ``refused`` or ``dropped``: it
+            never began.
+        round: The number of the last complete round; 0: none is complete; None: not known, since a later run went on
+            with the folder.
         rounds: The number of rounds of the whole run; 0: it is not known yet.
         start: When the run started, or was submitted if it has not started, in ISO 8601.
         seconds: The seconds that the run took, or has taken so far; None: it waits in the queue.
+        submitter: Who submitted the run: USER@HOST; empty: not known.
+        code: The SHA-256 of the app that the sites receive; empty: they received none yet.
+        why: Why the run was refused, or who took it out of the queue.
     """
 
     id: str
     name: str
     state: str
-    round: int
+    round: int | None
     rounds: int
     start: str
     seconds: float | None
+    submitter: str = ""
+    code: str = ""
+    why: str = ""
 
 
 def list_runs(server: ServerFolder, address: str = "") -> list[RunLine]:
@@ -65,12 +74,29 @@ def list_runs(server: ServerFolder, address: str = "") -> list[RunLine]:
     """
     with control_of(server, address) as control:
         runs = control.runs()
-    waiting = [
-        RunLine("", entry.name, entry.state, 0, rounds_of(server, entry.config), entry.submitted, None)
-        for entry in Queue(server).waiting()
-        if not any(entry.started_as(run) for run in runs)
+    entries = Queue(server).store.entries()
+    queued = [
+        RunLine("", entry.name, entry.state, 0, rounds_of(server, entry.config), entry.submitted, None, entry.submitter, "", entry.why)
+        for entry in entries
+        if entry.state != STARTED and not any(entry.started_as(run) for run in runs)
     ]
-    return [*reversed(waiting), *(_run_line(server, run) for run in runs)]
+    submitters = {entry.run: entry.submitter for entry in entries if entry.run}
+    later = went_on(runs)
+    submitted = [_run_line(server, run, submitters.get(str(run.id), ""), run.id in later) for run in runs]
+    waiting = [run for run in reversed(queued) if run.state in (WAITING, STARTING)]
+    never_begun = [run for run in reversed(queued) if run not in waiting]
+    return [*waiting, *sorted([*submitted, *never_begun], key=lambda run: run.start, reverse=True)]
+
+
+def went_on(runs: Sequence[Submitted]) -> set[int]:
+    """Return the ids of runs with whose folder a later one went on. ``runs``: the newest first."""
+    seen, found = set[str](), set[int]()
+    for run in runs:
+        if (name := run_name(run)) in seen:
+            found.add(run.id)
+        elif name:
+            seen.add(name)
+    return found
 
 
 def abort(server: ServerFolder, name: str, address: str = "") -> str:
@@ -197,19 +223,21 @@ def _copy_if_there(source: str, target: str) -> None:
             raise
 
 
-def _run_line(server: ServerFolder, run: Submitted) -> RunLine:
-    name = run_name(run)
-    rows = rows_of(folder_of(server, run.config, name)) if name else []
+def _run_line(server: ServerFolder, run: Submitted, submitter: str, resumed: bool) -> RunLine:
+    name, state = run_name(run), run.status.removeprefix("finished:")
+    rows = rows_of(folder_of(server, run.config, name)) if name and not resumed else []
     start = run.started or run.submitted
     end = run.ended or datetime.now().astimezone()
     return RunLine(
         str(run.id),
         name,
-        run.status.removeprefix("finished:"),
-        rows[-1]["round"] if rows else 0,
+        "resumed" if resumed and run.status.startswith("finished") else state,
+        None if resumed else rows[-1]["round"] if rows else 0,
         rounds_of(server, run.config),
         start.astimezone().isoformat(timespec="seconds") if start else "",
         round((end - start).total_seconds(), 1) if start else None,
+        submitter,
+        run.code,
     )
 
 

@@ -19,7 +19,7 @@ from fl_bn_site.membership import days_left
 from fl_bn_site.queue import Queue
 from fl_bn_site.queue_store import QueuedRun, run_name
 from fl_bn_site.registered import Submitted
-from fl_bn_site.runs import folder_of, rounds_of, rows_of
+from fl_bn_site.runs import folder_of, rounds_of, rows_of, went_on
 
 LAST = 5  # the number of ended runs that are shown
 
@@ -48,8 +48,9 @@ class RunStatus:
     Attributes:
         id: Flower's id of the run; 0: the run waits in the queue.
         name: The name of the run's folder.
-        status: ``waiting`` or ``starting`` for a run in the queue, else Flower's status.
-        round: The number of the last complete round; 0: none is complete.
+        status: ``waiting`` or ``starting`` for a run in the queue, else Flower's status; ``finished:resumed``: the run
+            ended early, and a later run went on with its folder.
+        round: The number of the last complete round; 0: none is complete; None: not known, since a later run went on.
         rounds: The number of rounds of the whole run; 0: it is not known yet.
         accepted: How many replies were used in the last round; None: no round is complete.
         cohort: How many clients took part in the last round; None: no round is complete.
@@ -66,7 +67,7 @@ class RunStatus:
     id: int
     name: str
     status: str
-    round: int
+    round: int | None
     rounds: int
     accepted: int | None = None
     cohort: int | None = None
@@ -130,23 +131,26 @@ def status(server: ServerFolder, address: str = "") -> Status:
     shown = [run for run in runs if not run.status.startswith("finished") or run in ended]
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     waiting = [_waiting(server, entry) for entry in reversed(Queue(server).waiting()) if not any(map(entry.started_as, runs))]
-    return Status(now, control.address, days_left(server)[1], sites, [*waiting, *(_run(server, run, site_of_node) for run in shown)])
+    later = went_on(runs)
+    described = [_run(server, run, site_of_node, run.id in later) for run in shown]
+    return Status(now, control.address, days_left(server)[1], sites, [*waiting, *described])
 
 
 def _waiting(server: ServerFolder, entry: QueuedRun) -> RunStatus:
     return RunStatus(0, entry.name, entry.state, 0, rounds_of(server, entry.config))
 
 
-def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str]) -> RunStatus:
+def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str], resumed: bool) -> RunStatus:
     """Return the status of a run that was submitted.
 
     Args:
         server: The server's folder.
         run: The run, as the SuperLink describes it.
         site_of_node: The names of the sites by node id, for a run config that lacks ``client-names``.
+        resumed: Whether a later run went on with the folder, whose rounds are then not this run's.
     """
     name = run_name(run)
-    rows = rows_of(folder_of(server, run.config, name)) if name else []
+    rows = rows_of(folder_of(server, run.config, name)) if name and not resumed else []
     rounds = rounds_of(server, run.config)
     last: dict[str, Any] = rows[-1] if rows else {}
     pace = [float(row["seconds"]) for row in rows[-5:]]
@@ -161,8 +165,8 @@ def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str]) 
     return RunStatus(
         run.id,
         name,
-        run.status,
-        last.get("round", 0),
+        "finished:resumed" if resumed and run.status.startswith("finished") else run.status,
+        None if resumed else last.get("round", 0),
         rounds,
         last.get("accepted"),
         last.get("cohort"),

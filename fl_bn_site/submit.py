@@ -18,7 +18,7 @@ from fl_bn_site.control import SILENCE, Control, ControlError, control_of
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.membership import check_expiry
 from fl_bn_site.queue import Queue
-from fl_bn_site.queue_store import REFUSED, STARTED, NoQueue, QueuedRun, QueueError
+from fl_bn_site.queue_store import DROPPED, REFUSED, STARTED, NoQueue, QueuedRun, QueueError
 
 COMPLETED = "finished:completed"
 LOOK = 1.0  # seconds between two looks at the queue, or at the status of the run
@@ -211,8 +211,8 @@ def _its_turn(queue: Queue, entry: QueuedRun, control: Control, say: Say) -> str
                 why = f"{error}; trying again"
             else:
                 last_answer = time.monotonic()
-            if current is None:
-                say(f"{entry.name} was taken out of the queue")
+            if current is None or current.state == DROPPED:
+                say(f"{entry.name} was {current.why if current else 'taken out of the queue'}")
                 return ""
             if current.state == STARTED:
                 return current.run
@@ -248,7 +248,7 @@ def _follow(control: Control, run: str, say: Say) -> str:
     Raises:
         ControlError: The SuperLink has not answered for ``SILENCE`` seconds.
     """
-    rest, seen, last_answer, status = "", 0.0, time.monotonic(), ""
+    rest, seen, last_answer, status, problem = "", 0.0, time.monotonic(), "", ""
     while True:
         for text, time_of_it in control.log(run, seen):
             seen = time_of_it
@@ -264,7 +264,11 @@ def _follow(control: Control, run: str, say: Say) -> str:
         except ControlError as error:
             if time.monotonic() - last_answer > SILENCE:
                 raise
-            say(f"{error}; trying again")
+            if str(error) != problem:
+                problem = str(error)
+                say(f"{error}; trying again for up to {SILENCE:.0f} s")
         else:
-            last_answer = time.monotonic()
+            if problem:
+                say(f"the SuperLink at {control.address} answers again")
+            last_answer, problem = time.monotonic(), ""
         time.sleep(LOOK)

@@ -1,17 +1,30 @@
-"""Run Flower 1.25's ``flower-supernode`` so that it asks for messages more often while a run goes on.
+"""Run Flower 1.25's ``flower-supernode`` so that it asks for messages more often, and answers for processes that died.
 
 Usage: ``python -P supernode.py --poll-seconds S ARGUMENT...``. Flower's SuperNode asks the server for messages
 every 3 s, looks for the answer of its app every 0.5 s, and waits 1 s for a tensor that has not arrived. Here it
 asks every S seconds while messages come, and every 3 s again after a minute without any. The two other waits
 are 0.1 s.
 
-This file is run by its path, and runs ``compat`` by its path, since the package around them would import torch.
+Where the process that works on a message dies, Flower 1.25 notices after a minute, fails to say so to the
+server, and the round waits until its deadline. Here the message gets an error reply at once, with the reason:
+
+* ``app_host.py`` reports a process that died, and that it was itself started anew. It sends a heartbeat with
+  the reason in its metadata (``endings.py``).
+* The SuperNode notices when nobody asks it for work for ``ABSENT`` seconds.
+* Flower's own minute is left for a process that hangs or is stopped, so that it sends no heartbeat.
+
+A reply goes on its way when all of it is here. A process that dies while it sends one would else leave a part,
+for whose rest the SuperNode waits for ever.
+
+This file is run by its path, and runs ``compat`` and ``endings`` by theirs, since the package around them would import torch.
 """
 
 import argparse
+import logging
 import runpy
 import sys
 import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +32,14 @@ from typing import Any
 ASKING = 3.0  # seconds that Flower sleeps between two questions to the server; it sleeps less only while its app works
 IDLE = 60.0  # seconds without a message after which the pause is Flower's again
 SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for a tensor
+ABSENT = 15.0  # seconds without a question for work after which the program that runs ClientApps counts as gone
+NOT_LET_IN = "generator didn't yield"  # Flower's last word where the server refuses this site; the reason is in the log before
+SILENT = "its process sent no sign of life for a minute, or for the first half of one"
+NOBODY = f"the program that runs its ClientApps has not asked for work for {ABSENT:.0f} s: look at the site's clientapp"
+
+compat = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))
+find: Callable[[str], Any] = compat["find"]
+ENDED = runpy.run_path(str(Path(__file__).with_name("endings.py")))["ENDED"]
 
 
 class PollingTime:
@@ -45,6 +66,121 @@ class PollingTime:
             time.sleep(seconds if time.monotonic() - self.worked > IDLE else min(seconds, self.poll))
 
 
+# Processes that ended
+
+
+def fail(state: Any, run: int, why: str) -> None:
+    """Answer the messages of a run that are here with an error, in place of the process that worked on them.
+
+    Args:
+        state: Flower's state of the SuperNode, which holds the messages.
+        run: Flower's id of the run.
+        why: The reason for the server.
+    """
+    from flwr.app import Error, Message
+
+    insert = find("start_client_internal").__globals__["_insert_message"]
+    with state.lock_msg_store:
+        entries = [entry for entry in state.msg_store.values() if entry.message.metadata.run_id == run]
+        for entry in entries:
+            answers = entry.message.metadata.reply_to_message_id
+            if answers and not entry.is_retrieved:  # a part of a reply
+                state.delete_messages(message_ids=[entry.message.metadata.message_id])
+                state.object_store.delete(entry.message.metadata.message_id)
+        for entry in entries:
+            message, identity = entry.message, entry.message.metadata.message_id
+            if message.metadata.reply_to_message_id:
+                continue
+            entry.is_retrieved = True
+            state.record_message_processing_start(message_id=identity)  # without both times Flower drops the reply
+            state.record_message_processing_end(message_id=identity)
+            logging.getLogger("flwr").warning("a %s message gets an error as its answer: %s", message.metadata.message_type, why)
+            insert(Message(Error(find("ErrorCode").CLIENT_APP_CRASHED, why), reply_to=message), state, state.object_store)
+
+
+def ended(state: Any, token: str, why: str) -> None:
+    """Answer for the process that has this ``token``; empty: for those of all tokens."""
+    with state.lock_token_store:
+        runs = [run for run, record in state.token_store.items() if token in ("", record.token)]
+    for run in runs:
+        fail(state, run, why)
+        state.delete_token(run)
+
+
+def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
+    """Change Flower's classes so that a message whose process ended is answered.
+
+    Args:
+        state_class: The class of the SuperNode's state.
+        servicer: The class of the service for ClientApps.
+    """
+    get_messages, list_apps, beat = state_class.get_messages, servicer.ListAppsToLaunch, servicer.SendAppHeartbeat
+
+    def whole_replies(self: Any, *, run_ids: Any = None, is_reply: bool | None = None, limit: int | None = None) -> Any:
+        """Return replies of runs without a token alone: a process hands its token back when all of its reply is here."""
+        if is_reply:
+            _look_for_host(self)
+            self._cleanup_expired_tokens()
+            with self.lock_token_store:
+                busy = set(self.token_store)
+            run_ids = _runs(self) - busy if run_ids is None else set(run_ids) - busy
+        messages = get_messages(self, run_ids=run_ids, is_reply=is_reply, limit=limit)
+        for message in messages if is_reply else ():
+            if message.has_error():  # nobody fetches the tensors of the message that it answers
+                self.object_store.delete(message.metadata.reply_to_message_id)
+        return messages
+
+    def expired(self: Any, records: Iterable[tuple[int, float]]) -> None:
+        for run, _ in records:
+            fail(self, run, SILENT)
+
+    def asked_for_work(self: Any, request: Any, context: Any) -> Any:
+        self.state_factory.state().asked = time.monotonic()
+        return list_apps(self, request, context)
+
+    def heartbeat(self: Any, request: Any, context: Any) -> Any:
+        for key, value in context.invocation_metadata():
+            if key == ENDED:
+                ended(self.state_factory.state(), request.token, value.decode("utf-8", "replace"))
+                return find("SendAppHeartbeatResponse")(success=True)
+        return beat(self, request, context)
+
+    state_class.get_messages, state_class._on_tokens_expired = whole_replies, expired
+    servicer.ListAppsToLaunch, servicer.SendAppHeartbeat = asked_for_work, heartbeat
+
+
+def _runs(state: Any) -> set[int]:
+    with state.lock_msg_store:
+        return {entry.message.metadata.run_id for entry in state.msg_store.values()}
+
+
+def _look_for_host(state: Any) -> None:
+    """Answer all messages with an error where nobody has asked for work for ``ABSENT`` seconds. Flower calls it while it waits."""
+    now = time.monotonic()
+    state.awaited = now if now - getattr(state, "looked", now) > ASKING else getattr(state, "awaited", now)
+    state.looked = now
+    if now - max(getattr(state, "asked", 0.0), state.awaited) > ABSENT:
+        for run in _runs(state):
+            fail(state, run, NOBODY)
+            state.delete_token(run)
+
+
+# What is said
+
+
+def in_a_line(record: logging.LogRecord) -> bool:
+    """Shorten the errors of gRPC in a line of the log to what they say. They take seven lines else."""
+
+    def short(value: Any) -> Any:
+        details = getattr(value, "details", None)
+        return f"{value.code().name}: {details()}" if isinstance(value, Exception) and callable(details) else value
+
+    record.msg = short(record.msg)
+    if isinstance(record.args, tuple):
+        record.args = tuple(map(short, record.args))
+    return True
+
+
 def own_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split a command line into the options of this program and the remaining words, which are for Flower's program."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -55,16 +191,22 @@ def own_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main() -> None:
     """Run the SuperNode until it is stopped."""
     own, rest = own_options(sys.argv[1:])
-    compat = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))
     try:
         compat["check_deployed"]("fl-bn's SuperNode")
     except ValueError as error:
         sys.exit(str(error))
-    names = compat["find"]("start_client_internal").__globals__  # the globals of the module with Flower's main loop
+    names = find("start_client_internal").__globals__  # the globals of the module with Flower's main loop
     names["time"] = PollingTime(own.poll_seconds)
     names["pull_objects"] = partial(names["pull_objects"], initial_backoff=SHORTEST)
+    answer_for_the_dead(find("InMemoryNodeState"), find("ClientAppIoServicer"))
+    logging.getLogger("flwr").addFilter(in_a_line)
     sys.argv = ["flower-supernode", *rest]
-    compat["find"]("flower_supernode")()
+    try:
+        find("flower_supernode")()
+    except RuntimeError as error:
+        if NOT_LET_IN not in str(error):
+            raise
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -134,6 +134,8 @@ class SupervisedProgram:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._failures, self._started, self._due = 0, 0.0, 0.0
+        self._read = dict[Path, float]()  # the files that it read at its start, and when they were changed last
+        self._outdated = False  # whether it was asked to end since one of them has changed
         self._hinted: set[str] = set()  # words whose hint was given since the last start
         self.done = False
 
@@ -151,10 +153,21 @@ class SupervisedProgram:
             if self._command.once and code == 0:
                 self.done = True
                 return
+            if self._outdated:
+                self._failures, self._due = 0, now
+                return
             self._failures = 1 if now - self._started >= self._patience.steady else self._failures + 1
             wait = self._patience.delay(self._failures)
             self._due = now + wait
             self._say(f"ended with {_code(code)}; it is started again in {wait:g} s")
+        elif not self._outdated and (file := self._changed_file()):
+            self._outdated = True
+            self._say(f"is started again, since {file} has changed")
+            self._process.terminate()
+
+    def _changed_file(self) -> Path | None:
+        """Return a file that has changed since the program read it. One that is away at the moment has not."""
+        return next((file for file, before in self._read.items() if (time_of_change(file) or before) != before), None)
 
     def end(self) -> None:
         """Ask the program to end, by SIGTERM. It is not started again."""
@@ -177,6 +190,7 @@ class SupervisedProgram:
             self._reap()
 
     def _start(self, now: float) -> None:
+        self._read = {file: time_of_change(file) for file in self._command.reads}
         argv = [sys.executable, "-I", "-S", str(TETHER), *self._command.argv]
         self._process = subprocess.Popen(
             argv,
@@ -188,7 +202,7 @@ class SupervisedProgram:
             start_new_session=True,  # the terminal's Ctrl-C is for the supervisor
         )
         assert self._process.stdout is not None
-        self._started, self._hinted = now, set()
+        self._started, self._hinted, self._outdated = now, set(), False
         self._say(f"started, process {self._process.pid}")
         self._reader = threading.Thread(target=self._copy, args=(self._process.stdout,), name=self._command.name, daemon=True)
         self._reader.start()
@@ -220,6 +234,14 @@ class SupervisedProgram:
 
     def _say(self, text: str) -> None:
         self._output.write("fl-bn", f"{self._command.name} {text}")
+
+
+def time_of_change(file: Path) -> float:
+    """Return when ``file`` was changed last, in seconds; 0 where it is not there."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def supervise(commands: Sequence[Command], logs: Path, patience: Delays | None = None) -> None:

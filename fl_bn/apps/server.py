@@ -1,13 +1,15 @@
 """Assemble the server: read the run config, start one strategy, and write the run directory."""
 
+import logging
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fl_bn.flower import BatchNormStrategy, RunFailed
+from fl_bn.flower.log import LOGGER
 from fl_bn.run.assembly import allow_modules, limit_threads, own_callbacks, source_model
-from fl_bn.run.config import RunConfig
+from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.console import bars, shown
 from fl_bn.run.device import device
 from fl_bn.run.preflight import check
@@ -22,6 +24,7 @@ def make_app(folder: Path | None = None) -> ServerApp:
         folder: The folder of the Flower app; a run config may name functions of its modules. None: there is none.
     """
     made = ServerApp()
+    LOGGER.addFilter(in_a_sentence)
 
     @made.main()
     def main(grid: Grid, context: Context) -> None:
@@ -31,6 +34,14 @@ def make_app(folder: Path | None = None) -> ServerApp:
             raise RunFailed(f"{type(error).__name__}: {error}") from error
 
     return made
+
+
+def in_a_sentence(record: logging.LogRecord) -> bool:
+    """Log an error that is a sentence for the user without the traceback that Flower adds."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, RunFailed | ConfigError):
+        record.msg, record.args, record.exc_info = "the run ended: %s", (error,), None
+    return True
 
 
 def run(grid: Grid, context: Context, folder: Path | None) -> None:

@@ -103,12 +103,14 @@ def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
     """
     if not node.get("dataset") or "dataset" in values:
         return dict(values)
+    from fl_bn.data.csv_files import TableData
     from fl_bn.data.dataset import load
     from fl_bn.run.config import SITES
 
     data = load(str(node["dataset"]), str(node.get("data-path", "")), int(values.get("image-size", 0)))
     shape = {"classes": data.classes, "channels": data.channels, "image-size": data.image_size}
-    return {**values, "dataset": SITES, **shape}
+    digest = {"columns-digest": data.columns.digest} if isinstance(data, TableData) else {}
+    return {**values, "dataset": SITES, **shape, **digest}
 
 
 def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Finding]:

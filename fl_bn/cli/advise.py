@@ -42,7 +42,7 @@ def advise(
             help="candidates for --pilot in place of the recommended ones, separated by commas; as for `compare`: fbn:learning-rate=0.01"
         ),
     ] = "",
-    jobs: Annotated[int, typer.Option(min=1, max=1024, help="runs of the pilot at a time, each in a process of its own")] = 1,
+    jobs: Annotated[int, typer.Option(min=0, max=1024, help="runs of the pilot at a time, each in its own process; 0: one per core")] = 0,
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/advise-<time>")] = "",
     run_config: Annotated[
         str, typer.Option("--run-config", help="the keys of the run you have in mind, as for `fl-bn run`: \"partition='domain' clients=5\"")
@@ -108,6 +108,7 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
     Raises:
         ConfigError: The argument and the run config both name data, or the run config names a method.
     """
+    from fl_bn.data.columns import FILE
     from fl_bn.data.dataset import DATASETS
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
@@ -121,7 +122,9 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
         raise ConfigError(f"the data are named twice, as {data!r} and with {twice[0]}={base[twice[0]]!r}: leave one of them out")
     kind, _, path = data.partition(":")
     if Path(data).is_dir():
-        kind, path = "folder", data
+        kind, path = "csv" if (Path(data) / FILE).is_file() else "folder", data
+    elif data.endswith(".csv") and kind not in DATASETS:
+        kind, path = "csv", data
     elif data.endswith(".npz") and kind not in DATASETS:
         kind, path = "npz", data
     return {**base, "dataset": kind, "data-path": path} if kind in DATASETS else {**base, "dataset": data}

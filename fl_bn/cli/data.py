@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-data = typer.Typer(no_args_is_help=True, help="List the data sets, check their files, and preview a partition.")
+data = typer.Typer(no_args_is_help=True, help="List the data sets, check their files, describe columns, and preview a partition.")
 COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
 
 
@@ -28,6 +28,7 @@ def list_sets(
         table.add_row(name, entry.title, entry.split, f"{entry.how}: {entry.source}" if entry.source else entry.how)
     table.add_row("npz", "your own archives, one per domain", "", "data-path names them, separated by commas")
     table.add_row("folder", "your own images, train/CLASS/* and test/CLASS/*", "", "data-path names the folder")
+    table.add_row("csv", "your own tables, one CSV file per site and a columns.toml", "", "data-path names the folder, or files")
     table.add_row("package.module:function", "your own function", "", "returns x_train, y_train, x_test, y_test")
     Console().print(table)
 
@@ -54,3 +55,23 @@ def check_set(
         typer.echo(typer.style(line[:4], fg=COLOURS[finding.status]) + line[4:])
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)
+
+
+@data.command("columns")
+def draft_columns(
+    path: Annotated[str, typer.Argument(help="a folder of CSV files, or files, separated by commas")],
+    target: Annotated[str, typer.Option(help="name of the target column")],
+    regression: Annotated[bool, typer.Option(help="the target is a number, and no class")] = False,
+    delimiter: Annotated[str, typer.Option(help="character between cells")] = ",",
+) -> None:
+    """Print a draft of columns.toml, the description of a table's columns, for you to read and correct.
+
+    The draft has the categories and the rounded means of these files: look at it before you give it to another site.
+    """
+    from fl_bn.data.draft_columns import draft
+
+    try:
+        typer.echo(draft(path, target, regression=regression, delimiter=delimiter), nl=False)
+    except (ValueError, FileNotFoundError) as error:
+        typer.echo(f"{typer.style(type(error).__name__, fg=typer.colors.RED)}: {error}", err=True)
+        raise typer.Exit(2) from error

@@ -121,7 +121,7 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
     with ExitStack() as end:
         try:
             values = parse_overrides(run_config)
-            workers = end.enter_context(_started(values.get("workers", 1)))
+            workers = end.enter_context(_started(values.get("workers", 0)))
             with without_gc():
                 from fl_bn.run.config import RunConfig
             config = RunConfig.from_mapping(values)
@@ -140,14 +140,14 @@ def _started(count: object) -> Iterator[Workers | None]:
         count: The value of the run-config key ``workers``, not checked yet.
 
     Yields:
-        The workers; None: the run needs none, or its run config will be refused.
+        The workers; None: the run needs none, decides later, or will be refused.
     """
-    if count == 1 or type(count) is not int:
+    if type(count) is not int or count < 2:
         yield None
         return
     from fl_bn.federation.engines.workers import MOST_WORKERS, Workers
 
-    if not 0 <= count <= MOST_WORKERS:
+    if count > MOST_WORKERS:
         yield None
         return
     workers = Workers(count)
@@ -210,7 +210,7 @@ def compare(
         str, typer.Option(help="methods, separated by commas; also `centralised` or `centralised-gn`; with keys of their own: fbn:rounds=9")
     ] = ("centralised,fedavg,gn,fixbn,hbn,fbn"),
     seeds: Annotated[int, typer.Option(min=1, help="number of seeds, beginning with the run config's seed")] = 3,
-    jobs: Annotated[int, typer.Option(min=1, max=1024, help="runs at a time, each in a process of its own")] = 2,
+    jobs: Annotated[int, typer.Option(min=0, max=1024, help="runs at a time, each in a process of its own; 0: one per core")] = 0,
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/compare-<time>")] = "",
     run_config: RunConfigOption = "",
 ) -> None:
@@ -276,7 +276,7 @@ def attack_grid(
     ),
     attacks: Annotated[str, typer.Option(help="attacks; the worst one counts")] = "sign-flip,foe,alie,alie-optimised",
     seeds: Annotated[int, typer.Option(min=1, help="number of seeds, beginning with the run config's seed")] = 3,
-    jobs: Annotated[int, typer.Option(min=1, max=1024, help="runs at a time, each in a process of its own")] = 2,
+    jobs: Annotated[int, typer.Option(min=0, max=1024, help="runs at a time, each in a process of its own; 0: one per core")] = 0,
     too_few: Annotated[bool, typer.Option(help="also run every rule with one attacker too few declared, under its worst attack")] = True,
     output: Annotated[str, typer.Option(help="folder; finished runs in it are not repeated. Default: runs/attack-grid-<time>")] = "",
     run_config: RunConfigOption = "",
@@ -316,6 +316,7 @@ def layers(
     model: str,
     method: Annotated[str, typer.Option(help="name of a method")] = "fedavg",
     classes: int = 10,
+    channels: Annotated[int, typer.Option(help="of the images; of a table: its inputs, with --image-size 1")] = 3,
     image_size: int = 32,
     buffers: Annotated[str, typer.Option(help="roles of buffers, as in the run-config key buffers")] = "",
     tensors: Annotated[bool, typer.Option("--tensors", help="also print a line per tensor: name, role, shape, dtype")] = False,
@@ -338,7 +339,7 @@ def layers(
     try:
         import_extensions()
         check_name("method", method, METHODS)
-        source = set_buffer_roles(build(model, classes=classes, image_size=image_size), parse_buffer_roles(buffers))
+        source = set_buffer_roles(build(model, classes=classes, channels=channels, image_size=image_size), parse_buffer_roles(buffers))
         converted = convert(source, METHODS[method]())
         for line in describe_layers(source, converted, METHODS[method]()):
             console.print(line, highlight=False)

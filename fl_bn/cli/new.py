@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
+from importlib.util import find_spec
+from keyword import iskeyword
 from pathlib import Path
 from string import Template
 from typing import Annotated
@@ -26,8 +28,8 @@ def new(name: Annotated[str, typer.Argument(help="the name of the app, and of th
         write(name, folder)
     except (ValueError, OSError) as error:
         raise refused(error) from error
-    typer.echo(f"{folder}: read README.md first, then change task.py")
-    typer.echo(f"  cd {name} && flwr run .\n  cd {name} && python run.py    # without Ray")
+    typer.echo(f"{folder}: read README.md first, then change {package_of(name)}/task.py")
+    typer.echo(f"  cd {name} && flwr run . --stream\n  cd {name} && python run.py    # without Ray")
 
 
 def write(name: str, folder: Path) -> None:
@@ -38,15 +40,29 @@ def write(name: str, folder: Path) -> None:
         folder: The folder to make.
 
     Raises:
-        ValueError: The name has characters that are not allowed.
+        ValueError: The name has characters that are not allowed, or its package would hide another.
         FileExistsError: The folder exists.
     """
     if not NAME.fullmatch(name):
         raise ValueError(f"expected a name of letters, digits, - and _ that begins with a letter, but got {name!r}: try fl-bn new my-app")
     if folder.exists() or folder.is_symlink():
         raise FileExistsError(f"{folder} exists already, and was not changed: choose another name, or remove it first")
-    folder.mkdir()
-    for source in files("fl_bn").joinpath("templates/app").iterdir():
-        if source.is_file():
-            text = source.read_text(encoding="utf-8")
-            (folder / source.name).write_text(Template(text).substitute(name=name) if source.name in NAMED else text, encoding="utf-8")
+    package = package_of(name)
+    if iskeyword(package) or find_spec(package) is not None:
+        raise ValueError(f"the app's package would be called {package}, as something in this environment is: choose another name")
+    template = files("fl_bn").joinpath("templates/app")
+    for source, made in ((template, folder), (template / "package", folder / package)):
+        made.mkdir()
+        for file in source.iterdir():
+            if file.is_file():
+                text = file.read_text(encoding="utf-8")
+                written = Template(text).substitute(name=name, package=package) if file.name in NAMED else text
+                (made / file.name).write_text(written, encoding="utf-8")
+
+
+def package_of(name: str) -> str:
+    """Return the name of the app's package.
+
+    It is one of the app's own, since Flower's processes for several apps may have them all on one path.
+    """
+    return name.replace("-", "_")

@@ -26,8 +26,7 @@ if TYPE_CHECKING:  # these would import torch, which takes seconds and is not ne
 console = Console()
 
 JobsOption = Annotated[
-    int,
-    typer.Option(min=0, help="runs at a time, each in a process of its own; 0: 2, or with --engine ray, as many as the nodes have CPUs"),
+    int, typer.Option(min=0, help="runs at a time, each in its own process; 0: one per core, with --engine ray one per CPU of the nodes")
 ]
 DataOption = Annotated[str, typer.Option(help="the folder for which {data} stands in a sweep file")]
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys that override those of the file: \"rounds=10 device='cuda'\"")]

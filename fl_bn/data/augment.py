@@ -89,7 +89,7 @@ def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PAD
 
 
 def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """``flip``, then rotate about the centre by -30 to 30 degrees: FedBN's Office and DomainNet.
+    """Apply ``flip``, then rotate about the centre by -30 to 30 degrees: FedBN's Office and DomainNet.
 
     Pixels are read from the nearest pixel; outside the image they are black.
     """

@@ -11,7 +11,7 @@ Indices = NDArray[np.int64]
 
 
 class ClientTooSmall(ValueError):
-    """A client has too few samples to compute batch statistics."""
+    """Signal that a client has too few samples to compute batch statistics."""
 
 
 def epoch_batches(n: int, batch_size: int, rng: np.random.Generator, least: int = 2, drop_last: bool = False) -> list[Indices]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fl_bn.data.catalogue import CATALOGUE, CatalogueEntry
 from fl_bn.data.connectomes import read_sites
+from fl_bn.data.csv_files import TableError, csv_files, load_csv, read_rows
 from fl_bn.data.dataset import DATASETS
 from fl_bn.data.digits_five import SIZE, sources
 from fl_bn.data.folder import read_picture
@@ -51,6 +52,8 @@ def check_files(name: str, path: str = "") -> list[Finding]:
             findings.extend(_check_of(name)(name, path))
         except DataNotFound as error:
             findings.append(Finding("fail", "files", str(error), _where(name, path)))
+        except TableError as error:
+            findings.append(Finding("fail", error.file.name, str(error), "correct it, or columns.toml"))
         except (ValueError, OSError) as error:
             findings.append(Finding("fail", "form", str(error), "replace that file by the published one, or repair it"))
     return findings
@@ -70,7 +73,7 @@ def _check_of(name: str) -> Callable[[str, str], Iterator[Finding]]:
         return _images
     if name.startswith("digits-five"):
         return _digits_five
-    return {"cityscapes": _cityscapes, "abide": _abide}.get(name, _whole)
+    return {"cityscapes": _cityscapes, "abide": _abide, "csv": _csv}.get(name, _whole)
 
 
 def _whole(name: str, path: str) -> Iterator[Finding]:
@@ -157,6 +160,22 @@ def _cityscapes(name: str, path: str) -> Iterator[Finding]:
         labelled = float((read_mask(pairs[0].mask, height) != 255).float().mean())
         yield Finding("ok", "sample", f"{part} {pairs[0].image.name}: {height} x {width}, {labelled:.0%} of the pixels labelled")
     yield _memory((len(train) + len(test)) * 2 * height**2 * (3 + 8), f"at image-size {height}, the default")
+
+
+def _csv(name: str, path: str) -> Iterator[Finding]:
+    """Read all files of a table; also print the keys with which a run is for sites of such files."""
+    data = load_csv(path, 0)
+    for file in csv_files(path):
+        rows = read_rows(file, data.columns)
+        text = f"{len(rows.y)} rows"
+        if classes := data.columns.classes:
+            text += f": {', '.join(f'{label} {int((rows.y == index).sum())}' for index, label in enumerate(classes))}"
+        yield Finding("ok", file.name, text)
+        if rows.note:
+            yield Finding("warn", file.name, rows.note, "nothing, if columns.toml says so on purpose")
+    yield Finding("ok", "files", _contents(data))
+    keys = f"classes={data.classes} channels={data.channels} image-size=1 columns-digest='{data.columns.digest}'"
+    yield Finding("ok", "sites", f"a run of sites with such files has dataset='sites' {keys}")
 
 
 def _abide(name: str, path: str) -> Iterator[Finding]:

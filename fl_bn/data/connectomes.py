@@ -34,7 +34,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Subject:
-    """One person.
+    """Describe one person.
 
     Attributes:
         data: time series of scans (S, T, R), or ready vectors (N, R (R - 1) / 2).

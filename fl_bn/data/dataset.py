@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from fl_bn.data import connectomes, digits, digits_five, folder, image_folders, npz, public, segmentation
+from fl_bn.data import connectomes, csv_files, digits, digits_five, folder, image_folders, npz, public, segmentation
 from fl_bn.data.function import load_function
 from fl_bn.data.record import DataNotFound, Dataset
 from fl_bn.data.record import to_input as images_to_input
@@ -34,6 +34,7 @@ DATASETS: dict[str, Callable[[str, int], Dataset]] = {
     "abide": connectomes.load_abide,
     "npz": npz.load_npz,
     "folder": folder.load_folder,
+    "csv": csv_files.load_csv,
 }
 
 
@@ -42,7 +43,7 @@ def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None
 
     Args:
         name: one of ``DATASETS``, or a function of your own as "package.module:function".
-        path: the files of ``npz``, the folder of ``folder`` or of a published data set (``data`` if empty),
+        path: the files of ``npz`` or ``csv``, the folder of ``folder``, of ``csv`` or of a published data set (``data`` if empty),
             or the argument of your own function. docs/data.md lists the files of each set.
         image_size: in pixels; others are resized bilinearly with antialiasing. 0: the native size, or that of
             the papers for a set of many sizes.
@@ -60,7 +61,7 @@ def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None
 @lru_cache(maxsize=4)
 def _load(name: str, path: str, image_size: int, modules: Modules | None) -> Dataset:
     if name not in DATASETS and ":" not in name:
-        others = ", or your own function as package.module:function ('npz' and 'folder' read your own files)"
+        others = ", or your own function as package.module:function ('npz', 'folder' and 'csv' read your own files)"
         raise ValueError(expected("dataset", name, DATASETS, others))
     if image_size < 0:
         raise ValueError(f"image_size must be positive, or 0 for the native size, but got {image_size}")

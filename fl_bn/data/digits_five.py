@@ -114,7 +114,7 @@ def read_mat(file: Path, image_size: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Source:
-    """A possible source of one domain.
+    """Describe a possible source of one domain.
 
     Attributes:
         domain: its name.

@@ -63,7 +63,7 @@ def index_of(dataset: Dataset, name: str) -> int:
     """
     if not dataset.domains:
         raise ValueError(
-            f"dataset {dataset.name!r} has no domains, so there is no domain {name!r}: give several npz files, dataset=digits, or shifts"
+            f"dataset {dataset.name!r} has no domains, so there is no domain {name!r}: give several npz or CSV files, digits, or shifts"
         )
     if name not in dataset.domains:
         raise ValueError(f"dataset {dataset.name!r} has no domain {name!r}; it has: {', '.join(dataset.domains)}")

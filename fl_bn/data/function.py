@@ -19,7 +19,7 @@ KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 @dataclass(frozen=True, eq=False)
 class Measurements(Dataset):
-    """A labelled set whose samples are floats of any shape. The network receives them unchanged.
+    """Hold a labelled set whose samples are floats of any shape. The network receives them unchanged.
 
     ``x_train`` and ``x_test`` are finite float32 (N, ...); the other attributes are those of ``Dataset``. A
     table (N, features) counts as images of ``features`` channels and one pixel, which fits the model ``mlp``.

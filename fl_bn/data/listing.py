@@ -30,11 +30,11 @@ _STREAM = 0x5B117  # sets these draws apart from others that start from the same
 
 
 class LargeData(UserWarning):
-    """A data set takes much memory, because all of it is held there."""
+    """Warn that a data set takes much memory, because all of it is held there."""
 
 
 class Image(NamedTuple):
-    """One image file.
+    """Describe one image file.
 
     Attributes:
         file: its path.
@@ -49,7 +49,7 @@ class Image(NamedTuple):
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a data set, in two splits.
+    """List the files of a data set, in two splits.
 
     Attributes:
         name: of the set.

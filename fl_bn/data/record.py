@@ -20,12 +20,12 @@ _RESIZE_CHUNK = 1024  # images turned into floats at a time: a whole set as floa
 
 
 class DataNotFound(FileNotFoundError):
-    """A file of a data set is missing on this machine and cannot be downloaded."""
+    """Signal that a file of a data set is missing on this machine and cannot be downloaded."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A labelled set of square images, in a training and a test split.
+    """Hold a labelled set of square images, in a training and a test split.
 
     All users in a process share the tensors: do not write into them.
 

@@ -74,7 +74,7 @@ class Segmentation(Dataset):
 
 
 class Pair(NamedTuple):
-    """An image and its mask.
+    """Hold an image and its mask.
 
     Attributes:
         image: path of the image.

@@ -178,7 +178,7 @@ def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit on the training samples of each domain, or of all samples without domains.
+    """Limit the training samples of each domain, or of all samples without domains.
 
     Attributes:
         per_domain: the most samples of a domain; 0 for no limit.

@@ -34,7 +34,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Figure:
-    """One enlarged image.
+    """Hold one enlarged image.
 
     Attributes:
         inside: its bright pixels (H, W).

@@ -16,7 +16,7 @@ _STREAM = 0x7A11  # sets these draws apart from others that start from the same 
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """A data set with validation samples.
+    """Hold a data set with validation samples.
 
     Attributes:
         data: its test split holds the validation samples.

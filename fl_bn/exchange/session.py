@@ -233,7 +233,7 @@ class Session:
             most = self.samples.get(client, LARGEST_COUNT)
             if not 0 <= request.batch <= most:
                 what = f"{most} samples, as many as the client reported to have" if client in self.samples else f"{most} samples"
-                raise Refused(f"expected a batch of at most {what}, but got {request.batch}")
+                raise Refused(f"expected a batch of 0 to {what}, but got {request.batch}")
             return
         key, values = request.key, request.values
         if client not in self.batches:

@@ -83,8 +83,9 @@ class Federation:
         device: The device on which clients train. Default: that of ``model``.
         engine: ``sequential``, or ``vectorised``: the clients of a cohort as one program, for
             ``SeededBatches``.
-        workers: The number of processes that compute clients; 0: one per core. The results have the same
-            bits.
+        workers: The number of processes that compute clients. The results have the same bits. 0: one per
+            core, once the rounds that are left are worth their start, and if all parts are fl-bn's or torch's
+            own (see ``engines.processes.can_move``).
         progress: Whether a terminal shows a progress bar.
         callbacks: Called after every round and at the end, see ``Callback``.
 
@@ -115,14 +116,14 @@ class Federation:
         seed: int = 0,
         device: torch.device | str | None = None,
         engine: str = "sequential",
-        workers: int = 1,
+        workers: int = 0,
         progress: bool = True,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         check_name("engine", engine, ENGINES)
-        if not 0 <= workers <= MOST_WORKERS or (engine == VECTORISED and workers != 1):
+        if not 0 <= workers <= MOST_WORKERS or (engine == VECTORISED and workers > 1):
             raise ValueError(
-                f"workers must be 0..{MOST_WORKERS} (0: one per core), and 1 with engine='vectorised', which has a cohort in one process, "
+                f"workers must be 0..{MOST_WORKERS}, and 0 or 1 with engine='vectorised', which has a cohort in one process, "
                 f"but got workers={workers} and engine={engine!r}"
             )
         if not clients or local_epochs < 1 or evaluate_every < 1:

@@ -23,6 +23,7 @@ from fl_bn.federation.payload import signature
 from fl_bn.methods import Method, Phase
 from fl_bn.roles import Role, inputs_like, roles
 
+AUTO = "auto"
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, Enum, torch.dtype, torch.device, torch.memory_format)
 _CODE = (FunctionType, BuiltinFunctionType)

@@ -147,9 +147,12 @@ class Rounds(Options):
             get their average.
         at_start: The number of clients that suffice for the run to start; 0: all. The others take part from
             the next round after they connect.
+        min_sites: The number of sites that suffice where the others refuse the run by their policy; 0: a refusal
+            ends the run.
         joining: Client -> the first round in which it may take part, if that is not 1.
         nodes: Flower's node id of each client, so that no other node is taken for it; empty: unknown.
         names: The name of each client's site, for logs, errors and records; empty: a client is its number.
+        registered: Returns the sites' names by the nodes that they have now, see ``ClientNames``.
         recalibration: How the statistics of all layers are made exact, see ``RECALIBRATIONS``.
         memory: Bytes of activations that a process may keep for that.
         planned: Returns the number of different samples that a client with a number of samples trains on in a
@@ -220,6 +223,13 @@ class Rounds(Options):
         ">= 0",
         key="clients-at-start",
     )
+    min_sites: int = option(
+        0,
+        "sites that suffice where the others refuse the run by their policy: it goes on without those, and summary.md names them; 0: a "
+        "refusal ends the run",
+        ">= 0",
+        key="min-sites",
+    )
     joining: Mapping[int, int] = option(
         dict,
         "clients that take part only from a later round, '4:10,5:20': client 4 from round 10",
@@ -257,6 +267,7 @@ class Rounds(Options):
         RECALIBRATIONS,
         used=MEASURES,
     )
+    registered: Callable[[], Mapping[int, str]] = dict
     memory: int = option(
         MEMORY,
         "with exchange: activations that a process may keep from layer to layer, in GiB; where they are more, every layer takes a forward "
@@ -299,6 +310,8 @@ class Rounds(Options):
             raise ValueError(
                 f"of {self.clients} clients {first} may take part in round 1: at_start must be 0..{first}, but got {self.at_start}"
             )
+        if self.min_sites > self.clients:
+            raise ValueError(f"min_sites must be 0..{self.clients}, the clients that there are, but got {self.min_sites}")
         if self.nodes and not len(set(self.nodes)) == len(self.nodes) == self.clients:
             raise ValueError(f"nodes must name one node for each of {self.clients} clients, no node twice, but got {self.nodes}")
         if self.names and not len(set(self.names)) == len(self.names) == self.clients:
@@ -307,7 +320,7 @@ class Rounds(Options):
     @property
     def called(self) -> ClientNames:
         """Return the names of the clients and of their nodes."""
-        return ClientNames(self.names, self.nodes)
+        return ClientNames(self.names, self.nodes, self.registered)
 
     def pace(self, learning_rate: float, rounds: int) -> float:
         """Return ``learning_rate`` as a share of the first round's; 1 if it is larger (a warm-up).

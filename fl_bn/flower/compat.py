@@ -19,7 +19,20 @@ from types import ModuleType
 from typing import Any
 
 LIBRARY = ">=1.25,<2"  # versions for everything but deployments; .ci/run runs the Flower tests on the oldest and on the newest of them
-DEPLOYED = "1.25"  # the version for deployments and `flwr run`, whose programs fl-bn starts and repairs
+DEPLOYED = "1.25"  # the version for deployments, whose programs fl-bn starts and repairs
+NEWEST = "1.42"  # the newest version on which the tests ran
+PARTS = {  # a part of fl-bn: the last version of Flower on which it is known to work, from 1.25 on; docs/how-to/flower-versions.md has them
+    "library in plain torch": NEWEST,
+    "runs in one process": NEWEST,
+    "secure aggregation in one process": NEWEST,
+    "`flwr run` of the project, on Ray": NEWEST,
+    "app of one's own, on Ray": NEWEST,
+    "app of one's own, with SuperLink and SuperNodes": NEWEST,
+    "Ray cluster, lost nodes": DEPLOYED,
+    "deployment (kit, `fl-bn start`, `fl-bn submit`)": DEPLOYED,
+    "docker-compose": DEPLOYED,
+    "secure aggregation in a deployment": DEPLOYED,
+}
 
 RECORDS = ("flwr.common.recorddict_compat", "flwr.compat.common.recorddict_compat")
 SECAGG = "flwr.common.secure_aggregation"
@@ -47,6 +60,10 @@ PLACES = {  # name: the modules that may have it
     "BasicActorPool": (SIMULATION,),
     "start_client_internal": ("flwr.supernode.start_client_internal",),
     "flower_supernode": ("flwr.supernode.cli",),
+    "InMemoryNodeState": ("flwr.supernode.nodestate.in_memory_nodestate",),
+    "ClientAppIoServicer": ("flwr.supernode.servicer.clientappio",),
+    "SendAppHeartbeatRequest": ("flwr.proto.heartbeat_pb2",),
+    "SendAppHeartbeatResponse": ("flwr.proto.heartbeat_pb2",),
     "create_channel": ("flwr.common.grpc",),
     "get_flwr_dir": ("flwr.common.config",),
     "run_from_proto": ("flwr.common.serde",),
@@ -165,8 +182,23 @@ def check_deployed(what: str) -> None:
     Raises:
         WrongFlower: another version is installed.
     """
-    if not f"{(here := version('flwr'))}.".startswith(f"{DEPLOYED}."):
-        raise WrongFlower(f"{what} needs Flower {DEPLOYED}, but flwr {here} is installed: {_advice(DEPLOYED)}")
+    if not pinned():
+        raise WrongFlower(f"{what} needs Flower {DEPLOYED}, but flwr {version('flwr')} is installed: {_advice(DEPLOYED)}")
+
+
+def federation_config(options: Mapping[str, object]) -> str:
+    """Return the argument of ``flwr run`` that sets options of the simulation, as the installed Flower reads it.
+
+    Args:
+        options: names as in pyproject.toml, without ``options.`` before them, and their values.
+    """
+    names = {name: f"options.{name}" if pinned() else name.removeprefix("backend.").replace(".", "-") for name in options}
+    return f'--federation-config "{" ".join(f"{names[name]}={value}" for name, value in options.items())}"'
+
+
+def pinned() -> bool:
+    """Tell whether the installed Flower is the version for deployments."""
+    return f"{version('flwr')}.".startswith(f"{DEPLOYED}.")
 
 
 def _advice(wanted: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import time
 import traceback
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,14 +21,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fl_bn.exchange.local import Turns, end_task
+from fl_bn.federation.engines.pace import Pace
 from fl_bn.federation.engines.rendezvous import VmapRendezvous
 from fl_bn.federation.engines.vectorised import AT_ONCE, VECTORISED, CannotVectorise, Fallback
-from fl_bn.federation.engines.workers import Workers
+from fl_bn.federation.engines.workers import Workers, cores
 from fl_bn.flower.compat import address, identify
 from fl_bn.flower.log import log
 from fl_bn.flower.wire.fields import config_of
@@ -53,11 +55,19 @@ class InProcessGrid(Grid):
         clients: the number of nodes, 1 or more.
         run_config: the run config. Its ``engine`` says whether a cohort's clients are one batched program.
         workers: the processes that answer messages. None: this process answers them.
+        pace: decides when processes answer messages, if ``workers`` is None. Default: never.
     """
 
-    def __init__(self, app: ClientApp | str, clients: int, run_config: Mapping[str, Any], workers: Workers | None = None) -> None:
+    def __init__(
+        self,
+        app: ClientApp | str,
+        clients: int,
+        run_config: Mapping[str, Any],
+        workers: Workers | None = None,
+        pace: Pace | None = None,
+    ) -> None:
         self._app = app
-        self._workers = workers
+        self._workers, self._pace = workers, pace
         self._run = Run(1)
         identify(1)
         self._answers: dict[str, Message] = {}
@@ -116,12 +126,21 @@ class InProcessGrid(Grid):
         """
         messages = list(messages)
         exchanging = any(_exchange_token(message) for message in messages)
+        if not exchanging:
+            self._start_workers(messages)
         if self._workers is not None and not exchanging:
             yield from self._answered_by(self._workers, self._addressed(messages))
             return
         size = len(messages) if exchanging else 1 if self._fallback is None else AT_ONCE
         for begin in range(0, len(messages), size or 1):
             yield from self.pull_messages(self.push_messages(messages[begin : begin + size]))
+
+    def _start_workers(self, messages: list[Message]) -> None:
+        """Start worker processes if this saves time from the round of ``messages`` on."""
+        if self._workers is None and self._pace is not None:
+            rounds = [_round(message) for message in messages if _trains(message)]
+            if rounds and self._pace.worth_it(rounds[0]):
+                self._workers = Workers(self._pace.workers)
 
     def _addressed(self, messages: Iterable[Message]) -> list[Message]:
         messages = list(messages)
@@ -139,6 +158,7 @@ class InProcessGrid(Grid):
             parts = [messages[begin : begin + AT_ONCE] for begin in range(0, len(messages), AT_ONCE)]
             tasks = [[partial(self._answer, message) for message in part] for part in parts]
             return [answer for part in tasks for answer in VmapRendezvous.run(part, self._fallback)]
+        self._start_workers(messages)
         if self._workers is not None:
             return self._answered_by(self._workers, messages)
         return map(self._answer, messages)
@@ -149,7 +169,11 @@ class InProcessGrid(Grid):
         return answer
 
     def _answer(self, message: Message) -> Message:
-        return _answer_of(self._app, message, self._contexts[message.metadata.dst_node_id])
+        begin = time.perf_counter()
+        answer = _answer_of(self._app, message, self._contexts[message.metadata.dst_node_id])
+        if self._pace is not None and _trains(message) and not _exchange_token(message):
+            self._pace.note(_round(message), time.perf_counter() - begin)
+        return answer
 
     def _answered_by(self, workers: Workers, messages: list[Message]) -> Iterator[Message]:
         """Yield the answers that ``workers`` compute. They compute the next ones meanwhile.
@@ -185,7 +209,8 @@ def run_in_process(
 
     Args:
         config: the run config (the keys of ``[tool.flwr.app.config]``). ``clients`` in it is the number of
-            nodes, and ``workers`` the number of processes that compute clients.
+            nodes, and ``workers`` the number of processes that compute clients: 0 starts one per core once the
+            rounds that are left are worth it. Without the key this process computes all.
         server_app: the ServerApp, or its import path ``module:name``.
         client_app: the ClientApp, or its import path ``module:name``.
         workers: processes that were started before. They end with the run.
@@ -201,7 +226,9 @@ def run_in_process(
     server = _loaded(server_app, ServerApp)
     _loaded(client_app, ClientApp)
     count = int(config.get("workers", 1))
-    grid = InProcessGrid(client_app, int(config["clients"]), config, workers or (None if count == 1 else Workers(count)))
+    decides = count == 0 and config.get("engine") != VECTORISED and isinstance(client_app, str)
+    pace = Pace(cores() // int(config.get("threads", 1)), int(config.get("rounds", 0))) if decides else None
+    grid = InProcessGrid(client_app, int(config["clients"]), config, workers or (Workers(count) if count > 1 else None), pace)
     context = Context(run_id=1, node_id=0, node_config=dict(OWNER), state=RecordDict(), run_config=dict(config))
     threads = torch.get_num_threads()
     try:
@@ -223,6 +250,14 @@ def _answer_of(app: ClientApp | str, message: Message, context: Context) -> Mess
 
 def _in_worker(app: ClientApp | str, message: Message, context: Context) -> tuple[Message, RecordDict]:
     return _answer_of(app, message, context), context.state
+
+
+def _trains(message: Message) -> bool:
+    return message.metadata.message_type == MessageType.TRAIN
+
+
+def _round(message: Message) -> int:
+    return int(message.metadata.group_id or 0)
 
 
 def _exchange_token(message: Message) -> str:

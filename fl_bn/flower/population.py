@@ -14,11 +14,14 @@ from flwr.serverapp import Grid
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.schema import COMPARE
 from fl_bn.flower.app import client_app
+from fl_bn.flower.compat import federation_config
 from fl_bn.flower.log import log
 from fl_bn.flower.own.seats import seat_of_newcomer, seated
 from fl_bn.flower.wire.messaging import PASSING, send_and_receive
 from fl_bn.flower.wire.versions import client_differs, greeting, introduction_of
 from fl_bn.support.wire import WireError, printable, reason
+
+POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the run
 
 
 class RunFailed(Exception):
@@ -108,6 +111,8 @@ class Population:
         self._clients_are_nodes = clients_are_nodes
         self._given: dict[int, tuple[int, int]] = {}  # node -> an index that was given to it, and the one that it claims
         self._refused: set[int] = set()
+        self.absent: dict[int, str] = {}  # clients whose site refuses the run by its policy, and why
+        self._strangers: set[int] = set()  # refused nodes that are no client's, so far as is known
         self._gone: set[int] = set()
         self._joined: set[int] = set()  # took part in a round, or were asked to
 
@@ -119,9 +124,11 @@ class Population:
                 cannot take part.
         """
         wait, starting = self.rounds.wait, self.rounds.starting(self.round)
-        end, logged, needed = time.monotonic() + wait, -1, self.rounds.at_start or len(starting)
+        end, logged = time.monotonic() + wait, -1
         while True:
             problem = self.greet()
+            refusing: set[int] = set() if problem else starting & self.absent.keys()
+            needed = self.rounds.at_start or len(starting - refusing)
             if (here := len(self.everyone())) >= needed:
                 break
             if problem:
@@ -134,13 +141,15 @@ class Population:
                 keys = "`clients-at-start`" if self.rounds.at_start else "`clients`"
                 raise RunFailed(
                     f"only {here} of {needed} clients came within {wait:.0f} s (missing: {missing}). Start the others, or lower {keys} "
-                    "(in simulation: --federation-config 'options.num-supernodes=...'). If they are slow to start, as Ray's processes "
+                    f"(in simulation: {federation_config({'num-supernodes': '...'})}). If they are slow to start, as Ray's processes "
                     f'are on a busy machine, wait longer: --run-config "wait-timeout={max(600.0, 5 * wait):.0f}"'
                 )
             time.sleep(0.2)
         self._joined = {client.index for client in self.everyone()}
         self._first = {client.index: client.node for client in self.clients.values()}
-        if later := sorted(set(range(self.rounds.clients)) - self._joined):
+        if self.absent:
+            log(logging.WARNING, "going on without %s: refused by policy", self.called.clients(sorted(self.absent)))
+        if later := sorted(set(range(self.rounds.clients)) - self._joined - self.absent.keys()):
             log(logging.INFO, "starting with %d clients; %s may join later", here, self.called.clients(later))
 
     def wait_for(self, least: int, round: int) -> None:
@@ -166,6 +175,7 @@ class Population:
                 example, or two nodes claim one index. Empty without any.
         """
         online = frozenset(self.grid.get_node_ids())
+        self._ask_known_strangers()
         if online == self._online and len(self._claims) + len(self._refused) == len(online):
             return self._problem  # everyone is known already: a round must not cost by the size of the population
         self._online = online
@@ -186,14 +196,12 @@ class Population:
                 log(logging.WARNING, "%s introduced itself twice: its first introduction counts", self.called.node(node))
             elif reply.has_error():
                 if reply.error.code in PASSING:
-                    log(
-                        logging.WARNING,
-                        "a node did not introduce itself, and is asked again: code %s: %s",
-                        reply.error.code,
-                        reason(reply.error.reason),
-                    )
+                    who = self.called.node(node) if node in new else "a node"
+                    why = reason(reply.error.reason)
+                    log(logging.WARNING, "%s did not introduce itself, and is asked again: code %s: %s", who, reply.error.code, why)
                 else:
-                    problem = problem or f"{self.called.node(node)} cannot take part: {reason(reply.error.reason)}"
+                    problem = problem or self._refusal(node, reason(reply.error.reason))
+                    self._strangers |= {node} if self.rounds.nodes and self.called.client_of(node) is None else set()
                     self._refuse(node, reason(reply.error.reason))
             else:
                 wrong = self._admit(node, reply)
@@ -203,6 +211,32 @@ class Population:
         self._problem = self._assign()
         self._order = [self.clients[index] for index in sorted(self.clients)]
         return self._problem or problem
+
+    def _refusal(self, node: int, why: str) -> str:
+        """Return the problem that a node's own refusal is for the run; empty: the run may go on without its client.
+
+        Args:
+            node: The node.
+            why: Its error.
+        """
+        who, client = self.called.node(node), self.called.client_of(node)
+        if client is None or not why.startswith(POLICY):
+            return f"{who} cannot take part: {why}"
+        self.absent[client] = why.removeprefix(POLICY)
+        least, remaining = self.rounds.min_sites, len(self.rounds.starting(self.round) - self.absent.keys())
+        if 0 < least <= remaining:
+            return ""
+        fewer = f" (the {remaining} other sites are fewer than min-sites={least})" if least else ""
+        return (
+            f"{who} refuses the run{fewer}: {self.absent[client]}. Its owner may change policy.toml on that machine. On this one, change "
+            f"the run config, or go on without the site: min-sites={remaining}"
+        )
+
+    def _ask_known_strangers(self) -> None:
+        """Ask a refused node again if it is a client's by now: the key of its site was renewed."""
+        known = {node for node in self._strangers if self.called.client_of(node) is not None}
+        self._refused -= known
+        self._strangers -= known
 
     def _assign(self) -> str:
         """Let one of the nodes that claim an index serve it.
@@ -230,7 +264,7 @@ class Population:
             if rivals != self._rivals.get(index, []):
                 for rival in rivals if holder is not None else ():
                     who = self.called.client(index)
-                    log(logging.WARNING, "node %s refused: %s is already served by node %s", rival, who, holder)
+                    log(logging.WARNING, "%s refused: %s is already served by node %s", self.called.node(rival), who, holder)
                 if holder is None:
                     log(logging.WARNING, "%s", problem)
             self._rivals[index] = rivals
@@ -259,7 +293,9 @@ class Population:
         self.clients[index] = client
         if self._joined:
             self._first.setdefault(index, client.node)
-            if client.node not in (last, self._first[index]):
+            if client.node not in (last, self._first[index]) and self.called.client_of(client.node) == index:
+                log(logging.INFO, "%s has a new key", self.called.client(index))
+            elif client.node not in (last, self._first[index]):
                 log(
                     logging.WARNING,
                     "%s is now served by node %s, and was by node %s: if that is not the same client, restarted, stop the run",
@@ -268,6 +304,7 @@ class Population:
                     last,
                 )
         self._last[index] = client.node
+        self.absent.pop(index, None)
         if index in self._gone:
             self._gone.discard(index)
             log(logging.INFO, "%s is back", self.called.client(index))
@@ -292,7 +329,7 @@ class Population:
             self._refuse(node, other)
             return (
                 f"{other}: set `clients` and the number of SuperNodes alike, e.g. "
-                f'--run-config "clients={clients}" or --federation-config "options.num-supernodes={expected}"'
+                f'--run-config "clients={clients}" or {federation_config({"num-supernodes": expected})}'
             )
         if index >= expected:
             self._refuse(node, f"it calls itself client {index}, but the {clients} clients are 0..{clients - 1}")
@@ -302,8 +339,9 @@ class Population:
                 f"{self.called.client(index)} has another model, method or version of fl-bn ({printable(introduction['signature'])}, here "
                 f"{self.signature}; a strategy takes the model as it is, a client convert(model, method)). {COMPARE}",
             )
-        elif self.rounds.nodes and self.rounds.nodes[index] != node:
-            theirs = f"{self.called.client(self.rounds.nodes.index(node))}'s" if node in self.rounds.nodes else "no client's"
+        elif self.rounds.nodes and (owner := self.called.client_of(node)) != index:
+            theirs = "no client's" if owner is None else f"{self.called.client(owner)}'s"
+            self._strangers |= {node} if owner is None else set()
             other = f"it calls itself {self.called.client(index)}, but its key is {theirs}: correct its partition-id"
             self._refuse(node, other)
             return f"{self.called.node(node)} cannot take part: {other}"

@@ -12,7 +12,7 @@ from torch import nn
 from fl_bn.models.papers import abide_mlp, alexnet_bn, digits_cnn, fbn_cnn, fbn_cnn_small, lenet_cnn, lenet_cnn_bn, mnist_mlp
 from fl_bn.models.resnet20 import resnet20
 from fl_bn.models.segmentation import ENCODERS, PREFIX, deeplabv3plus, is_segmentation
-from fl_bn.models.small import alexnet_bn_small, digits_cnn_small, mlp, simple_cnn
+from fl_bn.models.small import alexnet_bn_small, digits_cnn_small, mlp, simple_cnn, table_mlp
 from fl_bn.models.stems import STEMS, small_stem
 from fl_bn.models.weights import load_weights
 from fl_bn.support.extras import need
@@ -23,6 +23,7 @@ MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "simple-cnn": simple_cnn,
     "digits-cnn-small": digits_cnn_small,
     "mlp": mlp,
+    "table-mlp": table_mlp,
     "resnet20": resnet20,
     "digits-cnn": digits_cnn,
     "alexnet-bn": alexnet_bn,

@@ -89,6 +89,24 @@ def mlp(classes: int, channels: int, image_size: int) -> nn.Module:
     )
 
 
+def table_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
+    """Make ``mlp`` behind a BatchNorm of the inputs, which brings every column of a table to one scale.
+
+    The running statistics of that layer are the mean and variance of every column.
+    """
+    check_size("table-mlp", image_size, 1)
+    inputs = channels * image_size**2
+    return nn.Sequential(
+        OrderedDict(
+            flatten=nn.Flatten(),
+            norm=nn.BatchNorm1d(inputs),
+            block1=_linear(inputs, 64),
+            block2=_linear(64, 64),
+            head=nn.Linear(64, classes),
+        )
+    )
+
+
 def _pooled(size: int) -> int:
     return (size - 3) // 2 + 1
 
@@ -119,4 +137,5 @@ def check_size(name: str, image_size: int, least: int) -> None:
         ValueError: with the model's name and the sizes.
     """
     if image_size < least:
-        raise ValueError(f"model {name!r} needs images of at least {least} pixels, but got image_size={image_size}")
+        tables = ": for a table, choose model='mlp' or 'table-mlp'" if image_size == 1 else ""
+        raise ValueError(f"model {name!r} needs images of at least {least} pixels, but got image_size={image_size}{tables}")

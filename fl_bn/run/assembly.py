@@ -19,6 +19,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
+from fl_bn.data.csv_files import TableData, TableError
 from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.domains import without_domain
 from fl_bn.data.partition import BY_DOMAIN, Indices, label_counts, partition
@@ -28,7 +29,9 @@ from fl_bn.data.validation import HeldOut, hold_out
 from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
-from fl_bn.federation.network import MEMORY_FORMATS, Network
+from fl_bn.federation.network import Network
+from fl_bn.flower.compat import federation_config
+from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
 from fl_bn.models.dropout import without_dropout
 from fl_bn.models.head import with_projection
@@ -36,9 +39,10 @@ from fl_bn.models.standardise import standardised
 from fl_bn.robust.attacks import LABEL_FLIP, flip_labels
 from fl_bn.roles import Role, batch_norms, parse_buffer_roles, set_buffer_roles
 from fl_bn.run.config import REGISTRIES, SITES, ConfigError, RunConfig
-from fl_bn.run.labels import check_labels
+from fl_bn.run.labels import check_labels, check_rows
+from fl_bn.run.memory_layout import memory_format
 from fl_bn.run.run_keys import VALUES
-from fl_bn.support.client_names import nodes_of
+from fl_bn.support.client_names import nodes_of, sites_of
 from fl_bn.support.names import names_of
 from fl_bn.support.user_code import OWN, VARIABLE, Modules, function
 from fl_bn.task import LABELS, MASKS, Classification, Task, find_task, kind_of
@@ -73,7 +77,7 @@ class OwnData:
         if config.dataset == SITES and not own.dataset:
             raise ConfigError(
                 "the run is for dataset='sites', but this client's node config names no data: start it with "
-                "--node-config \"dataset='npz' data-path='/data/site.npz' ...\" (or folder, or package.module:function)"
+                "--node-config \"dataset='npz' data-path='/data/site.npz' ...\" (or folder, csv, or package.module:function)"
             )
         return own
 
@@ -276,10 +280,14 @@ def client_model(config: RunConfig) -> nn.Module:
 @lru_cache(maxsize=2)
 def network(config: RunConfig, device: torch.device) -> Network:
     """Return the network that all clients of this process train, one after the other."""
-    model = client_model(at_client(config))
-    if (layout := MEMORY_FORMATS[config.memory_format]) is not torch.contiguous_format:
-        model = copied(model).to(memory_format=layout)
-    return Network(model, config.build_method(), device)
+    return Network(laid_out(at_client(config), device), config.build_method(), device)
+
+
+def laid_out(config: RunConfig, device: torch.device) -> nn.Module:
+    """Return ``client_model(config)`` in the memory format of the run. Copy it before a change."""
+    model = client_model(config)
+    layout = memory_format(config.memory_format, source_model(config), shape(config)[1:], device)
+    return model if layout is torch.contiguous_format else copied(model).to(memory_format=layout)
 
 
 @lru_cache(maxsize=4)
@@ -316,7 +324,7 @@ def _honest_parts(config: RunConfig) -> list[Indices]:
     data = _whole_dataset(config)
     domains = None if data.domain_train is None else data.domain_train.numpy()
     if config.partition in BY_DOMAIN and domains is None:
-        needed = "give several npz files, dataset=digits, or shifts"
+        needed = "give several npz or CSV files, dataset=digits, or shifts"
         raise ConfigError(f"partition={config.partition} needs data with domains, but {config.dataset} has none: {needed}")
     honest = config.clients - config.byzantine
     return partition(config.partition, data.y_train.numpy(), domains, honest, config.partition_parameter, config.seed, config.sizes)
@@ -364,7 +372,13 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     Raises:
         ConfigError: The data are missing or malformed, or do not suit the model or the task of the run.
     """
-    data = load(own.dataset, own.path, config.image_size)
+    try:
+        data = load(own.dataset, own.path, config.image_size)
+    except TableError as error:  # its text has a cell of the data, and what a client raises is told to the server
+        LOGGER.error("%s", error)
+        where = "".join((f", line {error.line}" if error.line else "", f", column {error.column!r}" if error.column else ""))
+        raise ConfigError(f"this client's own file {error.file.name}{where}, is refused: its log has the reason") from None
+    _check_columns(config, data)
     data = _tested_on_training(data) if config.evaluate_on == TRAINING else data
     if config.validation_share:
         data = hold_out(data, [np.arange(len(data.y_train))], config.validation_share, config.seed).data
@@ -382,6 +396,29 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     if data.classes > classes:
         raise ConfigError(f"{source}: the run has {classes} classes, 0..{classes - 1}, but these data have labels up to {data.classes - 1}")
     return data
+
+
+def _check_columns(config: RunConfig, data: Dataset) -> None:
+    """Check that a site's CSV files are read as all other sites' are.
+
+    Raises:
+        ConfigError: The run has no columns-digest or another one, or has one for data without columns.
+    """
+    digest = data.columns.digest if isinstance(data, TableData) else ""
+    wanted = config.columns_digest
+    if config.dataset != SITES:
+        run = dataset(config)
+        wanted = run.columns.digest if isinstance(run, TableData) else digest
+    if digest and not wanted:
+        raise ConfigError(
+            f"this client's columns.toml has the digest {digest}, but the run names none, so other sites may read the same cells as other "
+            f"numbers: start the run with columns-digest='{digest}'"
+        )
+    if digest != wanted:
+        here = f"this client's has {digest}" if digest else f"this client's own data, {data.name!r}, have none"
+        raise ConfigError(f"the run is for a columns.toml of the digest {wanted}, but {here}: give all sites one columns.toml")
+    if isinstance(data, TableData):
+        check_rows(data)
 
 
 def forget() -> None:
@@ -406,19 +443,23 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
 
     Args:
         node: The node config of the client. Its ``partition-id`` is the index.
-        config: The run config. If it has ``client-nodes``, the index is the place of ``node_id`` there.
+        config: The run config. If it has ``client-nodes``, the index is the place of ``node_id`` there. For a site
+            whose key was renewed since, it is the place of its name in ``client-names``.
         node_id: Flower's id of the client's node.
 
     Raises:
         ConfigError: Neither gives the index, or the node config counts another number of clients than the run.
     """
-    nodes = nodes_of(config.client_nodes)
+    nodes, names = nodes_of(config.client_nodes), sites_of(config.client_names)
     if "partition-id" not in node and nodes:
-        if node_id not in nodes:
-            raise ConfigError(
-                f"the run is for other nodes than this one ({node_id}): server.toml did not name this site when the run was submitted"
-            )
-        return nodes.index(node_id)
+        if node_id in nodes:
+            return nodes.index(node_id)
+        if (site := str(node.get("site", ""))) in names:  # its key was renewed; the server knows whose key this node has
+            return names.index(site)
+        raise ConfigError(
+            f"site {site or '(without a name)'} takes no part in this run, which was submitted for {', '.join(names) or 'other nodes'}. "
+            "It takes part in runs that are submitted from now on"
+        )
     if "partition-id" not in node or "num-partitions" not in node:
         raise ConfigError(
             'this client\'s node config names no partition: start it with --node-config "partition-id=0 num-partitions=5", or submit the '
@@ -428,7 +469,7 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
     if clients != config.clients:
         raise ConfigError(
             f"the run is for clients={config.clients}, but this client's node config has num-partitions={clients}: set both alike, "
-            f'e.g. --run-config "clients={clients}" or --federation-config "options.num-supernodes={config.clients}"'
+            f'e.g. --run-config "clients={clients}" or {federation_config({"num-supernodes": config.clients})}'
         )
     if not 0 <= index < clients:
         raise ConfigError(f"partition-id must be 0..{clients - 1}, but got {index}")

@@ -18,14 +18,13 @@ from fl_bn.federation.callbacks import Callbacks
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import train
 from fl_bn.federation.local import Samples, torch_seed
-from fl_bn.federation.network import MEMORY_FORMATS
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.sources import AUGMENT, BATCHES, DROPOUT, IndexBatches, alone, training_batches
 from fl_bn.flower.population import round_half_up, sample_cohort
 from fl_bn.methods import MOMENTS, Method, Phase, Refresh
 from fl_bn.roles import inputs_like
-from fl_bn.run.assembly import client_model, client_samples, dataset, task
+from fl_bn.run.assembly import client_samples, dataset, laid_out, task
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.device import device
 from fl_bn.run.run_directory import RunDirectory
@@ -70,7 +69,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
     """
     check_centralised(config)
     target, of, method = device(config), task(config, dataset(config).y_train), config.build_method()
-    model = copied(client_model(config)).to(target).to(memory_format=MEMORY_FORMATS[config.memory_format])
+    model = copied(laid_out(config, target)).to(target)
     settings, schedule = config.local_training(), config.schedule()
     optimizer = _optimizer(settings, [p for p in model.parameters() if p.requires_grad], config.learning_rate)
     threads = torch.get_num_threads()

@@ -31,6 +31,7 @@ from fl_bn.objectives import OBJECTIVES, Objective
 from fl_bn.options import Key, Value, build, kebab, keys_of, options_by_key, own_options, same_key
 from fl_bn.run.errors import ConfigError as ConfigError
 from fl_bn.run.keys import LONGEST
+from fl_bn.run.registered_nodes import registered_nodes
 from fl_bn.run.run_keys import VALUES, RunKeys, general_options
 from fl_bn.run.used import check_used, conditions
 from fl_bn.secure.privacy import Privacy
@@ -91,9 +92,9 @@ class RunConfig(RunKeys):
             )
         if "freeze-after" in options_by_key(METHODS[self.method]) and self.freeze_after > self.rounds > 0:
             raise ConfigError(f"freeze-after must not exceed rounds={self.rounds}, but got {self.freeze_after}")
-        if self.engine == VECTORISED and self.workers != 1:
+        if self.engine == VECTORISED and self.workers > 1:
             raise ConfigError(
-                f"engine='vectorised' computes all clients of a cohort in one process, so workers must be 1, but got {self.workers}"
+                f"engine='vectorised' computes all clients of a cohort in one process, so workers must be 0 or 1, but got {self.workers}"
             )
         if self.method in FEDTAN and self.client_weights != "samples":
             raise ConfigError(
@@ -266,6 +267,8 @@ class RunConfig(RunKeys):
         if self.clients_at_start > first:
             those = "clients" if first == self.clients else "the clients that join-rounds leaves to start with"
             raise ConfigError(f"clients-at-start must not exceed {those}, {first}, but got {self.clients_at_start}")
+        if (sites := int(self["min-sites"])) > self.clients:
+            raise ConfigError(f"min-sites must not exceed clients={self.clients}, but got {sites}")
         if self.min_cohort > (size := self._cohort_at_start()):
             of = f"clients={self.clients}" if first == self.clients and not self.clients_at_start else "those that the run starts with"
             raise ConfigError(f"min-cohort must not exceed a cohort, {size} of {of}, but got {self.min_cohort}")
@@ -353,6 +356,7 @@ class RunConfig(RunKeys):
             planned=training.planned,
             planned_steps=training.most_steps,
             at_clients=self.dataset == SITES,
+            registered=registered_nodes,
         )
 
     def _value(self, kind: type[T], **computed: Any) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -75,15 +76,22 @@ class DataKeys:
     )
     dataset: str = option(
         "digits",
-        f"{', '.join(DATASETS)} (npz and folder: give data-path); package.module:function; sites: every "
+        f"{', '.join(DATASETS)} (npz, folder and csv: give data-path); package.module:function; sites: every "
         "client has its own, named in its node config, and the server none (give classes, channels, image-size)",
         "see fl_bn.data",
     )
     classes: int = of_sites(0, "dataset=sites: number of classes (of other tasks: values, or labels)", ">= 0")
     channels: int = of_sites(0, "dataset=sites: channels of the images", ">= 0")
+    columns_digest: str = of_sites(
+        "",
+        "dataset=sites: digest of the columns.toml that all sites with dataset='csv' must have (`fl-bn data check csv`)",
+        "16 hexadecimal digits",
+        lambda digest: not digest or re.fullmatch("[0-9a-f]{16}", digest) is not None,
+    )
     data_path: str = own_data(
         "",
-        "folder of a public data set or of images, npz files separated by commas (each a domain), or what package.module:function takes",
+        "folder of a public data set, of images or of CSV files, npz or CSV files separated by commas (each a domain), or what "
+        "package.module:function takes",
         "path",
     )
     image_size: int = option(0, "side of the images in pixels; 0: as they are", "0..4096")

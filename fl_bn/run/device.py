@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fl_bn.flower.compat import federation_config
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.keys import known_device
 
@@ -44,6 +45,6 @@ def _device(config: RunConfig, node: Mapping[str, Any] | None) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= seen:
         raise ConfigError(
             f"device={name}, but torch sees {seen or 'no'} GPU in this process. In a simulation, give each client a share of a GPU, by the "
-            "profile local-simulation-gpu or --federation-config 'options.backend.client-resources.num-gpus=0.2'"
+            f"profile local-simulation-gpu or {federation_config({'backend.client-resources.num-gpus': 0.2})}"
         )
     return chosen

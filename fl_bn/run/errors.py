@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A key of the run config is unknown, of a wrong type, out of range, or does not fit another key."""
+    """Signal that a key of the run config is unknown, of a wrong type, out of range, or does not fit another key."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fl_bn.data.csv_files import TableData
 from fl_bn.data.dataset import Dataset
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.errors import ConfigError
@@ -21,6 +22,9 @@ def check_labels(data: Dataset) -> None:
     Raises:
         ConfigError: No sample has label 0.
     """
+    if isinstance(data, TableData):
+        check_rows(data)
+        return
     if kind_of(data.y_train) != LABELS:
         return
     train, test = (torch.bincount(y, minlength=data.classes) for y in (data.y_train, data.y_test))
@@ -39,6 +43,15 @@ def check_labels(data: Dataset) -> None:
             data.classes - 1,
             missing,
         )
+
+
+def check_rows(data: TableData) -> None:
+    """Warn of rows that were left out, of cells without a value, and of classes without a training row."""
+    for note in data.notes:
+        LOGGER.warning("dataset %r: %s", data.name, note)
+    for label, name in enumerate(data.columns.classes):
+        if not bool((data.y_train == label).any()):
+            LOGGER.warning("dataset %r: no training row has the class %r, label %s", data.name, name, label)
 
 
 def missing_classes(counts: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.federation.recalibration import why_not
+from fl_bn.flower.compat import federation_config
 from fl_bn.run.assembly import client_model
 from fl_bn.run.checkpoints import CONFIG
 from fl_bn.run.config import SITES, ConfigError, RunConfig
@@ -97,7 +98,7 @@ def elsewhere(config: RunConfig) -> str:
     keys = {k: v for k, v in config.to_mapping().items() if v != default[k] and k not in ("name", "output", "resume")}
     line = f"flwr run . --run-config {shlex.quote(flower_config(keys))}"
     if config.clients != RunConfig().clients:
-        line += f' --federation-config "options.num-supernodes={config.clients}"'
+        line += f" {federation_config({'num-supernodes': config.clients})}"
     return line
 
 

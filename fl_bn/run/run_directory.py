@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from safetensors.torch import save
 
 from fl_bn.derived import plain_names
 from fl_bn.federation.callbacks import Callback
+from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.flower import RunFailed
 from fl_bn.flower.app.checkpoint import Checkpoint
@@ -211,7 +212,8 @@ class RunDirectory(Callback):
         assert self._history is not None
         counts: dict[int, tuple[int, ...]] = {}
         if self.strategy is not None:
-            self._save_model(self.strategy)
+            if error is None or self.records or self.strategy.statistics.outcomes:  # else nothing was trained or measured
+                self._save_model(self.strategy)
             population = self.strategy.population
             counts = {c.index: c.label_counts for c in population.everyone()} if population else {}
         passes = [] if self.strategy is None else self.strategy.statistics.outcomes
@@ -220,9 +222,29 @@ class RunDirectory(Callback):
         accountant = self.strategy.secure.accountant if self.strategy and self.strategy.secure else None
         privacy = "" if accountant is None else accountant.statement()
         table = disclosure_table(kinds, self.config.called)
-        text = summary(self.config, self.records, error, passes, table, privacy, self.task)
-        durable.write(path / "summary.md", text.encode(), mode=0o666)
         self._write_passes()
+        try:
+            self._draw(path, passes, counts)
+        finally:  # it lists the files that are there
+            absent = [f"{self.config.called.client(index)}: {why}" for index, why in self._absent().items()]
+            about = (self.config, self.records, error, passes, table, privacy, self.task, absent)
+            text = summary(*about, lambda name: name == "run.log" or (path / name).exists())
+            durable.write(path / "summary.md", text.encode(), mode=0o666)
+        self._history.lengths()
+        if error is None:  # the run is complete, so it cannot be resumed
+            for folder in (path / FOLDER, *path.glob("state-*")):
+                shutil.rmtree(folder, ignore_errors=True)
+        LOGGER.info("results: %s", as_typed(path))
+        if error is not None:
+            self._say_how_to_go_on(path, "interrupted" if isinstance(error, KeyboardInterrupt) else "the run failed")
+
+    def _absent(self) -> dict[int, str]:
+        """Return by client why it takes no part in the run."""
+        population = None if self.strategy is None else self.strategy.population
+        return {} if population is None else population.absent
+
+    def _draw(self, path: Path, passes: Sequence[Pass], counts: Mapping[int, tuple[int, ...]]) -> None:
+        """Draw the pictures that the run has numbers for."""
         draws = self.config.pictures and self._can_draw()
         if draws and passes:
             from fl_bn.run.recalibration_picture import draw_passes  # imports matplotlib
@@ -238,13 +260,6 @@ class RunDirectory(Callback):
                 draw_run(self.config, self.records, path / f"{self.task.metric}.png", self.task)
             if counts and all(counts.values()):
                 draw_labels(counts, self.config, path / "labels.png")
-        self._history.lengths()
-        if error is None:  # the run is complete, so it cannot be resumed
-            for folder in (path / FOLDER, *path.glob("state-*")):
-                shutil.rmtree(folder, ignore_errors=True)
-        LOGGER.info("results: %s", as_typed(path))
-        if error is not None:
-            self._say_how_to_go_on(path, "interrupted" if isinstance(error, KeyboardInterrupt) else "the run failed")
 
     def _say_how_to_go_on(self, path: Path, what: str) -> None:
         last = max(self._checkpoints.rounds(), default=0) if self._checkpoints else 0

@@ -19,7 +19,7 @@ from fl_bn.exchange.settings import Certificates, ExchangeSettings
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import ENGINES
 from fl_bn.federation.engines.workers import MOST_THREADS, MOST_WORKERS
-from fl_bn.federation.network import MEMORY_FORMATS
+from fl_bn.federation.network import AUTO, MEMORY_FORMATS
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.settings import LocalTraining, Schedule
@@ -166,9 +166,10 @@ class RunKeys(DataKeys):
         "on a GPU, kernels whose sums have one order, so that the same seed has the same bits; torch warns of layers for which it has none",
     )
     memory_format: str = option(
-        "contiguous",
-        "of the clients' networks; channels-last: torch's faster convolutions on many machines, equal up to the order of sums",
-        MEMORY_FORMATS,
+        AUTO,
+        "of the clients' networks. channels-last: torch's faster convolutions on many machines, equal up to the order of sums. auto: "
+        "channels-last on a CPU for networks with 2-D convolutions, contiguous otherwise",
+        (AUTO, *MEMORY_FORMATS),
     )
     engine: str = option(
         "sequential",
@@ -178,9 +179,9 @@ class RunKeys(DataKeys):
     )
     threads: int = option(1, "CPU threads per process", f"1..{MOST_THREADS}")
     workers: int = option(
-        1,
-        "fl-bn run and sweeps: processes of this machine that compute clients at the same time; 0: as many as there are cores. The results "
-        "have the same bits",
+        0,
+        "fl-bn run and sweeps: processes of this machine that compute clients at the same time. 0: one per core, as soon as the rounds "
+        "that are left are worth their start. The results have the same bits",
         f"0..{MOST_WORKERS}",
     )
     output: str = option("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fl_bn.federation.recalibration import Pass
 from fl_bn.federation.record import RoundRecord
@@ -21,6 +21,8 @@ def summary(
     disclosures: Sequence[str] = (),
     privacy: str = "",
     task: Task = CLASSIFICATION,
+    absent: Sequence[str] = (),
+    is_there: Callable[[str], bool] = lambda name: True,
 ) -> str:
     """Return the summary of a run as Markdown.
 
@@ -32,9 +34,11 @@ def summary(
         disclosures: The lines of the table of disclosures.
         privacy: A sentence on the privacy budget that was spent; empty: no noise was added.
         task: The task of the run.
+        absent: For each client that takes no part in the run, its name and the reason.
+        is_there: Whether the folder of the run has the file with this name. Only such files are listed.
     """
     if config.rounds == 0:
-        return _of_recalibration(config, records, error, passes, disclosures, task)
+        return _of_recalibration(config, records, error, passes, disclosures, task, is_there)
     lines = [f"# {config.method} on {config.dataset}, seed {config.seed}", ""]
     if isinstance(error, KeyboardInterrupt):
         lines += [f"**The run was interrupted** after {len(records)} of {config.rounds} rounds.", ""]
@@ -49,11 +53,12 @@ def summary(
         f"({config.learning_rate_schedule})",
         *_composition(config),
         *_validation(config),
+        *(f"- took no part: {who}" for who in absent),
         *([f"- {privacy}"] if privacy else []),
     ]
     if records:
         lines += _traffic(records)
-    return "\n".join([*lines, "", *disclosures, "Files: " + FILES.format(picture=f"{task.metric}.png"), ""])
+    return "\n".join([*lines, "", *disclosures, _files(FILES, is_there, task), ""])
 
 
 def _of_recalibration(
@@ -63,6 +68,7 @@ def _of_recalibration(
     passes: Sequence[Pass],
     disclosures: Sequence[str],
     task: Task,
+    is_there: Callable[[str], bool],
 ) -> str:
     lines = [f"# Re-calibration under {config.method} on {config.dataset}, seed {config.seed}", ""]
     if error is not None:
@@ -77,18 +83,35 @@ def _of_recalibration(
     ]
     total = sum(c.bytes_down + c.bytes_up for r in records for c in r.clients)
     lines.append(f"- in all {size(total)} of arrays in {sum(r.seconds for r in records):.1f} s of passes")
-    files = "`recalibration.png` to look at; `recalibration.csv`, one line per pass and layer; `rounds.csv` (also `.jsonl`), one line per "
-    return "\n".join(
-        [*lines, "", *disclosures, f"Files: {files}pass; `model.safetensors`, re-calibrated; `config.toml`, `environment.json`.", ""]
-    )
+    return "\n".join([*lines, "", *disclosures, _files(FILES_OF_RECALIBRATION, is_there, task), ""])
 
 
-FILES = (
-    "`{picture}` and `labels.png` to look at; `rounds.csv` (also `.jsonl`) and `clients.csv`, one line per round and client; "
-    "`disclosure.csv`, what left each client; "
-    "`model.safetensors`, the model as evaluated last (`clients/` has one per client where clients keep layers of their own); "
-    "`run.log`; `config.toml`, `environment.json`; `tensorboard/`."
+FILES = (  # each text with the files that it names
+    "`{picture}`, the course of the run",
+    "`labels.png`, the clients' labels",
+    "`rounds.csv` (also `.jsonl`), one line per round",
+    "`clients.csv`, one line per round and client",
+    "`disclosure.csv`, what left each client",
+    "`model.safetensors`, the model as evaluated last (`clients/` has one per client where clients keep layers of their own)",
+    "`run.log`",
+    "`config.toml`",
+    "`environment.json`",
+    "`tensorboard/`",
 )
+FILES_OF_RECALIBRATION = (
+    "`recalibration.png` to look at",
+    "`recalibration.csv`, one line per pass and layer",
+    "`rounds.csv` (also `.jsonl`), one line per pass",
+    "`model.safetensors`, re-calibrated",
+    "`config.toml`",
+    "`environment.json`",
+)
+
+
+def _files(texts: Sequence[str], is_there: Callable[[str], bool], task: Task) -> str:
+    """Return the line with the ``texts`` about files that are there."""
+    about = [text.format(picture=f"{task.metric}.png") for text in texts]
+    return f"Files: {'; '.join(text for text in about if is_there(text.split('`')[1]))}."
 
 
 def _local(config: RunConfig) -> str:

@@ -21,7 +21,7 @@ from fl_bn.run.errors import ConfigError
 
 
 class HasNoEffect(ConfigError):
-    """The user set keys that have no effect in the run.
+    """Signal that the user set keys that have no effect in the run.
 
     Attributes:
         by_key: For each of these keys, the sentence that says why.

@@ -6,7 +6,7 @@ A client is called by the name of its site, or by its number if sites have no na
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from fl_bn.support.names import names_of
@@ -21,10 +21,13 @@ class ClientNames:
     Attributes:
         names: the sites' names, by client index.
         nodes: Flower's node ids, by client index.
+        registered: Returns the sites' names by the nodes that they have now. A site whose key was renewed has
+            another node than at the start of the run.
     """
 
     names: tuple[str, ...] = ()
     nodes: tuple[int, ...] = ()
+    registered: Callable[[], Mapping[int, str]] = dict
 
     def site(self, index: int) -> str:
         """Return the site's name alone; empty if it has none."""
@@ -55,8 +58,22 @@ class ClientNames:
         >>> ClientNames(("east", "west"), (17, 4)).node(4), ClientNames().node(4)
         ('site west', 'node 4')
         """
-        name = self.site(self.nodes.index(node)) if node in self.nodes else ""
+        name = self.site(self.nodes.index(node)) if node in self.nodes else self.registered().get(node, "")
         return f"site {name}" if name else f"node {node}"
+
+    def client_of(self, node: int) -> int | None:
+        """Return the client whose node this is: at the start of the run, or since its site's key was renewed.
+
+        None: it is no client's.
+
+        >>> renewed = ClientNames(("east", "west"), (17, 4), lambda: {17: "east", 9: "west", 5: "north"})
+        >>> [renewed.client_of(node) for node in (17, 4, 9, 5)]
+        [0, 1, 1, None]
+        """
+        if node in self.nodes:
+            return self.nodes.index(node)
+        name = self.registered().get(node, "")
+        return self.names.index(name) if name in self.names else None
 
 
 UNNAMED = ClientNames()

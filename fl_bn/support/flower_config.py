@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 Scalar = str | int | float | bool
 SERVER = "FL_BN_SERVER"  # in the environment of a deployed ServerApp: the server's folder
+NODES = "FL_BN_NODES"  # the same: the file with the node that each site has now
 
 
 def flower_config(values: Mapping[str, Scalar]) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -221,7 +221,7 @@ def run_cells(
 
     Args:
         cells: The cells. Finished ones are left out.
-        jobs: The number of runs at a time.
+        jobs: The number of runs at a time; 0: one per core.
         progress: Called about twice a second with the number of finished rounds and of all rounds.
         running: Called about twice a second with the cells that run.
 
@@ -229,7 +229,9 @@ def run_cells(
         The error of each failed cell, by the name of its folder.
     """
     todo = [cell for cell in cells if not cell.finished()]
-    jobs = at_a_time(jobs, todo)
+    jobs = at_a_time(min(jobs or cores(), len(todo)), todo)
+    if jobs > 1:  # the runs share the cores: none of them starts workers unasked
+        todo = [replace(cell, config=replace(cell.config, workers=cell.config.workers or 1)) for cell in todo]
     total = sum(cell.config.rounds for cell in cells)
     finished = total - sum(cell.config.rounds for cell in todo)
     errors: dict[str, str] = {}
@@ -275,11 +277,11 @@ def run_cells(
 
 
 def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:
-    """Return how many cells to run at a time: ``jobs``, or fewer where each cell has worker processes of its own.
+    """Return how many cells to run at a time: ``jobs``, or fewer where cells ask for worker processes of their own.
 
     Together, the cells then have no more processes than this machine has cores.
     """
-    workers = max((cell.config.workers or cores() for cell in cells), default=1)
+    workers = max((cell.config.workers or 1 for cell in cells), default=1)
     return jobs if workers == 1 else max(1, min(jobs, cores() // workers))
 
 

@@ -159,7 +159,7 @@ class _Sweep:
         self.waiting, self.total, self.jobs, self.gpus, self.shared, self.address = waiting, total, jobs, gpus, shared, address
         self.own = ray.get_runtime_context().get_node_id()  # the node that this process is connected to
         self.finished = total - sum(cell.config.rounds for cell in waiting)
-        self.cpus = max(cell.config.threads * cell.config.workers for cell in waiting)
+        self.cpus = max(cell.config.threads * max(1, cell.config.workers) for cell in waiting)
         self.tasks: dict[Any, Task] = {}
         self.deaths, self.errors = Counter[str](), dict[str, str]()
         self.lost: set[str] = set()  # ids of nodes

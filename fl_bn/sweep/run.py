@@ -18,7 +18,6 @@ from fl_bn.sweep.file import Sweep
 
 FILE = "sweep.toml"
 ENGINES = ("in-process", "ray")
-JOBS = 2  # the default number of runs at a time on this machine
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Place:
 
     Attributes:
         engine: ``in-process`` for processes of this machine, or ``ray`` for the nodes of a Ray cluster.
-        jobs: The number of runs at a time; 0: ``JOBS`` in process, and on Ray as many as the nodes have room for.
+        jobs: The number of runs at a time; 0: one per core in process, and on Ray as many as the nodes have room for.
         address: The address of the Ray cluster, HOST:PORT; empty: found as ``cluster.run_cells`` says.
         gpus: The share of a GPU that each run gets on Ray.
 
@@ -58,7 +57,7 @@ class Place:
             The error of each failed cell, by its name.
         """
         if self.engine == "in-process":
-            return run_cells(cells, self.jobs or JOBS, progress, running)
+            return run_cells(cells, self.jobs, progress, running)
         from fl_bn.sweep import cluster  # imports Ray
 
         return cluster.run_cells(cells, self.jobs, progress, running, address=self.address, gpus=self.gpus)

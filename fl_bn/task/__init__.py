@@ -31,6 +31,7 @@ from fl_bn.task.classification import CLASS, IGNORE, MEAN_IOU, Classification, S
 from fl_bn.task.find import AUTO, CLASSIFICATION, TASKS, find_task
 from fl_bn.task.metric_state import MetricState
 from fl_bn.task.multi_label import MultiLabel
+from fl_bn.task.ranking import ClassificationAUC
 from fl_bn.task.regression import Regression
 from fl_bn.task.targets import LABEL_SETS, LABELS, MASKS, VALUES, kind_of, tensors_in, to_device
 from fl_bn.task.task import ANY, SHARE, Range, Task
@@ -49,6 +50,7 @@ __all__ = [
     "TASKS",
     "VALUES",
     "Classification",
+    "ClassificationAUC",
     "MetricState",
     "MultiLabel",
     "Range",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from fl_bn.support.user_code import Modules, function
 from fl_bn.task.classification import Classification, Segmentation
 from fl_bn.task.multi_label import MultiLabel
+from fl_bn.task.ranking import ClassificationAUC
 from fl_bn.task.regression import Regression
 from fl_bn.task.targets import LABELS, MASKS, VALUES
 from fl_bn.task.task import Task
 
 AUTO, OWN = "auto", "package.module:function"
 CLASSIFICATION = Classification()
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Segmentation, Regression, MultiLabel)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, ClassificationAUC, Segmentation, Regression, MultiLabel)}
 
 
 def find_task(name: str, kind: str | None = None, modules: Modules | None = None) -> Task:

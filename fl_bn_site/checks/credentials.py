@@ -14,6 +14,8 @@ from fl_bn_site.folders import ServerFolder
 from fl_bn_site.membership import ago
 from fl_bn_site.verify import verify
 
+RENEW = "renew it on this machine (`fl-bn kit renew`)"
+
 
 def kit_files(folder: Path) -> Iterator[Finding]:
     """Yield a finding for each check of ``fl-bn kit verify`` on ``folder``.
@@ -24,12 +26,13 @@ def kit_files(folder: Path) -> Iterator[Finding]:
         yield Finding("ok", "kit", check.subject) if check.ok else Finding("fail", "kit", f"not so: {check.subject}", check.remedy)
 
 
-def expiry(certificates: Iterable[Path], clock: Clock = now) -> Finding:
+def expiry(certificates: Iterable[Path], clock: Clock = now, mend: str = RENEW) -> Finding:
     """Check how long the certificates are still valid.
 
     Args:
         certificates: Certificate files, at least one.
         clock: Returns the current time.
+        mend: What to do where one expires, and on which machine.
 
     Returns:
         A finding about the certificate that expires first: a failure where it has expired, a warning where it
@@ -44,9 +47,9 @@ def expiry(certificates: Iterable[Path], clock: Clock = now) -> Finding:
     first = min(ends, key=ends.__getitem__)
     text = f"{first} is the first to expire, in {ends[first]:.0f} days"
     if ends[first] <= 0:
-        return Finding("fail", "expiry", f"{first} expired {ago(math.floor(ends[first]))}", "renew it: no site can connect before that")
+        return Finding("fail", "expiry", f"{first} expired {ago(math.floor(ends[first]))}", f"{mend}: no site can connect before that")
     if ends[first] < SOON.days:
-        return Finding("warn", "expiry", text, "renew it before that day: no site can connect afterwards")
+        return Finding("warn", "expiry", text, f"{mend} before that day: no site can connect afterwards")
     return Finding("ok", "expiry", text)
 
 

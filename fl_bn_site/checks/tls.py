@@ -32,7 +32,7 @@ UNEASY = (2.5, 150.0)  # seconds ahead and behind from which there is a warning:
 
 
 class FarApart(LookupError):
-    """The server accepts no time stamp that was tried, so the two clocks are too far apart to measure the difference."""
+    """Signal that the two clocks are too far apart to measure the difference: the server accepts no time stamp that was tried."""
 
 
 Clock = Callable[[], datetime]
@@ -65,7 +65,10 @@ def handshake(host: str, port: int, authority: Path, clock: Clock = now) -> Find
     except (ssl.SSLError, ConnectionError) as error:
         what = f"{place} accepts connections, but does not speak TLS: {error.strerror or error}"
         return Finding(
-            "fail", check, what, "check that this is the SuperLink's fleet port, and that `fl-bn start` has started the SuperLink"
+            "fail",
+            check,
+            what,
+            "check at `superlink` in site.toml that this is the server's fleet port, and on the server that `fl-bn start` runs",
         )
     text = f"{version}, {place} has a certificate for {host}, signed by {authority.name}, until {_day(certificate.not_valid_after_utc)}"
     if certificate.not_valid_after_utc - clock() < SOON:
@@ -146,7 +149,7 @@ def clock(authority: Path, skew: Callable[[], float] | None, here: Clock = now) 
     weak = f"this clock shows {here():%Y-%m-%d %H:%M:%S} UTC, after {authority.name} was made ({_day(begins)}); the server's is unknown"
     if skew is None:
         return Finding("ok", check, f"{weak}, since the server cannot be reached")
-    mend = "set this clock or the server's by a time service (chrony, systemd-timesyncd)"
+    mend = "set the clock that is wrong, of this machine or of the server, by a time service (chrony, systemd-timesyncd)"
     try:
         behind = skew()
     except FarApart:

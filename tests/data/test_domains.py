@@ -42,7 +42,7 @@ def test_what_is_not_there() -> None:
     for part in (without_domain, only_domain):
         with pytest.raises(ValueError, match="dataset 'made-up' has no domain 'd'; it has: a, b, c"):
             part(data(), "d")
-        with pytest.raises(ValueError, match="has no domains, so there is no domain 'a': give several npz files"):
+        with pytest.raises(ValueError, match="has no domains, so there is no domain 'a': give several npz or CSV files"):
             part(replace(data(), domain_train=None, domain_test=None, domains=()), "a")
     with pytest.raises(ValueError, match="domain b has no test samples"):
         only_domain(data(test="aacc"), "b")

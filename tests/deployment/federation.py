@@ -61,6 +61,24 @@ def processes(*words: str) -> list[int]:
     return sorted(found)
 
 
+def message_processes(federation: Federation, site: str) -> list[int]:
+    """Processes of a site that work on a message: below its host and the cold process, each below one that watches it."""
+    pids = federation.find("clientapp", site)
+    parents = {pid: int(stat.rpartition(")")[2].split()[1]) for pid in pids if (stat := _stat(pid))}
+
+    def depth(pid: int) -> int:
+        return 1 + depth(parents[pid]) if pid in parents else 0
+
+    return [pid for pid in parents if depth(pid) >= 4 and pid not in parents.values()]
+
+
+def _stat(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+
+
 def wait_until(what: str, done: Callable[[], Any], timeout: float = 60.0, pause: float = 0.1) -> Any:
     end = time.monotonic() + timeout
     while not (result := done()):
@@ -140,10 +158,10 @@ class Federation:
     def start_all(self) -> None:
         """The server, then the sites once it has registered their keys."""
         self.start("server")
-        wait_until("registration", lambda: self.log("server", "register").count("registered") >= len(self.sites), 120)
+        wait_until("registration", lambda: self.log("server", "register").count("registered") >= len(self.sites), 300)
         self.start(*(f"sites/{site}" for site in self.sites))
         for site in self.sites:
-            wait_until(f"site {site} is connected", partial(self._connected, site))
+            wait_until(f"site {site} is connected", partial(self._connected, site), 240)
 
     def membership(self, command: str, name: str, *options: str, code: int = 0) -> str:
         """What ``fl-bn kit COMMAND`` says of the site ``name``."""

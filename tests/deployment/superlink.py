@@ -50,7 +50,7 @@ class SuperLink:
         if self.refuses:
             raise ControlError(self.refuses)
         values = parse_overrides(config)
-        self.known.append(Submitted(len(self.known) + 1, "running", values, THEN, None, THEN))
+        self.known.append(Submitted(len(self.known) + 1, "running", values, THEN, None, THEN, code="c0de"))
         if self.killed_at == "after":
             raise KeyboardInterrupt
         return str(len(self.known))

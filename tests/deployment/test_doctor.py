@@ -128,7 +128,7 @@ def nobody(kit: Path) -> None:
         (lambda kit: tls_servers.reissue(kit, ["localhost", "127.0.0.1"], begins=-9, ends=-2), "", "expiry", "expired 2 days ago"),
         (lambda kit: tls_servers.reissue(kit, ["127.0.0.1"]), "", "kit", "server.crt is for superlink = localhost"),
         (lambda kit: tls_servers.write_line(kit / "server" / "server.toml", "state", "ca.crt"), "", "state", "cannot be written"),
-        (elsewhere, "", "superlink name", "no-such-host.invalid has no address"),
+        (elsewhere, "", "superlink name", "the name no-such-host.invalid cannot be resolved to an address"),
         (everyone, "", "site keys", "A and B have the same public key"),
         (nobody, "", "site keys", "B.pub"),
         (lambda kit: None, "clients=3", "clients", "clients=3, but server.toml names 2 sites"),

@@ -28,9 +28,9 @@ from tests.listed import listed
 
 
 def test_a_finding_says_what_to_do_unless_all_is_well() -> None:
-    with pytest.raises(ValueError, match="expected what to do with a warning or a failure, and with no other status"):
+    with pytest.raises(ValueError, match="a warning or a failure must say what to do, and no other status may"):
         Finding("warn", "disk", "it is full")
-    with pytest.raises(ValueError, match="expected what to do with a warning or a failure, and with no other status"):
+    with pytest.raises(ValueError, match="a warning or a failure must say what to do, and no other status may"):
         Finding("ok", "disk", "it is empty", "fill it")
     assert str(Finding("warn", "disk", "it is\nfull", "empty  it")) == "warn  disk: it is full -> empty it"
     assert guard("disk", lambda: Finding("ok", "disk", "fine")).status == "ok"
@@ -191,7 +191,7 @@ def test_the_ports_of_fedtan_s_runs() -> None:
     assert (said().status, f"{first} to {first + 2} (its lines)" in said().text) == ("ok", True)
     with socket.create_server(("", first + 1)):
         some = said()
-        assert (some.status, "2 of 3 ports are left" in some.text, f"0.0.0.0:{first + 1} (its lines) is taken" in some.text) == (
+        assert (some.status, "only 2 of 3 ports can be used" in some.text, f"0.0.0.0:{first + 1} (its lines) is taken" in some.text) == (
             "warn",
             True,
             True,

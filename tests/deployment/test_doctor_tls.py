@@ -41,8 +41,8 @@ def test_a_good_certificate(kit: Path) -> None:
 @pytest.mark.parametrize(
     ("hosts", "begins", "ends", "status", "words"),
     [
-        (["localhost"], -9, 40, "ok", "vouches for"),
-        (["localhost"], -9, 20, "warn", "vouches for"),
+        (["localhost"], -9, 40, "ok", "has a certificate for localhost, signed by ca.crt"),
+        (["localhost"], -9, 20, "warn", "has a certificate for localhost, signed by ca.crt"),
         (["localhost"], -9, -1, "fail", "expired on"),
         (["localhost"], 2, 9, "fail", "is not valid before"),
         (["elsewhere.example.org"], -9, 40, "fail", "is not for localhost, but for elsewhere.example.org"),

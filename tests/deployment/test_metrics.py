@@ -77,8 +77,8 @@ def test_what_prometheus_is_told() -> None:
 def test_health_says_what_is_wrong() -> None:
     assert health(STATUS)["ok"]
     assert health(STATUS)["sites"][0]["name"] == "east"
-    assert health(replace(STATUS, expires=-3))["problem"] == "a certificate ended 2 days ago"
-    assert health(replace(STATUS, expires=-1))["problem"] == "a certificate ended less than a day ago"
+    assert health(replace(STATUS, expires=-3))["problem"] == "a certificate expired 2 days ago"
+    assert health(replace(STATUS, expires=-1))["problem"] == "a certificate expired less than a day ago"
     assert not health(None, "away")["ok"]
 
 

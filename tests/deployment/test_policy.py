@@ -92,7 +92,7 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
     only.check_code(fab(same), package)
     for other, words in (
         ({**same, "fl_bn/methods/hbn.py": "x = 2\n"}, "the file fl_bn/methods/hbn.py of the run differs from this site's"),
-        ({**same, "fl_bn/new.py": ""}, "another fl_bn/new.py"),
+        ({**same, "fl_bn/new.py": ""}, "the file fl_bn/new.py of the run differs from this site's"),
         ({"other/app.py": ""}, "an app that is not fl-bn's"),
     ):
         with pytest.raises(NotAllowed, match=words):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ import pytest
 from fl_bn_site import queue as module
 from fl_bn_site.control import ANSWER
 from fl_bn_site.folders import FolderError, ServerFolder
-from fl_bn_site.queue import NameTaken, Queue
-from fl_bn_site.queue_store import LOCK_TIMEOUT, STARTED
+from fl_bn_site.queue import NameTaken, Queue, whoami
+from fl_bn_site.queue_store import DROPPED, LOCK_TIMEOUT, STARTED
 from tests.deployment.superlink import named, states
 
 
@@ -65,9 +67,9 @@ def test_server_toml_says_how_many_runs_at_a_time(server: ServerFolder, superlin
     for name in ("one", "two", "three"):
         queue.add(named(name))
     assert queue.dispatch(superlink) == {3: "one, two are going on, and at most 2 may run at a time"}
-    for wrong in ("parallel = 0", "exchange-ports = 65000"):
+    for wrong, words in (("parallel = 0", r"parallel must be 1\.\.1024"), ("exchange-ports = 65000", "must be below 65536, but is")):
         file.write_text(text.replace(wrong.split("=")[0] + "= " + {"p": "1", "e": "4"}[wrong[0]], wrong))
-        with pytest.raises(FolderError, match=r"parallel must be 1\.\.1024|must stay below 65536"):
+        with pytest.raises(FolderError, match=words):
             ServerFolder.read(server.path)
 
 
@@ -84,7 +86,32 @@ def test_numbers_are_not_given_twice(server: ServerFolder) -> None:
     mine = [queue.add(named(name)) for name in ("x", "y")][-1]
     assert queue.remove(mine)
     assert queue.add(named("y")).number == 3
-    assert (queue.store.find(mine.number), queue.remove(mine)) == (None, False)
+    dropped = queue.store.find(mine.number)
+    assert dropped is not None
+    assert (dropped.state, queue.remove(mine)) == (DROPPED, False)
+    assert dropped.why.startswith(f"taken out of the queue by {whoami()} at 20")
+
+
+def test_an_entry_says_who_submitted_it_and_which_code_the_sites_received(server: ServerFolder, superlink: Any) -> None:
+    queue = Queue(server)
+    entry = queue.add(named("x"))
+    assert (entry.submitter, entry.code) == (whoami(), "")
+    queue.dispatch(superlink)
+    started = queue.store.find(entry.number)
+    assert started is not None
+    assert (started.state, started.code) == (STARTED, "c0de")
+
+
+def test_a_queue_of_the_first_version_gets_the_new_columns(server: ServerFolder) -> None:
+    queue = Queue(server)
+    queue.add(named("x"))
+    with closing(sqlite3.connect(queue.store.path)) as connection:
+        for name in ("submitter", "code"):
+            connection.execute(f"ALTER TABLE runs DROP COLUMN {name}")
+        connection.execute("PRAGMA user_version = 1")
+        connection.commit()
+    queue.add(named("y"))
+    assert [(entry.name, entry.submitter) for entry in queue.store.entries()] == [("x", ""), ("y", whoami())]
 
 
 def test_the_lock_is_waited_for_longer_than_a_start_takes() -> None:

@@ -233,9 +233,9 @@ def test_a_database_of_a_newer_version_is_refused(server: ServerFolder) -> None:
     queue = Queue(server)
     queue.add(named("one"))
     with closing(sqlite3.connect(queue.store.path)) as connection:
-        connection.execute("PRAGMA user_version = 2")
+        connection.execute("PRAGMA user_version = 3")
     for look in (queue.waiting, lambda: queue.add(named("two"))):
-        with pytest.raises(QueueError, match=r"queue\.db was written by a newer fl-bn \(version 2; this one reads 1\)"):
+        with pytest.raises(QueueError, match=r"queue\.db was written by a newer fl-bn \(version 3; this one reads 2\)"):
             look()
 
 

@@ -18,6 +18,7 @@ from fl_bn.run.config import ConfigError
 from fl_bn.support.flower_config import Scalar
 from fl_bn_site.control import ControlError
 from fl_bn_site.folders import ServerFolder
+from fl_bn_site.queue import Queue, whoami
 from fl_bn_site.registered import Submitted
 from fl_bn_site.runs import NoSuchRun, NotHere, abort, fetch, list_runs
 from fl_bn_site.submit import resume, submit
@@ -61,6 +62,24 @@ def test_resume_reads_the_stored_config_and_the_sites_as_they_are_now(server: Se
         resume(server, "died")
     with pytest.raises(ConfigError, match="no run in .* has a checkpoint"):
         resume(server, "")
+
+
+def test_a_run_with_whose_folder_another_went_on_has_not_that_one_s_rounds(server: ServerFolder, superlink: Any) -> None:
+    interrupted_run(server, superlink)
+    superlink.known.append(Submitted(2, "running", {"resume": "died"}, THEN + timedelta(seconds=60), None, THEN + timedelta(seconds=60)))
+    assert [(run.id, run.state, run.round) for run in list_runs(server)] == [("2", "running", 2), ("1", "resumed", None)]
+    shown = CliRunner().invoke(app, ["runs", str(server.path)])
+    assert "2/9" in shown.output
+    assert "/9" not in shown.output.replace("2/9", "")
+
+
+def test_a_run_that_was_dropped_is_in_the_list_with_who_did_it(server: ServerFolder, superlink: Any) -> None:
+    queue = Queue(server)
+    queue.add({"name": "never", "rounds": 1})
+    abort(server, "never")
+    (run,) = list_runs(server)
+    assert (run.name, run.state, run.submitter) == ("never", "dropped", whoami())
+    assert f"by {whoami()}" in run.why
 
 
 def test_resume_without_a_site_that_took_part_says_which(server: ServerFolder, superlink: Any) -> None:

@@ -69,9 +69,30 @@ def test_what_people_and_programs_read(server: ServerFolder) -> None:
     write_rounds(server.results / "first", 4)
     shown = CliRunner().invoke(app, ["status", str(server.path)], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
-    assert all(word in shown.output for word in ("north", "not registered", "4 / 10", "2 of 2", "12 s"))
+    assert all(word in shown.output for word in ("north", "not registered", "4/10", "2/2", "12 s"))
     told = CliRunner().invoke(app, ["status", str(server.path), "--json"])
     assert json.loads(told.output)["runs"][0]["round"] == 4
+
+
+@pytest.mark.parametrize("columns", [80, 120, 0])
+def test_no_width_cuts_a_name_or_a_state(server: ServerFolder, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """0: a pipe, which has no width. Before, 80 columns made ``finish...`` of every end, and dots of names."""
+    name = "20261122-235100-fedbn-digits-seed0-resumed"
+    why = "its process was killed by SIGKILL: out of memory"
+    write_rounds(server.results / name, 4, accuracy=0.5, clients=[{"client": 0, "refused": ""}, {"client": 1, "refused": why}])
+    config = {"name": name, "rounds": 10, "output": str(server.results), "client-nodes": "12,11"}
+    monkeypatch.setattr(Control, "runs", lambda self: [Submitted(5, "finished:completed", config, SEEN, SEEN)])
+    environment = {"COLUMNS": str(columns)} if columns else {"COLUMNS": None}
+    output = CliRunner().invoke(app, ["status", str(server.path)], env=environment).output
+    assert "\N{HORIZONTAL ELLIPSIS}" not in output
+    assert "completed" in output
+    if columns:
+        assert max(map(len, output.splitlines())) <= columns
+        rows = output[output.index("status") : output.index("not used")].splitlines()[1:-1]
+        assert "".join(row.split()[0] for row in rows) == name
+    else:
+        assert name in output
+        assert why in output
 
 
 @pytest.mark.parametrize("as_json", [["--json"], []])

@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from fl_bn.cli.main import app
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn_site import submit as submit_module
+from fl_bn_site.control import ControlError
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.membership import add_site, remove_site
-from fl_bn_site.queue import NameTaken, Queue
+from fl_bn_site.queue import NameTaken, Queue, whoami
 from fl_bn_site.queue_store import LOCK, WAITING, NoQueue, QueueError, QueueStore
 from fl_bn_site.registered import Submitted
 from fl_bn_site.runs import abort, list_runs
@@ -56,7 +57,7 @@ def test_a_submit_that_is_interrupted_leaves_its_run_in_the_queue(
     assert said[-1] == f"  fl-bn abort {server.path} mine"
     assert [(run.name, run.state) for run in list_runs(server)] == [("mine", WAITING), ("other", "running")]
     assert abort(server, "mine") == "mine was taken out of the queue before it began"
-    assert [run.name for run in list_runs(server)] == ["other"]
+    assert [(run.name, run.state) for run in list_runs(server)] == [("mine", "dropped"), ("other", "running")]
 
 
 @pytest.mark.parametrize(("owner", "where"), [(Queue, "dispatch"), (QueueStore, "find"), (Queue, "waiting")])
@@ -121,7 +122,23 @@ def test_a_submit_whose_run_was_taken_out_follows_no_other(server: ServerFolder,
     monkeypatch.setattr("fl_bn_site.submit.time.sleep", another)
     said: list[str] = []
     assert not submit(server, "name='mine' rounds=1", say=said.append)
-    assert said == ["mine waits: other is going on, and at most 1 may run at a time", "mine was taken out of the queue"]
+    assert said[0] == "mine waits: other is going on, and at most 1 may run at a time"
+    assert said[1].startswith(f"mine was taken out of the queue by {whoami()} at ")
+
+
+def test_an_outage_is_said_once_and_its_end(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, answers = superlink.status, [ControlError("away")] * 30
+
+    def away(run: str) -> str:
+        if answers:
+            raise answers.pop()
+        return str(status(run))
+
+    monkeypatch.setattr(superlink, "status", away)
+    said: list[str] = []
+    assert submit(server, "name='mine' rounds=1", say=said.append)
+    assert [line for line in said if "away" in line] == ["away; trying again for up to 600 s"]
+    assert said.count("the SuperLink at h:1 answers again") == 1
 
 
 def test_a_folder_that_may_not_be_written_to_has_no_queue(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:

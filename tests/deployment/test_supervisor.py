@@ -87,6 +87,26 @@ def test_a_steady_program_starts_again_at_once_however_often_it_ended(tmp_path: 
     assert sum("again in 0.05 s" in line for line in said) >= 5
 
 
+def test_a_program_starts_again_when_a_file_that_it_has_read_changes(tmp_path: Path) -> None:
+    """A site's new key. While the file is away, nothing happens."""
+    key, starts = tmp_path / "site.key", tmp_path / "starts"
+    key.write_text("old")
+    code = f"import time; print(open({str(key)!r}).read(), file=open({str(starts)!r}, 'a')); time.sleep(60)"
+    steps: list[str] = []
+
+    def done() -> bool:
+        if not steps and lines(starts) == ["old"]:
+            key.unlink()
+            steps.append("away")
+            time.sleep(0.5)
+            assert lines(starts) == ["old"]
+            key.write_text("new")
+        return lines(starts) == ["old", "new"]
+
+    said = supervised([command("supernode", code, tmp_path, reads=(key,))], tmp_path, done)
+    assert f"supernode is started again, since {key} has changed" in said
+
+
 def test_what_has_done_its_work_is_not_started_again(tmp_path: Path) -> None:
     once = command("once", "print('done')", tmp_path, once=True)
     other = command("other", "", tmp_path)

@@ -105,11 +105,12 @@ def _run_config(text: str) -> None:
 
 
 def _flwr(arguments: list[str]) -> None:
-    assert arguments[0] in ("run", "ls", "stop", "log"), f"flwr {arguments[0]}"
+    assert arguments[0] in ("run", "ls", "stop", "log", "config"), f"flwr {arguments[0]}"
     if "--run-config" in arguments:
         _run_config(arguments[arguments.index("--run-config") + 1])
     federations = {"deployment", *_project()["tool"]["flwr"]["federations"]}
-    named = [word for word in arguments[1:3] if re.fullmatch(r"[a-z-]+", word) and not word.startswith("-")]
+    words = () if arguments[0] == "config" else arguments[1:3]
+    named = [word for word in words if re.fullmatch(r"[a-z-]+", word) and not word.startswith("-")]
     assert set(named) <= federations, f"pyproject.toml has no federation {named}"
 
 
@@ -134,7 +135,7 @@ def _python(arguments: list[str]) -> None:
 
 
 def _pip(arguments: list[str]) -> None:
-    assert arguments[0] == "install", arguments
+    assert arguments[0] in ("install", "wheel"), arguments
     extras = set(_project()["project"]["optional-dependencies"])
     for word in arguments:
         if found := re.search(r"\[(.*?)\]", word):

@@ -12,9 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("fl_bn", "fl_bn_site", "experiments", "benchmarks", "server_app", "client_app")
-NOT_YET = (  # packages and files whose docstrings still begin otherwise: remove an entry once it is clean, until none is left
-    "fl_bn/data/", "fl_bn_site/",
-)  # fmt: skip
 QUESTIONS = {"how", "what", "when", "where", "whether", "which", "who", "whose", "why"}
 ARTICLES = {"a", "all", "an", "both", "each", "every", "no", "none", "one", "some", "that", "the", "these", "this", "those", "two"}
 PREPOSITIONS = {
@@ -58,7 +55,7 @@ def offenders(paths: Iterable[Path]) -> list[str]:
 
 def test_docstrings_begin_with_an_imperative_verb() -> None:
     files = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
-    assert offenders(path for path in files if not path.relative_to(ROOT).as_posix().startswith(NOT_YET)) == []
+    assert offenders(files) == []
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_segmentation(capsys: pytest.CaptureFixture[str]) -> None:
     assert ious[-1] > max(0.5, ious[0])
 
 
+@pytest.mark.slow
 def test_the_notebook() -> None:
     import nbformat
     from nbclient import NotebookClient

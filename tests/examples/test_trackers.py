@@ -14,6 +14,7 @@ import pytest
 from tests.experiment.terminal import COMMAND, ENVIRONMENT, ROOT
 from tests.integration.runs import TINY, table
 
+pytestmark = pytest.mark.slow
 TRACKERS = ROOT / "examples" / "trackers"
 needs = {
     name: pytest.mark.skipif(find_spec(name) is None, reason=f"{package} is not installed: pip install -c constraints.txt {package}")

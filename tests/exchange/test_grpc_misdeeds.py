@@ -108,7 +108,7 @@ MISDEEDS = {
     ),
     "batch": refused(
         encode_request(Join(LARGEST_COUNT + 1)),
-        "expected a batch of at most 9007199254740992 samples, but got 9007199254740993",
+        "expected a batch of 0 to 9007199254740992 samples, but got 9007199254740993",
         joins=False,
     ),
     "garbage": refused(b"\xff" * 99, "expected a request in the format of exchange.proto, but got 99 bytes that cannot be read as one"),

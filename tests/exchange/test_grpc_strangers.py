@@ -122,7 +122,7 @@ def test_hundreds_of_strangers_at_once_do_not_hold_the_round_up(service: Exchang
             part.result(SOON)
     assert codes == [UNKNOWN] * number
     assert 10 <= log.text.count("exchange: refused a connection from") <= 20  # nobody fills the log by knocking
-    assert f"(number {number})" in log.text
+    assert f"(refusal {number} of this round)" in log.text
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(range(256)) * 64], ids=len)

@@ -48,32 +48,36 @@ REFUSED = {
     "values before joining": Case(False, (GOOD,), r"the client sent its values of stem.bn \(mean\) before it had joined the round"),
     "joining twice": Case(True, (Join(3),), "the client joined the round twice"),
     "sitting out after joining": Case(True, (Join(0),), "the client joined the round twice"),
-    "a negative batch": Case(False, (Join(-1),), "expected a batch of at most 9007199254740992 samples, but got -1"),
+    "a negative batch": Case(False, (Join(-1),), "expected a batch of 0 to 9007199254740992 samples, but got -1"),
     "a huge batch": Case(False, (Join(LARGEST_COUNT + 1),), "expected a batch of .*, but got 9007199254740993"),
     "an unknown layer": Case(
         True,
         (local(1.0, 1.0, layer="head.bn"),),
         r"head.bn \(mean\): the server's model has no such BatchNorm layer; it has 2 \(stem.bn, .*\)",
     ),
-    "too narrow": Case(True, (local(1.0),), r"\(mean\): expected shape \(2,\) and torch.float64, but got shape \(1,\) and torch.float64"),
+    "too narrow": Case(
+        True, (local(1.0),), r"stem.bn \(mean\): expected shape \(2,\) and torch.float64, but got shape \(1,\) and torch.float64"
+    ),
     "too wide": Case(
         True,
         (local(1.0, 1.0, quantity=MOMENTS),),
         r"stem.bn \(moments\): expected shape \(4,\) and torch.float64, but got shape \(2,\) and torch.float64",
     ),
     "no vector": Case(
-        True, (Local(Key(WIDE, MEAN, 1), torch.ones(2, 1).double(), 1),), r"\(mean, call 2\): expected shape .*, but got shape \(2, 1\)"
+        True, (Local(Key(WIDE, MEAN, 1), torch.ones(2, 1).double(), 1),), r"stem.bn \(mean, call 2\): expected shape \(2,\) .* \(2, 1\)"
     ),
     "another dtype": Case(
         True, (local(1.0, 1.0, dtype=torch.float32),), r"expected shape \(2,\) and torch.float64, but got shape \(2,\) and torch.float32"
     ),
     "a wider dtype": Case(
-        True, (local(1.0, 1.0, 1.0, layer=NARROW),), r"model \(mean\): expected .* torch.float32, but got .* and torch.float64"
+        True, (local(1.0, 1.0, 1.0, layer=NARROW),), r"the model \(mean\): expected shape \(3,\) and torch.float32, .* torch.float64"
     ),
     "whole numbers": Case(True, (local(1, 1, dtype=torch.int64),), "and torch.float64, but got .* and torch.int64"),
-    "a count of 0": Case(True, (local(1.0, 1.0, count=0),), r"\(mean\): expected 1 to 9007199254740992 activations per channel, but got 0"),
+    "a count of 0": Case(
+        True, (local(1.0, 1.0, count=0),), r"stem.bn \(mean\): expected 1 to 9007199254740992 activations per channel, but got 0"
+    ),
     "a negative count": Case(True, (local(1.0, 1.0, count=-5),), "expected 1 to 9007199254740992 activations per channel, but got -5"),
-    "a huge count": Case(True, (local(1.0, 1.0, count=LARGEST_COUNT + 1),), "expected 1 to .*, but got 9007199254740993"),
+    "a huge count": Case(True, (local(1.0, 1.0, count=LARGEST_COUNT + 1),), "expected 1 to 9007199254740992 .*, but got 9007199254740993"),
     "NaN": Case(True, (local(1.0, NAN),), r"stem.bn \(mean\): 1 of 2 values are not finite \(NaN or Inf\)"),
     "Inf": Case(True, (local(-INF, INF, 1.0, 1.0, quantity=GRADIENTS),), r"stem.bn \(gradients\): 2 of 4 values are not finite"),
     "a NaN variance": Case(True, (local(1.0, 1.0, NAN, 1.0, quantity=MOMENTS),), "1 of 4 values are not finite"),

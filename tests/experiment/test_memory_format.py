@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_bn.flower import run_in_process
 from fl_bn.run.assembly import network
 from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.memory_layout import memory_format
+from tests.listed import listed
 
 TINY = {
     "model": "digits-cnn-small", "clients": 3, "rounds": 2, "local-steps": 2, "batch-size": 8, "evaluate-every": 2, "pictures": False,
@@ -49,9 +51,54 @@ def test_a_run_is_the_same_up_to_the_order_of_sums(keys: dict[str, object], tmp_
 
 def test_the_clients_networks_lie_so() -> None:
     cpu = torch.device("cpu")
-    for layout, contiguous in (("contiguous", True), ("channels-last", False)):
+    for layout, contiguous in (("contiguous", True), ("channels-last", False), ("auto", False)):
         weights = [p for p in network(RunConfig(memory_format=layout), cpu).original.parameters() if p.dim() == 4]
         assert [w.is_contiguous() for w in weights] == [contiguous] * 3
+
+
+class Flattened(nn.Module):
+    """A network of a user's own: ``view`` needs the usual layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4 * 6 * 6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x))
+        return self.head(x.view(x.shape[0], -1))
+
+
+@listed(
+    ("network", "image", "device", "wanted"),
+    [
+        pytest.param(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten()), (1, 8), "cpu", torch.channels_last, id="convolutions"),
+        pytest.param(nn.Sequential(nn.ConvTranspose2d(1, 4, 3), nn.Flatten()), (1, 8), "cpu", torch.channels_last, id="transposed"),
+        pytest.param(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), (1, 8), "cpu", torch.contiguous_format, id="none"),
+        pytest.param(nn.Sequential(nn.Conv1d(3, 4, 3), nn.Flatten()), (3, 8), "cpu", torch.contiguous_format, id="sequences"),
+        pytest.param(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten()), (1, 8), "cuda", torch.contiguous_format, id="GPU"),
+        pytest.param(Flattened(), (1, 8), "cpu", torch.contiguous_format, id="view"),
+    ],
+)
+def test_auto_takes_channels_last_where_it_is_faster_and_works(
+    network: nn.Module, image: tuple[int, int], device: str, wanted: torch.memory_format, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "flwr")
+    before = {name: (tensor.clone(), tensor.stride()) for name, tensor in network.state_dict().items()}
+    draws = torch.get_rng_state()
+    assert memory_format("auto", network, image, torch.device(device)) is wanted
+    assert network.training
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert all(torch.equal(t, before[name][0]) and t.stride() == before[name][1] for name, t in network.state_dict().items())
+    assert ("stays contiguous, because it fails in channels-last: view size" in caplog.text) == isinstance(network, Flattened)
+    assert memory_format("channels-last", network, image, torch.device(device)) is torch.channels_last  # control: as it was asked for
+
+
+def test_auto_is_the_default_and_has_the_bits_of_what_it_chooses(tmp_path: Path) -> None:
+    unsaid, last, usual = (run(tmp_path, name, **keys) for name, keys in (
+        ("unsaid", {}), ("last", {"memory-format": "channels-last"}), ("usual", {"memory-format": "contiguous"}),
+    ))  # fmt: skip
+    assert all(torch.equal(unsaid[name], tensor) for name, tensor in last.items())
+    assert any(not torch.equal(unsaid[name], tensor) for name, tensor in usual.items())  # control
 
 
 def test_another_name_is_refused() -> None:

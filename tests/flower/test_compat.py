@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -102,7 +103,7 @@ def test_the_superlink_does_not_start_on_another_flower(tmp_path: Path) -> None:
 
 
 def test_the_requirements_are_the_versions_that_serve() -> None:
-    """The library's is wide; deployments and ``flwr run`` start and repair Flower's own programs."""
+    """The library's is wide; deployments start and repair Flower's own programs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     versions = ("1.24.9", "1.25.0", "1.25.9", "1.26.0", "1.42.0", "2.0")
@@ -111,9 +112,44 @@ def test_the_requirements_are_the_versions_that_serve() -> None:
         (flower,) = (found for found in map(Requirement, stated) if found.name == "flwr")
         return list(flower.specifier.filter(versions))
 
-    assert taken(project["dependencies"]) == list(SpecifierSet(compat.LIBRARY).filter(versions)) == ["1.25.0", "1.25.9", "1.26.0", "1.42.0"]
+    library = list(SpecifierSet(compat.LIBRARY).filter(versions))
+    assert taken(project["dependencies"]) == taken(extras["simulation"]) == library == ["1.25.0", "1.25.9", "1.26.0", "1.42.0"]
     deployed = list(SpecifierSet(f"=={compat.DEPLOYED}.*").filter(versions))
-    assert taken(extras["deployment"]) == taken(extras["simulation"]) == deployed == ["1.25.0", "1.25.9"]
+    assert taken(extras["deployment"]) == deployed == ["1.25.0", "1.25.9"]
+
+
+def test_only_deployments_keep_an_environment_at_the_pinned_version() -> None:
+    """Later versions of Flower solve pyproject.toml with all extras at once: a pin of one would be a pin of all, but for ``conflicts``."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    with_deployment = {name for name, stated in extras.items() if re.search(r"fl-bn\[[^]]*\bdeployment\b", " ".join(stated))}
+    assert with_deployment == set()
+    ((one, other),) = project["tool"]["uv"]["conflicts"]
+    assert one == {"extra": "deployment"}
+    assert other["extra"] in extras
+    assert re.search(r"fl-bn\[[^]]*\bdeployment\b", "fl-bn[report,deployment]")  # control
+
+
+def test_the_options_of_a_simulation_are_written_as_this_flower_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"num-supernodes": 5, "backend.client-resources.num-gpus": 0.2, "backend.init-args.num-cpus": 3}
+    monkeypatch.setattr(compat, "version", lambda name: "1.25.0")
+    pinned = "options.num-supernodes=5 options.backend.client-resources.num-gpus=0.2 options.backend.init-args.num-cpus=3"
+    assert compat.federation_config(options) == f'--federation-config "{pinned}"'
+    monkeypatch.setattr(compat, "version", lambda name: "1.42.0")
+    assert compat.federation_config(options) == '--federation-config "num-supernodes=5 client-resources-num-gpus=0.2 init-args-num-cpus=3"'
+
+
+TABLE = re.compile(r"^\| (?P<part>[^|]+) \| (?P<first>[\d.]+) \| (?P<last>[\d.]+) \|", re.MULTILINE)
+
+
+def test_the_page_says_until_which_flower_each_part_is_known_to_work() -> None:
+    page = (ROOT / "docs/how-to/flower-versions.md").read_text()
+    stated = {found["part"]: (found["first"], found["last"]) for found in TABLE.finditer(page)}
+    assert stated == {part: (compat.DEPLOYED, last) for part, last in compat.PARTS.items()}
+    assert set(compat.PARTS.values()) == {compat.DEPLOYED, compat.NEWEST}
+    assert SpecifierSet(compat.LIBRARY).contains(compat.NEWEST)
+    other = page.replace(f"| {compat.NEWEST} |", "| 1.99 |", 1)
+    assert TABLE.findall(other) != TABLE.findall(page)  # control
 
 
 # Runs

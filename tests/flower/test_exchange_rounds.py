@@ -19,7 +19,7 @@ from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
+from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed, compat
 from fl_bn.flower.layerwise.carriers import GrpcCarrier, _simulation_hint
 from fl_bn.flower.population import Client
 from fl_bn.methods import METHODS
@@ -239,13 +239,17 @@ def test_a_message_that_could_not_be_sent_costs_its_own_client_and_no_other(tiny
 
 @pytest.mark.parametrize(
     ("clients", "cpus", "hint"),
-    [
-        (5, 2, "needs 5 workers: --federation-config 'options.backend.client-resources.num-cpus=0.4'"),
-        (3, 2, "needs 3 workers: --federation-config 'options.backend.client-resources.num-cpus=0.66'"),  # 0.67 makes two
-        (16, 16, "num-cpus=1'"),
+    [  # on the pinned Flower
+        (5, 2, 'needs 5 workers: --federation-config "options.backend.client-resources.num-cpus=0.4"'),
+        (3, 2, 'needs 3 workers: --federation-config "options.backend.client-resources.num-cpus=0.66"'),  # 0.67 makes two
+        (16, 16, 'num-cpus=1"'),
         (10, 2, "needs 10 workers, but Flower runs at most 6 at a time on 2 CPUs: use `fl-bn run`"),
         (40, 64, "at most 32 at a time"),
     ],
 )
-def test_the_hint_for_simulations_gives_enough_workers(clients: int, cpus: int, hint: str) -> None:
+def test_the_hint_for_simulations_gives_enough_workers(clients: int, cpus: int, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "version", lambda name: "1.25.0")
     assert hint in _simulation_hint(clients, cpus)
+    monkeypatch.setattr(compat, "version", lambda name: "1.42.0")  # takes whole CPUs
+    newest = f'needs {clients} workers: --federation-config "init-args-num-cpus={clients} client-resources-num-cpus=1"'
+    assert (hint if "at a time" in hint else newest) in _simulation_hint(clients, cpus)

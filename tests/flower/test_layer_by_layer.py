@@ -23,6 +23,7 @@ from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.flower.population import Client
 from fl_bn.methods import METHODS
 from fl_bn.roles import batch_norms
+from tests.costs import slow
 from tests.federation import random_samples, union
 from tests.hostile.test_layers_used_twice import Siamese
 from tests.in_process import Run, WatchedGrid, client_app, identical, run
@@ -55,7 +56,7 @@ def messages(ran: Run) -> int:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("method", SHARING)
+@pytest.mark.parametrize("method", [name if name in ("fedavg", "hbn", "fedtan") else slow(name) for name in SHARING])
 def test_one_message_finds_the_bits_of_a_pass_per_layer(method: str, name: str, clients: list[Samples]) -> None:
     large = [*clients, random_samples(700, seed=9)]  # measured in several batches: what travels is rounded
     alone = network(name, torch.float32)

@@ -16,8 +16,9 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, Rounds, RunFailed
 from fl_bn.flower.wire import messaging as module
-from fl_bn.flower.wire.messaging import LOOK, PASSING, POLL, SAY, send_and_receive
+from fl_bn.flower.wire.messaging import DIED, LOOK, PASSING, POLL, SAY, send_and_receive
 from fl_bn.methods import METHODS, Method
+from fl_bn.support.client_names import ClientNames
 from tests.flower.test_recovery import with_files
 from tests.in_process import WatchedGrid, a_tenth, client_app, identical, run
 from tests.kept import Kept
@@ -214,8 +215,21 @@ def test_a_node_that_died_is_asked_again_once_it_is_back(
     assert len({message.metadata.message_id for message in sent}) == 4
     assert (sent[-1].metadata.message_type, sent[-1].metadata.group_id) == ("query.rendezvous", "7")
     assert sent[-1].metadata.ttl <= 60 - 20
-    assert f"query.rendezvous: node 2 is lost (code {code}: it died); it has 30 s to come back" in log.text
-    assert "query.rendezvous: node 2 is back, and is asked again" in log.text
+    if code == DIED:  # the node is there
+        assert "query.rendezvous: node 2: it died; it is asked again" in log.text
+    else:
+        assert f"query.rendezvous: node 2 is lost (code {code}: it died); it has 30 s to come back" in log.text
+    assert ("query.rendezvous: node 2 is back, and is asked again" in log.text) == (code != DIED)
+
+
+def test_a_process_that_dies_again_is_given_up_at_once(clock: Clock, answering: WatchedGrid, log: pytest.LogCaptureFixture) -> None:
+    """For want of memory, say: it would die each time, and the patience is long. The control is a node that is lost as often."""
+    grid = Lossy(answering, clock, {2: 10**6}, DIED)
+    assert outcome(send_and_receive(grid, trains(grid), 600.0, patience=300.0)) == {"reply": 2, "error": 1}
+    assert clock.now - 1000 <= 2 + LOOK + 4 * POLL
+    assert [node for _, node in grid.kinds].count(2) == 2
+    assert "node 2: it died; that is the second time, and the round goes on without it" in log.text
+    assert outcome(send_and_receive(Lossy(answering, clock, {2: 2}), trains(grid), 600.0, patience=300.0)) == {"reply": 3}
 
 
 def test_a_node_that_does_not_come_back_is_given_up_after_the_patience(clock: Clock, answering: WatchedGrid) -> None:
@@ -245,6 +259,23 @@ def test_the_deadline_is_before_any_patience(clock: Clock, answering: WatchedGri
     grid = Lossy(answering, clock, {2: 1})
     grid.offline = lambda node, now: node == 2
     assert outcome(send_and_receive(grid, trains(grid), 10.0, patience=300.0)) == {"reply": 2, "error": 1}
+
+
+def test_a_site_whose_key_is_renewed_in_mid_round_is_asked_at_its_new_node(clock: Clock, answering: WatchedGrid) -> None:
+    """Site y had node 2, and has node 3 since. Its reply counts as that of node 2, which the round has as its client."""
+    registered: dict[int, str] = {}
+    called = ClientNames(("x", "y"), (1, 2), lambda: registered)
+
+    def ask() -> dict[int, bool]:
+        grid = Lossy(answering, clock, {2: 1}, 5)
+        grid.offline = lambda node, now: node == 2
+        sent = [message for message in trains(grid) if message.metadata.dst_node_id != 3]
+        replies = send_and_receive(grid, sent, 60.0, patience=10.0, called=called)
+        return {reply.metadata.src_node_id: reply.has_error() for reply in replies}
+
+    assert ask() == {1: False, 2: True}  # control: nobody says whose node 3 is
+    registered[3] = "y"
+    assert ask() == {1: False, 2: False}
 
 
 @pytest.mark.parametrize(("code", "patience"), [(2, 30.0), (1, 30.0), (4, 0.0)])

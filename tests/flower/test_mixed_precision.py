@@ -17,6 +17,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.layers import observe
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import exchanging, fedtan
+from tests.costs import common_first
 from tests.in_process import TWO_STEPS, Run, arrays_of, identical, run, sections
 from tests.networks import seeded_network
 
@@ -76,7 +77,7 @@ def largest(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(a[k].astype("float64") - b[k]).max()) for k in a if a[k].dtype.kind == "f")
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "single"])  # of which nothing is to be seen
+@pytest.mark.parametrize("name", common_first(name for name in METHODS if name != "single"))  # of which nothing is to be seen
 def test_it_is_another_run_but_a_close_one(name: str, clients: list[Samples], computed: dict[str, set[torch.dtype]]) -> None:
     method = METHODS[name]()
     plain = run(method, clients, 2)
@@ -161,7 +162,7 @@ def test_what_is_exchanged_stays_float32(name: str, carrier: str, clients: list[
 
         return exchanging(model, Watched())  # type: ignore[arg-type]
 
-    monkeypatch.setattr("fl_bn.federation.client.exchanging", watching)
+    monkeypatch.setattr("fl_bn.federation.first_batch.exchanging", watching)
     ran = run(METHODS[name](), clients, 2, settings=MIXED, policy={"exchange": ExchangeSettings(carrier=carrier)})
     assert ran.records[0].aggregated
     assert len(exchanged) >= 2 * 3 * 2

@@ -86,7 +86,7 @@ def test_missing_clients_are_named_when_the_wait_is_over(clients: list[Samples])
 
 def test_a_client_of_a_larger_run_is_refused_with_what_to_do(clients: list[Samples]) -> None:
     grid = WatchedGrid(client_app(FBN, clients, counted=4), 3)
-    with pytest.raises(RunFailed, match=r"the run is for 3 clients, but node 1 counts 4: .*\"clients=4\".*options.num-supernodes=3"):
+    with pytest.raises(RunFailed, match=r"the run is for 3 clients, but node 1 counts 4: .*\"clients=4\".*num-supernodes=3"):
         run(FBN, clients, 1, grid=grid)
 
 

@@ -16,6 +16,7 @@ from fl_bn.methods import METHODS, Phase
 from fl_bn.methods.method import attacked
 from fl_bn.secure.privacy import Accountant, Privacy, epsilon
 from fl_bn.secure.settings import SecureAggregation
+from tests.costs import common_first
 from tests.flower.secure_runs import masked_vectors
 from tests.in_process import Run, identical, run
 from tests.networks import seeded_network
@@ -40,7 +41,7 @@ def off(a: Run, b: Run, round: int) -> float:
 SECURE = [name for name in METHODS if METHODS[name]().phase(1, 2) is not Phase.EXCHANGE and name != "single"]
 
 
-@pytest.mark.parametrize("name", SECURE)
+@pytest.mark.parametrize("name", common_first(SECURE))
 def test_a_secure_run_is_the_plain_one_up_to_rounding(name: str, clients: list[Samples]) -> None:
     """Calibrated, so that the first round's reference is near; 24 bits for three clients."""
     method, policy = METHODS[name](), {"calibrate": 2, "evaluate_every": 2}

@@ -25,6 +25,7 @@ from fl_bn.federation.values import Reply
 from fl_bn.methods import METHODS, Method
 from fl_bn.moments import Moments
 from fl_bn.support.stated_sizes import FAR, most_believed
+from tests.costs import slow
 from tests.doors.doors import apart
 from tests.hostile import own_app
 from tests.hostile.liars import LIAR, lied
@@ -105,7 +106,7 @@ def test_under_a_defence_no_count_has_weight_and_none_is_refused() -> None:
 # an app of one's own
 
 
-@pytest.mark.parametrize("node", [1, 3, 5])
+@pytest.mark.parametrize("node", [slow(1), 3, slow(5)])
 @pytest.mark.parametrize("name", ["fbn", "hbn"])
 def test_in_an_app_of_one_s_own_too(name: str, node: int) -> None:
     """The first client's reply is added up before the others have come."""

@@ -23,6 +23,7 @@ from fl_bn.flower.wire.codec import to_record
 from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS
 from fl_bn.methods import METHODS
 from fl_bn.secure.settings import SecureAggregation
+from tests.costs import slow
 from tests.hostile.liars import people, what
 from tests.hostile.test_lying_set_up import COLLECT, NODES, OTHERS, VICTIM, is_noise, spying
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
@@ -174,7 +175,7 @@ def test_an_honest_server_leaves_out_by_name_who_was_told_something_else() -> No
         assert "in round 1 this client got another instruction than most clients" in record.clients[VICTIM - 1].refused
 
 
-@pytest.mark.parametrize("name", ["fedbn", "silobn", "hbn"])
+@pytest.mark.parametrize("name", ["fedbn", slow("silobn"), "hbn"])
 def test_control_honest_clients_of_other_rounds_are_all_in_the_sum(name: str) -> None:
     """Half of them take part in a round, so that their histories differ rightly."""
     people_of = people(8)

@@ -24,6 +24,7 @@ from fl_bn.flower.wire.fields import OURS
 from fl_bn.methods import METHODS
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
+from tests.costs import slow
 from tests.documentation.pages import ROOT
 from tests.hostile.liars import people, what
 from tests.in_process import TWO_STEPS, WatchedGrid, client_app, run
@@ -165,7 +166,7 @@ def control() -> float:
 OTHERS = tuple(node for node in NODES if node != VICTIM)
 
 
-BOTH_WAYS = pytest.mark.parametrize("told", [(VICTIM,), OTHERS], ids=["to the victim", "to the others"])
+BOTH_WAYS = pytest.mark.parametrize("told", [(VICTIM,), slow(OTHERS)], ids=["to the victim", "to the others"])
 
 
 def is_noise(found: float, control: float, vectors: dict[str, Any]) -> bool:

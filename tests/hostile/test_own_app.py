@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from flwr.app import Message, RecordDict
 from fl_bn.federation.defence import Defence
 from fl_bn.flower import OwnAppStrategy, RunFailed
 from fl_bn.methods import METHODS
+from tests.costs import slow
 from tests.doors.doors import apart
 from tests.hostile.liars import sets
 from tests.hostile.own_app import CLIENTS, LyingGrid, lied, net, own_app
 
 NODES = pytest.mark.parametrize("node", [1, 5], ids=["the first", "the last"])
+ANY_NODE = pytest.mark.parametrize("node", [5, slow(1)], ids=["the last", "the first"])
 
 
 def nothing(message: Message, asked: str, content: RecordDict) -> None:
@@ -39,7 +42,7 @@ HELLO: dict[str, dict[str, Any]] = {
 }
 
 
-@NODES
+@ANY_NODE
 @pytest.mark.parametrize("case", HELLO)
 def test_an_introduction_that_is_unlike_the_others_costs_that_node_its_part(case: str, node: int, log: pytest.LogCaptureFixture) -> None:
     ran = lied(node, sets("query.hello", "hello", **HELLO[case]))
@@ -99,14 +102,19 @@ EVALUATED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@NODES
+@cache
+def without_the_node(node: int) -> dict[str, Any]:
+    """What the others' evaluations give where the node has nothing to evaluate on."""
+    return dict(lied(node, sets("evaluate", "metrics", num_examples=0)).result.evaluate_metrics_clientapp[2])
+
+
+@ANY_NODE
 @pytest.mark.parametrize("case", EVALUATED)
 def test_an_evaluation_that_no_client_makes_is_not_counted(case: str, node: int, log: pytest.LogCaptureFixture) -> None:
     fields, begins = EVALUATED[case]
     ran = lied(node, sets("evaluate", "metrics", **fields))
     assert len(ran.records[-1].accepted) == CLIENTS
-    without = lied(node, sets("evaluate", "metrics", num_examples=0))
-    assert dict(ran.result.evaluate_metrics_clientapp[2]) == dict(without.result.evaluate_metrics_clientapp[2])
+    assert dict(ran.result.evaluate_metrics_clientapp[2]) == without_the_node(node)
     lines = [line for line in log.messages if f"client {node - 1}'s evaluation is not counted: {begins}" in line]
     assert len(lines) == 1  # of two evaluations, for the same reason
     assert all(line.isprintable() and len(line) < 500 for line in lines)

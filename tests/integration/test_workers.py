@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,10 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
+from fl_bn.cli.main import app
 from fl_bn.federation.engines.workers import WorkerDied, Workers
 from fl_bn.flower import run_in_process
 from fl_bn.support.wire import WireError
+from tests.integration import tasks
 from tests.integration.runs import TINY, own
 
 
@@ -44,49 +45,19 @@ def test_workers_give_the_bits_of_one_after_the_other(method: str, keys: dict[st
         assert np.array_equal(array, two[name]), name
 
 
-def double(x: int) -> int:
-    logging.getLogger("flwr").warning("doubling %d", x)
-    if x == 3:
-        raise ValueError("not three")
-    return 2 * x
-
-
-def perish(x: int, marker: str) -> int:
-    if x == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    Path(marker).touch()
-    return x
-
-
 def test_results_errors_and_logs_come_in_order(caplog: pytest.LogCaptureFixture) -> None:
     workers = Workers(2)
     with caplog.at_level(logging.WARNING, "flwr"):
-        done = list(workers.run(double, [(x,) for x in range(5)]))
+        done = list(workers.run(tasks.double, [(x,) for x in range(5)]))
     workers.close()
     assert [d.value for d in done] == [0, 2, 4, None, 8]
     assert str(done[3].error) == "not three"
     assert [r.getMessage() for r in caplog.records if "doubling" in r.getMessage()] == [f"doubling {x}" for x in range(5)]
 
 
-class Odd(Exception):
-    """Cannot be unpickled: it takes more than it hands on."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(f"{code}: {text}")
-
-
-def stumble(x: int, folder: str) -> int:
-    Path(folder, f"{x} {time.monotonic_ns()}").touch()
-    if x == 1:
-        raise Odd(7, "no such file")
-    if x == 2:
-        raise WireError("weights", "0.bias" * 50, "is missing")
-    return x
-
-
 def test_an_error_that_cannot_be_unpickled_comes_by_name_and_ends_no_process(tmp_path: Path) -> None:
     workers = Workers(2)
-    done = list(workers.run(stumble, [(x, str(tmp_path)) for x in range(4)]))
+    done = list(workers.run(tasks.stumble, [(x, str(tmp_path)) for x in range(4)]))
     workers.close()
     assert [d.value for d in done] == [0, None, None, 3]
     odd, wire = done[1].error, done[2].error
@@ -101,8 +72,8 @@ def test_an_error_that_cannot_be_unpickled_comes_by_name_and_ends_no_process(tmp
 
 def test_a_worker_that_dies_fails_its_own_task_alone(tmp_path: Path) -> None:
     workers = Workers(2)
-    done = list(workers.run(perish, [(x, str(tmp_path / str(x))) for x in range(4)]))
-    again = list(workers.run(double, [(1,)]))
+    done = list(workers.run(tasks.perish, [(x, str(tmp_path / str(x))) for x in range(4)]))
+    again = list(workers.run(tasks.double, [(1,)]))
     workers.close()
     assert [d.value for d in done] == [0, None, 2, 3]
     assert isinstance(done[1].error, WorkerDied)
@@ -115,63 +86,42 @@ def test_a_worker_that_grows_is_replaced_and_no_task_waits_for_ever() -> None:
     thread of joblib that hands out the tasks.
     """
     workers = Workers(2)
-    done = list(workers.run(grow, [()] * 6))
+    done = list(workers.run(tasks.grow, [()] * 6))
     workers.close()
     assert [d.error for d in done] == [None] * 6
     assert len({d.value for d in done}) > 2  # control: processes were replaced
 
 
-KEPT: list[np.ndarray] = []
-
-
-def grow() -> int:
-    KEPT.append(np.ones(50_000_000))
-    time.sleep(1.1)  # joblib looks once per second
-    return os.getpid()
-
-
 def test_a_result_comes_while_later_tasks_still_run_and_may_be_the_last_that_is_taken() -> None:
     workers = Workers(2)
-    list(workers.run(double, [(1,), (2,)]))  # the processes are there
+    list(workers.run(tasks.double, [(1,), (2,)]))  # the processes are there
     begin = time.monotonic()
-    first = next(results := workers.run(slept, [(0.01,), (8.0,), (8.0,)]))
+    first = next(results := workers.run(tasks.slept, [(0.01,), (8.0,), (8.0,)]))
     assert (first.value, time.monotonic() - begin < 5) == (0.01, True)
     results.close()
     workers.close()
-    assert [d.value for d in workers.run(double, [(1,), (2,)])] == [2, 4]
+    assert [d.value for d in workers.run(tasks.double, [(1,), (2,)])] == [2, 4]
     assert time.monotonic() - begin < 15
     workers.close()
-
-
-def slept(seconds: float) -> float:
-    time.sleep(seconds)
-    return seconds
 
 
 def test_workers_see_large_arrays_once_and_cannot_change_them() -> None:
     big = np.ones((600, 600))
     workers = Workers(2)
-    done = list(workers.run(kind_of, [(big,), (big,)]))
+    done = list(workers.run(tasks.kind_of, [(big,), (big,)]))
     workers.close()
     assert [d.value for d in done] == [("memmap", False)] * 2
 
 
-def kind_of(array: np.ndarray) -> tuple[str, bool]:
-    return type(array).__name__, array.flags.writeable
-
-
 def test_workers_load_a_module_before_their_first_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a while to load, so each has it to itself. The control: without `load` they have not.
-
-    It loads what this module does: joblib takes a process that grows by 300 MB after its first task for one that leaks, and ends it.
-    """
-    (tmp_path / "slow_to_load.py").write_text("import time\nimport fl_bn.flower\ntime.sleep(2)\n")
+    """It takes a while to load, so each has it to itself. The control: without `load` they have not."""
+    (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(2)\n")
     monkeypatch.syspath_prepend(tmp_path)
     for load in (False, True):  # in this order, as joblib uses processes again
         workers = Workers(2)
         if load:
             workers.load("slow_to_load")
-        done = list(workers.run(has_loaded, [("slow_to_load",)] * 2))
+        done = list(workers.run(tasks.has_loaded, [("slow_to_load",)] * 2))
         workers.close()
         assert [d.value for d in done] == [load, load]
 
@@ -179,13 +129,11 @@ def test_workers_load_a_module_before_their_first_task(tmp_path: Path, monkeypat
 def test_a_module_that_cannot_be_loaded_stops_no_task() -> None:
     workers = Workers(2)
     workers.load("no_such_module")
-    assert [d.value for d in workers.run(double, [(1,), (2,)])] == [2, 4]
+    assert [d.value for d in workers.run(tasks.double, [(1,), (2,)])] == [2, 4]
     workers.close()
 
 
-def has_loaded(module: str) -> bool:
-    time.sleep(0.2)  # so that each worker has one
-    return module in sys.modules
+KEYS = "rounds=1 clients=2 local-steps=1 model='mlp' output='' workers="
 
 
 def test_the_command_s_workers_start_before_torch_is_loaded(tmp_path: Path) -> None:
@@ -200,12 +148,22 @@ Workers.load = told
 from fl_bn.cli.main import app
 app()
 """
-    keys = "rounds=1 clients=2 local-steps=1 model='mlp' output='' workers="
-    for count, expected in (("2", ["workers 2 False"]), ("1", []), ("5000", []), ("'two'", [])):
-        words = [sys.executable, "-c", code, "run", "--run-config", keys + count]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert [line for line in done.stdout.splitlines() if line.startswith("workers ")] == expected
-        assert done.returncode == (0 if count in "12" else 2), done.stderr
+    words = [sys.executable, "-c", code, "run", "--run-config", f"{KEYS}2"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert [line for line in done.stdout.splitlines() if line.startswith("workers ")] == ["workers 2 False"]
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("count", "status"), [("1", 0), ("5000", 2), ("'two'", 2)])
+def test_the_command_starts_no_workers_where_it_has_one_or_a_wrong_number(
+    count: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control is the test above."""
+    started: list[int] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Workers, "load", lambda self, module: started.append(self.count))
+    assert CliRunner().invoke(app, ["run", "--run-config", KEYS + count]).exit_code == status
+    assert started == []
 
 
 def test_a_negative_number_is_refused() -> None:

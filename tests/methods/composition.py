@@ -1,4 +1,4 @@
-"""Any method with any local objective and any server optimizer: a run of each, five rounds in a tenth of a second."""
+"""Any method with any local objective and any server optimizer: a run of each, three rounds in a tenth of a second."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BASE: dict[str, Any] = {
     "partition": "iid",
     "clients": 3,
     "fraction": 0.67,
-    "rounds": 5,
+    "rounds": 3,
     "local-steps": 2,
     "batch-size": 6,
     "momentum": 0.0,

@@ -50,6 +50,17 @@ def test_sizes() -> None:
     assert parameters("alexnet-bn-small", 64) == convolutions + linear + 2 * (32 + 64 + 128 + 96 + 96 + 256 + 256) == 612_010
 
 
+def test_a_table_s_network_brings_its_columns_to_one_scale() -> None:
+    model = build("table-mlp", classes=10, channels=10, image_size=1, seed=0)
+    assert sum(p.numel() for p in model.parameters()) == 20 + 640 + 128 + 4096 + 128 + 650 == 5_662
+    x = torch.rand(30, 10)
+    scores = model.train()(x)
+    torch.testing.assert_close(model(x * 1e4 + 7), scores, rtol=1e-2, atol=1e-2)
+    plain = build("mlp", classes=10, channels=10, image_size=1, seed=0).train()
+    assert not torch.allclose(plain(x * torch.arange(1, 11)), plain(x), atol=0.1)  # control
+    torch.testing.assert_close(model(x * torch.arange(1, 11)), scores, rtol=1e-2, atol=1e-2)
+
+
 def test_seed_fixes_the_weights_and_spares_the_global_generator() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)

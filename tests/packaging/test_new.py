@@ -36,22 +36,22 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @contextmanager
 def imported(folder: Path) -> Iterator[Any]:
     """run.py of ``folder``, imported as ``python run.py`` imports it: its own files come before this project's apps."""
-    names = ("task", "client_app", "server_app", "run")
+    names = ("my_app", "run")
     ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in names}
     sys.path.insert(0, str(folder))
     try:
         yield importlib.import_module("run")
     finally:
         sys.path.remove(str(folder))
-        for name in names:
-            sys.modules.pop(name, None)
+        for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+            del sys.modules[name]
         sys.modules.update(ours)
 
 
 def run(folder: Path) -> None:
     with imported(folder) as module:
         torch.manual_seed(0)
-        run_in_process(module.config, server_app="server_app:app", client_app="client_app:app")
+        run_in_process(module.config, **{name.replace("app", "_app"): place for name, place in module.components.items()})
 
 
 def accuracies(output: str) -> list[float]:
@@ -67,7 +67,7 @@ def test_it_runs_in_one_process_and_learns(demo: Path, capsys: pytest.CaptureFix
 
 def test_a_client_that_answers_no_questions_ends_the_run(demo: Path) -> None:
     """Negative control: it is these files that run."""
-    client = demo / "client_app.py"
+    client = demo / "my_app/client_app.py"
     text = client.read_text()
     assert "\nanswer(" in text
     client.write_text(re.sub(r"^answer\(.*\n", "", text, flags=re.MULTILINE))
@@ -76,7 +76,7 @@ def test_a_client_that_answers_no_questions_ends_the_run(demo: Path) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.pinned("later versions ignore the federations in pyproject.toml")
+@pytest.mark.pinned("tests/newest has the newest")
 def test_it_runs_on_ray(demo: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT), "FLWR_HOME": str(demo.parent / "flwr"), "RAY_ADDRESS": "local"}  # no cluster of others
     command = ("flwr", "run", ".", "--stream", "--run-config", "num-server-rounds=2")
@@ -88,9 +88,36 @@ def test_it_is_named_and_complete(demo: Path) -> None:
     project = tomllib.loads((demo / "pyproject.toml").read_text())
     assert project["project"]["name"] == "my-app"
     assert (demo / "README.md").read_text().startswith("# my-app\n")
-    names = {"pyproject.toml", "README.md", "client_app.py", "server_app.py", "task.py", "run.py"}
-    assert {path.name for path in demo.iterdir()} == names
-    assert "$" not in "".join(path.read_text() for path in demo.iterdir())
+    files = [path for path in demo.rglob("*") if path.is_file()]
+    package = {f"my_app/{name}.py" for name in ("__init__", "client_app", "server_app", "task")}
+    assert {path.relative_to(demo).as_posix() for path in files} == {"pyproject.toml", "README.md", "run.py", *package}
+    assert "$" not in "".join(path.read_text() for path in files)
+    assert project["tool"]["flwr"]["federations"]["default"] == "my-app-simulation"
+
+
+@pytest.mark.parametrize("name", ["torch", "fl-bn", "import"])
+def test_a_name_whose_package_would_hide_another_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["new", name])
+    assert done.exit_code == 2
+    assert f"the app's package would be called {name.replace('-', '_')}" in " ".join(done.output.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_apps_have_no_module_in_common(demo: Path) -> None:
+    """Later versions of Flower run all apps from one SuperLink, whose folder comes first on the path of Ray's processes."""
+    assert CliRunner().invoke(app, ["new", "other"]).exit_code == 0
+    modules = [{path.name for path in folder.iterdir() if (path / "__init__.py").exists()} for folder in (demo, demo.parent / "other")]
+    assert modules == [{"my_app"}, {"other"}]
+
+
+def test_run_py_still_works_when_flower_has_moved_the_federations(demo: Path) -> None:
+    project = demo / "pyproject.toml"
+    text = project.read_text()
+    project.write_text(text[: text.index("[tool.flwr.federations]")])
+    with imported(demo) as module:
+        moved = tomllib.loads(text)["tool"]["flwr"]["federations"]["my-app-simulation"]
+        assert module.config["clients"] == moved["options"]["num-supernodes"]
 
 
 @pytest.mark.parametrize("name", ["../x", "a b", "1st", "", "a.b", "/x", "$x"])
@@ -104,8 +131,8 @@ def test_a_name_that_is_none_is_refused(name: str, tmp_path: Path, monkeypatch: 
 
 
 def test_a_folder_that_is_there_is_left_alone(demo: Path) -> None:
-    (demo / "task.py").write_text("mine")
+    (demo / "my_app/task.py").write_text("mine")
     done = CliRunner().invoke(app, ["new", "my-app"])
     assert done.exit_code == 2
     assert "my-app exists already" in " ".join(done.output.split())
-    assert (demo / "task.py").read_text() == "mine"
+    assert (demo / "my_app/task.py").read_text() == "mine"

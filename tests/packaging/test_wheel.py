@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.packaging.wheels import PIP, built
 from tests.test_architecture import PROJECT, distributions
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("fl_bn", "fl_bn_site", "experiments", "tools", "tests", "server_app", "client_app")
-SOURCES = (*FOLDERS, "pyproject.toml", "setup.py", "README.md", "LICENSE")
 SWEEP = """
 [run]
 rounds = 1
@@ -38,16 +36,7 @@ def tops(names: Iterable[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    (source := folder / "source").mkdir()
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, source / name)
-    subprocess.run([*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)], check=True, capture_output=True)
-    (found,) = folder.glob("*.whl")
-    return found
+    return built(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +44,6 @@ def installed(wheel: Path) -> Path:
     target = wheel.parent / "installed"
     subprocess.run([*PIP, "install", "--no-deps", "--target", str(target), str(wheel)], check=True, capture_output=True)
     return target
-
-
-PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
 def fl_bn(installed: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -36,7 +36,7 @@ def a_cell(folder: Path, **keys: Any) -> Cell:
 
 
 @pytest.mark.parametrize(
-    ("cores", "workers", "jobs", "expected"), [(8, 1, 4, 4), (8, 1, 20, 20), (8, 4, 4, 2), (2, 2, 2, 1), (4, 0, 3, 1), (2, 8, 2, 1)]
+    ("cores", "workers", "jobs", "expected"), [(8, 1, 4, 4), (8, 1, 20, 20), (8, 4, 4, 2), (2, 2, 2, 1), (4, 0, 3, 3), (2, 8, 2, 1)]
 )
 def test_cells_with_workers_take_no_more_than_the_cores(
     cores: int, workers: int, jobs: int, expected: int, monkeypatch: pytest.MonkeyPatch

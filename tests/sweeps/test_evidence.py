@@ -17,7 +17,6 @@ from experiments.claims import VARIANT
 from experiments.definitions.programs import class_accuracy
 from experiments.definitions.programs.own_statistics import measure
 from experiments.evidence import RESULTS, compact, definition, gather, known_cells, measures, results_of, sources
-from experiments.evidence import Tested as OneClaim  # pytest would take a name in Test... for tests
 from experiments.evidence_page import markdown
 from experiments.kept import ANY_DATA, cells_of, keep, load, measured, own_config
 from fl_bn.cli.sweep import perform as perform_sweep
@@ -30,12 +29,6 @@ from tests.sweeps.evidence_runs import ALL, CLAIMS, DEFINITION, OWN, kept, regis
 
 ROOT = Path(__file__).parents[2]
 MEASURE = "programs/own_statistics.py:measured"
-
-
-@pytest.fixture(scope="module")
-def ours() -> list[OneClaim]:
-    """What the repository has."""
-    return gather(ROOT / "experiments")
 
 
 def test_finished_cells_are_kept_without_the_machine_s_paths(experiment: Experiment, tmp_path: Path) -> None:
@@ -114,19 +107,6 @@ def test_a_key_that_a_run_ignored_is_no_other_setting(experiment: Experiment, tm
     file.write_text(plain.replace('"config": {', '"config": {"learning-rate-schedule": "step", "learning-rate-decay": 0.5, '))
     with pytest.raises(ConfigError, match="ran with other settings .learning-rate-decay 0.5 there, 0.1 in the experiment's file"):
         gather(folder, experiments)
-
-
-def test_every_claim_whose_seeds_divide_the_data_says_so(ours: list[OneClaim]) -> None:
-    """Of the repository: where every seed has data of its own, ``held_out`` divides them 4 : 1. It is so of one claim alone."""
-    divided = []
-    for one in ours:
-        paths: dict[tuple[object, ...], set[str]] = {}
-        for cell in one.runs.defined if one.runs else ():
-            paths.setdefault(tuple(value for axis, value in cell.axes.items() if axis != "seed"), set()).add(cell.config.data_path)
-        own = any(len(of) > 1 for of in paths.values())
-        assert one.claim.resampled == (0.25 if own else 0.0), one.experiment.name
-        divided += [one.experiment.name] if own else []
-    assert divided == ["001-T1-ABIDE"]
 
 
 @pytest.mark.parametrize("name", ["own-unseen-domain", "own-recalibration"])

@@ -10,6 +10,7 @@ import pytest
 
 from experiments.catalogue import Experiment
 from experiments.evidence import HOURS, RESULTS, gather, results_of
+from experiments.evidence import Tested as OneClaim  # pytest would take a name in Test... for tests
 from experiments.evidence_page import PAGE, markdown, picture, readme, short, write_evidence
 from fl_bn.run.config import ConfigError
 from tests.sweeps.evidence_runs import ALL, CLAIMS, OWN, kept, register
@@ -18,14 +19,32 @@ ROOT = Path(__file__).parents[2]
 MOST = 530  # lines of the page: a reader's patience
 
 
-def test_the_page_says_what_the_results_say() -> None:
+@pytest.fixture(scope="module")
+def ours() -> list[OneClaim]:
+    """What the repository has."""
+    return gather(ROOT / "experiments")
+
+
+def test_the_page_says_what_the_results_say(ours: list[OneClaim]) -> None:
     """Of the repository itself. The negative control changes one number of a copy."""
     folder, text = ROOT / "experiments", (ROOT / "README.md").read_text()
-    claims = gather(folder)
-    page = markdown(claims)
+    page = markdown(ours)
     assert (folder / PAGE).read_text() == page, "fl-bn experiments evidence"
-    assert text == readme(text, claims, "experiments"), "fl-bn experiments evidence --readme README.md"
+    assert text == readme(text, ours, "experiments"), "fl-bn experiments evidence --readme README.md"
     assert len(page.splitlines()) <= MOST
+
+
+def test_every_claim_whose_seeds_divide_the_data_says_so(ours: list[OneClaim]) -> None:
+    """Of the repository: where every seed has data of its own, ``held_out`` divides them 4 : 1. It is so of one claim alone."""
+    divided = []
+    for one in ours:
+        paths: dict[tuple[object, ...], set[str]] = {}
+        for cell in one.runs.defined if one.runs else ():
+            paths.setdefault(tuple(value for axis, value in cell.axes.items() if axis != "seed"), set()).add(cell.config.data_path)
+        own = any(len(of) > 1 for of in paths.values())
+        assert one.claim.resampled == (0.25 if own else 0.0), one.experiment.name
+        divided += [one.experiment.name] if own else []
+    assert divided == ["001-T1-ABIDE"]
 
 
 def test_another_number_in_a_result_makes_another_page(experiment: Experiment, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_any_text_survives_being_written(axis: dict[str, dict[str, str]], title:
         ({"[report]": "[reports]"}, "unknown table 'reports': did you mean 'report'?"),
         ({'{ partition = "iid" }': '"iid"'}, r"\[axes.split\] must give each value a name and its keys"),
         ({'partition = "iid"': 'partition = ["iid", "classes"]'}, r"must have a single value, but IID: partition is a list or a table"),
-        ({"seed = [0, 1]": "seed = []"}, "axis seed has no value"),
+        ({"seed = [0, 1]": "seed = []"}, "the axis seed needs at least one value, but has none"),
         ({"seed = [0, 1]": "seed = [0, [1]]"}, "an axis must be a list of numbers, texts or booleans"),
         ({"seed = [0, 1]": 'output = "x"'}, "the sweep sets output for each run itself"),
         ({"seed = [0, 1]": "seed = [0, 1]\nsplit = [1]"}, "is given twice"),
@@ -144,7 +144,7 @@ def test_an_override_that_makes_an_axis_one_run_is_refused() -> None:
     alike = r"^\[axes.method\] has different values of method for 'BN' and 'Fix', so --run-config cannot set method"
     with pytest.raises(ConfigError, match=alike):
         sweep(method="fbn")
-    with pytest.raises(ConfigError, match=r"^partition-parameter is what \[axes.split\] varies"):
+    with pytest.raises(ConfigError, match=r"^\[axes.split\] has different values of partition-parameter for 'IID' and 'skewed', so"):
         sweep(TEXT.replace('{ partition = "iid" }', '{ partition = "dirichlet", partition-parameter = 9.0 }'), partition_parameter=1.0)
     assert sweep(freeze_after=1).axes["method"]["Fix"] == {"method": "fixbn"}  # control: they still differ
     assert "seed" not in sweep(seed=3).axes  # nor is a list of [run], whose values are their labels
@@ -166,10 +166,10 @@ def test_an_empty_list_in_a_variant_drops_the_axis() -> None:
     assert list(sweep.axes) == ["method", "seed"]
     assert {keys["partition"] for _, keys in sweep.points()} == {"iid"}
     tables["variants"]["one"]["axes"] = {"other": []}
-    with pytest.raises(ConfigError, match="axis other has no value"):
+    with pytest.raises(ConfigError, match="the axis other needs at least one value"):
         parse(tables, "x", "one", "data", {})
     tables["axes"]["split"] = {}
-    with pytest.raises(ConfigError, match="axis split has no value"):
+    with pytest.raises(ConfigError, match="the axis split needs at least one value"):
         parse(tables, "x", "", "data", {})
 
 

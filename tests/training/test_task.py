@@ -25,6 +25,7 @@ from fl_bn.task import (
     TASKS,
     VALUES,
     Classification,
+    ClassificationAUC,
     MetricState,
     MultiLabel,
     Regression,
@@ -34,6 +35,7 @@ from fl_bn.task import (
     kind_of,
     to_device,
 )
+from fl_bn.task.ranking import log_odds
 from tests.local import train
 
 REGRESSION, TAGS = Regression(), MultiLabel()
@@ -158,6 +160,30 @@ def test_where_no_label_occurs_there_is_no_f1_and_no_precision() -> None:
     assert math.isnan(diverged.loss)
 
 
+@pytest.mark.parametrize("classes", [2, 4])
+def test_auc_is_that_of_scikit_learn_and_torchmetrics(classes: int, rng: np.random.Generator) -> None:
+    metrics, functional = pytest.importorskip("sklearn.metrics"), pytest.importorskip("torchmetrics.functional.classification")
+    y = torch.from_numpy(rng.integers(0, classes, 400))
+    scores = torch.from_numpy(rng.normal(size=(400, classes))) + torch.eye(classes)[y]
+    for strength in (0.1, 1.0, 30.0):  # 30: probabilities of which the floats are exactly 1
+        found = state_of(ClassificationAUC(), (scores[:90] * strength, y[:90]), (scores[90:] * strength, y[90:])).result()
+        own = [float(functional.binary_auroc(log_odds(scores * strength)[:, label], (y == label).long())) for label in range(classes)]
+        assert found["auc"] == pytest.approx(np.mean(own), abs=2e-3)
+        assert found["accuracy"] == pytest.approx(metrics.accuracy_score(y, scores.argmax(1)))
+    softmax = scores.softmax(1)
+    exact = metrics.roc_auc_score(y, softmax[:, 1] if classes == 2 else softmax, multi_class="ovr")
+    assert state_of(ClassificationAUC(), (scores, y))["auc"] == pytest.approx(exact, abs=2e-3)
+    coarse = np.mean([metrics.roc_auc_score(y == label, scores.argmax(1) == label) for label in range(classes)])
+    assert abs(coarse - exact) > 0.02  # control: the order of the predictions alone
+
+
+def test_a_class_without_samples_has_no_part_in_the_auc_and_one_class_has_none() -> None:
+    scores = torch.tensor([[2.0, 1.0, 9.0], [1.0, 2.0, 9.0], [3.0, 0.0, 9.0]])
+    assert state_of(ClassificationAUC(), (scores, torch.tensor([0, 1, 0])))["auc"] == 1.0
+    assert math.isnan(state_of(ClassificationAUC(), (scores, torch.tensor([1, 1, 1])))["auc"])
+    assert state_of(ClassificationAUC(), (torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])))["auc"] == 0.5  # all are equal
+
+
 class Own(Task):
     """Ten lines: grades as numbers, by absolute error; the lower the better."""
 
@@ -274,7 +300,7 @@ def test_kinds_of_targets_and_the_tasks_that_take_them() -> None:
             find_task("auto", kind_of(targets))
     with pytest.raises(ValueError, match="task 'regression' learns from values, but the data have one label per sample"):
         find_task("regression", kind_of(zeros))
-    with pytest.raises(ValueError, match="task must be auto, one of classification, segmentation, regression, multi-label"):
+    with pytest.raises(ValueError, match="task must be auto, one of classification, classification-auc, segmentation, regr"):
         find_task("regresion")
 
 

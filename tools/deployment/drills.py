@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import Any
 
-from tests.deployment.federation import Federation, wait_until
+from tests.deployment.federation import Federation, message_processes, wait_until
 from tools.deployment.outcomes import Case, Outcome, compare, compare_with_gaps, rounds_of, run_folders
 
 METHODS = ("fedbn", "hbn", "fedtan")
@@ -37,6 +37,31 @@ def kill_supernode(case: Case) -> Outcome:
     wait_until(f"site {site} is back", lambda: len(starts(case.federation, site)) > before, 180)
     if code == 0:
         compare_with_gaps(case, config, outcome)
+    return outcome
+
+
+def kill_message(case: Case) -> Outcome:
+    """SIGKILL the process of a message at a random moment, ``case.times`` times in one run: asked again, nothing is lost but seconds."""
+    site = case.federation.sites[1]
+    config = case.config("fedbn", **{"rounds": 3 * case.times + 4, "evaluate-every": 1000, "name": f"message-{case.repetition}"})
+    lost: list[float] = []
+    with Running(case, config, wait=False) as (run, _):
+        wait_until("a round", lambda: rounds_done(case, config) >= 1, 600)
+        for _ in range(case.times):
+            time.sleep(case.rng.uniform(0.0, 5.0))
+            pids = wait_until("a message", lambda: message_processes(case.federation, site), 120, 0.02)
+            time.sleep(case.rng.uniform(0.0, 0.5))
+            rounds, begin = rounds_done(case, config), time.monotonic()
+            with suppress(ProcessLookupError):
+                os.kill(pids[0], signal.SIGKILL)
+            wait_until("the round ends", lambda rounds=rounds: rounds_done(case, config) > rounds or run.poll() is not None, 400)
+            lost.append(time.monotonic() - begin)
+        code = run.wait(3600)
+    said = case.federation.log("server", "serverapp").count("its process was killed by SIGKILL; it is asked again")
+    what = f"run {'completed' if code == 0 else f'failed ({code})'}; {said} deaths told"
+    outcome = Outcome("SIGKILL the process of a message", case.repetition, "fedbn", "any time", what, times=case.times)
+    outcome.notes.append(f"seconds from a death to the end of its round: {', '.join(f'{seconds:.0f}' for seconds in sorted(lost))}")
+    compare(case, config, outcome)
     return outcome
 
 
@@ -118,6 +143,7 @@ def disk_full_at_the_server(case: Case) -> Outcome:
 
 DRILLS: dict[str, Callable[[Case], Outcome]] = {
     "supernode": kill_supernode,
+    "message": kill_message,
     "serverapp": kill_serverapp,
     "superlink": kill_superlink,
     "checkpoint": truncate_checkpoint,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,8 +21,10 @@ from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.exchange.session import Session, exchanged_layers
 from fl_bn.federation.client_round import Member, Result, client_rounds
 from fl_bn.federation.engines.clients import LEFT_OUT, Clients, Connect, LoaderSource
-from fl_bn.federation.engines.processes import InWorkers, in_workers
+from fl_bn.federation.engines.pace import Pace
+from fl_bn.federation.engines.processes import InWorkers, can_move, in_workers
 from fl_bn.federation.engines.vectorised import AT_ONCE, AsOneProgram, CannotVectorise, Fallback, unneeded
+from fl_bn.federation.engines.workers import cores
 from fl_bn.federation.loaders import REITERABLE, Loader, SeededBatches
 from fl_bn.federation.local import evaluate
 from fl_bn.federation.network import Network
@@ -43,7 +46,8 @@ class LocalTransport(Transport):
         server: The federation's server.
         clients: What the clients have in common, and their loaders.
         test: The batches to evaluate on; None: there is no evaluation.
-        workers: The number of processes that compute; 1: this process alone, 0: one for each core.
+        workers: The number of processes that compute; 1: this process alone. 0: this process, and one process
+            per core once they are worth it.
         one_program: Whether clients are computed as one program if possible.
     """
 
@@ -52,6 +56,7 @@ class LocalTransport(Transport):
         self.kept = [NOTHING for _ in clients.loaders]
         self._rounds = 1  # of the run
         self._workers: InWorkers | None = None
+        self._pace = Pace(1, 1)
         self._warned, self._fallback = set[int](), Fallback()
         self._on_cpu = Network(clients.model, clients.method, torch.device("cpu"))
 
@@ -60,20 +65,28 @@ class LocalTransport(Transport):
         """Serve a run of ``rounds`` rounds in this block, with worker processes if there are several."""
         self._rounds = rounds
         self.kept = [replace(kept, round=0) for kept in self.kept]  # from before round 1 of this run
-        if self._count == 1:
-            yield
-            return
-        with in_workers(self.clients, self._count) as self._workers:
+        decides = self._count == 0 and not self._one_program and can_move(self.clients)
+        self._pace = Pace(cores() // torch.get_num_threads() if decides else 1, rounds)
+        with ExitStack() as self._serving:
+            if self._count > 1:
+                self._start_workers(self._count)
             try:
                 yield
             finally:
                 self._workers = None
 
+    def _start_workers(self, count: int) -> None:
+        self._workers = self._serving.enter_context(in_workers(self.clients, count))
+
     def train(self, instruction: Instruction) -> RoundReplies:
         """Let the round's cohort train."""
         cohort, session = self.cohort(instruction.round), None
         if instruction.phase is not Phase.EXCHANGE:
+            if self._workers is None and self._pace.worth_it(instruction.round):
+                self._start_workers(self._pace.workers)
+            begin = time.perf_counter()
             replies = self._in_parts(instruction, cohort)
+            self._pace.note(instruction.round, time.perf_counter() - begin)
         elif (together := self._together(instruction, cohort)) is not None:
             replies = together
         else:

@@ -14,15 +14,41 @@ from typing import Any, TypeVar
 import torch
 from joblib import wrap_non_picklable_objects
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from fl_bn.federation.client_round import Result
 from fl_bn.federation.engines.clients import Clients
 from fl_bn.federation.engines.workers import Workers
-from fl_bn.federation.loaders import generators
+from fl_bn.federation.loaders import SeededBatches, generators
 from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.values import ClientState, Instruction, Reply
 
 Value = TypeVar("Value", Instruction, ClientState, Reply)
+
+
+MOST_BYTES = 2**30
+"""Every process gets a copy of all clients' data: what is larger stays in one process, unless workers are asked for."""
+
+
+def can_move(clients: Clients) -> bool:
+    """Return whether other processes can compute the clients without anybody noticing.
+
+    Code of a user's own might note something where it runs, so the task must be fl-bn's, and the loaders
+    ``SeededBatches`` or DataLoaders of tensors. The clients train on a CPU, and their data have at most
+    ``MOST_BYTES``.
+    """
+    if clients.device.type != "cpu" or type(clients.task).__module__.partition(".")[0] != "fl_bn":
+        return False
+    size = 0
+    for loader in clients.loaders:
+        if isinstance(loader, SeededBatches):
+            tensors: Sequence[Tensor] = (loader.samples.x, loader.samples.y)
+        elif type(loader) is DataLoader and type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
+            tensors = loader.dataset.tensors
+        else:
+            return False
+        size += sum(tensor.nbytes for tensor in tensors)
+    return size <= MOST_BYTES
 
 
 class InWorkers:

@@ -17,6 +17,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
 from joblib import Parallel, delayed
+from joblib.externals.loky import process_executor
 from joblib.externals.loky.backend.reduction import dumps
 
 from fl_bn.support.imports import without_gc
@@ -24,7 +25,6 @@ from fl_bn.support.imports import without_gc
 MOST_WORKERS = 1024  # processes of one machine
 MOST_THREADS = 1024  # of one process: of 100,000, torch ends with a segmentation fault
 LOGGER = logging.getLogger("flwr")
-REPLACED = "A worker stopped while some jobs were given to the executor"  # joblib warns so where a process grew by 300 MB
 DIED = "its worker process died (killed, or out of memory)"
 
 
@@ -88,13 +88,8 @@ class Workers:
             self.close()
 
     def _started(self) -> Parallel:
-        """Return the pool, and start it if needed.
-
-        joblib replaces a process that grows between two tasks, without losing a task. If warnings are errors, its warning
-        would end the thread that hands out the tasks, and the round would wait forever.
-        """
+        """Return the pool, and start it if needed."""
         if self._pool is None:
-            warnings.filterwarnings("ignore", REPLACED, UserWarning)
             self._pool = self._open.enter_context(
                 Parallel(self.count, backend="loky", return_as="generator", batch_size=1, pre_dispatch="all")
             )
@@ -119,6 +114,10 @@ class WorkerDied(RuntimeError):
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+process_executor._MAX_MEMORY_LEAK_SIZE = sys.maxsize
+"""joblib's limit on a worker's growth (300 MB), set in every worker: its data and networks are no leak, and a new process costs seconds."""
 
 
 def _load(module: str) -> None:

@@ -30,7 +30,7 @@ _named: set[str] = set()  # lost nodes that the log has named
 
 
 class NoProcess(Exception):
-    """All processes for clients are gone. The message says what to do."""
+    """Signal that all processes for clients are gone. The message says what to do."""
 
 
 def repair(pool: Any = None) -> None:

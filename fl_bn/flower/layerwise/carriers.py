@@ -20,6 +20,7 @@ from fl_bn.exchange.grpc.service import ExchangeService
 from fl_bn.exchange.session import NOT_JOINED, Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.app.client_app import RENDEZVOUS
+from fl_bn.flower.compat import federation_config, pinned
 from fl_bn.flower.layerwise.transcript import attach, read_request
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
@@ -269,14 +270,17 @@ class ReplayCarrier(Carrier):
 def _simulation_hint(clients: int, cpus: int) -> str:
     """Say how to get ``clients`` workers in Flower's simulation.
 
-    Flower 1.25 starts one worker per share of a CPU. It runs at most 32 at a time, and at most 4 more than
-    there are CPUs.
+    Flower 1.25 starts one worker per share of a CPU. Later versions take whole CPUs only, so Ray is told of more
+    CPUs than there are. All run at most 32 workers at a time, and at most 4 more than there are CPUs.
     """
     if clients > (most := min(32, cpus + 4)):
         return f"In simulation it needs {clients} workers, but Flower runs at most {most} at a time on {cpus} CPUs: use `fl-bn run`"
+    per_client, ray_cpus = "backend.client-resources.num-cpus", "backend.init-args.num-cpus"
+    if not pinned():
+        return f"In simulation it needs {clients} workers: {federation_config({ray_cpus: clients, per_client: 1})}"
     share = math.floor(100 * cpus / clients) / 100
     return (
-        f"In simulation it needs {clients} workers: --federation-config 'options.backend.client-resources.num-cpus={share:g}' "
+        f"In simulation it needs {clients} workers: {federation_config({per_client: f'{share:g}'})} "
         f'(flower-simulation: --backend-config \'{{"client_resources": {{"num_cpus": {share:g}}}}}\')'
     )
 

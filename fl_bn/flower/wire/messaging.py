@@ -24,6 +24,7 @@ from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import excerpt, reason
 
 PASSING = {3, 4, 5, 8}  # Flower's error codes for a lost message, node or process, which may come back
+DIED = 8  # the one for a dead process of a node that is there: it is asked again once
 UNREADABLE = 0  # Flower's error code for all other errors
 EXPIRED, NEAR = 3, 2.0  # the code of a message whose time to live, our deadline, ran out: seconds before the end that count as then
 POLL = 0.2  # seconds between two checks for replies; Flower's own loop over gRPC waits 3
@@ -45,7 +46,8 @@ def receive(
     """Yield the replies that come within ``timeout`` seconds, in no particular order.
 
     A client's answer depends only on the message and on its state before the round. So a node that was lost
-    and came back can get its message again.
+    and came back can get its message again. A node whose process died gets it again at once, but only once: want of memory,
+    say, would end the next process, too.
 
     Args:
         grid: Flower's grid.
@@ -114,16 +116,18 @@ def _instead(message: Message, why: str, code: int = UNREADABLE) -> Message:
     return Message(Error(code, why), reply_to=message)
 
 
-def copy_of(message: Message, ttl: float | None = None, kind: str = "") -> Message:
+def copy_of(message: Message, ttl: float | None = None, kind: str = "", node: int | None = None) -> Message:
     """Return a message with the same records, but an id of its own.
 
     Args:
         message: the original.
         ttl: the time to live, in seconds. None: the original's.
         kind: Flower's message type. Empty: the original's.
+        node: the addressee. None: the original's.
     """
     m = message.metadata
-    return Message(RecordDict(dict(message.content.items())), m.dst_node_id, kind or m.message_type, ttl=ttl or m.ttl, group_id=m.group_id)
+    to, kind = m.dst_node_id if node is None else node, kind or m.message_type
+    return Message(RecordDict(dict(message.content.items())), to, kind, ttl=ttl or m.ttl, group_id=m.group_id)
 
 
 @dataclass
@@ -150,6 +154,8 @@ class Mailbox:
         self.waiting: dict[str, Message] = {}
         self.lost: list[_Lost] = []
         self.until: dict[int, float] = {}  # by node
+        self.died: set[int] = set()  # nodes whose process died on this message
+        self.original: dict[str, int] = {}  # message that was sent again -> its addressee when the round began
         self.ready, self.yielded, self.count = deque[Message](), 0, 0
         self.looked, self.logged, self.addressees = 0.0, time.monotonic(), len(sent)
 
@@ -182,8 +188,11 @@ class Mailbox:
             self.yielded += 1
             yield self.ready.popleft()
 
-    def _push(self, messages: list[Message]) -> None:
-        self.waiting |= {identity: m for identity, m in zip(self.grid.push_messages(messages), messages, strict=False) if identity}
+    def _push(self, messages: list[Message]) -> list[str]:
+        """Send ``messages``. Return the ids of those that the grid took."""
+        taken = {identity: m for identity, m in zip(self.grid.push_messages(messages), messages, strict=False) if identity}
+        self.waiting |= taken
+        return list(taken)
 
     def _pull(self, identities: list[str]) -> None:
         replies = list(pulled(self.grid, {identity: self.waiting[identity] for identity in identities if identity in self.waiting}))
@@ -192,17 +201,30 @@ class Mailbox:
         for reply in replies:
             if (message := self.waiting.pop(reply.metadata.reply_to_message_id, None)) is None:
                 continue  # a second answer to one message does not count
-            node = message.metadata.dst_node_id
+            node = self.original.get(reply.metadata.reply_to_message_id, message.metadata.dst_node_id)
+            if node != message.metadata.dst_node_id:  # who reads the reply knows the client by the node that it had
+                reply.metadata.__dict__["_src_node_id"] = node
             if reply.has_error() and reply.error.code == EXPIRED and now > self.end - NEAR:
                 continue  # no reply before the deadline
             if reply.has_error() and reply.error.code in PASSING and now < self.until.setdefault(node, now + self.patience):
-                self.lost.append(_Lost(message, reply))
-                seconds = self.until[node] - now
-                why = f"code {reply.error.code}: {reason(reply.error.reason)}"
-                kind, who = message.metadata.message_type, self.called.node(node)
-                log(logging.WARNING, "%s: %s is lost (%s); it has %.0f s to come back", kind, who, why, seconds)
-            else:
-                self.ready.append(reply)
+                if reply.error.code != DIED or node not in self.died:
+                    self._lose(message, reply, self.until[node] - now)
+                    continue
+                who, why = self.called.node(node), reason(reply.error.reason)
+                kind = message.metadata.message_type
+                log(logging.WARNING, "%s: %s: %s; that is the second time, and the round goes on without it", kind, who, why)
+            self.ready.append(reply)
+
+    def _lose(self, message: Message, error: Message, seconds: float) -> None:
+        """Note that the node of a message may answer it later, within ``seconds``."""
+        node, code, why = message.metadata.dst_node_id, error.error.code, reason(error.error.reason)
+        kind, who = message.metadata.message_type, self.called.node(node)
+        self.lost.append(_Lost(message, error))
+        if code == DIED:
+            self.died.add(node)
+            log(logging.WARNING, "%s: %s: %s; it is asked again", kind, who, why)
+        else:
+            log(logging.WARNING, "%s: %s is lost (code %d: %s); it has %.0f s to come back", kind, who, code, why, seconds)
 
     def _ask_again(self) -> None:
         now = time.monotonic()
@@ -212,15 +234,24 @@ class Mailbox:
         lost, self.lost = self.lost, []
         for one in lost:
             node = one.message.metadata.dst_node_id
-            if node in online:
-                again = copy_of(one.message, ttl=max(1.0, self.end - now))
-                log(logging.INFO, "%s: %s is back, and is asked again", again.metadata.message_type, self.called.node(node))
+            if (here := self._node_now(node, online)) is not None:
+                again = copy_of(one.message, ttl=max(1.0, self.end - now), node=here)
+                if one.error.error.code != DIED:
+                    log(logging.INFO, "%s: %s is back, and is asked again", again.metadata.message_type, self.called.node(node))
                 self.sent.append(again)
-                self._push([again])
+                for identity in self._push([again]):
+                    self.original[identity] = node
             elif now < self.until[node]:
                 self.lost.append(one)
             else:
                 self.ready.append(one.error)
+
+    def _node_now(self, node: int, online: set[int]) -> int | None:
+        """Return the node that has the client of ``node`` now: another one where the key of its site was renewed. None: it is away."""
+        if node in online:
+            return node
+        client = self.called.client_of(node)
+        return None if client is None else next((one for one in sorted(online) if self.called.client_of(one) == client), None)
 
     def _say(self) -> None:
         now = time.monotonic()

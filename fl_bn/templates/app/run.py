@@ -5,8 +5,8 @@ from pathlib import Path
 
 from fl_bn.flower import run_in_process
 
-flower = tomllib.loads(Path(__file__).with_name("pyproject.toml").read_text())["tool"]["flwr"]
-config = {**flower["app"]["config"], "clients": flower["federations"]["local-simulation"]["options"]["num-supernodes"]}
+app = tomllib.loads(Path(__file__).with_name("pyproject.toml").read_text())["tool"]["flwr"]["app"]
+config, components = {**app["config"], "clients": 5}, app["components"]
 
 if __name__ == "__main__":
-    run_in_process(config, server_app="server_app:app", client_app="client_app:app")
+    run_in_process(config, server_app=components["serverapp"], client_app=components["clientapp"])

@@ -2,9 +2,10 @@
 
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from task import Net
 
 from fl_bn.flower import FBN
+
+from .task import Net
 
 app = ServerApp()
 

@@ -2,10 +2,11 @@
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from task import Net, load_data, test, train
 
 from fl_bn.flower import Gate, answer, evaluating, training
 from fl_bn.methods import fbn
+
+from .task import Net, load_data, test, train
 
 
 def data(context: Context):

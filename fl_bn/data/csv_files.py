@@ -1,0 +1,350 @@
+"""Data of your own: CSV files, one per site, whose columns a columns.toml describes.
+
+Every cell is read by constants of columns.toml alone. No mean, no deviation and no category is taken from the
+data, so nothing of one site enters the numbers of another.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_bn.data.columns import DROP, FILE, FILL, REFUSE, ZEROS, Columns, Scale, is_missing, read_columns
+from fl_bn.data.folder import visible
+from fl_bn.data.function import Measurements
+from fl_bn.data.record import DataNotFound
+from fl_bn.support.names import nearest, short
+
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+LARGEST = float(np.finfo(np.float32).max)
+_STREAM = 0xC57  # sets these draws apart from others that start from the same seed
+
+
+class TableError(ValueError):
+    """Report that a CSV file is refused.
+
+    Attributes:
+        file: its path.
+        line: number of the line in the file, from 1; 0 if the error is about the whole file.
+        column: name of the column; empty if the error is about a whole line.
+        problem: what was expected, what is there, and what to do.
+    """
+
+    def __init__(self, file: Path, problem: str, line: int = 0, column: str = "") -> None:
+        self.file, self.line, self.column, self.problem = file, line, column, problem
+        where = "".join((f", line {line}" if line else "", f", column {column!r}" if column else ""))
+        super().__init__(f"{file}{where}: {problem}")
+
+    def __reduce__(self) -> tuple[type[TableError], tuple[Path, str, int, str]]:
+        return TableError, (self.file, self.problem, self.line, self.column)
+
+
+@dataclass(frozen=True, eq=False)
+class TableData(Measurements):
+    """Hold rows of CSV files as measurements: ``x`` is float32 (N, inputs).
+
+    Attributes:
+        columns: the description of the columns.
+        notes: a sentence for each file of which rows were left out or cells had no value.
+    """
+
+    columns: Columns = Columns("")
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Hold the rows of one file, as numbers.
+
+    Attributes:
+        file: its path.
+        x: inputs (N, inputs).
+        y: labels or values (N,).
+        groups: cells of the group column; empty without one.
+        counts: how many rows were left out, and how many cells had no value, by reason.
+    """
+
+    file: Path
+    x: NDArray[np.float32]
+    y: NDArray[np.generic]
+    groups: tuple[str, ...]
+    counts: Counter[str]
+
+    @property
+    def note(self) -> str:
+        """Return the counts in a sentence; empty if all rows were read as they are."""
+        parts = ", ".join(f"{what}: {count}" for what, count in sorted(self.counts.items()))
+        return f"{self.file.name}: {len(self.y)} rows are used; {parts}" if parts else ""
+
+
+def load_csv(path: str, image_size: int) -> TableData:
+    """Load ``csv``: one file, or several, each of which is a domain, called by its file's name.
+
+    A file has a header line and a line per sample. ``columns.toml`` beside it names the target and all columns
+    (``Columns``). Their order in a file does not matter. Rows are divided into training and test rows within each file,
+    by the seed of columns.toml. So a site has the same test rows in every run, wherever its file lies. Of each class the
+    test share is drawn, with at least one row on either side. A single row is a training row.
+
+    Args:
+        path: a folder of ``*.csv``, or files, separated by commas.
+        image_size: 0 or 1, as a row has no pixels.
+
+    Raises:
+        DataNotFound: there is no such file or folder, or no columns.toml.
+        ValueError: there is no path, or columns.toml is wrong.
+        TableError: a file is refused. The message has the file, the line, the column, and what to do.
+    """
+    if image_size not in (0, 1):
+        raise ValueError(f"dataset 'csv' has rows and no images, so image-size must be 0 or 1, but is {image_size}")
+    files = csv_files(path)
+    columns = _columns(files)
+    tables = [read_rows(file, columns) for file in files]
+    splits = [split(table, columns) for table in tables]
+    x, y = np.concatenate([table.x for table in tables]), np.concatenate([table.y for table in tables])
+    test = np.concatenate(splits)
+    if not test.any():
+        alike = f" in one {columns.group}" if columns.group and len(tables[0].y) > 1 else ""
+        raise TableError(
+            files[0], f"expected rows to train on and others to test on, but there {_rows(len(y))}{alike}, and no other: add rows"
+        )
+    domain = torch.repeat_interleave(torch.arange(len(files)), torch.tensor([len(table.y) for table in tables]))
+    several = len(files) > 1
+    parts = [torch.from_numpy(chosen) for chosen in (~test, test)]
+    (x_train, y_train), (x_test, y_test) = ((torch.from_numpy(x)[part], torch.from_numpy(y)[part]) for part in parts)
+    return TableData(
+        "csv",
+        x_train,
+        y_train,
+        x_test,
+        y_test,
+        classes=len(columns.classes) or 1,
+        domain_train=domain[parts[0]] if several else None,
+        domain_test=domain[parts[1]] if several else None,
+        domains=tuple(file.stem for file in files) if several else (),
+        columns=columns,
+        notes=tuple(table.note for table in tables if table.note),
+    )
+
+
+def csv_files(path: str) -> list[Path]:
+    """List the files that ``path`` names: those of a folder in the order of their names, or in the given order.
+
+    Raises:
+        DataNotFound: there is no such file, or the folder has none.
+        ValueError: there is no path, or two files have one name.
+    """
+    named = [Path(part.strip()) for part in path.split(",") if part.strip()]
+    if not named:
+        raise ValueError(f"dataset 'csv' needs data-path: a folder with a .csv file per site and {FILE}, or files separated by commas")
+    files: list[Path] = []
+    for part in named:
+        if not part.exists():
+            raise DataNotFound(
+                f"dataset 'csv': there is no {str(part)!r} (a relative path starts at the current folder, {str(Path.cwd())!r})"
+            )
+        inside = [file for file in visible(part) if file.suffix.lower() == ".csv"] if part.is_dir() else [part]
+        if not inside:
+            raise DataNotFound(f"dataset 'csv': the folder {str(part)!r} has no .csv file: put one file per site there")
+        files += inside
+    if len({file.stem for file in files}) < len(files):
+        raise ValueError(f"each file gives its site its name, so names must differ, but got {', '.join(map(str, files))}: rename one")
+    return files
+
+
+def _columns(files: Sequence[Path]) -> Columns:
+    """Read the one description of all files.
+
+    Raises:
+        ValueError: files of two folders have different ones.
+    """
+    found = {folder: read_columns(folder) for folder in dict.fromkeys(file.parent for file in files)}
+    first, columns = next(iter(found.items()))
+    for folder, other in found.items():
+        if other.digest != columns.digest:
+            raise ValueError(
+                f"{folder / FILE} differs from {first / FILE}, so a cell would be another number at another site: give all sites one {FILE}"
+            )
+    return columns
+
+
+def read_rows(file: Path, columns: Columns) -> Rows:
+    """Read one file.
+
+    Raises:
+        TableError: the file is empty or no CSV, a column is missing or not described, or a cell cannot be read.
+    """
+    inputs: list[NDArray[np.float32]] = []
+    targets: list[float] = []
+    groups: list[str] = []
+    counts: Counter[str] = Counter()
+    reader = _Cells(file, columns, counts)
+    for line, cells in _lines(file, columns):
+        row = reader.row(line, cells)
+        if row is None:
+            continue
+        inputs.append(row[0])
+        targets.append(row[1])
+        groups.append(cells.get(columns.group, ""))
+    if not inputs:
+        dropped = f": all {sum(counts.values())} were left out" if counts else ""
+        raise TableError(file, f"expected rows below the header, but there are none{dropped}: add rows, or take the file away")
+    y = np.array(targets, dtype=np.int64 if columns.classes else np.float32)
+    return Rows(file, np.stack(inputs), y, tuple(groups) if columns.group else (), counts)
+
+
+def _lines(file: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the number of each line, and its cells by column."""
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as stream:
+            reader = csv.reader(stream, delimiter=columns.delimiter, strict=True)
+            line, header = 1, list[str]()
+            while True:
+                try:
+                    cells = next(reader, None)
+                except csv.Error as error:
+                    raise TableError(file, f"expected cells between {columns.delimiter!r}, but {error}: mend the quotes", line) from error
+                if cells is None:
+                    break
+                stripped = [cell.strip() for cell in cells]
+                if any(stripped) and not header:
+                    header = _checked_header(file, line, stripped, columns)
+                elif any(stripped) or len(stripped) > 1:  # else the line is empty
+                    if len(stripped) != len(header):
+                        found = f"expected {len(header)} cells, as the header has, but there are {len(stripped)}"
+                        raise TableError(file, f"{found}: correct the line, or put cells with a {columns.delimiter!r} in quotes", line)
+                    yield line, dict(zip(header, stripped, strict=True))
+                line = reader.line_num + 1
+    except UnicodeDecodeError as error:
+        raise TableError(file, f"expected text in UTF-8, but {error.reason} at byte {error.start}: save the file as UTF-8") from error
+    except OSError as error:
+        raise TableError(file, f"expected a file that can be read, but {error.strerror}") from error
+    if not header:
+        raise TableError(file, "expected a header with the names of the columns, but the file is empty")
+
+
+def _checked_header(file: Path, line: int, header: list[str], columns: Columns) -> list[str]:
+    if twice := [name for name in header if header.count(name) > 1]:
+        raise TableError(file, "expected every column once, but this name occurs more often: rename one", line, twice[0])
+    known = (*columns.names, *columns.ignore)
+    if absent := [name for name in columns.names if name not in header]:
+        other = next((f"; it looks as if cells were separated by {mark!r}: set delimiter in {FILE}" for mark in (";", "\t", "|", ",")
+                      if mark != columns.delimiter and len(header) == 1 and mark in header[0]), "")  # fmt: skip
+        have = f"the file has {short(', '.join(header))}{nearest(absent[0], header)}"
+        raise TableError(file, f"{FILE} lists this column, but {have}{other}", line, absent[0])
+    if strange := [name for name in header if name not in known]:
+        raise TableError(
+            file, f"{FILE} does not list this column{nearest(strange[0], known)}; add it to ignore there, or to a table", line, strange[0]
+        )
+    return header
+
+
+class _Leave(Exception):
+    """Leave a row out."""
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Make numbers of the cells of one file's rows."""
+
+    file: Path
+    columns: Columns
+    counts: Counter[str]
+
+    def row(self, line: int, cells: dict[str, str]) -> tuple[NDArray[np.float32], float] | None:
+        """Return the inputs and the target of a row; None if it is left out."""
+        before = self.counts.copy()
+        try:
+            values = [self._number(line, name, cells[name], scale) for name, scale in self.columns.numeric.items()]
+            for name, categories in self.columns.categorical.items():
+                values += self._indicators(line, name, cells[name], categories)
+            target = self._target(line, cells[self.columns.target])
+            if self.columns.group and is_missing(cells[self.columns.group]):
+                self._missing(line, self.columns.group, cells[self.columns.group], fillable=False)
+        except _Leave as reason:
+            self.counts.clear()  # cells of a row that is left out do not count
+            self.counts.update(before)
+            self.counts[str(reason)] += 1
+            return None
+        return np.array(values, dtype=np.float32), target
+
+    def _number(self, line: int, name: str, cell: str, scale: Scale) -> float:
+        if is_missing(cell):
+            self._missing(line, name, cell)
+            return 0.0  # the column's mean, as columns.toml states it
+        return self._scaled(line, name, cell, scale)
+
+    def _scaled(self, line: int, name: str, cell: str, scale: Scale) -> float:
+        value = (float(cell) - scale.mean) / scale.std if NUMBER.fullmatch(cell) else np.nan
+        if not abs(value) <= LARGEST:
+            raise TableError(self.file, f"expected a finite number, like -12.5 or 3e4, but got {short(cell)}: correct it", line, name)
+        return value
+
+    def _indicators(self, line: int, name: str, cell: str, categories: tuple[str, ...]) -> list[float]:
+        if cell not in categories:
+            if is_missing(cell):
+                self._missing(line, name, cell)
+            else:
+                self._unknown(line, name, cell, categories)
+        return [float(cell == category) for category in categories]
+
+    def _target(self, line: int, cell: str) -> float:
+        name, classes = self.columns.target, self.columns.classes
+        if cell in classes:
+            return classes.index(cell)
+        if is_missing(cell):
+            self._missing(line, name, cell, fillable=False)
+        if not classes:
+            return self._scaled(line, name, cell, self.columns.target_scale)
+        problem = f"expected one of the classes {short(', '.join(classes))}, but got {short(cell)}"
+        raise TableError(self.file, f"{problem}{nearest(cell, classes)}: correct the cell, or list the class in {FILE}", line, name)
+
+    def _missing(self, line: int, name: str, cell: str, fillable: bool = True) -> None:
+        if self.columns.missing == DROP:
+            raise _Leave("rows left out for a missing value")
+        if self.columns.missing == FILL and fillable:
+            self.counts["missing cells read as the stated mean, or as no category"] += 1
+            return
+        also = f", or 'fill' in {FILE}" if self.columns.missing == REFUSE and fillable else f" in {FILE}"
+        what = f"the cell has no value ({short(cell)}){'' if fillable else ', and none is made up for it'}"
+        raise TableError(self.file, f"{what}: give one, or set missing to 'drop'{also}", line, name)
+
+    def _unknown(self, line: int, name: str, cell: str, categories: tuple[str, ...]) -> None:
+        if self.columns.unknown == DROP:
+            raise _Leave("rows left out for an unknown category")
+        if self.columns.unknown == ZEROS:
+            self.counts["unknown categories read as none"] += 1
+            return
+        problem = f"expected one of {short(', '.join(categories))}, but got {short(cell)}{nearest(cell, categories)}"
+        raise TableError(self.file, f"{problem}: list it for all sites, or set unknown to 'drop' or 'zeros' in {FILE}", line, name)
+
+
+def split(rows: Rows, columns: Columns) -> NDArray[np.bool_]:
+    """Draw the test rows of one file.
+
+    Returns:
+        Whether each row is a test row (N,). No row is one if there is only one, or one group.
+    """
+    owners = np.array(rows.groups) if rows.groups else np.arange(len(rows.y))
+    # A group may have rows of several classes, so groups are drawn from all together.
+    strata = rows.y if columns.classes and not rows.groups else np.zeros(len(rows.y), dtype=np.int64)
+    test = np.zeros(len(rows.y), dtype=bool)
+    for stratum in np.unique(strata):
+        members = np.unique(owners[strata == stratum])
+        rng = np.random.default_rng(np.random.SeedSequence([_STREAM, columns.seed, int(stratum)]))
+        tested = min(max(1, round(columns.test_share * len(members))), len(members) - 1)
+        test |= np.isin(owners, rng.permutation(members)[:tested])
+    if not test.any() and len(rows.y) > 1 and not rows.groups:  # each class has one row
+        test[np.random.default_rng(np.random.SeedSequence([_STREAM, columns.seed])).integers(len(rows.y))] = True
+    return test
+
+
+def _rows(count: int) -> str:
+    return "is 1 row" if count == 1 else f"are {count} rows"

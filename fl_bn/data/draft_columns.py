@@ -1,0 +1,120 @@
+"""Draft of a columns.toml from CSV files: what each column seems to be, to be read and corrected by a person.
+
+The draft holds categories and rounded means of the very files that it is made from. They leave the files' site with it.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import tomli_w
+
+from fl_bn.data.columns import DELIMITERS, DROP, Columns, Scale, columns_of, is_missing
+from fl_bn.data.csv_files import NUMBER, TableError, csv_files, read_rows, split
+from fl_bn.support.names import nearest, short
+
+MOST_CATEGORIES = 50  # a column of more texts is names or numbers of persons, say, and is ignored
+
+
+def draft(path: str, target: str, *, regression: bool = False, delimiter: str = ",") -> str:
+    """Write the draft of a columns.toml.
+
+    A column is numeric if all its cells are numbers, and else categorical. A column of more than ``MOST_CATEGORIES``
+    texts, and one without any value, is ignored. Means and deviations are those of the training rows without a missing
+    cell, rounded to two digits.
+
+    Args:
+        path: a folder of CSV files, or files, separated by commas.
+        target: name of the target column.
+        regression: whether the target is a number. Else its texts are the classes, in the order of their names.
+        delimiter: character between cells.
+
+    Returns:
+        The file's text.
+
+    Raises:
+        DataNotFound: there is no such file.
+        ValueError: a file is no CSV, or has no such column, or no column can be learnt from.
+    """
+    if delimiter not in DELIMITERS:
+        raise ValueError(f"delimiter must be one of {', '.join(map(repr, DELIMITERS))}, but got {delimiter!r}")
+    files = csv_files(path)
+    cells = _cells(files, delimiter)
+    if target not in cells:
+        raise ValueError(f"{files[0]} has no column {target!r}; it has {short(', '.join(cells))}{nearest(target, cells)}")
+    values: dict[str, object] = {"target": target}
+    if not regression:
+        values["classes"] = _in_order(cells[target])
+    kinds = {name: _kind(texts) for name, texts in cells.items() if name != target}
+    values |= {
+        "missing": "refuse",
+        "unknown": "refuse",
+        "test-share": 0.2,
+        "seed": 0,
+        "delimiter": delimiter,
+        "ignore": [name for name, kind in kinds.items() if kind == "ignore"],
+        "numeric": {name: {} for name, kind in kinds.items() if kind == "numeric"},
+        "categorical": {name: _in_order(cells[name]) for name, kind in kinds.items() if kind == "categorical"},
+    }
+    columns = replace(columns_of(values), missing=DROP)
+    scales = _scales(files, columns)
+    values["numeric"] = {name: _rounded(scales[name]) for name in columns.numeric}
+    if regression:
+        values |= {f"target-{key}": value for key, value in _rounded(scales[target]).items()}
+    tables = ("numeric", "categorical")
+    return tomli_w.dumps({key: value for key, value in values.items() if key not in tables} | {key: values[key] for key in tables})
+
+
+def _cells(files: Sequence[Path], delimiter: str) -> dict[str, set[str]]:
+    """Return the different cells that have a value, by column of all files, in the first file's order."""
+    found: dict[str, set[str]] = {}
+    for file in files:
+        try:
+            with file.open(newline="", encoding="utf-8-sig") as stream:
+                for row in csv.DictReader(stream, delimiter=delimiter, strict=True, restkey="", restval=""):
+                    for name, cell in row.items():
+                        if name and isinstance(cell, str):
+                            found.setdefault(name.strip(), set()).update([] if is_missing(cell.strip()) else [cell.strip()])
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise TableError(file, f"expected a CSV file in UTF-8, but {error}") from error
+    if not found:
+        raise TableError(files[0], "expected a header and rows, but there are none")
+    return found
+
+
+def _kind(texts: set[str]) -> str:
+    if texts and all(NUMBER.fullmatch(text) for text in texts):
+        return "numeric"
+    return "categorical" if 0 < len(texts) <= MOST_CATEGORIES else "ignore"
+
+
+def _in_order(texts: set[str]) -> list[str]:
+    """Sort numbers by value, and other texts by name."""
+    numbers = all(NUMBER.fullmatch(text) for text in texts)
+    return sorted(texts, key=(lambda text: (float(text), text)) if numbers else None)
+
+
+def _scales(files: Sequence[Path], columns: Columns) -> dict[str, Scale]:
+    """Measure the numeric columns, and a target that is a number, over the training rows of all files."""
+    tables = [read_rows(file, columns) for file in files]
+    training = [(table, ~split(table, columns)) for table in tables]
+    values = {name: [table.x[rows, index] for table, rows in training] for index, name in enumerate(columns.numeric)}
+    if not columns.classes:
+        values[columns.target] = [table.y[rows] for table, rows in training]
+    scales = {}
+    for name, parts in values.items():
+        joined = [float(value) for part in parts for value in part]
+        mean = math.fsum(joined) / len(joined)
+        deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in joined) / len(joined))
+        scales[name] = Scale(mean, deviation or 1.0)
+    return scales
+
+
+def _rounded(scale: Scale) -> dict[str, float]:
+    """Round a scale to two digits of its deviation, and its mean to the same place."""
+    place = 1 - math.floor(math.log10(scale.std))
+    return {"mean": round(scale.mean, place), "std": round(scale.std, place)}

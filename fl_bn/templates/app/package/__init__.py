@@ -1,0 +1,1 @@
+"""A Flower app whose BatchNorm works on clients that differ."""

@@ -1,0 +1,64 @@
+"""Lay out the tables of ``fl-bn status`` and ``fl-bn runs``: at 80 columns, at more, and in a pipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.table import Table
+
+from fl_bn_site.runs import RunLine
+from fl_bn_site.status import RunStatus, Status
+
+PIPE = 500  # columns of what is no terminal
+
+
+def wide_console() -> Console:
+    """Return the console of a table: as wide as the terminal. A pipe has no width, so there no table is narrowed."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PIPE)
+
+
+def table_of_runs(runs: Sequence[RunLine]) -> Table:
+    """Return the table of ``fl-bn runs``."""
+    table = Table(box=None)
+    for column in ("id", "name", "state", "round", "start", "seconds", "by"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("state", "round", "seconds"))
+    for run in runs:
+        seconds, start = "" if run.seconds is None else f"{run.seconds:.0f}", run.start[:19].replace("T", " ")
+        table.add_row(run.id, run.name, run.state, _round(run), start, seconds, run.submitter)
+    return table
+
+
+def tables_of_status(current: Status) -> Group:
+    """Return the tables of ``fl-bn status``. At 80 columns, names are broken into lines, and nothing is cut."""
+    sites = Table(title=f"{current.server}, {current.at}; certificate: {current.expires} days left", box=None)
+    for column in ("site", "state", "last seen"):
+        sites.add_column(column, overflow="fold")
+    for site in current.sites:
+        sites.add_row(site.name, site.state, site.seen or "never")
+    runs, unused = Table(title="runs", box=None), Table(box=None)
+    for column in ("run", "site", "not used in the last round"):
+        unused.add_column(column, overflow="fold")
+    for column in ("run", "status", "round", "used", "loss", "metric", "s/round", "left"):
+        runs.add_column(column, overflow="fold", no_wrap=column != "run")
+    for run in current.runs:
+        name = run.name or str(run.id)
+        runs.add_row(
+            name,
+            run.status.removeprefix("finished:"),
+            _round(run),
+            "" if run.accepted is None else f"{run.accepted}/{run.cohort}",
+            "" if run.loss is None else f"{run.loss:.4g}",
+            "" if run.value is None else f"{run.metric} {run.value:.3g}",
+            "" if run.seconds is None else f"{run.seconds:.1f}",
+            "" if run.left is None else f"{run.left:.0f} s",
+        )
+        for site, why in run.refused.items():
+            unused.add_row(name, site, why)
+    return Group(sites, runs, *([unused] if unused.row_count else []))
+
+
+def _round(run: RunLine | RunStatus) -> str:
+    return "" if run.round is None else f"{run.round}/{run.rounds or '?'}"

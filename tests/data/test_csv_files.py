@@ -1,0 +1,339 @@
+"""CSV files per site: the numbers are those of a plain reading, and everything that can be wrong is refused by file, line and column."""
+
+from __future__ import annotations
+
+import csv
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from typer.testing import CliRunner
+
+from fl_bn.cli.data import data as data_commands
+from fl_bn.data.check import check_files
+from fl_bn.data.columns import Columns, columns_of, read_columns
+from fl_bn.data.csv_files import TableData, TableError, load_csv, read_rows, split
+from fl_bn.data.dataset import DataNotFound, to_input
+from fl_bn.data.domains import without_domain
+from fl_bn.data.draft_columns import draft
+from tests.listed import listed
+
+SCHEME: dict[str, Any] = {
+    "target": "outcome",
+    "classes": ["well", "ill"],
+    "ignore": ["id"],
+    "numeric": {"age": {"mean": 50, "std": 10}, "dose": {}},
+    "categorical": {"smoker": ["no", "yes"], "ward": ["a", "b", "c"]},
+}
+HEADER = "id,age,dose,smoker,ward,outcome"
+ROWS = ["1,40,0.5,no,a,well", "2,60,1.5,yes,b,ill", "3,55,2,no,c,well", "4,45,1e1,yes,a,ill", "5,50,-3,no,b,well"]
+
+
+def site(folder: Path, name: str = "north", rows: list[str] | None = None, header: str = HEADER, **changes: Any) -> Path:
+    """A file with a columns.toml beside it; a change to None takes a key out."""
+    folder.mkdir(exist_ok=True)
+    scheme = {key: value for key, value in (SCHEME | {k.replace("_", "-"): v for k, v in changes.items()}).items() if value is not None}
+    (folder / "columns.toml").write_text(tomli_w.dumps(scheme))
+    file = folder / f"{name}.csv"
+    file.write_text("\n".join([header, *(ROWS if rows is None else rows)]) + "\n")
+    return file
+
+
+def plain(file: Path) -> tuple[list[list[float]], list[float]]:
+    """The obvious reading: a row of the file, a row of the table."""
+    with file.open(newline="") as stream:
+        found = list(csv.DictReader(stream))
+    x = []
+    for row in found:
+        smoker, ward = ([float(row[name] == category) for category in SCHEME["categorical"][name]] for name in ("smoker", "ward"))
+        x.append([(float(row["age"]) - 50) / 10, float(row["dose"]), *smoker, *ward])
+    return x, [["well", "ill"].index(row["outcome"]) for row in found]
+
+
+def together(data: TableData) -> list[tuple[list[float], float]]:
+    x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
+    return sorted(zip(x.tolist(), y.tolist(), strict=True))
+
+
+def test_the_arrays_are_those_of_a_plain_reading(tmp_path: Path) -> None:
+    file = site(tmp_path)
+    data, (x, y) = load_csv(str(file), 0), plain(file)
+    want = sorted(zip(np.array(x, dtype=np.float32).tolist(), y, strict=True))
+    assert together(data) == want
+    assert together(data) != sorted(zip(np.array(x, dtype=np.float32).tolist(), [1 - label for label in y], strict=True))  # control
+    assert (data.channels, data.image_size, data.classes, data.domains) == (7, 1, 2, ())
+    assert torch.equal(to_input(data.x_train), data.x_train)
+
+
+def test_the_order_of_columns_and_an_excel_file_change_nothing(tmp_path: Path) -> None:
+    want = together(load_csv(str(site(tmp_path / "a")), 0))
+    cells = [line.split(",") for line in [HEADER, *ROWS]]
+    turned = [";".join(reversed(row)) for row in cells]
+    file = site(tmp_path / "b", rows=turned[1:], header=turned[0], delimiter=";")
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")  # a byte order mark, an empty line
+    assert together(load_csv(str(file), 0)) == want
+    by_place = site(tmp_path / "c", rows=turned[1:], header=HEADER.replace(",", ";"), delimiter=";")
+    with pytest.raises(TableError):  # control: cells under other names
+        load_csv(str(by_place), 0)
+
+
+def test_several_files_are_domains_and_a_site_has_the_same_split_alone(tmp_path: Path) -> None:
+    rows = [f"{i},{40 + i},{i / 7:.3f},{('no', 'yes')[i % 2]},{'abc'[i % 3]},{('well', 'ill')[i % 5 == 0]}" for i in range(50)]
+    site(tmp_path, "north", rows), site(tmp_path, "south", rows[:31])
+    data = load_csv(str(tmp_path), 0)
+    assert data.domains == ("north", "south")
+    assert data.domain_train is not None
+    alone = load_csv(str(tmp_path / "south.csv"), 1)
+    assert torch.equal(data.x_train[data.domain_train == 1], alone.x_train)
+    assert len(alone.x_test) == round(0.2 * 7) + round(0.2 * 24)  # of each class a fifth
+    other = load_csv(str(site(tmp_path / "seed", "south", rows[:31], seed=1)), 0)
+    assert not torch.equal(other.x_train, alone.x_train)  # control: another seed of columns.toml draws others
+    assert without_domain(data, "north").x_train.shape == alone.x_train.shape
+    assert load_csv(f"{tmp_path / 'south.csv'}, {tmp_path / 'north.csv'}", 0).domains == ("south", "north")
+
+
+def test_a_person_s_rows_stay_on_one_side(tmp_path: Path) -> None:
+    rows = [f"{i // 4},{40 + i},0,no,a,{('well', 'ill')[i % 2]}" for i in range(40)]
+    file = site(tmp_path, rows=rows, ignore=[], group="id")
+    test = split(read_rows(file, read_columns(tmp_path)), read_columns(tmp_path))
+    assert [len(set(test[4 * i : 4 * i + 4])) for i in range(10)] == [1] * 10
+    assert test.sum() == 8
+    by_rows = split(read_rows(site(tmp_path / "b", rows=rows), read_columns(tmp_path / "b")), read_columns(tmp_path / "b"))
+    assert any(len(set(by_rows[4 * i : 4 * i + 4])) == 2 for i in range(10))  # control
+
+
+def test_a_target_that_is_a_number_is_scaled_by_stated_constants(tmp_path: Path) -> None:
+    rows = [f"{i},{40 + i},0,no,a,{100 + i}" for i in range(10)]
+    data = load_csv(str(site(tmp_path, rows=rows, classes=None, target_mean=100, target_std=2)), 0)
+    assert sorted(torch.cat([data.y_train, data.y_test]).tolist()) == [i / 2 for i in range(10)]
+    assert (data.classes, data.y_train.dtype, len(data.y_test)) == (1, torch.float32, 2)
+
+
+@listed(
+    ("rows", "changes", "left", "note"),
+    [
+        (["6,,1,no,a,well"], {"missing": "drop"}, 5, "5 rows are used; rows left out for a missing value: 1"),
+        (["6,NA,1,no,a,well", "7,1,1,no,a,?"], {"missing": "drop"}, 5, "rows left out for a missing value: 2"),
+        (["6,nan,1,,a,well"], {"missing": "fill"}, 6, "missing cells read as the stated mean, or as no category: 2"),
+        (["6,40,1,no,d,well"], {"unknown": "zeros"}, 6, "unknown categories read as none: 1"),
+        (["6,40,1,no,d,well"], {"unknown": "drop"}, 5, "rows left out for an unknown category: 1"),
+        (["6,,1,no,d,well"], {"missing": "fill", "unknown": "drop"}, 5, "5 rows are used; rows left out for an unknown category: 1"),
+    ],
+)
+def test_policies_are_stated_and_told(rows: list[str], changes: dict[str, Any], left: int, note: str, tmp_path: Path) -> None:
+    data = load_csv(str(site(tmp_path, rows=[*ROWS, *rows], **changes)), 0)
+    assert len(data.y_train) + len(data.y_test) == left
+    assert note in data.notes[0]
+    assert load_csv(str(site(tmp_path / "whole", **changes)), 0).notes == ()  # control
+    assert note in " ".join(finding.text for finding in check_files("csv", str(tmp_path)))
+
+
+def test_what_takes_the_place_of_a_missing_cell(tmp_path: Path) -> None:
+    file = site(tmp_path, rows=[*ROWS, "6,,NaN,,x,well"], missing="fill", unknown="zeros")
+    rows = read_rows(file, read_columns(tmp_path))
+    assert rows.x[-1].tolist() == [0.0] * 7  # the stated mean, and no category
+    listed_as_category = columns_of(
+        SCHEME | {"categorical": {"smoker": ["no", "yes", ""], "ward": ["a", "b", "c", "x"]}, "missing": "fill"}
+    )
+    assert read_rows(file, listed_as_category).x[-1].tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+
+
+@listed(
+    ("rows", "line", "column", "problem"),
+    [
+        (["6,,1,no,a,well"], 7, "age", "the cell has no value (''): give one, or set missing to 'drop', or 'fill' in columns.toml"),
+        (["6,NaN,1,no,a,well"], 7, "age", "the cell has no value ('NaN')"),
+        (["6,40,1,,a,well"], 7, "smoker", "the cell has no value"),
+        (["6,40,1,no,a,"], 7, "outcome", "and none is made up for it: give one, or set missing to 'drop' in columns.toml"),
+        (["6,inf,1,no,a,well"], 7, "age", "expected a finite number, like -12.5 or 3e4, but got 'inf'"),
+        (["6,1e999,1,no,a,well"], 7, "age", "expected a finite number"),
+        (["6,40,1_0,no,a,well"], 7, "dose", "but got '1_0'"),
+        (["6,40,old,no,a,well"], 7, "dose", "but got 'old'"),
+        (['6,40,"1,5",no,a,well'], 7, "dose", "but got '1,5'"),
+        (
+            ["6,40,1,ja,a,well"],
+            7,
+            "smoker",
+            "expected one of 'no, yes', but got 'ja': list it for all sites, or set unknown to 'drop' or 'zeros'",
+        ),
+        (["6,40,1,no,a,welll"], 7, "outcome", "expected one of the classes 'well, ill', but got 'welll': did you mean 'well'?"),
+        (["6,40,1,no,a"], 7, "", "expected 6 cells, as the header has, but there are 5"),
+        (["6,40,1,no,a,well,9"], 7, "", "expected 6 cells, as the header has, but there are 7"),
+        (['"6\n6",40,1,no,a,well', "7,x,1,no,a,well"], 9, "age", "but got 'x'"),  # a cell of two lines
+        (['6,"40"1,1,no,a,well'], 7, "", "mend the quotes"),
+    ],
+)
+def test_a_cell_is_refused_by_file_line_and_column(rows: list[str], line: int, column: str, problem: str, tmp_path: Path) -> None:
+    file = site(tmp_path, rows=[*ROWS, *rows])
+    with pytest.raises(TableError) as caught:
+        load_csv(str(file), 0)
+    assert (caught.value.file, caught.value.line, caught.value.column) == (file, line, column)
+    assert problem in caught.value.problem
+    assert "\n" not in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@listed(
+    ("text", "line", "column", "problem"),
+    [
+        ("", 0, "", "expected a header with the names of the columns, but the file is empty"),
+        ("\n\n", 0, "", "but the file is empty"),
+        (HEADER + "\n", 0, "", "expected rows below the header, but there are none"),
+        (
+            HEADER.replace(",dose", "") + "\n",
+            1,
+            "dose",
+            "columns.toml lists this column, but the file has 'id, age, smoker, ward, outcome'",
+        ),
+        (HEADER.replace("outcome", "Outcome") + "\n", 1, "outcome", "did you mean 'Outcome'?"),
+        (HEADER + ",zip\n", 1, "zip", "columns.toml does not list this column; add it to ignore there, or to a table"),
+        (HEADER + ",age\n", 1, "age", "expected every column once"),
+        (HEADER.replace(",", ";") + "\n", 1, "outcome", "it looks as if cells were separated by ';': set delimiter in columns.toml"),
+        (HEADER + "\n1,40,1,no,a,well\n", 0, "", "expected rows to train on and others to test on, but there is 1 row, and no other"),
+        (b"\xff\xfe", 0, "", "expected text in UTF-8, but invalid start byte at byte 0"),
+    ],
+)
+def test_a_file_is_refused_as_a_whole(text: str | bytes, line: int, column: str, problem: str, tmp_path: Path) -> None:
+    file = site(tmp_path)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(TableError) as caught:
+        load_csv(str(file), 0)
+    assert (caught.value.file, caught.value.line, caught.value.column) == (file, line, column)
+    assert problem in caught.value.problem
+
+
+def test_one_row_and_a_missing_class_at_one_of_several_sites(tmp_path: Path) -> None:
+    site(tmp_path, "north"), site(tmp_path, "one", ROWS[:1]), site(tmp_path, "well", [ROWS[0], ROWS[2], ROWS[4]])
+    data = load_csv(str(tmp_path), 0)
+    assert data.domains == ("north", "one", "well")
+    assert data.domain_train is not None
+    assert data.domain_test is not None
+    assert data.domain_train.bincount().tolist() == [3, 1, 2]
+    assert data.domain_test.bincount(minlength=3).tolist() == [2, 0, 1]
+    two = load_csv(str(site(tmp_path / "two", rows=ROWS[:2])), 0)  # each class has one row
+    assert (len(two.y_train), len(two.y_test), two.classes) == (1, 1, 2)
+    only = load_csv(str(site(tmp_path / "only", rows=[ROWS[0], ROWS[2]])), 0)
+    assert only.classes == 2  # not the largest label, plus one
+    site(tmp_path, "zero", [])
+    with pytest.raises(TableError, match=r"zero\.csv: expected rows below the header"):
+        load_csv(str(tmp_path), 0)
+
+
+def test_all_rows_of_one_person_cannot_be_divided(tmp_path: Path) -> None:
+    file = site(tmp_path, rows=[row.replace(row[0], "1", 1) for row in ROWS], ignore=[], group="id")
+    with pytest.raises(TableError, match="there are 5 rows in one id, and no other"):
+        load_csv(str(file), 0)
+
+
+@listed(
+    ("changes", "problem"),
+    [
+        ({"target": None}, 'expected the name of the target column, target = "NAME", but there is none'),
+        ({"targets": "x"}, "unknown key 'targets': did you mean 'target'?"),
+        ({"target": 3}, "target must be a text, but is 3"),
+        ({"classes": ["well"]}, "classes must be a list of at least 2, of texts"),
+        ({"classes": ["well", "well"]}, "classes must list every text once, but 'well' occurs more often"),
+        ({"classes": [True, False]}, "classes must be a list of at least 2, of texts as they stand in the cells"),
+        ({"target-mean": 3}, "target-mean and target-std are for a target that is a number"),
+        ({"numeric": {"age": 3}}, "numeric column 'age' must be {mean = NUMBER, std = NUMBER}"),
+        ({"numeric": {"age": {"sd": 3}}}, "unknown key 'sd' of numeric column 'age'"),
+        ({"numeric": {"age": {"std": 0}}}, "std of numeric column 'age' must be positive, but is 0"),
+        ({"numeric": {"age": {"mean": "fifty"}}}, "mean of numeric column 'age' must be a finite number, but is 'fifty'"),
+        ({"numeric": {}, "categorical": {}}, "expected columns to learn from"),
+        ({"numeric": {"outcome": {}}}, "column 'outcome' is listed twice"),
+        ({"group": "age"}, "column 'age' is the group and has another place, too"),
+        ({"categorical": {"smoker": []}}, "categorical column 'smoker' must be a list of at least 1"),
+        ({"missing": "mean"}, "missing must be one of 'refuse', 'drop', 'fill', but got 'mean'"),
+        ({"unknown": "fill"}, "unknown must be one of 'refuse', 'drop', 'zeros', but got 'fill'"),
+        ({"test-share": 1}, "test-share must be in (0, 0.9], but got 1"),
+        ({"seed": 1.5}, "seed must be a whole number of 0 or more, but got 1.5"),
+        ({"delimiter": "::"}, "delimiter must be one of ',', ';'"),
+    ],
+)
+def test_a_description_that_is_wrong_is_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    file = site(tmp_path, **changes)
+    with pytest.raises(ValueError, match=re.escape(problem)) as caught:
+        load_csv(str(file), 0)
+    assert str(caught.value).startswith(str(tmp_path / "columns.toml"))
+
+
+def test_the_digest_tells_descriptions_apart_and_not_their_layout(tmp_path: Path) -> None:
+    site(tmp_path)
+    columns = read_columns(tmp_path)
+    assert columns == columns_of(SCHEME)
+    (tmp_path / "columns.toml").write_text("# a comment\n" + (tmp_path / "columns.toml").read_text())
+    assert read_columns(tmp_path).digest == columns.digest
+    others = [
+        {"classes": ["ill", "well"]},
+        {"numeric": {"dose": {}, "age": {"mean": 50, "std": 10}}},
+        {"numeric": {"age": {"mean": 51, "std": 10}, "dose": {}}},
+        {"categorical": {"smoker": ["yes", "no"], "ward": ["a", "b", "c"]}},
+        {"missing": "drop"},
+        {"seed": 1},
+    ]
+    assert len({columns.digest, *(columns_of(SCHEME | other).digest for other in others)}) == 1 + len(others)
+
+
+def test_paths(tmp_path: Path) -> None:
+    file = site(tmp_path / "a")
+    other = site(tmp_path / "b", "south", classes=["ill", "well"])
+    for path, kind, problem in (
+        ("", ValueError, "dataset 'csv' needs data-path"),
+        (str(tmp_path / "gone.csv"), DataNotFound, r"there is no .*gone\.csv"),
+        (str(tmp_path), DataNotFound, "has no .csv file"),
+        (f"{file},{site(tmp_path / 'c')}", ValueError, "names must differ"),
+        (f"{file},{other}", ValueError, r"b/columns\.toml differs from .*a/columns\.toml"),
+    ):
+        with pytest.raises(kind, match=problem):
+            load_csv(path, 0)
+    with pytest.raises(ValueError, match="image-size must be 0 or 1, but is 32"):
+        load_csv(str(file), 32)
+    (tmp_path / "a" / "columns.toml").unlink()
+    with pytest.raises(DataNotFound, match="`fl-bn data columns .*a --target NAME` writes a draft"):
+        load_csv(str(file), 0)
+
+
+def test_a_draft_describes_the_files_and_looks_at_no_test_row(tmp_path: Path) -> None:
+    rows = [f"p{i},{40 + i},{'' if i == 3 else i},{('no', 'yes')[i % 2]},{'ab'[i % 2]},{('well', 'ill')[i % 3 == 0]}" for i in range(60)]
+    file = site(tmp_path, rows=rows)
+    text = draft(str(file), "outcome")
+    (tmp_path / "columns.toml").write_text(text.replace('missing = "refuse"', 'missing = "drop"'))
+    columns = read_columns(tmp_path)
+    assert columns.ignore == ("id",)
+    assert (columns.classes, columns.categorical) == (("ill", "well"), {"smoker": ("no", "yes"), "ward": ("a", "b")})
+    data = load_csv(str(file), 0)
+    assert abs(float(data.x_train[:, 0].mean())) < 0.05
+    assert float(data.x_train[:, 0].std()) == pytest.approx(1, abs=0.05)
+    lines = [file.read_text().splitlines()[0], *rows]
+    chosen = split(read_rows(file, columns), columns)
+    kept = [row for i, row in enumerate(rows) if i != 3]
+    spoilt = [re.sub(r"^(p\d+),\d+", r"\1,900", row) if test else row for row, test in zip(kept, chosen, strict=True)]
+    file.write_text("\n".join([lines[0], *spoilt]) + "\n")
+    assert draft(str(file), "outcome") == text
+    file.write_text("\n".join([lines[0], *(re.sub(r"^(p\d+),\d+", r"\1,900", row) for row in kept)]) + "\n")
+    assert draft(str(file), "outcome") != text  # control: training rows do count
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    file, run = site(tmp_path, rows=[f"{i},{i},1,no,a,{i / 3:.2f}" for i in range(9)]), CliRunner().invoke
+    shown = run(data_commands, ["columns", str(file), "--target", "outcome", "--regression"])
+    assert shown.exit_code == 0, shown.output
+    (tmp_path / "columns.toml").write_text(shown.stdout)
+    columns = read_columns(tmp_path)
+    assert (columns.classes, columns.target_scale.std) == ((), 0.74)
+    checked = run(data_commands, ["check", "csv", "--path", str(tmp_path)])
+    assert checked.exit_code == 0, checked.output
+    assert f"classes=1 channels={columns.inputs} image-size=1 columns-digest='{columns.digest}'" in checked.stdout
+    wrong = run(data_commands, ["columns", str(file), "--target", "outcom"])
+    assert wrong.exit_code == 2
+    assert "has no column 'outcom'" in wrong.output
+    file.write_text(HEADER + "\n1,x,1,no,a,1\n")
+    failed = run(data_commands, ["check", "csv", "--path", str(tmp_path)])
+    assert failed.exit_code == 1
+    assert "fail  north.csv:" in failed.output
+    assert Columns("a").inputs == 0

@@ -1,0 +1,73 @@
+"""cryptography below 45, which Flower 1.25 wants: the advisories for it are about what no part of a deployment does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import flwr
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from flwr.app import ConfigRecord, RecordDict
+from packaging.requirements import Requirement
+
+from fl_bn.flower.secagg.stages import _check_key
+from fl_bn.flower.wire import messages
+from fl_bn.support.wire import WireError
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/security.md").read_text().partition("\n## cryptography below 45")[2].partition("\n## ")[0]
+PLACES = (ROOT / "fl_bn", ROOT / "fl_bn_site", ROOT / "server_app", ROOT / "client_app", Path(flwr.__file__).parent)
+AVOIDED = ("cryptography.x509.verification", "pkcs7", "pkcs12", "CMS")
+pytestmark = pytest.mark.pinned("deployments are, and later versions want a newer cryptography")
+
+
+def uses(source: str) -> set[str]:
+    """Which of ``AVOIDED`` are imported, or named as an attribute."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} if "cryptography" in (node.module or "") else set()
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names if "cryptography" in alias.name}
+        elif isinstance(node, ast.Attribute):
+            names.add(f".{node.attr}")
+    return {avoided for avoided in AVOIDED for name in names if avoided in name}
+
+
+def test_no_part_verifies_chains_or_reads_pkcs7_by_it() -> None:
+    files = [file for place in PLACES for file in place.rglob("*.py") if "_pb2" not in file.name]
+    assert len(files) > 500
+    assert {str(file): found for file in files if "cryptography" in (text := file.read_text()) and (found := uses(text))} == {}
+    assert uses("from cryptography.x509 import verification") == {"cryptography.x509.verification"}  # control
+    assert uses("from cryptography.hazmat.primitives.serialization import pkcs7") == {"pkcs7"}
+
+
+def public(curve: ec.EllipticCurve) -> bytes:
+    return ec.generate_private_key(curve).public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+def test_a_key_on_a_binary_curve_is_refused() -> None:
+    """In a secure sum by fl-bn, and at registration by Flower's SuperLink."""
+    from flwr.supercore.primitives.asymmetric import bytes_to_public_key, uses_nist_ec_curve
+
+    binary, usual = public(ec.SECT409R1()), public(ec.SECP384R1())
+    with pytest.raises(WireError, match="expected a public key on"):
+        _check_key("pk1", binary)
+    assert not uses_nist_ec_curve(bytes_to_public_key(binary))
+    _check_key("pk1", usual)  # control
+    assert f"at most {messages.KEY:,} bytes" in PAGE
+    with pytest.raises(WireError):
+        messages.KEYS.of_configs(RecordDict({messages.RECORD_KEY_CONFIGS: ConfigRecord({"pk1": b"x" * (messages.KEY + 1), "pk2": usual})}))
+    assert uses_nist_ec_curve(bytes_to_public_key(usual))
+
+
+def test_the_page_names_the_versions_that_are_installed() -> None:
+    (wanted,) = [found for found in map(Requirement, requires("flwr") or []) if found.name == "cryptography"]
+    assert not wanted.specifier.contains("45.0.0")
+    assert wanted.specifier.contains("44.0.3")
+    assert f"`cryptography=={version('cryptography')}`" in PAGE
+    assert re.findall(r"CVE-2026-\d+|GHSA(?:-\w{4}){3}", PAGE), "advisories by name"

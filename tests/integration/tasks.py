@@ -1,0 +1,67 @@
+"""What the tests give to worker processes. A process that imports this file loads no torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from fl_bn.support.wire import WireError
+
+
+def double(x: int) -> int:
+    logging.getLogger("flwr").warning("doubling %d", x)
+    if x == 3:
+        raise ValueError("not three")
+    return 2 * x
+
+
+def perish(x: int, marker: str) -> int:
+    if x == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    Path(marker).touch()
+    return x
+
+
+class Odd(Exception):
+    """Cannot be unpickled: it takes more than it hands on."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+
+
+def stumble(x: int, folder: str) -> int:
+    Path(folder, f"{x} {time.monotonic_ns()}").touch()
+    if x == 1:
+        raise Odd(7, "no such file")
+    if x == 2:
+        raise WireError("weights", "0.bias" * 50, "is missing")
+    return x
+
+
+KEPT: list[np.ndarray] = []
+
+
+def grow() -> int:
+    KEPT.append(np.ones(50_000_000))
+    time.sleep(1.1)  # joblib looks once per second
+    return os.getpid()
+
+
+def slept(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def kind_of(array: np.ndarray) -> tuple[str, bool]:
+    return type(array).__name__, array.flags.writeable
+
+
+def has_loaded(module: str) -> bool:
+    time.sleep(0.2)  # so that each worker has one
+    return module in sys.modules

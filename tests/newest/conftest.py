@@ -1,0 +1,137 @@
+"""The newest Flower in an environment of its own, as users have it, and the wheel of fl-bn in a local index.
+
+Nothing of the project names the index: uv, with which later versions of Flower install an app's dependencies for each run, finds it in
+its own environment variable. torch, of some gigabytes, is not installed a second time: the index has an empty wheel of that name, and the
+environment's path ends with the packages of the Python that runs the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sysconfig
+import time
+import urllib.request
+import venv
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from fl_bn.flower.compat import LIBRARY
+from tests.packaging.wheels import PIP, built
+
+BUSY = "Failed to start local SuperLink"  # Flower gives it 15 s
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The environment. ``port`` and the four after it are free."""
+
+    folder: Path
+    port: int
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """No variable of Flower's that changes how it works: its home and its ports alone."""
+        own = {
+            "PATH": os.pathsep.join([str(self.folder / "env/bin"), os.environ["PATH"]]),
+            "FLWR_HOME": str(self.folder / "home"),
+            "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(self.port),
+            "FLWR_LOCAL_CONTROL_API_PORT": str(self.port + 1),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "UV_FIND_LINKS": str(self.folder / "wheels"),
+            "UV_CACHE_DIR": str(self.folder / "cache"),
+            "RAY_ADDRESS": "local",
+            "RAY_worker_niceness": "0",
+            "COLUMNS": "300",
+        }
+        theirs = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        assert not [name for name in theirs if name.startswith("FLWR_DISABLE")]
+        return theirs | own
+
+    def run(self, *command: str, folder: Path, timeout: float = 280) -> str:
+        """Run a command in ``folder``, and return what it says; again where this machine was too busy for Flower's patience."""
+        done = subprocess.run(command, cwd=folder, env=self.variables, capture_output=True, text=True, timeout=timeout)
+        if BUSY in done.stdout + done.stderr:
+            self.start_local(folder)
+            done = subprocess.run(command, cwd=folder, env=self.variables, capture_output=True, text=True, timeout=timeout)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def start_local(self, folder: Path) -> None:
+        """Start the local SuperLink as ``flwr run`` does, and wait longer than it does."""
+        here = ("--insecure", "--simulation", "--isolation", "subprocess", "--host", "127.0.0.1", "--port", str(self.port))
+        self.start("flower-superlink", *here, folder=folder, log=self.folder / "superlink.log")
+        end = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                return
+            assert time.monotonic() < end, (self.folder / "superlink.log").read_text()
+            time.sleep(0.5)
+
+    def start(self, *command: str, folder: Path, log: Path) -> subprocess.Popen[bytes]:
+        with log.open("wb") as output:
+            self.started.append(subprocess.Popen(command, cwd=folder, env=self.variables, stdout=output, stderr=subprocess.STDOUT))
+        return self.started[-1]
+
+    def processes(self) -> list[int]:
+        """All that were started here, by this home of Flower's in their environment: the local SuperLink, too, which stays after a run."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"FLWR_HOME={self.folder / 'home'}".encode() in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        return found
+
+    def end(self) -> None:
+        for stop in (signal.SIGTERM, signal.SIGKILL):
+            for number in self.processes():
+                with contextlib.suppress(OSError):
+                    os.kill(number, stop)
+            end = time.monotonic() + 10
+            while self.processes() and time.monotonic() < end:
+                time.sleep(0.2)
+        for process in self.started:
+            process.wait(10)
+
+
+def stand_in(name: str, version: str, folder: Path) -> None:
+    """An empty wheel: who needs ``name`` finds it installed already."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(file, text)
+
+
+@pytest.fixture(scope="session")
+def newest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newest]:
+    """Made anew, or that of the folder ``FL_BN_NEWEST``, where it stays for the next try."""
+    folder = Path(os.environ.get("FL_BN_NEWEST") or tmp_path_factory.mktemp("newest"))
+    if not (folder / "env").exists():
+        make(folder)
+    made = Newest(folder, 20000 + 5 * (os.getpid() % 2000))
+    yield made
+    made.end()
+
+
+def make(folder: Path) -> None:
+    venv.create(folder / "env", symlinks=True)
+    pip = [*PIP, "--python", str(folder / "env/bin/python"), "install"]
+    subprocess.run([*pip, f"flwr[simulation]{LIBRARY}"], check=True)
+    (folder / "wheels").mkdir()
+    wheel = built(folder / "wheels")
+    subprocess.run([*pip, "--no-deps", str(wheel)], check=True, capture_output=True)
+    stand_in("torch", "99.0", folder / "wheels")
+    (packages,) = (folder / "env/lib").glob("python*/site-packages")
+    (packages / "of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")

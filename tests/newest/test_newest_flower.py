@@ -1,0 +1,108 @@
+"""The newest Flower, started as a user starts it: the project and a new app on Ray, and a new app with SuperLink and SuperNodes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_bn.flower.compat import DEPLOYED, NEWEST
+from tests.integration.runs import bits, differences, tiny
+from tests.integration.test_ray import as_on_ray, run_config
+from tests.newest.conftest import Newest
+from tests.packaging.test_new import accuracies
+from tests.packaging.wheels import copied
+
+pytestmark = [pytest.mark.newest, pytest.mark.timeout(600)]
+APP = ("fl_bn", "fl_bn_site", "server_app", "client_app", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+
+
+@pytest.fixture
+def app(newest: Newest, tmp_path: Path) -> Path:
+    newest.run("fl-bn", "new", "my-app", folder=tmp_path)
+    return tmp_path / "my-app"
+
+
+def connections(newest: Newest) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = tomllib.loads((newest.folder / "home/config.toml").read_text())["superlink"]
+    return found
+
+
+def test_it_is_the_newest_and_the_page_knows_it(newest: Newest) -> None:
+    code = "import flwr; from importlib.metadata import version; print(version('flwr'), flwr.__file__)"
+    version, file = newest.run("python", "-c", code, folder=newest.folder).split()
+    assert file.startswith(str(newest.folder))
+    assert not version.startswith(f"{DEPLOYED}."), "the newest Flower is not tested"
+    if not version.startswith(f"{NEWEST}."):
+        print(f"\nflwr {version} is newer than {NEWEST}: if all tests pass, write it as NEWEST in compat.py, and on its page")
+
+
+def test_the_project_gives_the_bits_of_a_run_in_process(newest: Newest, tmp_path: Path) -> None:
+    project = copied(APP, tmp_path / "project")
+    config = run_config(method="fbn", output=str(tmp_path), name="user")
+    said = newest.run("flwr", "run", ".", "--stream", "--run-config", config, "--federation-config", "num-supernodes=3", folder=project)
+    assert "[round 3/3] 3/3 clients" in said
+    assert "App dependencies installed successfully via uv sync" in said, "as users have it: without the variable that switches this off"
+    assert differences(bits(tiny(tmp_path, "fbn", **as_on_ray("fbn"))), bits(tmp_path / "user")) == []
+    assert differences(bits(tiny(tmp_path / "other", "fbn", seed=1, **as_on_ray("fbn"))), bits(tmp_path / "user")) != []  # control
+
+
+def test_the_federations_of_the_project_are_its_connections(newest: Newest, tmp_path: Path) -> None:
+    """Flower moves them to its own config, and comments them out: this is a copy. It drops what it does not know, without a word."""
+    project = copied(APP, tmp_path / "project")
+    federations = tomllib.loads((project / "pyproject.toml").read_text())["tool"]["flwr"]["federations"]
+    subprocess.run(("flwr", "ls", "."), cwd=project, env=newest.variables, capture_output=True, timeout=120)  # moves, and says how to go on
+    assert "federations" not in tomllib.loads((project / "pyproject.toml").read_text())["tool"]["flwr"]
+    moved = connections(newest)
+    assert set(federations) - {"default"} <= set(moved)
+    assert moved["default"] == federations["default"] == "local-simulation"
+    here: Any = moved["local-simulation-gpu"]["options"]
+    assert here["backend"].pop("name") == "ray"  # Flower's default
+    assert here == federations["local-simulation-gpu"]["options"]
+    assert moved["deployment"]["root-certificates"] == str(project / "kit/server/ca.crt")
+    assert federations["cluster"]["options"]["backend"]["init-args"] == {"address": "auto"}
+    assert "auto" not in str(moved["cluster"]), "clusters need the pinned version: docs/how-to/flower-versions.md"
+
+
+def test_a_new_app_runs_on_ray_and_still_without(app: Path, newest: Newest) -> None:
+    said = newest.run("flwr", "run", ".", "--stream", "--run-config", "num-server-rounds=2", folder=app)
+    assert "(5 simulated SuperNodes)" in said
+    assert len(accuracies(re.sub(r"\x1b\[\d+m", "", said))) == 2, said
+    assert connections(newest)["default"] == "my-app-simulation"
+    assert "federations" not in tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]
+    assert len(accuracies(newest.run("python", "run.py", folder=app))) == 10
+
+
+def test_a_new_app_runs_with_a_superlink_and_two_supernodes(app: Path, newest: Newest, tmp_path: Path) -> None:
+    address, ports = f"127.0.0.1:{newest.port + 2}", (newest.port + 3, newest.port + 4)
+    newest.run("flwr", "config", "list", folder=app)  # makes config.toml
+    config = newest.folder / "home/config.toml"
+    config.write_text(f'{config.read_text()}\n[superlink.two-sites]\naddress = "{address}"\ninsecure = true\n')
+    here = ("--insecure", "--host", "127.0.0.1", "--port")
+    started = [newest.start("flower-superlink", *here, str(newest.port + 2), folder=tmp_path, log=tmp_path / "superlink.log")]
+    for site, port in enumerate(ports):
+        node = ("--superlink", address, "--node-config", f"partition-id={site} num-partitions=2")
+        started += [newest.start("flower-supernode", *here, str(port), *node, folder=tmp_path, log=tmp_path / f"supernode-{site}.log")]
+    try:
+        wait_for(tmp_path / "superlink.log", "Activated node", 2)
+        run = ("flwr", "run", ".", "two-sites", "--stream", "--run-config", "num-server-rounds=1")  # a process for every message
+        said = newest.run(*run, folder=app, timeout=540)
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait(30)
+    logs = "\n".join(file.read_text() for file in tmp_path.glob("*.log"))
+    assert len(accuracies(re.sub(r"\x1b\[\d+m", "", said))) == 1, said + logs
+
+
+def wait_for(log: Path, text: str, times: int, patience: float = 120) -> None:
+    """Wait until ``log`` has ``text`` so many times."""
+    end = time.monotonic() + patience
+    while log.read_text().count(text) < times:
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.5)

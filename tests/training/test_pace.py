@@ -1,0 +1,103 @@
+"""Worker processes start by themselves where they save time, and only there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from fl_bn import Federation, SeededBatches, methods
+from fl_bn.federation.engines import pace
+from fl_bn.federation.engines.pace import Pace
+from fl_bn.federation.engines.processes import can_move
+from fl_bn.task import Classification
+from tests.listed import listed
+
+
+@listed(
+    ("workers", "rounds", "seconds", "expected"),
+    [
+        pytest.param(2, 100, [1.0, 1.0], True, id="49 seconds saved"),
+        pytest.param(1, 100, [1.0, 1.0], False, id="one core"),
+        pytest.param(2, 3, [60.0, 60.0], True, id="the last round is long enough"),
+        pytest.param(2, 100, [1.0], False, id="the first round alone says nothing"),
+        pytest.param(2, 100, [0.1, 0.1], False, id="4.9 seconds saved"),
+        pytest.param(8, 100, [0.1, 0.1], True, id="8.6 seconds saved by eight"),
+        pytest.param(2, 100, [60.0, 1.0], False, id="each process loads data for a minute, too"),
+        pytest.param(2, 200, [60.0, 1.0, 1.0], True, id="which many rounds are worth"),
+    ],
+)
+def test_workers_start_where_they_save_more_than_they_cost(workers: int, rounds: int, seconds: list[float], expected: bool) -> None:
+    watched = Pace(workers, rounds)
+    for round, took in enumerate(seconds, 1):
+        watched.note(round, took / 4)
+        watched.note(round, took * 3 / 4)  # a round's clients, one by one
+    assert watched.worth_it(len(seconds) + 1) is expected
+
+
+def test_a_resumed_run_counts_the_rounds_that_are_left() -> None:
+    watched = Pace(2, 100)
+    for round in (91, 92):
+        watched.note(round, 1.0)
+    assert not watched.worth_it(93)
+    watched.rounds = 200
+    assert watched.worth_it(93)
+
+
+class Own(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.zeros(3), 0
+
+
+class OwnTask(Classification):
+    pass
+
+
+X, Y = torch.randn(8, 3), torch.randint(0, 2, (8,))
+
+
+def federation(client: object, **options: object) -> Federation:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return Federation(net, methods.fedavg(), [client, SeededBatches(X, Y, 4)], progress=False, **options)  # type: ignore[list-item, arg-type]
+
+
+@listed(
+    ("client", "options", "expected"),
+    [
+        pytest.param(SeededBatches(X, Y, 4), {}, True, id="seeded"),
+        pytest.param(DataLoader(TensorDataset(X, Y), 4, shuffle=True), {}, True, id="tensors"),
+        pytest.param([(X, Y)], {}, False, id="a list"),
+        pytest.param(DataLoader(Own(), 4), {}, False, id="own data set"),
+        pytest.param(DataLoader(TensorDataset(X, Y), 4, collate_fn=lambda rows: (X, Y)), {}, False, id="own batches"),
+        pytest.param(SeededBatches(X, Y, 4), {"task": OwnTask()}, False, id="own task"),
+    ],
+)
+def test_code_of_the_user_s_own_stays_in_the_user_s_process(client: object, options: dict[str, object], expected: bool) -> None:
+    assert can_move(federation(client, **options)._transport.clients) is expected
+
+
+def test_large_data_are_not_copied_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fl_bn.federation.engines.processes.MOST_BYTES", 2 * (X.nbytes + Y.nbytes))
+    clients = federation(SeededBatches(X, Y, 4))._transport.clients
+    assert can_move(clients)
+    monkeypatch.setattr("fl_bn.federation.engines.processes.MOST_BYTES", 2 * (X.nbytes + Y.nbytes) - 1)
+    assert not can_move(clients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worth", [True, False])
+def test_a_federation_goes_on_in_workers_with_the_same_bits(worth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "START", -1e6 if worth else 1e6)
+    monkeypatch.setattr("fl_bn.federation.engines.local.cores", lambda: 2)
+    ends = {}
+    for workers in (0, 1):
+        torch.manual_seed(0)
+        fed = federation(DataLoader(TensorDataset(X, Y), 4, shuffle=True), workers=workers)
+        begun = [fed._transport._workers is not None for _ in fed.run(4)]
+        assert begun == [False, False, worth and not workers, worth and not workers]
+        ends[workers] = fed.model.state_dict()
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
