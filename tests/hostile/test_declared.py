@@ -40,7 +40,7 @@ READERS = {
     "fl_bn/flower/secagg/stages.py": "messages that this side makes; replies through forms",
     "fl_bn/flower/secagg/client.py": "the stage, before its form is chosen; arrays that are decoded; this side's own state",
     "fl_bn/flower/secagg/instruction_digest.py": "hashes an instruction as it came",
-    "fl_bn_site/app_host.py": "this side's own reply, against the site's policy",
+    "fl_bn_site/policy.py": "this side's own reply, against the site's policy",
 }
 
 
