@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,7 +59,7 @@ class InputWatch:
             wrong = parts[0] if len(parts) == 1 else torch.stack([part.to(parts[0].device) for part in parts]).any()
             self._wrong = [self._wrong[0] + wrong.to(self._wrong[0].device)] if self._wrong else [wrong.long()]
 
-    def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield ``batches`` of inputs, and note each."""
         for batch in batches:
             self.note(batch)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fl_bn.federation.callbacks import Callback, Callbacks
 from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.divergence import why_failed
 from fl_bn.federation.narrow import EXACT, Overflow
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Measured, Passes, TooFewMeasured
@@ -24,7 +25,7 @@ from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.replies import Expected
 from fl_bn.federation.rounds import Rounds
-from fl_bn.federation.run import Diverged, Start, run, why_failed
+from fl_bn.federation.run import Diverged, Start, run
 from fl_bn.federation.schema import Schema
 from fl_bn.federation.server import Server
 from fl_bn.federation.values import Instruction, Reply, RoundReplies

@@ -85,7 +85,7 @@ class MemoryState:
 
     def _of_earlier(self) -> bool:
         """Tell whether the state is of an fl-bn whose records had names like a user's own."""
-        theirs = their_records(self._state, ConfigRecord).get(KEPT_FOR.record, {})
+        theirs = their_records(self._state, ConfigRecord).get(KEPT_FOR.record, ConfigRecord())
         return {"signature", "round"} <= {*theirs}
 
     def write(self, round: int, sections: Sections) -> None:

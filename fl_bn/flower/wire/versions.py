@@ -54,7 +54,8 @@ def check_server(message: Message) -> None:
 def _of_earlier(content: RecordDict) -> bool:
     """Tell whether a message is of an fl-bn whose records had names like a user's own: a header, or a greeting."""
     records = their_records(content, ConfigRecord)
-    return str(records.get("header", {}).get("format", "")).startswith(OURS) or {*records.get("config", {})} == {"version"}
+    header, config = (records.get(name, ConfigRecord()) for name in ("header", "config"))
+    return str(header.get("format")).startswith(OURS) or {*config} == {"version"}
 
 
 def introduction_of(content: RecordDict) -> Values:
