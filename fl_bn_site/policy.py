@@ -169,7 +169,7 @@ def summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
     if reply.has_error():
         return None, {}
     samples = [record["samples"] for record in reply.content.metric_records.values() if "samples" in record]
-    moments = reply.content.array_records.get("moments", {})
+    moments = reply.content.array_records.get("fl-bn/moments", {})
     counts = {name: int(array.numpy().max()) for name, array in moments.items() if name.endswith("count")}
     return (int(samples[0]) if samples else None), counts
 

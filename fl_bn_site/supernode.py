@@ -172,8 +172,8 @@ def in_a_line(record: logging.LogRecord) -> bool:
     """Shorten the errors of gRPC in a line of the log to what they say. They take seven lines else."""
 
     def short(value: Any) -> Any:
-        details = getattr(value, "details", None)
-        return f"{value.code().name}: {details()}" if isinstance(value, Exception) and callable(details) else value
+        code, details = getattr(value, "code", None), getattr(value, "details", None)
+        return f"{code().name}: {details()}" if isinstance(value, Exception) and callable(code) and callable(details) else value
 
     record.msg = short(record.msg)
     if isinstance(record.args, tuple):

@@ -55,8 +55,8 @@ def tables_of_status(current: Status) -> Group:
             "" if run.seconds is None else f"{run.seconds:.1f}",
             "" if run.left is None else f"{run.left:.0f} s",
         )
-        for site, why in run.refused.items():
-            unused.add_row(name, site, why)
+        for refused, why in run.refused.items():
+            unused.add_row(name, refused, why)
     return Group(sites, runs, *([unused] if unused.row_count else []))
 
 

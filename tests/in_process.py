@@ -22,9 +22,11 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import Reply
 from fl_bn.flower import BatchNormClient, BatchNormStrategy, InProcessGrid, Rounds, RunFailed, Site, make_client_app
 from fl_bn.flower.handlers import Request
+from fl_bn.flower.wire.fields import our_records
 from fl_bn.methods import Method
 from tests.kept import Kept
 from tests.networks import seeded_network
+from tests.noted import noted
 
 T = TypeVar("T")
 TWO_STEPS = LocalTraining(batch_size=4, steps=2, momentum=0.9)
@@ -106,7 +108,7 @@ class WatchedGrid(InProcessGrid):
 
 
 def sections(content: RecordDict) -> dict[str, dict[str, np.ndarray]]:
-    return {section: arrays_of(record) for section, record in content.array_records.items()}
+    return {section: arrays_of(record) for section, record in our_records(content, ArrayRecord).items()}
 
 
 def arrays_of(record: ArrayRecord) -> dict[str, np.ndarray]:
@@ -143,16 +145,13 @@ def run(
     """``policy``: fields of ``Rounds``; ``options``: of the strategy; ``may_fail``: a run that failed is returned without a result."""
     grid = grid or WatchedGrid(client_app(method, clients, settings, model=model), len(clients))
     ran = Run.__new__(Run)
-    ran.records, ran.trajectory, ran.grid = [], {}, grid
+    ran.records, ran.grid = [], grid
     plain = {"clients": len(clients), "update": settings.update, "wait": 0.0, "calibrate": 0, "unit_scale": False, "rate": a_tenth}
     rules = Rounds(**{**plain, **(policy or {})})
     ran.strategy = BatchNormStrategy(model or seeded_network("cnn"), method, rules, callbacks=[Kept(ran.records)], **options)
-
-    def keep(round: int, arrays: ArrayRecord) -> None:
-        ran.trajectory[round] = arrays_of(arrays)
-
+    ran.trajectory = noted(ran.strategy)
     try:
-        ran.result = ran.strategy.start(grid, num_rounds=rounds, evaluate_fn=keep)
+        ran.result = ran.strategy.start(grid, num_rounds=rounds)
     except RunFailed:
         if not may_fail:
             raise

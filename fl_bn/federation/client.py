@@ -21,6 +21,8 @@ from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
 from fl_bn.federation.centring import centring
+from fl_bn.federation.divergence import BAD_INPUTS
+from fl_bn.federation.finite_inputs import InputWatch
 from fl_bn.federation.first_batch import Batch, Connect, FirstBatch
 from fl_bn.federation.layer_by_layer import Forward, Inputs, LayerOrder, called, layer_by_layer
 from fl_bn.federation.layer_checks import check_layers
@@ -107,6 +109,7 @@ class LocalRound:
         self.buffers: Buffers = {}
         self._connect, self._first = connect, FirstBatch(self.model, connect)
         self._observing, self.passes = ExitStack(), TrainingPasses({})
+        self.input_watch = InputWatch()
         self._load()
         if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
             raise ValueError(
@@ -174,7 +177,7 @@ class LocalRound:
                 self.passes = TrainingPasses(parameters)
                 self._observing.enter_context(self.passes.watching())
                 self.passes.observed = self._observing.enter_context(observe(self.model, counts=self.passes.counts))
-            with self._first, centring(parameters, self.centred):
+            with self._first, centring(parameters, self.centred), self.input_watch.watching(self.model):
                 yield self
         finally:
             self._observing.close()
@@ -339,14 +342,15 @@ class LocalRound:
             inputs: Returns the batches of inputs, the same in every call.
             forward: Runs the network on a batch of inputs.
         """
+        noted = self.input_watch.noted
         if self._connect is not None and not self.trains:
             order = LayerOrder.at(self.model, inputs, forward)
             exchange = self._connect(0 if order.problem else 1)
             if not order.problem:
-                return layer_by_layer(self.model, inputs, order, exchange, self.instruction.memory, forward)
+                return layer_by_layer(self.model, lambda: noted(inputs()), order, exchange, self.instruction.memory, forward)
             exchange.close()
             LOGGER.warning("the layers cannot be measured one after the other: %s", order.problem)
-        return measured(self.model, inputs(), self.statistics_pass, forward)
+        return measured(self.model, noted(inputs()), self.statistics_pass, forward)
 
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
         """Yield the inputs of whole batches, until there are as many samples as the pass needs.
@@ -432,6 +436,8 @@ class LocalRound:
             sections, numbers, kept = {"moments": complete_moments(self, self.moments or {})}, {}, self.kept
         if self.measured_samples:
             numbers["measured"] = self.measured_samples  # behind the moments of a pass
+        if not _finite(sections) and (wrong := self.input_watch.count()):
+            numbers[BAD_INPUTS] = wrong
         return Reply(client, sections, samples, weight, numbers, self.instruction.round, self.network.signature), kept
 
     def _trained(self, samples: int, client: int, tells_drift: bool) -> tuple[Sections, dict[str, float], ClientState]:
@@ -495,6 +501,12 @@ def check_optimizer(objective: Objective, optimizer: Optimizer) -> None:
             f"{objective.name}'s control variates are means of the gradients that plain SGD stepped along: take torch.optim.SGD without "
             "momentum"
         )
+
+
+def _finite(sections: Sections) -> bool:
+    """Tell whether all numbers in ``sections`` are finite."""
+    floats = [tensor for tensors in sections.values() for tensor in tensors.values() if tensor.is_floating_point()]
+    return all(bool(tensor.isfinite().all()) for tensor in floats)
 
 
 def _no_full_gradient() -> dict[str, Tensor]:

@@ -21,6 +21,8 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.divergence import watch
+from fl_bn.federation.finite_inputs import Hook
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.one_sample import advised
@@ -211,30 +213,6 @@ def _check_rate(round: LocalRound) -> None:
         )  # fmt: skip
 
 
-class _Hook:
-    """Hook into one network. In its copies, also pickled ones, the hook does nothing."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return _no_hook
-
-    def __reduce__(self) -> Any:
-        return _no_hook_at_all, ()
-
-
-def _no_hook(*args: Any) -> None:
-    pass
-
-
-def _no_hook_at_all() -> Callable[..., None]:
-    return _no_hook
-
-
 class _FirstBatch:
     """Find the size of the first batch of a user's loop by its inputs and layers, unless the loop says it."""
 
@@ -247,7 +225,7 @@ class _FirstBatch:
     def watching(self) -> Iterator[None]:
         """Observe the forward passes inside the block."""
         round = self._round
-        handle = round.model.register_forward_pre_hook(_Hook(self._forward), with_kwargs=True)
+        handle = round.model.register_forward_pre_hook(Hook(self._forward), with_kwargs=True)
         try:
             with observe(round.model, counts=self._layer) if round.phase is Phase.EXCHANGE else nullcontext():
                 yield
@@ -373,4 +351,6 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
     new = copied(state)
     instruction = new.begin(state.round + 1)
     new.conclude(checked(replies, new.expects(instruction.round, instruction.phase), new.policy.clients, exchange))
+    for warning in watch(new.record):
+        LOGGER.warning("%s", warning)
     return new, new.record

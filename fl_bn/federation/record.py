@@ -98,6 +98,8 @@ class RoundRecord:
         seconds: Its seconds of wall clock.
         evaluation: Metrics by name; empty without an evaluation. A callback's ``on_evaluation`` may add others.
         client_evaluation: Client -> metrics by name.
+        own_metrics: Means over the clients of your own training metrics, by name (a Flower app of your own).
+        client_metrics: Client -> its own training metrics by name.
         disclosures: The contents that left the clients, also in statistics-only exchanges.
     """
 
@@ -117,6 +119,8 @@ class RoundRecord:
     evaluation: dict[str, float] = field(default_factory=dict)
     client_evaluation: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     disclosures: Sequence[Disclosure] = field(default_factory=list)
+    own_metrics: Mapping[str, float] = field(default_factory=dict)
+    client_metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def accepted(self) -> list[ClientRecord]:

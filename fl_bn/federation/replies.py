@@ -19,6 +19,7 @@ from torch import Tensor, strided
 from fl_bn.exchange.session import Session
 from fl_bn.federation.blocks import extremes, views
 from fl_bn.federation.bounds import WIDEST_WEIGHT
+from fl_bn.federation.divergence import BAD_INPUTS, DIVERGED, NOT_FINITE, about_inputs
 from fl_bn.federation.fields import LARGEST, Form, Values, number, whole
 from fl_bn.federation.fields import measured as a_number
 from fl_bn.federation.payload import Payload, to_numpy
@@ -28,7 +29,9 @@ from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.support.wire import Absent, WireError, check_samples, excerpt, printable, reason
 
 LOGGER = logging.getLogger("flwr")
-REPLIED = Form("metrics", {"samples": whole(), "measured": whole(default=None)})  # samples 0: the client sat out
+REPLIED = Form(  # samples 0: the client sat out
+    "metrics", {"samples": whole(), "measured": whole(default=None), BAD_INPUTS: whole(default=None)}
+)
 TRAINED = REPLIED.and_also(
     Form(
         "metrics",
@@ -129,7 +132,12 @@ class Expected:
         Raises:
             WireError: An array is missing, extra, or not as expected; the first one is named.
         """
-        largest = self.schema.check(payload)
+        try:
+            largest = self.schema.check(payload)
+        except WireError as error:
+            if NOT_FINITE in error.problem and BAD_INPUTS in self.form.fields and (wrong := values.get(BAD_INPUTS)):
+                raise WireError(error.section, error.tensor, f"{error.problem}{about_inputs(wrong)}") from error
+            raise
         for section, size in largest.items():
             if size > (most := self.bounds.get(section, math.inf)):
                 self._check_sizes(section, payload[section], most)
@@ -146,7 +154,7 @@ class Expected:
                     section,
                     name,
                     f"expected numbers within +-{most:.3g}, by the server's model ({WIDEST_WEIGHT:g} times its largest weight, or 1), but "
-                    f"the largest is {size:.3g}: the client's training diverged, or it lies",
+                    f"the largest is {size:.3g}: {DIVERGED}, or it lies",
                 )
 
 

@@ -5,16 +5,21 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from fl_bn.federation.divergence import at_the_end, watch, why_failed
 from fl_bn.federation.passes import Measured, Passes
 from fl_bn.federation.payload import Named
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.server import Server
 from fl_bn.federation.transport import Transport
 from fl_bn.methods import Phase, Refresh
+
+LOGGER = logging.getLogger("flwr")
 
 
 class Diverged(RuntimeError):
@@ -83,7 +88,7 @@ def run(
         TooFewMeasured: A run of 0 rounds lacks clients.
     """
     passes, policy, failed = passes or Passes(server), server.policy, start.failed
-    server.rounds = rounds
+    server.rounds, first_loss = rounds, math.nan
     tensors: Named = server.shared.tensors()
     if start.round == 1 and server.shared.statistics():
         tensors = passes.calibrated(transport, tensors, rounds, show)
@@ -101,8 +106,11 @@ def run(
             evaluation = transport.evaluate(number, evaluated)
         transport.finish_round(number, changed)
         server.record = replace(server.record, evaluation=evaluation, seconds=time.perf_counter() - begin)
+        first_loss = server.record.loss if math.isnan(first_loss) else first_loss
+        for warning in watch(server.record, first_loss):
+            LOGGER.warning("%s", warning)
+        if number == rounds and (warning := at_the_end(server.record, first_loss, failed)):
+            LOGGER.warning("%s", warning)
         yield Round(server.record, tensors, evaluated, failed)
         if failed >= policy.max_failed:
-            why = next((client.refused for client in server.record.clients if client.refused), "")
-            lower = ". Training diverged: lower the learning rate" if "finite" in why else ""
-            raise Diverged(f"{failed} rounds in a row had too few usable replies. The first reason: {why}{lower}")
+            raise Diverged(f"{failed} rounds in a row had too few usable replies. {why_failed(server.record)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -162,7 +162,7 @@ class SharedModel:
         """Return all shared tensors, by state_dict name."""
         return {name: tensor for section in self.sections().values() for name, tensor in section.items()}
 
-    def whole(self, tensors: Named, batches: int = 0) -> dict[str, Tensor]:
+    def whole(self, tensors: Named, batches: int = 0, kept: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the tensors of a file for ``load_state_dict`` with ``strict=True``: all but those that clients keep.
 
         The names are those of the unconverted network, without the prefixes of wrappers (``derived.plain_names``). If the
@@ -171,10 +171,11 @@ class SharedModel:
         Args:
             tensors: Name -> shared tensor, as evaluated last.
             batches: Training batches of one client since the start, which BatchNorm's counters add.
+            kept: Names of tensors that clients keep and the file has, too.
         """
         role, state = roles(self.model), self.model.state_dict()
-        saved = {name: tensors.get(name, state[name]) for name in state if not self.method.keeps(role[name])}
-        saved |= self.counters(batches)
+        saved = {name: tensors.get(name, state[name]) for name in state if name in kept or not self.method.keeps(role[name])}
+        saved |= {name: count + batches for name, count in self._counters.items() if name in saved}
         plain = plain_names(self._source) | plain_names(self.model)
         return {plain[name]: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()}
 

@@ -9,7 +9,8 @@ from fl_bn.flower.in_process import InProcessGrid, run_in_process
 from fl_bn.flower.local_client import Site
 from fl_bn.flower.numpy_client import BatchNormClient
 from fl_bn.flower.own.app import answer, evaluating, replayed, training
-from fl_bn.flower.own.strategies import FBN, HBN, FedAvgBN, FedBN, FedTAN, FedTAN2, FixBN, OwnAppStrategy, SiloBN
+from fl_bn.flower.own.strategies import FBN, HBN, FedAvgBN, FedBN, FedTAN, FedTAN2, FixBN, SiloBN
+from fl_bn.flower.own.strategy import OwnAppStrategy
 from fl_bn.flower.population import RunFailed
 from fl_bn.flower.strategies import (
     FBNStrategy,

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from flwr.app import ConfigRecord, Message, MetricRecord
+from flwr.app import Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fl_bn.federation.metrics import fits, over_clients
 from fl_bn.flower.app.client_app import SAVE
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
+from fl_bn.flower.wire.fields import add_to_config, config_of
 from fl_bn.flower.wire.messaging import copy_of
 from fl_bn.flower.wire.replies import Decoded, Reading, read_replies
 from fl_bn.support.client_names import ClientNames
@@ -105,12 +106,12 @@ class EvaluationsAtClients:
         """
         if not instructions:
             return None
-        if any(message.content.config_records["config"]["save"] for message in instructions):
+        if any(config_of(message.content)["save"] for message in instructions):
             self.save_models([copy_of(message, kind=SAVE) for message in instructions], send)
         nodes = {client.node for client in clients}
         messages = [copy_of(message, kind="train") for message in instructions if message.metadata.dst_node_id in nodes]
         for message in messages:
-            message.content["config"] = ConfigRecord({**message.content.config_records["config"], "save": ""})
+            add_to_config(message.content, {"save": ""})
         means, refused = secure.evaluate(grid, messages, clients, timeout, self.task)
         self._say(refused)
         return MetricRecord({**means}) if means else None

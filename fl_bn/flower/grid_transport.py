@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Strategy
 
 from fl_bn.federation.payload import Named
 from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import Instruction, Reply, RoundReplies
 from fl_bn.flower.app.client_app import SAVE, STATISTICS
 from fl_bn.flower.app.unseen import average_kept
+from fl_bn.flower.global_model import GlobalModel
+from fl_bn.flower.hooks import RunResult, addressed, replies_for
 from fl_bn.flower.layerwise.exchanges import BY_PASSES
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
-from fl_bn.flower.wire.codec import arrays_of, header_for, tensors_of
+from fl_bn.flower.wire.codec import arrays_of, header_for
 from fl_bn.flower.wire.messaging import receive, send_and_receive
 from fl_bn.flower.wire.replies import Decoded, Reading, read_replies, with_header
 from fl_bn.methods import Phase
@@ -39,6 +42,7 @@ class GridTransport(Transport):
         train_config: values for every train message.
         evaluate_config: values for every evaluate message.
         evaluate_fn: evaluates at the server, too: ``evaluate_fn(round, arrays)``.
+        hooks: the strategy whose hooks are called. Default: ``strategy``.
     """
 
     def __init__(
@@ -49,29 +53,43 @@ class GridTransport(Transport):
         train_config: ConfigRecord,
         evaluate_config: ConfigRecord,
         evaluate_fn: EvaluateFn | None = None,
+        hooks: Strategy | None = None,
     ) -> None:
         self.strategy, self.server, self.grid, self.timeout = strategy, strategy.server, grid, timeout
         self._train_config, self._evaluate_config, self._evaluate_fn = train_config, evaluate_config, evaluate_fn
-        self.result = Result()
+        self.result, self.hooks = RunResult(), strategy if hooks is None else hooks
+        self._global_model = GlobalModel(strategy)
 
     def round(self, number: int) -> bool:
         """Carry out a round by the strategy's hooks: ``configure_train``, then ``aggregate_train``."""
-        strategy, shared = self.strategy, self.server.shared
+        strategy, shared, hooks, called = self.strategy, self.server.shared, self.hooks, self.strategy.rounds.called
         before = shared.tensors()
-        messages = strategy.configure_train(number, arrays_of(before), self._train_config, self.grid)
+        returned = hooks.configure_train(number, strategy.outward(before), self._train_config, self.grid)
+        if self.server.record.round != number:  # the hook did without super()
+            self.server.begin(number)
+            strategy.cohort = strategy.clients_of(self.grid).everyone()
+        messages, strategy.cohort = addressed(returned, strategy.cohort, "configure_train", called)
+        strategy.sent = messages  # to which those that are sent again are added
+        if not messages:
+            log(logging.INFO, "round %s: configure_train returned no message, so nobody trains", number)
+            shared.load(before)
+            return True
         if strategy.secure is not None:
             arrays, metrics = self._secure_round(messages)
         elif Phase(self.server.record.phase) is Phase.EXCHANGE:
             replies: Iterable[Message] = strategy.exchanges.round(self.grid, strategy.cohort, messages, self.timeout)
-            arrays, metrics = strategy.aggregate_train(number, replies)
+            arrays, metrics = hooks.aggregate_train(number, replies)
         else:
-            replies = receive(self.grid, messages, self.timeout, strategy.rounds.retry, called=strategy.rounds.called)
-            arrays, metrics = strategy.aggregate_train(number, replies)
-        if arrays is None or metrics is None:
+            replies = receive(self.grid, messages, self.timeout, strategy.rounds.retry, called=called)
+            arrays, metrics = hooks.aggregate_train(number, replies_for(hooks, "aggregate_train", replies))
+        if metrics is not None:
+            self.result.train_metrics_clientapp[number] = metrics
+        if arrays is None:
             shared.load(before)
             return False
-        shared.load(tensors_of(arrays))
-        self.result.train_metrics_clientapp[number] = metrics
+        shared.load(strategy.inward(arrays))
+        if not self.server.record.aggregated:  # a hook that aggregates by itself
+            self.server.record = replace(self.server.record, aggregated=True)
         return True
 
     def train(self, instruction: Instruction) -> RoundReplies:
@@ -119,24 +137,33 @@ class GridTransport(Transport):
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
         """Evaluate at the clients by the strategy's hooks, or at the server, and note both in the result."""
-        strategy, arrays, metrics = self.strategy, arrays_of(tensors), dict[str, float]()
-        messages = strategy.configure_evaluate(number, arrays, self._evaluate_config, self.grid)
+        strategy, metrics = self.strategy, dict[str, float]()
+        returned = self.hooks.configure_evaluate(number, strategy.outward(tensors), self._evaluate_config, self.grid)
+        messages, reached = addressed(returned, strategy.told, "configure_evaluate", strategy.rounds.called)
+        strategy.sent = messages
+        strategy.evaluating = [client for client in strategy.evaluating if client in reached]
         if strategy.secure is not None:
             as_a_sum = strategy.evaluations.as_a_sum
-            at_clients = as_a_sum(strategy.secure, self.grid, list(messages), strategy.evaluating, self.timeout, self._send)
+            at_clients = as_a_sum(strategy.secure, self.grid, messages, strategy.evaluating, self.timeout, self._send)
         else:
-            at_clients = strategy.aggregate_evaluate(number, self._send(messages))
+            at_clients = self.hooks.aggregate_evaluate(number, self._send(messages))
         if at_clients is not None:
             self.result.evaluate_metrics_clientapp[number] = at_clients
-            metrics = {name: float(value) for name, value in at_clients.items() if isinstance(value, float)}
+            metrics = numbers_of(at_clients)
         elif strategy.evaluate is not None and not strategy.at_clients:
             strategy.shared.load(tensors)
             metrics = strategy.evaluate(strategy.shared.model)
             self.result.evaluate_metrics_serverapp[number] = MetricRecord({**metrics})
-        if self._evaluate_fn is not None and (here := self._evaluate_fn(number, arrays)) is not None:
-            self.result.evaluate_metrics_serverapp[number] = here
-            metrics = {name: float(value) for name, value in here.items() if isinstance(value, int | float)} | metrics
-        return metrics
+        return metrics | {name: value for name, value in self.evaluate_here(number, tensors).items() if name not in metrics}
+
+    def evaluate_here(self, number: int, tensors: Named) -> dict[str, float]:
+        """Call ``evaluate_fn``, note its metrics in the result, and return its numbers; none without it."""
+        if self._evaluate_fn is None or (arrays := self._global_model.at(number, tensors)) is None:
+            return {}
+        if (metrics := self._evaluate_fn(number, arrays)) is None:
+            return {}
+        self.result.evaluate_metrics_serverapp[number] = metrics
+        return numbers_of(metrics)
 
     def _send(self, messages: Iterable[Message]) -> list[Message]:
         """Send messages, and return the replies."""
@@ -195,3 +222,8 @@ class GridTransport(Transport):
         expected = self.server.expects(instruction.round, instruction.phase, {client.index: client.samples for client in clients})
         header = header_for(self.strategy.shared, instruction.round, instruction.phase)
         return read_replies(replies, Reading(clients, with_header(header, expected), sent))
+
+
+def numbers_of(metrics: MetricRecord) -> dict[str, float]:
+    """Return the numbers of a record, by name. Lists of numbers are in Flower's result alone."""
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}

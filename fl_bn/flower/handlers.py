@@ -11,7 +11,9 @@ from functools import partial
 from typing import Any
 
 from flwr.app import Message, MetricRecord
+from torch import Tensor, nn
 
+from fl_bn.federation import schema
 from fl_bn.federation.fields import Values
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.narrow import EXACT, PayloadDtype
@@ -22,12 +24,12 @@ from fl_bn.flower.app.client_state import StateStore
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import Transcript, detach
 from fl_bn.flower.wire.codec import Header, check_header, header_of, payload_of, to_records
-from fl_bn.flower.wire.fields import Form
+from fl_bn.flower.wire.fields import OURS, Form
 from fl_bn.flower.wire.messages import TO_MEASURE, TO_TRAIN
-from fl_bn.methods import INPUTS, Phase
+from fl_bn.methods import INPUTS, Method, Phase
 from fl_bn.support.wire import WireError
 
-COUNTS = ("steps", "batch", "measured", "kept", "drift-layer", "fewest", "count")  # metrics that are whole numbers
+COUNTS = ("steps", "batch", "measured", "kept", "drift-layer", "fewest", "count", "bad-inputs")  # metrics that are whole numbers
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def read(message: Message, network: Network, form: Form | None = None, header: H
     content = message.content
     header = header or header_of(content)
     form = form or (TO_MEASURE if header.phase == Phase.MEASURE.value else TO_TRAIN)
-    config = form.of_configs(content) if form.record in content else form.read({})
+    config = form.of_configs(content) if form.name in content else form.read({})
     return request_of(header, payload_of(content), config, network)
 
 
@@ -141,8 +143,21 @@ def reply_to(message: Message, header: Header, reply: Reply, rounding: PayloadDt
     """
     arrays = {section: to_numpy(tensors) for section, tensors in reply.sections.items()}
     content = to_records(rounding.narrow(arrays), header)
-    content["metrics"] = MetricRecord({"samples": reply.samples, **metrics_of(reply)})
+    content[f"{OURS}metrics"] = MetricRecord({"samples": reply.samples, **metrics_of(reply)})
     return Message(content, reply_to=message)
+
+
+def kept_layers(kept: ClientState, model: nn.Module, method: Method) -> dict[str, Tensor]:
+    """Return scale, shift and statistics that a client keeps, for the average that others get.
+
+    Args:
+        kept: the client's state.
+        model: the converted network, whose tensors stand in for those that are not kept yet.
+        method: the method.
+    """
+    local, state = kept.get("local"), model.state_dict()
+    names = schema.kept_layers(model, method).sections[schema.KEPT]
+    return {name: local.get(name, state[name]) for name in names}
 
 
 def metrics_of(reply: Reply) -> Mapping[str, int | float]:

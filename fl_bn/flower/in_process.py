@@ -32,6 +32,7 @@ from fl_bn.federation.engines.vectorised import AT_ONCE, VECTORISED, CannotVecto
 from fl_bn.federation.engines.workers import Workers, cores
 from fl_bn.flower.compat import address, identify
 from fl_bn.flower.log import log
+from fl_bn.flower.wire.fields import config_of
 from fl_bn.support.user_code import OWN
 
 OWNER = {"allow-modules": OWN}  # the user owns this process, so the run config may name modules
@@ -261,8 +262,8 @@ def _round(message: Message) -> int:
 
 def _exchange_token(message: Message) -> str:
     """Return the token of a client in the local exchange; empty for any other message."""
-    config = message.content.config_records.get("config")
-    return str(config.get("exchange-token", "")) if config is not None and config.get("exchange") == "local" else ""
+    config = config_of(message.content)
+    return str(config.get("exchange-token", "")) if config.get("exchange") == "local" else ""
 
 
 def _loaded(app: App | str, kind: type[App]) -> App:

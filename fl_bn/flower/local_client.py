@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from fl_bn.data.batches import ClientTooSmall
 from fl_bn.derived import plain_names
 from fl_bn.exchange.replay import Unanswered
-from fl_bn.federation import schema
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.engines.rendezvous import cohort_round
@@ -29,7 +28,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.sources import SampleSource
 from fl_bn.federation.values import ClientState, Reply
 from fl_bn.flower.app.client_state import StateStore, store_of
-from fl_bn.flower.handlers import Request
+from fl_bn.flower.handlers import Request, kept_layers
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import question
 from fl_bn.flower.log import log
@@ -200,9 +199,7 @@ class LocalClient:
         """
         if not self.tells:
             raise PermissionError("this client does not share the layers that it keeps: unseen-client is off in its run config")
-        kept, state = self.kept(config, round + 1).get("local"), self.model.state_dict()
-        names = schema.kept_layers(self.model, self.method).sections[schema.KEPT]
-        return {name: kept.get(name, state[name]) for name in names}
+        return kept_layers(self.kept(config, round + 1), self.model, self.method)
 
     def requested_pass(self, config: Mapping[str, Any]) -> StatisticsPass:
         """Return the statistics pass that the message of a statistics-only exchange asks for."""

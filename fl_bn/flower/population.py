@@ -17,9 +17,8 @@ from fl_bn.flower.app import client_app
 from fl_bn.flower.compat import federation_config
 from fl_bn.flower.log import log
 from fl_bn.flower.own.seats import seat_of_newcomer, seated
-from fl_bn.flower.wire.messages import HELLO
 from fl_bn.flower.wire.messaging import PASSING, send_and_receive
-from fl_bn.flower.wire.versions import client_differs, greeting
+from fl_bn.flower.wire.versions import client_differs, greeting, introduction_of
 from fl_bn.support.wire import WireError, printable, reason
 
 POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the run
@@ -317,7 +316,7 @@ class Population:
             Advice where the whole run may have been set up wrongly; else empty.
         """
         try:
-            introduction = HELLO.of_configs(reply.content)
+            introduction = introduction_of(reply.content)
         except WireError as error:
             self._refuse(node, f"its introduction cannot be read ({error})")
             return ""

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Strategy
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fl_bn.federation.callbacks import Callback, Callbacks, Running
 from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.divergence import why_failed
 from fl_bn.federation.narrow import EXACT, Overflow
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Measured, Passes, TooFewMeasured
@@ -31,15 +32,18 @@ from fl_bn.federation.values import Instruction, Reply, RoundReplies
 from fl_bn.flower.app.adversary import corrupt
 from fl_bn.flower.app.checkpoint import Checkpoint
 from fl_bn.flower.app.disclosure import DisclosureReport
-from fl_bn.flower.app.normalisation import describe_round, in_short, say_layers, watch
+from fl_bn.flower.app.normalisation import describe_round, in_short, say_layers
 from fl_bn.flower.app.recovery import Recovery
 from fl_bn.flower.compat import simulated
 from fl_bn.flower.evaluation import EvaluationsAtClients
 from fl_bn.flower.grid_transport import EvaluateFn, GridTransport
+from fl_bn.flower.hooks import RunResult, check_secure
 from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.flower.log import log, say_round
 from fl_bn.flower.population import Client, Population, RunFailed
+from fl_bn.flower.starts import Starts
 from fl_bn.flower.wire.codec import arrays_of, header_for, tensors_of, to_records
+from fl_bn.flower.wire.fields import add_to_config
 from fl_bn.flower.wire.messages import evaluated
 from fl_bn.flower.wire.replies import Decoded, Reading, read_replies, with_header
 from fl_bn.flower.wire.versions import here
@@ -50,12 +54,14 @@ from fl_bn.task import CLASSIFICATION, Task
 if TYPE_CHECKING:
     from fl_bn.flower.secagg.rounds import SecureRounds
 
-WHY = "the warnings above say why (values that are not finite mean that training diverged: lower the learning rate)"
 NOTHING = "a run of 0 rounds measures statistics alone: set calibrate to -1, or to a number of passes"
 
 
 class BatchNormStrategy(Strategy):
     """Train a model by a method over the clients of a grid.
+
+    A subclass may override the hooks ``configure_train``, ``aggregate_train``, ``configure_evaluate``,
+    ``aggregate_evaluate``, ``summary`` and ``start``, and call ``super()`` in them.
 
     The record ``arrays`` holds every shared tensor: weights, affine and running statistics, by state_dict name.
 
@@ -79,6 +85,9 @@ class BatchNormStrategy(Strategy):
         ValueError: the arguments do not go together.
     """
 
+    configrecord_key = "config"
+    """The name of the user's config in a message."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -101,9 +110,11 @@ class BatchNormStrategy(Strategy):
         self.task = task
         self.running = Running(task, self._arrays)
         self.population: Population | None = None
-        self.evaluating, self.evaluations = list[Client](), EvaluationsAtClients(task, rounds.called)
-        self._sent, self._down = list[Message](), Payload()
-        self._batches = 0  # that a client trained on
+        self.told, self.evaluating = list[Client](), list[Client]()  # who got a message to evaluate, and whose metrics count
+        self.evaluations = EvaluationsAtClients(task, rounds.called)
+        self.sent, self._down = list[Message](), Payload()
+        self.starts = Starts(self.shared)
+        self.batches_trained = 0  # by a client
         self._evaluated: Named = self.shared.tensors()
         self._rounding = EXACT  # of the messages sent last
         self.defence, self.at_clients = defence, self.shared.personal or rounds.at_clients
@@ -119,6 +130,14 @@ class BatchNormStrategy(Strategy):
         """Return the record of the current round, or of the last one."""
         return self.server.record
 
+    def outward(self, tensors: Named) -> ArrayRecord:
+        """Return the shared ``tensors`` as the hooks and Flower's result have them."""
+        return arrays_of(tensors)
+
+    def inward(self, arrays: ArrayRecord) -> dict[str, Tensor]:
+        """Return the tensors of ``outward``'s arrays, as a hook returned them, by the shared model's names."""
+        return tensors_of(arrays)
+
     # The parts of a round, as Flower names them
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -130,7 +149,7 @@ class BatchNormStrategy(Strategy):
             config: values for every message.
             grid: Flower's grid.
         """
-        self.shared.load(tensors_of(arrays))
+        self.shared.load(self.inward(arrays))
         instruction = self.server.begin(server_round)
         self.clients_of(grid).wait_for(self.rounds.min_cohort, server_round)
         self.cohort = self.clients_of(grid).cohort(self.rounds.fraction, self.rounds.seed, server_round, self.rounds.min_cohort)
@@ -138,13 +157,15 @@ class BatchNormStrategy(Strategy):
             who = self.rounds.called.clients(sorted(late))
             log(logging.WARNING, "round %s: left out, since their replies to an earlier round are missing: %s", server_round, who)
             self.cohort = [client for client in self.cohort if client.index not in late]
-        messages = self.messages("train", instruction, self.cohort, self._train_config(config, instruction))
+        share = {} if instruction.rate_share == 1 else {"rate-share": instruction.rate_share}
+        values = {"learning-rate": instruction.learning_rate, **share}
+        messages = self.messages("train", instruction, self.cohort, values, self._their_config(config, instruction))
+        self.starts.add(messages, self.cohort, self.recovery.keeps)
         return self.recovery.tell(messages, self.cohort)
 
-    def _train_config(self, config: Mapping[str, Any], instruction: Instruction) -> dict[str, Any]:
-        """Return ``config`` with the round's learning rate."""
-        share = {} if instruction.rate_share == 1 else {"rate-share": instruction.rate_share}
-        return {**config, "learning-rate": instruction.learning_rate, **share}
+    def _their_config(self, config: Mapping[str, Any], instruction: Instruction) -> dict[str, Any]:
+        """Return the user's own ``config`` of a round's messages."""
+        return {**config}
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Read the replies, and combine them by the server's half of the round.
@@ -159,9 +180,10 @@ class BatchNormStrategy(Strategy):
         phase = Phase(self.record.phase)
         expected = self.server.expects(server_round, phase, {client.index: client.samples for client in self.cohort})
         header = header_for(self.shared, server_round, phase, self.rounds.payload)
-        reading = Reading(self.cohort, with_header(header, expected, self.server.rounding), self._sent)
+        reading = Reading(self.cohort, with_header(header, expected, self.server.rounding), self.sent)
         round_replies = self._read_replies(self.overheard(replies), reading)
         changed = self.server.conclude(round_replies)
+        self.server.record = self.starts.counted(self.record)
         accepted = {client.client for client in self.record.accepted}
         counted = [part for part in round_replies.parts if part.client in accepted]
         self.recovery.check(server_round, counted)
@@ -169,7 +191,7 @@ class BatchNormStrategy(Strategy):
             return None, None
         self.recovery.count(server_round, counted)
         samples = sum(client.samples for client in self.record.accepted)
-        return arrays_of(self.shared.tensors()), MetricRecord({"loss": self.record.loss, "samples": samples})
+        return self.outward(self.shared.tensors()), MetricRecord({"loss": self.record.loss, "samples": samples})
 
     def _read_replies(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
         """Read the replies to train messages.
@@ -207,17 +229,26 @@ class BatchNormStrategy(Strategy):
             config: values for every message.
             grid: Flower's grid.
         """
+        self.told = list[Client]()
         if not self.at_clients or not self._due(server_round):
             return []
-        self.shared.load(tensors_of(arrays))
+        self.shared.load(self.inward(arrays))
         save = self.save_clients if server_round == self.server.rounds and self.shared.personal else ""
         instruction = self.shared.instruction(server_round, Phase.TRAIN)
         everyone = self.clients_of(grid).everyone()
-        self.evaluating = self.with_models(everyone)
-        if len(self.evaluating) < len(everyone):
+        have_models = self.with_models(everyone)
+        if len(have_models) < len(everyone):
             line = "round %s: %d of %d clients have trained so far, and evaluate models of their own"
-            log(logging.INFO, line, server_round, len(self.evaluating), len(everyone))
-        return self.messages("evaluate", instruction, everyone if save else self.evaluating, {**config, "save": save})
+            log(logging.INFO, line, server_round, len(have_models), len(everyone))
+        self.evaluating = self.evaluators_of(server_round, have_models, len(everyone))
+        self.told = everyone if save else self.evaluating
+        messages = self.messages("evaluate", instruction, self.told, {"save": save}, self._their_config(config, instruction))
+        self.starts.add(messages, self.told, self.recovery.keeps)
+        return messages
+
+    def evaluators_of(self, server_round: int, clients: list[Client], population: int) -> list[Client]:
+        """Return those of ``clients`` that evaluate in this round, of a ``population`` of so many: all."""
+        return clients
 
     def with_models(self, clients: list[Client]) -> list[Client]:
         """Return those of ``clients`` that have models of their own, or all where none has one."""
@@ -237,7 +268,7 @@ class BatchNormStrategy(Strategy):
             return None
         header = header_for(self.shared, server_round, Phase.TRAIN)
         expected = Expected(header.round, header.signature, Schema({}), evaluated(self.task))
-        reading = Reading(self.evaluating, with_header(header, expected), self._sent)
+        reading = Reading(self.evaluating, with_header(header, expected), self.sent)
         decoded = self.disclosures.evaluations(replies, self.everyone())
         metrics, by_client = self.evaluations.in_the_clear(decoded, reading)
         self.server.record = replace(self.record, client_evaluation=by_client)
@@ -250,7 +281,7 @@ class BatchNormStrategy(Strategy):
 
     def _arrays(self) -> dict[str, Tensor]:
         """Return the shared model as evaluated last, for callbacks."""
-        return self.shared.whole(self._evaluated, self._batches + batches_trained(self.running.history))
+        return self.shared.whole(self._evaluated, self.batches_trained + batches_trained(self.running.history))
 
     def summary(self) -> None:
         """Log what the method does with every normalisation layer."""
@@ -264,7 +295,7 @@ class BatchNormStrategy(Strategy):
         Args:
             path: of the file.
         """
-        save_file(self.shared.whole(self.shared.tensors(), self._batches), str(path))
+        save_file(self.shared.whole(self.shared.tensors(), self.batches_trained), str(path))
 
     # The loop
 
@@ -278,7 +309,8 @@ class BatchNormStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
         resume: Checkpoint | None = None,
-    ) -> Result:
+        hooks: Strategy | None = None,
+    ) -> RunResult:
         """Run the rounds. With ``num_rounds=0``, measure the statistics alone, as ``rounds.calibrate`` says.
 
         Flower's own loop (``Strategy.start``) runs with this strategy, too. But it does not know the length of
@@ -292,11 +324,14 @@ class BatchNormStrategy(Strategy):
             timeout: seconds for the replies of a round. Default: that of ``rounds``.
             train_config: values for every train message.
             evaluate_config: values for every evaluate message.
-            evaluate_fn: evaluates at the server, too: ``evaluate_fn(round, arrays)``.
+            evaluate_fn: evaluates at the server, too: ``evaluate_fn(round, arrays)``, from round 0 on. The
+                arrays load into the network by ``load_state_dict``. Where clients keep their BatchNorm, these
+                layers are the average over the clients that tell theirs.
             resume: a checkpoint. The run goes on after its round.
+            hooks: the strategy whose hooks are called. Default: this one.
 
         Returns:
-            Flower's result, with the arrays of the last evaluation.
+            Flower's result, with the arrays of the last evaluation and every round's record.
 
         Raises:
             RunFailed: clients are missing at the start, too many rounds in a row failed, or there is nothing to
@@ -306,20 +341,23 @@ class BatchNormStrategy(Strategy):
             from fl_bn.flower.app import lost_actors  # imports Ray
 
             lost_actors.repair()
+        hooks = self if hooks is None else hooks
+        if self.secure is not None:
+            check_secure(hooks)
         self.server.rounds, self.population = num_rounds, None
         if num_rounds == 0 and (reason := why_not(self.shared.model, self.method) or ("" if self.statistics.calibration(0) else NOTHING)):
             raise RunFailed(reason)
-        self.summary()
+        hooks.summary()
         self.running.reason = ""
         if resume is not None:
             self.recovery.go_back(resume, num_rounds, self.shared, self.server.optimizer)
             if self.shared.statistics() and self.statistics.rescales(num_rounds):
                 self.shared.was_at_unit_scale()
         elif initial_arrays is not None:
-            self.shared.load(tensors_of(initial_arrays))
+            self.starts.begin_with(initial_arrays)
         begin = Start() if resume is None else Start(resume.round + 1, resume.failed)
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        transport = GridTransport(self, grid, self.rounds.timeout if timeout is None else timeout, *configs, evaluate_fn)
+        transport = GridTransport(self, grid, self.rounds.timeout if timeout is None else timeout, *configs, evaluate_fn, hooks)
         self._evaluated = self.shared.tensors()
         try:
             self.callbacks.on_start(self.running)
@@ -338,7 +376,7 @@ class BatchNormStrategy(Strategy):
 
         def show(measured: Measured) -> None:
             """Evaluate and report a pass, in a run of 0 rounds, as a round."""
-            server.record, result.arrays, number = measured.record, arrays_of(measured.tensors), measured.record.round
+            server.record, result.arrays, number = measured.record, self.outward(measured.tensors), measured.record.round
             self._evaluated = measured.tensors
             if measured.last or number % self.rounds.evaluate_every == 0:
                 evaluation = transport.evaluate(number, measured.tensors)
@@ -346,11 +384,13 @@ class BatchNormStrategy(Strategy):
             self._tell(server.record)
 
         self.clients_of(transport.grid)
-        result.arrays = arrays_of(self.shared.tensors())
+        result.arrays = self.outward(self.shared.tensors())
+        if begin.round == 1 and rounds:
+            transport.evaluate_here(0, self.shared.tensors())
         try:
             for one in run(server, transport, rounds, self.statistics, begin, show):
-                result.arrays, failed, self._evaluated = arrays_of(one.evaluated), one.failed, one.evaluated
-                self._tell(one.record)
+                result.arrays, failed, self._evaluated = self.outward(one.evaluated), one.failed, one.evaluated
+                result.records.append(self._tell(one.record))
                 if self.running.reason and one.record.round < rounds:
                     log(logging.INFO, "the run ends after round %s of %s: %s", one.record.round, rounds, self.running.reason)
                     transport.end_early(one.record.round, one.evaluated)
@@ -360,9 +400,9 @@ class BatchNormStrategy(Strategy):
         except TooFewMeasured as error:
             raise RunFailed(str(error)) from error
         except Diverged as error:
-            raise RunFailed(f"{failed} rounds in a row had too few usable replies; {WHY}") from error
+            raise RunFailed(str(error)) from error
         if 0 < rounds == failed:
-            raise RunFailed(f"none of the {failed} rounds had enough usable replies, so nothing was trained; {WHY}")
+            raise RunFailed(f"none of the {failed} rounds had enough usable replies, so nothing was trained. {why_failed(self.record)}")
 
     def clients_of(self, grid: Grid) -> Population:
         """Return the population. The first call waits for the clients with which the run starts."""
@@ -378,7 +418,13 @@ class BatchNormStrategy(Strategy):
         return self.server.rounds in (0, server_round) or server_round % self.rounds.evaluate_every == 0
 
     def messages(
-        self, kind: str, instruction: Instruction, clients: Sequence[Client], config: Mapping[str, Any], steps: int = 1
+        self,
+        kind: str,
+        instruction: Instruction,
+        clients: Sequence[Client],
+        values: Mapping[str, Any],
+        config: Mapping[str, Any] | None = None,
+        steps: int = 1,
     ) -> list[Message]:
         """Make one message per client.
 
@@ -386,7 +432,8 @@ class BatchNormStrategy(Strategy):
             kind: Flower's message type.
             instruction: the instruction, the same for all.
             clients: the addressees.
-            config: further values for the messages' config.
+            values: further values for fl-bn's config in the messages.
+            config: the user's config, which gets the round's number, too. None: the messages have none.
             steps: parts of the answer, each of which has the round's timeout.
 
         Raises:
@@ -398,10 +445,12 @@ class BatchNormStrategy(Strategy):
         except Overflow as error:
             raise RunFailed(str(error)) from error
         content = to_records(self._down, header_for(self.shared, instruction.round, instruction.phase, self._rounding.dtype))
-        content["config"] = ConfigRecord({**config, "version": here(), **self.recovery.run_id.to_config()})
+        add_to_config(content, {**values, "version": here(), **self.recovery.run_id.to_config()})
         group, ttl = str(instruction.round), self.rounds.timeout * steps
-        self._sent = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
-        return self._sent
+        self.sent = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
+        for message in self.sent if config is not None else ():  # each has its own, which its client or a hook may change
+            message.content[self.configrecord_key] = ConfigRecord({**(config or {}), "server-round": instruction.round})
+        return self.sent
 
     def overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Decoded]:
         """Decode the replies and record what they disclose.
@@ -423,12 +472,12 @@ class BatchNormStrategy(Strategy):
         """Return all clients that are here."""
         return self.cohort if self.population is None else self.population.everyone()
 
-    def _tell(self, record: RoundRecord) -> None:
-        """Log the result of a round, and call the callbacks."""
-        self._batches += batches_trained([record])
+    def _tell(self, record: RoundRecord) -> RoundRecord:
+        """Log the result of a round, call the callbacks, and return the record with its disclosures."""
+        self.batches_trained += batches_trained([record])
         rounds, called = self.server.rounds, self.rounds.called
         long = describe_round(record, rounds, self.task, self.method, self.shared.model, called)
         say_round(in_short(record, rounds, self.task, called), long)
-        for warning in watch(record):
-            log(logging.WARNING, "%s", warning)
-        self.callbacks.on_round(self.disclosures.enter(record), rounds)
+        complete = self.disclosures.enter(record)
+        self.callbacks.on_round(complete, rounds)
+        return complete

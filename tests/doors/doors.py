@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,6 +34,7 @@ from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import batch_norms
 from tests.in_process import run
+from tests.noted import noted
 
 Tensors = dict[str, Tensor]
 Rounds = list[Tensors]
@@ -178,7 +179,7 @@ def flower(
 ) -> Rounds:
     """Door 3: an app of one's own behind the in-process grid. ``fresh`` and ``seen``: as in ``own_loop``; ``options``: of the strategy."""
     loaders = [SeededBatches(client.x, client.y, size) for client in clients]
-    app, found = ClientApp(), Rounds()
+    app = ClientApp()
     make = fresh or partial(copied, model)
     answer(app, make, method, lambda context: loaders[context.node_config["partition-id"]])
 
@@ -192,10 +193,6 @@ def flower(
         seen(i, round.local.instruction.round, round.model)
         return round.message(len(clients[i]), loss)
 
-    def keep(round: int, arrays: ArrayRecord) -> None:
-        if round:
-            found.append({name: torch.from_numpy(array.numpy().copy()) for name, array in arrays.items()})
-
     strategy = OwnAppStrategy(
         model,
         method,
@@ -208,8 +205,9 @@ def flower(
         exchange=ExchangeSettings(carrier),
         **options,
     )
-    strategy.start(InProcessGrid(app, len(clients), {}), num_rounds=rounds, evaluate_fn=keep)
-    return found
+    found = noted(strategy)
+    strategy.start(InProcessGrid(app, len(clients), {}), num_rounds=rounds)
+    return [{name: torch.from_numpy(array) for name, array in found[n].items()} for n in range(1, rounds + 1)]
 
 
 def application(

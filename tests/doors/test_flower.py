@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn import functional as F
@@ -19,6 +19,7 @@ from fl_bn.flower import FBN, FedBN, FixBN, InProcessGrid, OwnAppStrategy, RunFa
 from fl_bn.methods import METHODS, Method
 from fl_bn.objectives import Scaffold
 from tests.doors.doors import apart
+from tests.noted import noted
 
 SIZES = (24, 40, 32)
 
@@ -55,14 +56,10 @@ def my_app(method: Method, mods: list[Any] | None = None, give: bool = True, **o
 
 
 def trained(app: ClientApp, strategy: OwnAppStrategy, rounds: int = 2) -> list[dict[str, torch.Tensor]]:
-    found: list[dict[str, torch.Tensor]] = []
-
-    def keep(round: int, arrays: ArrayRecord) -> None:
-        found.append({name: torch.from_numpy(array.numpy().copy()) for name, array in arrays.items()})
-
+    found = noted(strategy)
     torch.manual_seed(3)
-    strategy.start(InProcessGrid(app, len(SIZES), {}), num_rounds=rounds, evaluate_fn=keep)
-    return found[-rounds:]
+    strategy.start(InProcessGrid(app, len(SIZES), {}), num_rounds=rounds)
+    return [{name: torch.from_numpy(array) for name, array in found[n].items()} for n in range(1, rounds + 1)]
 
 
 def test_fedtan_by_replay_draws_the_same_batches_each_time() -> None:
@@ -107,8 +104,8 @@ def test_a_strategy_takes_its_method_s_options(make: Callable[..., OwnAppStrateg
 
 
 def test_what_would_be_ignored_is_refused() -> None:
-    with pytest.raises(ValueError, match="fraction_evaluate must be 0 or 1"):
-        FixBN(make_net(), fraction_evaluate=0.5)
+    with pytest.raises(ValueError, match="arrayrecord_key must stay 'arrays'"):
+        FixBN(make_net(), arrayrecord_key="model")
     with pytest.raises(ValueError, match="no robust rule guards them"):
         FixBN(make_net(), objective=Scaffold(), defence=Defence(1, "median", "median"))
 

@@ -21,6 +21,7 @@ from fl_bn.federation.defence import NO_DEFENCE
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.schema import START
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, evaluating, training
+from fl_bn.flower.wire.fields import OURS
 from fl_bn.methods import METHODS
 from fl_bn.roles import roles
 from fl_bn.support.wire import WireError
@@ -112,7 +113,7 @@ def test_the_application_starts_with_it_too() -> None:
 def started(messages: list[Message], round: int) -> set[int]:
     """The nodes that were sent a start in ``round``."""
     trained = [m for m in messages if m.metadata.message_type == "train" and m.metadata.group_id == str(round)]
-    return {m.metadata.dst_node_id for m in trained if START in m.content}
+    return {m.metadata.dst_node_id for m in trained if OURS + START in m.content}
 
 
 def own_app(method: str, seen: Callable[[int, int, nn.Module], None], fails: int = -1) -> ClientApp:
@@ -155,7 +156,7 @@ def test_a_client_that_joins_later_starts_with_it_and_nobody_is_sent_it_twice() 
     mine = pretrained().train()
     shared = [name for name, role in roles(mine).items() if METHODS["fedbn"]().shares(role)]
     sent = next(m for m in grid.sent if m.metadata.message_type == "train" and m.metadata.group_id == str(firsts[late]))
-    down = {name: torch.from_numpy(array.numpy().copy()) for name, array in sent.content["weights"].items()}
+    down = {name: torch.from_numpy(array.numpy().copy()) for name, array in sent.content["fl-bn/weights"].items()}
     assert set(down) == set(shared)
     mine.load_state_dict(down, strict=False)
     samples = data()[late]
@@ -175,7 +176,7 @@ def test_a_client_whose_reply_was_lost_is_sent_it_again_and_goes_on_from_what_it
 
 def grid_state(grid: InProcessGrid, client: int) -> dict[str, Tensor]:
     context = next(c for c in grid._contexts.values() if int(c.node_config["partition-id"]) == client)
-    return {name: torch.from_numpy(array.numpy().copy()) for name, array in context.state["local"].items()}
+    return {name: torch.from_numpy(array.numpy().copy()) for name, array in context.state["fl-bn/local"].items()}
 
 
 def test_initial_arrays_with_batch_norm_are_the_start() -> None:

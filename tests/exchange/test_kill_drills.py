@@ -97,7 +97,7 @@ def drill(
         grid.meanwhile = lambda: meanwhile(ran)
 
         def keep(round: int, arrays: ArrayRecord) -> None:
-            ran.models[round] = arrays_of(arrays)
+            ran.models[round] = {name: array for name, array in arrays_of(arrays).items() if name in ran.models[0]}
             meanwhile(ran)
             end = time.monotonic() + NO_HANG
             while round == 3 and restarts and ran.strategy.exchanges.late_clients(grid) and time.monotonic() < end:  # Flower notices late

@@ -226,7 +226,7 @@ def test_a_client_app_that_raises_anything_keeps_nobody_waiting(error: type[Base
 
     grid = InProcessGrid(app, 2, {})  # type: ignore[arg-type]
     messages = [
-        Message(RecordDict({"config": ConfigRecord({"exchange": "local", "exchange-token": tokens[client]})}), client + 1, "train")
+        Message(RecordDict({"fl-bn/config": ConfigRecord({"exchange": "local", "exchange-token": tokens[client]})}), client + 1, "train")
         for client in range(2)
     ]
     raised: list[BaseException] = []

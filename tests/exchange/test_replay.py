@@ -173,7 +173,7 @@ TRANSCRIPTS = st.lists(
 
 def train_message(**config: Any) -> RecordDict:
     content = to_records({"weights": {"w": np.ones(3, "float32")}}, HEADER)
-    content["config"] = ConfigRecord({"learning-rate": 0.1, **config})
+    content["fl-bn/config"] = ConfigRecord({"learning-rate": 0.1, **config})
     return content
 
 
@@ -181,7 +181,7 @@ def delivered(content: RecordDict) -> tuple[Payload, dict[str, Any]]:
     """As a client's ``fit`` sees it: through protobuf, and through NumPyClient's list of arrays."""
     came = recorddict_from_proto(recorddict_to_proto(content))
     payload, _ = from_records(came)
-    return unflatten(*flatten(payload)), dict(came.config_records["config"])
+    return unflatten(*flatten(payload)), dict(came.config_records["fl-bn/config"])
 
 
 @given(TRANSCRIPTS)
@@ -222,7 +222,7 @@ def test_a_transcript_replaces_the_one_before_and_spares_the_original() -> None:
         attach(copy, list(zip(KEYS, ANSWERS, strict=True))[:length])
         assert len(detach(*delivered(copy))) == length
     assert detach(*delivered(original)) == []
-    assert "exchange" not in original.config_records["config"]
+    assert "exchange" not in original.config_records["fl-bn/config"]
 
 
 # the request in a client's reply
@@ -231,7 +231,7 @@ def test_a_transcript_replaces_the_one_before_and_spares_the_original() -> None:
 def reply(payload: Payload, header: Header = HEADER, **metrics: Any) -> Message:
     content = to_records(payload, header)
     if metrics:
-        content["metrics"] = MetricRecord(metrics)
+        content["fl-bn/metrics"] = MetricRecord(metrics)
     return Message(recorddict_from_proto(recorddict_to_proto(content)), 1, "train")
 
 
@@ -299,7 +299,7 @@ def test_a_reply_that_is_no_request_is_refused_by_name(kind: str) -> None:
 
 def test_a_vector_whose_bytes_cannot_be_read_is_refused_by_name() -> None:
     content = to_records({}, HEADER)
-    content["exchange"] = ArrayRecord({"mean/0/bn": Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=b"spam")})
-    content["metrics"] = MetricRecord({"batch": 1, "count": 3})
+    content["fl-bn/exchange"] = ArrayRecord({"mean/0/bn": Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=b"spam")})
+    content["fl-bn/metrics"] = MetricRecord({"batch": 1, "count": 3})
     with refused("exchange", "mean/0/bn"):
         read_request(Message(content, 1, "train"), HEADER)

@@ -32,18 +32,18 @@ class Reply:
 
     def content(self) -> RecordDict:
         content = to_records(self.payload, Header("", "", 0, ""))
-        content["header"] = ConfigRecord(self.header)  # type: ignore[arg-type]
+        content["fl-bn/header"] = ConfigRecord(self.header)  # type: ignore[arg-type]
         for (section, name), array in self.raw.items():
             content[section][name] = array  # type: ignore[index]
         if self.metrics:
-            content["metrics"] = MetricRecord(self.metrics)  # type: ignore[arg-type]
+            content["fl-bn/metrics"] = MetricRecord(self.metrics)  # type: ignore[arg-type]
         return content
 
 
 def taken_apart(message: Message) -> Reply:
     payload, header = from_records(message.content)
     own = {s: {n: a.copy() for n, a in arrays.items()} for s, arrays in payload.items()}
-    return Reply(own, dict(asdict(header)), dict(message.content.metric_records["metrics"]), {})
+    return Reply(own, dict(asdict(header)), dict(message.content.metric_records["fl-bn/metrics"]), {})
 
 
 Spoil = Callable[[Reply, Rng], str]  # spoils the reply and returns what the refusal must begin with

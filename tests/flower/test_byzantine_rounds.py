@@ -178,7 +178,7 @@ def test_running_variances_of_0_leave_the_shared_ones_among_the_honest(rule: str
     fedavg = one_round("fedavg")
     lied = fedavg.served(both(F, rule), no_variance, F, "statistics")
     assert lied.refused == {}
-    replies = [arrays_of(reply.content["statistics"]) for reply in fedavg.replies[: CLIENTS - F]]  # type: ignore[arg-type]
+    replies = [arrays_of(reply.content["fl-bn/statistics"]) for reply in fedavg.replies[: CLIENTS - F]]  # type: ignore[arg-type]
     for name, var in lied.variances.items():
         honest = np.stack([reply[name] for reply in replies])
         assert (honest.min(0) > 0).all()
@@ -202,7 +202,7 @@ def test_nobody_may_claim_more_steps_than_the_server_asked_for(rule: str) -> Non
 def honest_range(name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Between which values the new shared variances can lie if they are made of the honest moments."""
     bounds = {}
-    replies = [arrays_of(reply.content["moments"]) for reply in one_round(name).replies[: CLIENTS - F]]  # type: ignore[arg-type]
+    replies = [arrays_of(reply.content["fl-bn/moments"]) for reply in one_round(name).replies[: CLIENTS - F]]  # type: ignore[arg-type]
     for layer in ("1", "5"):
         means, variances = (np.stack([r[f"{layer}.{k}"].astype(np.float64) for r in replies]) for k in ("mean", "var"))
         count = CLIENTS * replies[0][f"{layer}.count"].item()

@@ -61,7 +61,7 @@ def test_memory_holds_the_newest_and_the_one_before() -> None:
     state.write(2, one(3.0))
     assert value(MemoryState(record, "mine").read(3)) == (2, 3.0)  # a client is built anew for every message
     state.write(3, one(4.0))
-    assert set(record.array_records) == {"local", "previous/local"}
+    assert set(record.array_records) == {"fl-bn/local", "fl-bn/previous/local"}
 
 
 def test_memory_too_reads_what_was_kept_before_a_round_not_in_it() -> None:

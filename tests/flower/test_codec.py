@@ -99,13 +99,13 @@ def test_each_field_of_the_header_is_checked(field: str, other: str | int) -> No
 def test_a_header_of_the_wrong_type_cannot_be_read(field: str, wrong: object) -> None:
     content = to_records({}, HEADER)
     values = {k: v for k, v in dataclasses.asdict(HEADER).items() if k != field}
-    content["header"] = ConfigRecord(values if wrong is None else values | {field: wrong})
+    content["fl-bn/header"] = ConfigRecord(values if wrong is None else values | {field: wrong})
     with refused("header", field):
         from_records(content)
 
 
 def test_a_message_without_header_says_what_came_instead() -> None:
-    with pytest.raises(WireError, match=rf"header: expected a record 'header' of {FORMAT}, but got records \['spam'\]"):
+    with pytest.raises(WireError, match=rf"header: expected a record 'fl-bn/header' of {FORMAT}, but got records \['spam'\]"):
         from_records(RecordDict({"spam": ConfigRecord()}))
 
 
@@ -144,16 +144,16 @@ UNREADABLE = {
 def test_bytes_that_are_no_array_are_refused_by_name(kind: str) -> None:
     array = Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=UNREADABLE[kind])
     content = to_records({}, HEADER)
-    content["weights"] = ArrayRecord({"head.bias": array})
+    content["fl-bn/weights"] = ArrayRecord({"head.bias": array})
     with refused("weights", "head.bias"):
         from_records(content)
-    content["weights"] = ArrayRecord({"head.bias": Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=GOOD)})
+    content["fl-bn/weights"] = ArrayRecord({"head.bias": Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=GOOD)})
     assert from_records(content)[0]["weights"]["head.bias"].tolist() == [1, 1, 1]  # control
 
 
 def test_an_array_in_another_serialisation_is_refused() -> None:
     content = to_records({}, HEADER)
-    content["weights"] = ArrayRecord({"w": Array(dtype="float32", shape=(3,), stype="pickle", data=GOOD)})
+    content["fl-bn/weights"] = ArrayRecord({"w": Array(dtype="float32", shape=(3,), stype="pickle", data=GOOD)})
     with refused("weights", "w"):
         from_records(content)
 

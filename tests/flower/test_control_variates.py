@@ -38,7 +38,7 @@ class LosingGrid(WatchedGrid):
         messages = list(messages)
         for message in messages if self.deaf else []:
             if message.metadata.message_type == "train":
-                del message.content.config_records["config"]["counted"]
+                del message.content.config_records["fl-bn/config"]["counted"]
         return super().push_messages(messages)
 
 
@@ -50,7 +50,7 @@ def offset(lost: set[tuple[int, int]], rounds: int = 5, deaf: bool = False, **po
     grid.lost, grid.deaf = frozenset(lost), deaf
     ran = run(FEDAVG, clients, rounds, settings=SETTINGS, model=network, grid=grid, policy={"auxiliary": auxiliary(SETTINGS), **policy})
     server = ran.strategy.shared.auxiliary["control"]
-    own = [{k: a.numpy() for k, a in state.array_records["objective"].items()} for state in grid.states()]
+    own = [{k: a.numpy() for k, a in state.array_records["fl-bn/objective"].items()} for state in grid.states()]
     assert max(float(c.abs().max()) for c in server.values()) > 1e-3
     return max(float(np.abs(c.numpy() - sum(kept[name] for kept in own) / 3).max()) for name, c in server.items())
 

@@ -30,8 +30,8 @@ def reply(content: RecordDict) -> Message:
 def content(header: Header | None = HEADER) -> RecordDict:
     made = to_records({"weights": {"a": np.ones(3, np.float32), "b": np.ones(2, np.float32)}}, HEADER)
     if header is None:
-        made["header"] = ConfigRecord({"round": 3})
-    made["metrics"] = MetricRecord({"samples": 9})
+        made["fl-bn/header"] = ConfigRecord({"round": 3})
+    made["fl-bn/metrics"] = MetricRecord({"samples": 9})
     return made
 
 
@@ -50,8 +50,8 @@ def test_what_can_be_read_is_and_of_the_rest_the_bytes_are_known() -> None:
     whole = decode(reply(content()))
     assert (whole.node, whole.header, whole.problem, dict(whole.unreadable)) == (7, HEADER, None, {})
     made = content()
-    made["weights"]["a"] = NOISE
-    made["more"] = to_records({"more": {"c": np.zeros(4)}}, HEADER)["more"]
+    made["fl-bn/weights"]["a"] = NOISE
+    made["fl-bn/more"] = to_records({"more": {"c": np.zeros(4)}}, HEADER)["fl-bn/more"]
     half = decode(reply(made))
     assert {section: sorted(arrays) for section, arrays in half.payload.items()} == {"weights": ["b"], "more": ["c"]}
     assert half.unreadable == {"weights": {"a": 4}}
@@ -75,10 +75,10 @@ def test_an_error_in_its_place_has_words() -> None:
 def test_a_reply_is_gone_from_memory_once_it_was_read(wrong: str) -> None:
     made = content(None if wrong == "header" else HEADER)
     if wrong == "bytes":
-        made["weights"]["b"] = NOISE
+        made["fl-bn/weights"]["b"] = NOISE
     if wrong == "dtype":
-        made["weights"]["b"] = LazyArray(np.ones(2))
-    arrays = weakref.ref(made["weights"]["a"].array)
+        made["fl-bn/weights"]["b"] = LazyArray(np.ones(2))
+    arrays = weakref.ref(made["fl-bn/weights"]["a"].array)
     checks = reading()
     gc.collect()
     gc.disable()

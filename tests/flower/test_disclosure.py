@@ -173,7 +173,7 @@ def test_a_reply_that_is_refused_has_left_all_the_same(clients: list[Samples]) -
         def pull_messages(self, message_ids):  # type: ignore[no-untyped-def]
             for reply in (replies := list(super().pull_messages(message_ids))):
                 if reply.metadata.message_type == "train" and reply.metadata.src_node_id == 2:
-                    reply.content["metrics"]["samples"] = 99
+                    reply.content["fl-bn/metrics"]["samples"] = 99
             return replies
 
     ran = run(METHODS["fedavg"](), clients, 1, grid=Spoiling(client_app(METHODS["fedavg"](), clients), 3), settings=FULL_BATCH)

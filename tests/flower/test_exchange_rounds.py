@@ -196,7 +196,7 @@ class PartlyAway(Away):
             yield identity
 
     def _join(self, message: Message, identity: str) -> None:
-        config = message.content.config_records["config"]
+        config = message.content.config_records["fl-bn/config"]
         with suppress(ExchangeFailed):
             GrpcExchange(str(config["exchange-address"]), str(config["exchange-token"]), 1).close()
         self._answers[identity] = Message(RecordDict(), reply_to=message)

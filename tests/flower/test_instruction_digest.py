@@ -31,7 +31,7 @@ def state(**fields: Any) -> SimpleNamespace:
 
 def digest(header: Header = HEADER, config: Any = CONFIG, arrays: Any = None, run_config: Any = RUN, **set_up: Any) -> bytes:
     content = to_records({"weights": WEIGHTS} if arrays is None else arrays, header)
-    content["config"] = ConfigRecord(dict(config))
+    content["fl-bn/config"] = ConfigRecord(dict(config))
     content[RECORD_KEY_CONFIGS] = ConfigRecord({"srcs": [1, 2], "ctxts": [b"a", b"b"]})
     return instruction_digest(Message(content, 1, "train"), run_config, state(**set_up))
 

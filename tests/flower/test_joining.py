@@ -59,7 +59,7 @@ def test_a_client_joins_in_its_round_with_the_shared_tensors_and_its_own_from_sc
     three = run(method, clients[:3], 2)  # up to there it is the run of the three
     assert identical(ran.trajectory[2], three.trajectory[2])
     assert not identical(ran.trajectory[4], run(method, clients, 4).trajectory[4])  # control
-    kept = ran.grid.states()[3].array_records.get("previous/local")
+    kept = ran.grid.states()[3].array_records.get("fl-bn/previous/local")
     assert kept is None or name != "fedavg"
     if name != "fedavg":  # round 3's own tensors came from the start, not from another client's or the server's
         alone = first_round_alone(method, clients, sent[3])
@@ -75,10 +75,10 @@ def first_round_alone(method: Method, clients: list[Samples], sent: Mapping[str,
     assert local
     assert {roles(model)[key] for key in local} <= {Role.AFFINE, Role.STATISTIC, Role.COUNTER, Role.MIXING}
     content = to_records({k: dict(v) for k, v in sent.items()}, Header(method.name, "train", 3, signature(model, method)))
-    content["config"] = ConfigRecord({"learning-rate": 0.1})
+    content["fl-bn/config"] = ConfigRecord({"learning-rate": 0.1})
     (reply,) = grid.send_and_receive([Message(content, 4, "train", ttl=60.0, group_id="3")])
     assert not reply.has_error(), reply.error
-    return {key: array.numpy() for key, array in grid.states()[3].array_records["local"].items()}
+    return {key: array.numpy() for key, array in grid.states()[3].array_records["fl-bn/local"].items()}
 
 
 class Growing(WatchedGrid):

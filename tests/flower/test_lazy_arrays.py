@@ -66,5 +66,5 @@ def test_a_run_has_the_same_bits_whether_arrays_are_handed_over_or_encoded(
 
 def test_a_record_of_them_encodes_nothing() -> None:
     record = codec.to_record({"x": np.ones(3)})
-    message = Message(RecordDict({"weights": record, "header": ConfigRecord({})}), 1, "train")
-    assert "data" not in vars(message.content.array_records["weights"]["x"])
+    message = Message(RecordDict({"fl-bn/weights": record, "fl-bn/header": ConfigRecord({})}), 1, "train")
+    assert "data" not in vars(message.content.array_records["fl-bn/weights"]["x"])

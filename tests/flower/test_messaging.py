@@ -185,7 +185,7 @@ class Lossy(SlowGrid):
 
 
 def trains(grid: SlowGrid) -> list[Message]:
-    content = RecordDict({"config": ConfigRecord({})})
+    content = RecordDict({"fl-bn/config": ConfigRecord({})})
     return [Message(content, node, "query.rendezvous", ttl=500.0, group_id="7") for node in grid.inner.get_node_ids()]
 
 

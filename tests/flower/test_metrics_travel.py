@@ -28,7 +28,7 @@ def clients() -> list[Samples]:
 def test_clients_send_them_and_the_record_has_the_mean_of_those_that_have_the_class(name: str, clients: list[Samples]) -> None:
     grid = WatchedGrid(client_app(METHODS[name](), clients), 3)
     ran = run(METHODS[name](), clients, 1, grid=grid)
-    records = (reply.content.metric_records.get("metrics", {}) for reply in grid.received)
+    records = (reply.content.metric_records.get("fl-bn/metrics", {}) for reply in grid.received)
     sent = [metrics for metrics in records if "accuracy" in metrics]
     values = np.array([[float(metrics[f"accuracy-class-{c}"]) for c in range(4)] for metrics in sent])  # type: ignore[arg-type]
     assert np.isnan(values).sum(axis=0).tolist() == [0, 0, 2, 3]

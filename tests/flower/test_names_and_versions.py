@@ -131,7 +131,7 @@ def test_the_server_refuses_a_site_of_another_version(
 
 
 def test_a_site_refuses_a_server_of_another_version(clients: list[Samples], monkeypatch: pytest.MonkeyPatch) -> None:
-    other = RecordDict({"config": ConfigRecord({"version": "9.9.9"})})
+    other = RecordDict({"fl-bn/config": ConfigRecord({"version": "9.9.9"})})
     monkeypatch.setattr("fl_bn.flower.population.greeting", lambda: other)
     with pytest.raises(RunFailed, match=f"cannot take part: .*this site has fl-bn {versions.here()}, and the server 9.9.9"):
         run(FBN, clients, 1, policy=NAMED)

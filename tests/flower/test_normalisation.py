@@ -10,9 +10,10 @@ from torch import nn
 
 from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import Drift
+from fl_bn.federation.divergence import watch
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import ClientRecord, RoundRecord
-from fl_bn.flower.app.normalisation import describe_layers, describe_round, in_short, watch
+from fl_bn.flower.app.normalisation import describe_layers, describe_round, in_short
 from fl_bn.methods import METHODS
 from fl_bn.task import CLASSIFICATION
 from tests.in_process import run

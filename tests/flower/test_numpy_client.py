@@ -41,7 +41,7 @@ def as_lists(message: Message) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Return a message as a caller of ``NumPyClient`` has it."""
     payload, header = from_records(message.content)
     arrays, layout = flatten(payload)
-    return arrays, {**header.values(), **dict(message.content.config_records["config"]), "layout": layout}
+    return arrays, {**header.values(), **dict(message.content.config_records["fl-bn/config"]), "layout": layout}
 
 
 def asked(ran: Run, kind: str, client: int) -> tuple[Message, Message]:
@@ -67,7 +67,7 @@ def test_fit_on_lists_has_the_bits_of_a_train_message(name: str, clients: list[S
         assert isinstance(client, NumPyClient)
         arrays, samples, metrics = client.fit(*as_lists(sent))
         assert same(unflatten(arrays, str(metrics.pop("layout"))), reply)
-        assert {"samples": samples, **metrics} == dict(reply.content.metric_records["metrics"])
+        assert {"samples": samples, **metrics} == dict(reply.content.metric_records["fl-bn/metrics"])
     other = client_of(method, clients, 0).fit(*as_lists(asked(ran, "train", 1)[0]))
     assert not same(unflatten(other[0], other[2]["layout"]), reply)  # control: the other client's data
 
@@ -95,7 +95,7 @@ def test_evaluate_on_lists_has_the_numbers_of_an_evaluate_message(clients: list[
     ran = run(method, clients, 1, policy={"at_clients": True})
     sent, reply = asked(ran, "evaluate", 1)
     loss, samples, metrics = client_of(method, clients, 1).evaluate(*as_lists(sent))
-    told = dict(reply.content.metric_records["metrics"])
+    told = dict(reply.content.metric_records["fl-bn/metrics"])
     assert (loss, samples, metrics["accuracy"]) == (told["loss"], told["samples"], told["accuracy"])
 
 
@@ -110,7 +110,7 @@ def test_what_a_client_keeps_is_the_same_by_lists_and_by_messages(clients: list[
     assert same(unflatten(arrays, metrics["layout"]), reply)
     kept = client.get_parameters({"round": 2})
     names = list(kept_layers(client.model, method).sections[KEPT])
-    ours = ran.grid.states()[0].array_records["local"]
+    ours = ran.grid.states()[0].array_records["fl-bn/local"]
     assert identical(dict(zip(names, kept, strict=True)), {name: ours[name].numpy() for name in names})
     with pytest.raises(PermissionError, match="does not share the layers that it keeps"):
         client_of(method, clients, 0).get_parameters({"round": 1})

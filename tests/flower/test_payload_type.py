@@ -20,6 +20,7 @@ from tests.doors.test_flower import make_net, my_app
 from tests.flower.byzantine import equal_clients
 from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run
 from tests.networks import seeded_network
+from tests.noted import noted
 
 CLIENTS = 3
 DSGD = LocalTraining(batch_size=64, steps=1, momentum=0.9, update="gradients")
@@ -85,7 +86,7 @@ def test_what_is_measured_and_evaluated_is_the_exact_model() -> None:
     done = run(METHODS["hbn"](), equal_clients(CLIENTS), 1, policy={"payload": "bfloat16", "calibrate": 1, "at_clients": True})
     asked: dict[str, set[str]] = {}
     for message in done.grid.sent:
-        for name, array in message.content.array_records.get("weights", ArrayRecord()).items():
+        for name, array in message.content.array_records.get("fl-bn/weights", ArrayRecord()).items():
             asked.setdefault(message.metadata.message_type, set()).update({str(array.dtype)} if learnt(name) else set())
     assert asked == {"query.statistics": {"float32"}, "evaluate": {"float32"}, "train": {"uint16"}}
 
@@ -104,15 +105,15 @@ def lying(payload: str, lie: Any) -> Run:
 
 def tensor(values: Any) -> Any:
     def put(answer: Message) -> None:
-        weights = {name: array.numpy() for name, array in answer.content.array_records["weights"].items()}
+        weights = {name: array.numpy() for name, array in answer.content.array_records["fl-bn/weights"].items()}
         like = weights["9.bias"]
-        answer.content["weights"] = to_record(weights | {"9.bias": values(like)})
+        answer.content["fl-bn/weights"] = to_record(weights | {"9.bias": values(like)})
 
     return put
 
 
 def other_header(answer: Message) -> None:
-    answer.content.config_records["header"]["payload"] = "float32"
+    answer.content.config_records["fl-bn/header"]["payload"] = "float32"
 
 
 LIES = {
@@ -186,16 +187,16 @@ def test_an_app_of_ones_own_answers_in_the_type_that_it_was_asked_in() -> None:
             answer = super()._answer(message)
             if message.metadata.message_type == "train":
                 for one in (message, answer):
-                    found.update(str(array.dtype) for array in one.content.array_records["weights"].values())
+                    found.update(str(array.dtype) for array in one.content.array_records["fl-bn/weights"].values())
             return answer
 
     def trained(payload: str) -> list[dict[str, np.ndarray]]:
-        kept: list[dict[str, np.ndarray]] = []
         torch.manual_seed(3)
         strategy = FBN(make_net(), fraction_evaluate=0, payload=payload)
+        found = noted(strategy)
         grid = Noting(my_app(METHODS["fbn"]()), 3, {})
-        strategy.start(grid, num_rounds=1, evaluate_fn=lambda round, arrays: kept.append({k: a.numpy() for k, a in arrays.items()}))
-        return kept
+        strategy.start(grid, num_rounds=1)
+        return list(found.values())
 
     found: set[str] = set()
     exact = trained("float32")[-1]

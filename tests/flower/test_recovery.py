@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import Context
 from torch import nn
 
 from fl_bn.conversion import convert
@@ -26,9 +26,10 @@ from fl_bn.flower.wire.run_id import RunId
 from fl_bn.methods import METHODS, Method
 from fl_bn.support import durable
 from fl_bn.support.durable import Damaged
-from tests.in_process import CPU, TWO_STEPS, WatchedGrid, arrays_of, client_app, identical
+from tests.in_process import CPU, TWO_STEPS, WatchedGrid, client_app, identical
 from tests.kept import Kept
 from tests.networks import seeded_network
+from tests.noted import noted
 
 Clients = Callable[..., list[Samples]]
 FBN, FEDBN = METHODS["fbn"](), METHODS["fedbn"]()
@@ -68,9 +69,6 @@ class Server:
         return self.checkpoints[-self.at_once :][0].round
 
     def run(self, resume: Checkpoint | None = None, model: nn.Module | None = None) -> BatchNormStrategy:
-        def note(round: int, arrays: ArrayRecord) -> None:
-            self.trajectory[round] = arrays_of(arrays)
-
         strategy = BatchNormStrategy(
             model or seeded_network("cnn"),
             self.method,
@@ -81,7 +79,11 @@ class Server:
             save_clients="run",
             **self.options,
         )
-        strategy.start(self.grid, num_rounds=self.rounds, evaluate_fn=note, resume=resume)
+        found = noted(strategy)
+        try:
+            strategy.start(self.grid, num_rounds=self.rounds, resume=resume)
+        finally:
+            self.trajectory |= found
         return strategy
 
 
@@ -125,12 +127,14 @@ def test_every_message_says_what_run_it_is_of_and_how_far_back_the_server_can_go
     server = Server(FEDBN, grid, 7, every=2)
     server.at_once = 2
     server.run()
-    told = {m.metadata.group_id: RunId.of(m.content.config_records["config"]) for m in grid.sent if m.metadata.message_type == "train"}
+    sent = [m for m in grid.sent if m.metadata.message_type == "train"]
+    told = {m.metadata.group_id: RunId.of(m.content.config_records["fl-bn/config"]) for m in sent}
     assert len({run_id.run for run_id in told.values()}) == 1
     assert [told[str(round)].durable for round in range(1, 8)] == [0, 0, 2, 2, 2, 2, 4]
     grid.sent.clear()
     Server(FEDBN, grid, 4, every=0).run()
-    told = {m.metadata.group_id: RunId.of(m.content.config_records["config"]) for m in grid.sent if m.metadata.message_type == "train"}
+    sent = [m for m in grid.sent if m.metadata.message_type == "train"]
+    told = {m.metadata.group_id: RunId.of(m.content.config_records["fl-bn/config"]) for m in sent}
     assert [told[str(round)].durable for round in range(1, 5)] == [0, 1, 2, 3]
 
 

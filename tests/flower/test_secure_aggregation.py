@@ -172,8 +172,8 @@ def test_what_is_said_in_the_clear_are_counts(clients: list[Samples]) -> None:
     assert [t["passes"] for t in told] == [4, 4, 5]  # of the first batch; of 5 samples a batch of 4 would leave one alone
     every = run(METHODS["fbn"](report="all"), clients, 1, secure=SecureAggregation())
     assert [m.content.config_records["fitres.metrics"]["passes"] for m in first_answers(every.grid)] == [6, 8, 10]
-    others = {k for m in ran.grid.received if m.has_content() for k in m.content} - {"hello"}
-    assert others == {"secaggplus_configs", "plan", "fitres.metrics", "fitres.num_examples", "fitres.status", "fitres.parameters"}
+    others = {k for m in ran.grid.received if m.has_content() for k in m.content} - {"fl-bn/hello"}
+    assert others == {"secaggplus_configs", "fl-bn/plan", "fitres.metrics", "fitres.num_examples", "fitres.status", "fitres.parameters"}
 
 
 def test_masked_vectors_are_uniform_and_never_the_same_but_their_sum_is(clients: list[Samples]) -> None:

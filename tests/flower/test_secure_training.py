@@ -75,15 +75,15 @@ def test_gradients_epochs_and_uniform_weights(settings: LocalTraining, weights: 
 def test_what_a_client_keeps_survives_the_protocol_and_its_keys_do_not(clients: list[Samples]) -> None:
     plain, secure = (run(METHODS["hbn"](), clients, 3, secure=s) for s in (None, SecureAggregation(quantization_range=24)))
     for a, b in zip(plain.grid.states(), secure.grid.states(), strict=True):
-        assert set(b) == {*a, "told", "previous/told"}
-        for name, array in a.array_records["local"].items():
-            kept = b.array_records["local"][name].numpy()
+        assert set(b) == {*a, "fl-bn/told", "fl-bn/previous/told"}
+        for name, array in a.array_records["fl-bn/local"].items():
+            kept = b.array_records["fl-bn/local"][name].numpy()
             assert np.allclose(kept, array.numpy(), atol=1e-3)
             assert np.abs(kept).max() > 0
     told = [m.content.config_records["fitres.metrics"] for m in secure.grid.received if "fitres.metrics" in m.content]
     assert told
     assert not any("kept" in one for one in told)  # where tensors overflowed, that round would tell of the data
-    assert any("kept" in m.content["metrics"] for m in plain.grid.received if "metrics" in m.content)  # control
+    assert any("kept" in m.content["fl-bn/metrics"] for m in plain.grid.received if "fl-bn/metrics" in m.content)  # control
 
 
 def test_an_update_beyond_the_range_is_said_at_the_client_and_counted_at_the_server(

@@ -95,7 +95,7 @@ def test_a_client_without_a_round_stays_where_it_was(clients: list[Samples], tmp
 def test_gradients_and_robust_rules_find_nothing_to_combine(defence: Defence, clients: list[Samples]) -> None:
     ran = run(METHODS["single"](), clients, 2, settings=DSGD, defence=defence)
     assert all(record.aggregated for record in ran.records)
-    states = [state.array_records["local"]["9.weight"].numpy() for state in ran.grid.states()]  # type: ignore[union-attr]
+    states = [state.array_records["fl-bn/local"]["9.weight"].numpy() for state in ran.grid.states()]  # type: ignore[union-attr]
     start = seeded_network("cnn").state_dict()["9.weight"].numpy()
     assert not any(np.array_equal(state, start) for state in states)  # the clients step by themselves
 

@@ -28,7 +28,7 @@ def clients(tiny_clients: Clients) -> list[Samples]:
 
 
 def local_tensors(ran: Run) -> list[dict[str, np.ndarray]]:
-    return [arrays_of(state["local"]) for state in ran.grid.states()]  # type: ignore[arg-type]
+    return [arrays_of(state["fl-bn/local"]) for state in ran.grid.states()]  # type: ignore[arg-type]
 
 
 def test_a_statistics_exchange_precedes_each_evaluation(clients: list[Samples]) -> None:

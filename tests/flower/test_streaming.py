@@ -123,7 +123,7 @@ class Alive(InProcessGrid):
     def _answer(self, message: Message) -> Message:
         answer = super()._answer(message)
         if message.metadata.message_type == "train":
-            record: Any = answer.content["weights"]
+            record: Any = answer.content["fl-bn/weights"]
             self.weights.append(weakref.ref(next(iter(record.values())).array))
             self.most = max(self.most, sum(one() is not None for one in self.weights))
         return answer

@@ -41,7 +41,7 @@ def travelling(ran: Run) -> Iterator[tuple[str, np.ndarray]]:
 
 def state(ran: Run, client: int, section: str) -> dict[str, np.ndarray]:
     kept: RecordDict = ran.grid.states()[client]
-    return arrays_of(kept.array_records[section])
+    return arrays_of(kept.array_records[f"fl-bn/{section}"])
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -162,7 +162,7 @@ def test_a_client_that_failed_keeps_what_it_had(clients: list[Samples]) -> None:
 
 def test_what_was_kept_for_another_method_is_not_used(clients: list[Samples]) -> None:
     kept = run(METHODS["hbn"](), clients, 1).grid.states()[0]
-    signature = str(kept.config_records["kept-for"]["signature"])
+    signature = str(kept.config_records["fl-bn/kept-for"]["signature"])
     assert set(MemoryState(kept, signature).read(2).sections) == {"local"}
     assert MemoryState(kept, "another").read(2) == NOTHING
     assert MemoryState(RecordDict(), signature).read(2) == NOTHING

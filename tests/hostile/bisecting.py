@@ -55,7 +55,7 @@ class Bisecting:
                 tensor.copy_(torch.tensor([-threshold, 0.0]))
         payload = {section: {name: named[name].numpy() for name in part} for section, part in self.shared.sections().items()}
         content = to_records(payload, header_for(self.shared, 1, Phase.TRAIN))
-        content["config"] = ConfigRecord({"learning-rate": 0.0, "save": ""})
+        content["fl-bn/config"] = ConfigRecord({"learning-rate": 0.0, "save": ""})
         return Message(content, node, kind, ttl=600.0, group_id="1")
 
     def ask(self, node: int, threshold: float, number: str) -> float:
@@ -65,7 +65,8 @@ class Bisecting:
             self.refusals.append(str(reply.error.reason))
             return math.nan
         self.answers += 1
-        return float(reply.content.metric_records["metrics"][number])  # type: ignore[arg-type]
+        records = reply.content.metric_records
+        return float(records.get("fl-bn/metrics", records.get("metrics"))[number])  # type: ignore[arg-type,index]
 
     def bisect(self, node: int, number: str, of: Sequence[float], rounds: int = 22) -> list[tuple[float, float]]:
         """For each share in ``of`` the interval in which ``number`` falls below it: one feature of one sample each."""

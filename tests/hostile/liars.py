@@ -12,6 +12,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.flower.wire.fields import OURS
 from fl_bn.methods import METHODS
 from tests.federation import random_samples
 from tests.in_process import TWO_STEPS, Run, WatchedGrid, client_app, run
@@ -42,19 +43,25 @@ class LyingGrid(WatchedGrid):
         return answer
 
 
+def named(content: RecordDict, record: str) -> str:
+    """The name of fl-bn's ``record`` in a message; of the user's own where fl-bn has none of that name."""
+    return record if record in content and OURS + record not in content else OURS + record
+
+
 def sets(kind: str, record: str, **fields: Any) -> Spoil:
     """In replies to ``kind``, fields of ``record`` become these; None: they are left out."""
 
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
         if asked != kind:
             return
-        numbers = record in content.metric_records
-        old = dict(content.metric_records[record] if numbers else content.config_records.get(record, {}))
+        name = named(content, record)
+        numbers = name in content.metric_records
+        old = dict(content.metric_records[name] if numbers else content.config_records.get(name, {}))
         new = {k: v for k, v in old.items() if k.replace("-", "_") not in fields}
         new |= {k.replace("_", "-") if k.replace("_", "-") in old else k: v for k, v in fields.items() if v is not None}
-        if record in content:
-            del content[record]
-        content[record] = MetricRecord(new) if numbers else ConfigRecord(new)
+        if name in content:
+            del content[name]
+        content[name] = MetricRecord(new) if numbers else ConfigRecord(new)
 
     return spoil
 
@@ -63,8 +70,8 @@ def lacks(kind: str, record: str) -> Spoil:
     """Replies to ``kind`` have no ``record``."""
 
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
-        if asked == kind and record in content:
-            del content[record]
+        if asked == kind and (name := named(content, record)) in content:
+            del content[name]
 
     return spoil
 

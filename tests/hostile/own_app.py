@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Result
 from torch import nn
@@ -17,6 +17,7 @@ from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, evaluating, replayed, training
 from fl_bn.methods import METHODS
 from tests.kept import Kept
+from tests.noted import noted
 
 CLIENTS = 5
 Spoil = Callable[[Message, str, RecordDict], None]  # the instruction, its type, and the reply's content, to be changed in place
@@ -87,10 +88,8 @@ def lied(node: int | Collection[int], spoil: Spoil, name: str = "fbn", rounds: i
     ran = Ran.__new__(Ran)
     ran.records, ran.trajectory = [], []
     strategy = OwnAppStrategy(net(), METHODS[name](), callbacks=[Kept(ran.records)], **options)
-
-    def keep(round: int, arrays: ArrayRecord) -> None:
-        ran.trajectory.append({key: torch.from_numpy(array.numpy().copy()) for key, array in arrays.items()})
-
+    found = noted(strategy)
     grid = LyingGrid(own_app(name), {node} if isinstance(node, int) else node, spoil)
-    ran.result = strategy.start(grid, num_rounds=rounds, evaluate_fn=keep)
+    ran.result = strategy.start(grid, num_rounds=rounds)
+    ran.trajectory = [{key: torch.from_numpy(array) for key, array in found[n].items()} for n in sorted(found)]
     return ran

@@ -40,11 +40,11 @@ def counts(claim: int, section: str = "moments", message: str = "train", **told:
     """Every count of the reply to ``message`` becomes ``claim``, and its numbers ``told``."""
 
     def spoil(instruction: Message, asked: str, content: RecordDict) -> None:
-        if asked == message and section in content.array_records:
-            arrays = {name: array.numpy() for name, array in content.array_records[section].items()}
+        if asked == message and f"fl-bn/{section}" in content.array_records:
+            arrays = {name: array.numpy() for name, array in content.array_records[f"fl-bn/{section}"].items()}
             lies = {k: np.full_like(a, claim) if k.endswith("count") and a > 0 else a for k, a in arrays.items()}
-            content[section] = ArrayRecord({k: Array(a) for k, a in lies.items()})
-            content["metrics"] = MetricRecord({**content.metric_records["metrics"], **told})
+            content[f"fl-bn/{section}"] = ArrayRecord({k: Array(a) for k, a in lies.items()})
+            content["fl-bn/metrics"] = MetricRecord({**content.metric_records["fl-bn/metrics"], **told})
 
     return spoil
 

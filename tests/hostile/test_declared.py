@@ -35,23 +35,18 @@ READERS = {
     "fl_bn/flower/wire/codec.py": "arrays, and whether there is a header",
     "fl_bn/flower/wire/replies.py": "decodes a reply; the disclosure report counts it before anything is checked",
     "fl_bn/flower/wire/gate.py": "this side's own replies; the kind of a message, before its form is chosen",
+    "fl_bn/flower/wire/versions.py": "whether a message is of an earlier fl-bn",
+    "fl_bn/flower/in_process.py": "the ServerApp's own state",
     "fl_bn/flower/app/client_state.py": "a client's own state",
-    "fl_bn/flower/app/recovery.py": "adds to messages of its own",
-    "fl_bn/flower/evaluation.py": "adds to messages of its own",
-    "fl_bn/flower/in_process.py": "the engine: whether a message of this process is one of the local exchange",
-    "fl_bn/flower/layerwise/carriers.py": "adds to messages of its own",
-    "fl_bn/flower/layerwise/transcript.py": "adds to messages of its own",
-    "fl_bn/flower/secagg/workflow.py": "adds to messages of its own",
     "fl_bn/flower/secagg/stages.py": "messages that this side makes; replies through forms",
     "fl_bn/flower/secagg/client.py": "the stage, before its form is chosen; arrays that are decoded; this side's own state",
-    "fl_bn/flower/secagg/rounds.py": "adds to messages of its own",
     "fl_bn/flower/secagg/instruction_digest.py": "hashes an instruction as it came",
-    "fl_bn_site/app_host.py": "this side's own reply, against the site's policy",
+    "fl_bn_site/policy.py": "this side's own reply, against the site's policy",
 }
 
 
 def reads_records(source: str) -> bool:
-    records = {"config_records", "metric_records", "array_records", "records_of"}
+    records = {"config_records", "metric_records", "array_records", "records_of", "our_records", "their_records"}
     return any(getattr(node, "attr", getattr(node, "id", "")) in records for node in ast.walk(ast.parse(source)))
 
 
@@ -63,24 +58,24 @@ def test_records_as_they_came_are_read_in_few_places() -> None:
 
 EITHER = messages.TO_TRAIN.and_also(messages.TO_MEASURE, messages.TO_EVALUATE, messages.COMBINED_HISTORY)  # a secure sum
 EXPECTED: dict[tuple[str, bool], dict[str, Form]] = {  # by what a message asks for, and whether it is the reply
-    ("query.hello", False): {"config": messages.TO_GREET},
-    ("query.hello", True): {"hello": messages.HELLO},
-    ("train", False): {"header": messages.HEADER, "config": messages.TO_TRAIN},
-    ("train", True): {"header": messages.HEADER, "metrics": messages.TRAINED.and_also(messages.REQUESTED)},
-    ("query.statistics", False): {"header": messages.HEADER, "config": messages.TO_MEASURE},
-    ("query.statistics", True): {"header": messages.HEADER, "metrics": messages.REPLIED},
-    ("evaluate", False): {"header": messages.HEADER, "config": messages.TO_EVALUATE},
-    ("evaluate", True): {"header": messages.HEADER, "metrics": messages.evaluated(CLASSIFICATION)},
-    ("query.kept", False): {"header": messages.HEADER, "config": messages.TO_TELL},
-    ("query.kept", True): {"header": messages.HEADER, "metrics": messages.REPLIED},
-    ("train setup", False): {"secaggplus_configs": messages.SET_UP, "header": messages.HEADER, "config": EITHER},
-    ("train setup", True): {"secaggplus_configs": messages.KEYS, "plan": messages.PLAN, "told": messages.OWN_HISTORY},
-    ("train share_keys", False): {"secaggplus_configs": messages.SHARE_KEYS, "header": messages.HEADER, "config": EITHER},
+    ("query.hello", False): {"fl-bn/config": messages.TO_GREET},
+    ("query.hello", True): {"fl-bn/hello": messages.HELLO},
+    ("train", False): {"fl-bn/header": messages.HEADER, "fl-bn/config": messages.TO_TRAIN},
+    ("train", True): {"fl-bn/header": messages.HEADER, "fl-bn/metrics": messages.TRAINED.and_also(messages.REQUESTED)},
+    ("query.statistics", False): {"fl-bn/header": messages.HEADER, "fl-bn/config": messages.TO_MEASURE},
+    ("query.statistics", True): {"fl-bn/header": messages.HEADER, "fl-bn/metrics": messages.REPLIED},
+    ("evaluate", False): {"fl-bn/header": messages.HEADER, "fl-bn/config": messages.TO_EVALUATE},
+    ("evaluate", True): {"fl-bn/header": messages.HEADER, "fl-bn/metrics": messages.evaluated(CLASSIFICATION)},
+    ("query.kept", False): {"fl-bn/header": messages.HEADER, "fl-bn/config": messages.TO_TELL},
+    ("query.kept", True): {"fl-bn/header": messages.HEADER, "fl-bn/metrics": messages.REPLIED},
+    ("train setup", False): {"secaggplus_configs": messages.SET_UP, "fl-bn/header": messages.HEADER, "fl-bn/config": EITHER},
+    ("train setup", True): {"secaggplus_configs": messages.KEYS, "fl-bn/plan": messages.PLAN, "fl-bn/told": messages.OWN_HISTORY},
+    ("train share_keys", False): {"secaggplus_configs": messages.SHARE_KEYS, "fl-bn/header": messages.HEADER, "fl-bn/config": EITHER},
     ("train share_keys", True): {"secaggplus_configs": messages.SHARES_OUT},
     ("train collect_masked_vectors", False): {
         "secaggplus_configs": messages.COLLECT,
-        "header": messages.HEADER,
-        "config": EITHER,
+        "fl-bn/header": messages.HEADER,
+        "fl-bn/config": EITHER,
     },
     ("train collect_masked_vectors", True): {
         "secaggplus_configs": messages.MASKED,
@@ -88,7 +83,7 @@ EXPECTED: dict[tuple[str, bool], dict[str, Form]] = {  # by what a message asks 
         "fitres.status": messages.STATUS,
         "fitres.num_examples": messages.WEIGHT,
     },
-    ("train unmask", False): {"secaggplus_configs": messages.UNMASK, "header": messages.HEADER, "config": EITHER},
+    ("train unmask", False): {"secaggplus_configs": messages.UNMASK, "fl-bn/header": messages.HEADER, "fl-bn/config": EITHER},
     ("train unmask", True): {"secaggplus_configs": messages.SHARES_BACK},
 }
 
@@ -97,6 +92,8 @@ def undeclared(asked: str, is_reply: bool, content: RecordDict) -> list[str]:
     """Records and fields of a message that no form has."""
     forms, found = EXPECTED[asked, is_reply], []
     for name, record in [*content.config_records.items(), *content.metric_records.items()]:
+        if name == "config" and not is_reply and set(record) == {"server-round"}:
+            continue  # the user's
         if name not in forms:
             found.append(name)
             continue
@@ -118,8 +115,8 @@ def test_every_field_of_every_honest_message_is_declared(name: str) -> None:
 
 
 def test_control_a_field_that_nobody_declared_is_found() -> None:
-    content = RecordDict({"metrics": MetricRecord({"samples": 3, "height": 2.0}), "more": ConfigRecord({"a": 1})})
-    assert undeclared("query.statistics", True, content) == ["more", "metrics/height"]
+    content = RecordDict({"fl-bn/metrics": MetricRecord({"samples": 3, "height": 2.0}), "more": ConfigRecord({"a": 1})})
+    assert undeclared("query.statistics", True, content) == ["more", "fl-bn/metrics/height"]
 
 
 def test_the_scenarios_hold_every_kind_of_message() -> None:
@@ -196,9 +193,10 @@ def test_a_checkpoint_whose_state_nests_is_damaged_and_ends_nothing(tmp_path: Pa
 
 def test_what_a_client_kept_in_another_form_is_no_state_of_its_own() -> None:
     for kept in ({"signature": "a", "round": 1.5}, {"signature": "a"}, {"round": 1}):
-        state = RecordDict({"kept-for": ConfigRecord(kept), "local": ArrayRecord({"a": Array(np.zeros(2))})})
+        state = RecordDict({"fl-bn/kept-for": ConfigRecord(kept), "fl-bn/local": ArrayRecord({"a": Array(np.zeros(2))})})
         assert MemoryState(state, "a").read(before=9) == NOTHING
-    state = RecordDict({"kept-for": ConfigRecord({"signature": "a", "round": 1}), "local": ArrayRecord({"a": Array(np.zeros(2))})})
+    local = ArrayRecord({"a": Array(np.zeros(2))})
+    state = RecordDict({"fl-bn/kept-for": ConfigRecord({"signature": "a", "round": 1}), "fl-bn/local": local})
     assert MemoryState(state, "a").read(before=9).round == 1  # control
 
 

@@ -41,9 +41,9 @@ class Site(InProcessGrid):
     def asked(self, address: str, kind: str = "query.rendezvous", content: RecordDict | None = None, token: str = "x") -> Message:
         """The client's answer to a message whose exchange is at ``address``."""
         content = RecordDict() if content is None else content
-        config = dict(content.config_records.get("config", {}))
+        config = dict(content.config_records.get("fl-bn/config", {}))
         config |= {"exchange": "grpc", "exchange-address": address, "exchange-authority": b"", "exchange-token": token}
-        content["config"] = ConfigRecord({**config, "exchange-timeout": 3.0, "exchange-patience": 2.0})
+        content["fl-bn/config"] = ConfigRecord({**config, "exchange-timeout": 3.0, "exchange-patience": 2.0})
         (identity,) = self.push_messages([Message(content, 1, kind, ttl=10.0, group_id="1")])
         (reply,) = self.pull_messages([identity])
         return reply
@@ -128,7 +128,7 @@ def test_the_exchange_of_a_round_and_of_statistics_is_where_the_site_allows_it(k
 
     def content() -> RecordDict:
         made = to_records({section: to_numpy(tensors) for section, tensors in shared.sections().items()}, header_for(shared, 1, phase))
-        made["config"] = ConfigRecord({"learning-rate": 0.1, "measured": "inputs"})
+        made["fl-bn/config"] = ConfigRecord({"learning-rate": 0.1, "measured": "inputs"})
         return made
 
     with listening() as (server, speechless):

@@ -127,7 +127,7 @@ def test_sequences_of_secure_clients_reach_the_last_stage() -> None:
 def test_a_client_meets_with_any_patience(far: float) -> None:
     """gRPC counts in whole numbers of 32 bits."""
     grid, content = InProcessGrid(app_of(SCENARIOS["fedtan"]), CLIENTS, {}), rendezvous()
-    content["config"] = ConfigRecord({**content["config"], "exchange-timeout": far, "exchange-patience": far})  # type: ignore[dict-item]
+    content["fl-bn/config"] = ConfigRecord({**content["fl-bn/config"], "exchange-timeout": far, "exchange-patience": far})  # type: ignore[dict-item]
     with listening():
         (answer,) = grid.send_and_receive([Message(content, 1, "query.rendezvous", ttl=60.0, group_id="1")])
     assert str(answer.error.reason).startswith("ExchangeFailed: ")
@@ -136,7 +136,7 @@ def test_a_client_meets_with_any_patience(far: float) -> None:
 @pytest.mark.parametrize("carrier", ["grpc", "local"])
 def test_a_client_names_the_field_that_an_exchange_lacks(carrier: str) -> None:
     grid = InProcessGrid(app_of(SCENARIOS["fedtan"]), CLIENTS, {})
-    content = RecordDict({"config": ConfigRecord({"exchange": carrier})})
+    content = RecordDict({"fl-bn/config": ConfigRecord({"exchange": carrier})})
     with listening():
         (answer,) = grid.send_and_receive([Message(content, 1, "query.rendezvous", ttl=60.0, group_id="1")])
     assert answer.error.reason == f"WireError: config/exchange-token: expected one beside exchange='{carrier}', but it is missing"

@@ -90,17 +90,17 @@ def test_a_client_that_requires_secure_aggregation_gives_a_bisecting_server_noth
 def test_such_a_client_answers_in_the_clear_who_it_is_and_nothing_else(kind: str) -> None:
     asked = grid(secure_aggregation=True)
     message = Bisecting(asked).message(1, 0.5, kind)
-    message.content["config"] = ConfigRecord({"learning-rate": 0.0, "save": "run"})
+    message.content["fl-bn/config"] = ConfigRecord({"learning-rate": 0.0, "save": "run"})
     (reply,) = asked.send_and_receive([message])
     if kind == "query.hello":
-        assert set(reply.content) == {"hello"}
-        assert reply.content.config_records["hello"]["label-counts"] == "[]"
+        assert set(reply.content) == {"fl-bn/hello"}
+        assert reply.content.config_records["fl-bn/hello"]["label-counts"] == "[]"
     elif kind == "query.save":
         assert not reply.content
     else:
         assert f"secure-aggregation is on, so this client answers no {kind} message in the clear" in str(reply.error.reason)
     (plain,) = grid().send_and_receive([Bisecting(grid()).message(1, 0.5, "query.hello")])  # control
-    assert plain.content.config_records["hello"]["label-counts"] == "[12]"
+    assert plain.content.config_records["fl-bn/hello"]["label-counts"] == "[12]"
 
 
 def test_a_secure_sum_leads_to_no_layer_wise_exchange() -> None:
@@ -109,8 +109,8 @@ def test_a_secure_sum_leads_to_no_layer_wise_exchange() -> None:
         asked = grid(secure_aggregation=True)
         message = Bisecting(asked).message(1, 0.5, "train")
         message.content[RECORD_KEY_CONFIGS] = ConfigRecord({"stage": "collect_masked_vectors"})
-        message.content["config"] = ConfigRecord({"learning-rate": 0.0, **config})
-        message.content["header"] = ConfigRecord({**message.content.config_records["header"], **header})
+        message.content["fl-bn/config"] = ConfigRecord({"learning-rate": 0.0, **config})
+        message.content["fl-bn/header"] = ConfigRecord({**message.content.config_records["fl-bn/header"], **header})
         (reply,) = asked.send_and_receive([message])
         assert "layer-wise exchange" in str(reply.error.reason)
 
@@ -160,7 +160,7 @@ def test_a_run_goes_on_without_evaluations_and_says_so_once(log: pytest.LogCaptu
 def test_numbers_of_few_samples_are_withheld() -> None:
     attacker = Bisecting(grid(min_samples=4))
     (reply,) = attacker.grid.send_and_receive([attacker.message(1, 0.5)])
-    told = reply.content.metric_records["metrics"]
+    told = reply.content.metric_records["fl-bn/metrics"]
     assert np.isnan(told["accuracy-class-0"])  # of 3 samples
     assert not np.isnan(told["accuracy-class-1"])  # of 9
     assert (told["fewest"], told["samples"]) == (9, 12)
@@ -226,7 +226,7 @@ def test_a_handler_that_the_gate_does_not_know_is_refused_until_it_is_declared()
 
 def test_a_reply_holds_what_its_kind_may_and_nothing_else() -> None:
     more = RecordDict({"metrics": MetricRecord({"samples": 9}), "data": ConfigRecord({"first": b"sample"})})
-    assert "a reply to evaluate may hold header, metrics, but this one has ['data']" in str(
+    assert "a reply to evaluate may hold fl-bn/header, fl-bn/metrics, metrics, but this one has ['data']" in str(
         ask(app_with("evaluate", more), "evaluate").error.reason
     )
     arrays = RecordDict({"metrics": MetricRecord({"samples": 9}), "data": ArrayRecord([np.ones(3)])})
@@ -238,7 +238,7 @@ def test_a_reply_holds_what_its_kind_may_and_nothing_else() -> None:
 def test_a_server_of_another_version_is_refused_at_the_gate(kind: str) -> None:
     asked = grid()
     message = Bisecting(asked).message(1, 0.5, kind)
-    message.content["config"] = ConfigRecord({"version": "0.0.1"})
+    message.content["fl-bn/config"] = ConfigRecord({"version": "0.0.1"})
     (reply,) = asked.send_and_receive([message])
     assert "and the server 0.0.1" in str(reply.error.reason)
 

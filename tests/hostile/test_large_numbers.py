@@ -44,7 +44,7 @@ def huge(section: str, size: float, whole: bool = True) -> Spoil:
     """Every number of ``section``, or the first alone, becomes ``size``; in round 1."""
 
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
-        if asked != "train" or int(message.content.config_records["header"]["round"]) > 1:  # type: ignore[arg-type]
+        if asked != "train" or int(message.content.config_records["fl-bn/header"]["round"]) > 1:  # type: ignore[arg-type]
             return
         arrays = {name: array.numpy().copy() for name, array in content.array_records[section].items()}
         for array in list(arrays.values())[: None if whole else 1]:
@@ -55,7 +55,7 @@ def huge(section: str, size: float, whole: bool = True) -> Spoil:
 
 
 def silent(message: Message, asked: str, content: RecordDict) -> None:
-    if asked == "train" and int(message.content.config_records["header"]["round"]) == 1:  # type: ignore[arg-type]
+    if asked == "train" and int(message.content.config_records["fl-bn/header"]["round"]) == 1:  # type: ignore[arg-type]
         content.clear()
 
 
@@ -173,10 +173,10 @@ def means(size: float, round: int) -> Spoil:
     """All running means become ``size``."""
 
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
-        if asked == "train" and int(message.content.config_records["header"]["round"]) == round:  # type: ignore[arg-type]
-            arrays = {name: array.numpy() for name, array in content.array_records["statistics"].items()}
+        if asked == "train" and int(message.content.config_records["fl-bn/header"]["round"]) == round:  # type: ignore[arg-type]
+            arrays = {name: array.numpy() for name, array in content.array_records["fl-bn/statistics"].items()}
             far = {name: np.full_like(array, size) if name.endswith("mean") else array for name, array in arrays.items()}
-            content["statistics"] = ArrayRecord({name: Array(array) for name, array in far.items()})
+            content["fl-bn/statistics"] = ArrayRecord({name: Array(array) for name, array in far.items()})
 
     return spoil
 

@@ -51,14 +51,14 @@ class Earlier(WatchedGrid):
     def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
         if what(message) == COLLECT:
-            if message.content.config_records["header"]["round"] == 1 and node in self.told:
-                message.content["start"] = to_record(DEAD | COUNTERS)
-            config = dict(message.content.config_records["config"])
+            if message.content.config_records["fl-bn/header"]["round"] == 1 and node in self.told:
+                message.content["fl-bn/start"] = to_record(DEAD | COUNTERS)
+            config = dict(message.content.config_records["fl-bn/config"])
             if self.says is not None and HISTORY_ROUNDS in config:
                 history = self.says(node, self.seen["told"])
                 config |= {HISTORY_ROUNDS: list(history), HISTORY_HASHES: b"".join(history.values())}
                 fields = {k: v for k, v in config.items() if history or k not in (HISTORY_ROUNDS, HISTORY_HASHES)}
-                message.content["config"] = ConfigRecord(fields)
+                message.content["fl-bn/config"] = ConfigRecord(fields)
         return super()._answer(message)
 
 
@@ -212,6 +212,6 @@ def test_a_round_whose_numbers_were_not_finite_is_in_the_history_too(monkeypatch
     rates = {1: 0.1, 2: 1e30, 3: 0.1}
     run(FEDBN, people(), 3, grid=grid, secure=SecureAggregation(), may_fail=True, policy={"rate": lambda round, rounds: rates[round]})
     records = [m.content.config_records for m in grid.received if m.has_content()]
-    said = [configs["told"][HISTORY_ROUNDS] for configs in records if "told" in configs]
+    said = [configs["fl-bn/told"][HISTORY_ROUNDS] for configs in records if "fl-bn/told" in configs]
     assert [1, 2] in said
     assert all(rounds in ([1], [1, 2], [1, 2, 3]) for rounds in said)

@@ -169,7 +169,7 @@ class Lacking(Spy):
 
     def _answer(self, message: Message) -> Message:
         if message.metadata.dst_node_id == VICTIM and what(message) == self.stage:
-            del message.content.config_records["config"][self.field]
+            del message.content.config_records["fl-bn/config"][self.field]
         return super()._answer(message)
 
 

@@ -20,6 +20,7 @@ from fl_bn.flower.secagg import rounds as secure_rounds
 from fl_bn.flower.secagg import stages as secure_stages
 from fl_bn.flower.secagg.sums import Weighting
 from fl_bn.flower.wire.codec import to_record
+from fl_bn.flower.wire.fields import OURS
 from fl_bn.methods import METHODS
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
@@ -36,16 +37,17 @@ Tell = Callable[[Message], None]
 def record(name: str, **fields: Any) -> Tell:
     def tell(message: Message) -> None:
         new = {key.replace("_", "-") if name == "config" else key: value for key, value in fields.items()}
-        message.content[name] = ConfigRecord({**message.content.config_records[name], **new})
+        whole = OURS + name if name in ("config", "header") else name
+        message.content[whole] = ConfigRecord({**message.content.config_records[whole], **new})
 
     return tell
 
 
 def array(section: str, change: Callable[[np.ndarray], np.ndarray]) -> Tell:
     def tell(message: Message) -> None:
-        arrays = {name: one.numpy() for name, one in message.content.array_records[section].items()}
+        arrays = {name: one.numpy() for name, one in message.content.array_records[OURS + section].items()}
         first = next(iter(arrays))
-        message.content[section] = to_record({**arrays, first: change(arrays[first])})
+        message.content[OURS + section] = to_record({**arrays, first: change(arrays[first])})
 
     return tell
 

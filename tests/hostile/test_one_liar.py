@@ -191,7 +191,7 @@ def test_false_shares_are_found_where_the_others_suffice(change: Callable[[bytes
 @pytest.mark.parametrize("size", [1e30, 3e38])
 def test_one_finite_report_does_not_end_an_undefended_run(name: str, size: float) -> None:
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
-        section = "moments" if "moments" in content else "statistics"
+        section = "fl-bn/moments" if "fl-bn/moments" in content else "fl-bn/statistics"
         if section in content.array_records and asked == "train":
             arrays = {k: a.numpy() for k, a in content.array_records[section].items()}
             far = {k: np.full_like(a, size) if k.endswith("mean") else a for k, a in arrays.items()}
@@ -209,9 +209,9 @@ def test_where_all_reports_are_in_range_but_their_union_is_not_the_farthest_is_r
 
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
         if asked == "train":
-            arrays = {k: a.numpy() for k, a in content.array_records["moments"].items()}
+            arrays = {k: a.numpy() for k, a in content.array_records["fl-bn/moments"].items()}
             lies = {"count": 2**53, "var": 1.69e38, "mean": 4.6e18}
-            content["moments"] = ArrayRecord({k: Array(np.full_like(a, lies[k.rpartition(".")[2]])) for k, a in arrays.items()})
+            content["fl-bn/moments"] = ArrayRecord({k: Array(np.full_like(a, lies[k.rpartition(".")[2]])) for k, a in arrays.items()})
 
     two = [Samples(s.x, s.y) for s in people(4, 2)]
     ran = lied(spoil, "hbn", two, rounds=2)
@@ -264,8 +264,8 @@ def moments(var: float) -> dict[str, Tensor]:
 def test_weights_that_overflow_in_the_server_s_step_are_never_stored(optimizer: str) -> None:
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
         if asked == "train":
-            arrays = {k: a.numpy() for k, a in content.array_records["weights"].items()}
-            content["weights"] = ArrayRecord({k: Array(np.full_like(a, -3e38)) for k, a in arrays.items()})
+            arrays = {k: a.numpy() for k, a in content.array_records["fl-bn/weights"].items()}
+            content["fl-bn/weights"] = ArrayRecord({k: Array(np.full_like(a, -3e38)) for k, a in arrays.items()})
 
     ran = lied(spoil, "gn", people(3), rounds=4, optimizer=server_optimizer(optimizer, 20.0))
     assert all(record.aggregated for record in ran.records)

@@ -143,7 +143,7 @@ def test_no_client_weighs_more_than_all_others_together(node: int, defence: Defe
         assert dict(claimed) == dict(modest)
     else:
         assert float(claimed["loss"]) == pytest.approx(loss / 2)  # type: ignore[arg-type]
-        assert f"client {node - 1} reports 9007199254740992 test examples, more than all others together (32)" in log.text
+        assert f"client {node - 1} reports 9007199254740992 examples, more than all others together (32)" in log.text
     assert float(modest["loss"]) < float(honest["loss"])  # type: ignore[arg-type]
 
 

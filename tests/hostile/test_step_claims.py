@@ -28,11 +28,11 @@ def without_variance(steps: int | None, var: float = 0.0) -> Spoil:
 
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
         if asked == "train":
-            arrays = {name: array.numpy() for name, array in content.array_records["statistics"].items()}
+            arrays = {name: array.numpy() for name, array in content.array_records["fl-bn/statistics"].items()}
             low = {name: np.full_like(array, var) if name.endswith("var") else array for name, array in arrays.items()}
-            content["statistics"] = ArrayRecord({name: Array(array) for name, array in low.items()})
-            told = content.metric_records["metrics"]
-            content["metrics"] = MetricRecord({**told, "steps": told["steps"] if steps is None else steps})
+            content["fl-bn/statistics"] = ArrayRecord({name: Array(array) for name, array in low.items()})
+            told = content.metric_records["fl-bn/metrics"]
+            content["fl-bn/metrics"] = MetricRecord({**told, "steps": told["steps"] if steps is None else steps})
 
     return spoil
 
@@ -70,7 +70,7 @@ class OneClaims(InProcessGrid):
     def _answer(self, message: Message) -> Message:
         reply = super()._answer(message)
         if message.metadata.dst_node_id == 2 and message.metadata.message_type == "train":
-            for record in {"metrics", "plan"} & {*reply.content.metric_records}:
+            for record in {"fl-bn/metrics", "fl-bn/plan"} & {*reply.content.metric_records}:
                 reply.content[record] = MetricRecord({**reply.content.metric_records[record], "steps": self.steps})
             if "fitres.metrics" in reply.content.config_records:
                 reply.content.config_records["fitres.metrics"]["steps"] = self.steps

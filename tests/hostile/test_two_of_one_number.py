@@ -41,7 +41,7 @@ def test_a_node_too_many_costs_at_most_the_client_whose_number_it_says(log: pyte
     """There are as many numbers as clients, so nobody can tell which of the two is the client."""
 
     def four(message: Message, asked: str, content: RecordDict) -> None:
-        said = int(content.config_records["hello"]["client"]) if asked == "query.hello" else 0  # type: ignore[arg-type]
+        said = int(content.config_records["fl-bn/hello"]["client"]) if asked == "query.hello" else 0  # type: ignore[arg-type]
         sets("query.hello", "hello", clients=4, client=min(said, 3))(message, asked, content)
 
     ran = own_app.lied(range(1, 6), four)  # of five nodes, two say 3

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +21,7 @@ from fl_bn.federation.values import NOTHING, ClientState, Reply
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
 from fl_bn.methods import Method, Phase, StatisticsReport
 from tests.doors.doors import session_of
+from tests.noted import noted
 
 RATE = 0.1
 Batch = tuple[Any, Tensor]
@@ -81,13 +82,10 @@ def door_3(model: nn.Module, method: Method, clients: Sequence[Batch], loop: Loo
             loop(round, x, y)
         return round.message(len(y))
 
-    def keep(number: int, arrays: ArrayRecord) -> None:
-        if number:
-            found.append({name: torch.from_numpy(array.numpy().copy()) for name, array in arrays.items()})
-
     strategy = OwnAppStrategy(model, method, fraction_evaluate=0, calibrate=0, unit_scale=False)
-    strategy.start(InProcessGrid(app, len(clients), {}), num_rounds=rounds, evaluate_fn=keep)
-    return found
+    found = noted(strategy)
+    strategy.start(InProcessGrid(app, len(clients), {}), num_rounds=rounds)
+    return [{name: torch.from_numpy(array) for name, array in found[n].items()} for n in range(1, rounds + 1)]
 
 
 DOORS = {"own loop": door_2, "flower": door_3}

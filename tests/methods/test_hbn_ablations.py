@@ -135,9 +135,9 @@ def largest(found: dict[str, torch.Tensor], ran: Run) -> float:
 def test_a_fixed_mixture_does_not_learn_and_stays_at_home(tiny_clients: Clients) -> None:
     ran = trained(tiny_clients(SIZES), {"mixing": "half"})
     for state in ran.grid.states():
-        kept = {k: a.numpy() for k, a in state.array_records["local"].items()}
+        kept = {k: a.numpy() for k, a in state.array_records["fl-bn/local"].items()}
         assert [set(array.tolist()) for name, array in kept.items() if name.endswith("mixing_logit")] == [{0.0}, {0.0}]
-    learned = trained(tiny_clients(SIZES), {}).grid.states()[0].array_records["local"]
+    learned = trained(tiny_clients(SIZES), {}).grid.states()[0].array_records["fl-bn/local"]
     assert any(array.numpy().any() for name, array in learned.items() if name.endswith("mixing_logit"))
 
 

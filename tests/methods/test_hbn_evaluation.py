@@ -144,7 +144,7 @@ def test_what_is_evaluated_is_the_clients_reports_pooled(tiny_clients: Clients) 
     parts: list[dict[str, Moments]] = []
     for i, samples in enumerate(clients):
         model = convert(seeded_network("resnet", dtype=torch.float64), hbn())
-        kept = {k: torch.from_numpy(a.numpy().copy()) for k, a in ran.grid.states()[i].array_records["local"].items()}
+        kept = {k: torch.from_numpy(a.numpy().copy()) for k, a in ran.grid.states()[i].array_records["fl-bn/local"].items()}
         sent = [m for m in ran.grid.sent if m.metadata.message_type == "query.statistics" and m.metadata.group_id == "2"][i]
         shared = {k: torch.from_numpy(a.numpy().copy()) for record in sent.content.array_records.values() for k, a in record.items()}
         model.load_state_dict(shared | kept, strict=False)

@@ -202,7 +202,7 @@ def with_gaps(gaps: dict[tuple[int, int], bool]) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        header = message.content.config_records["header"]
+        header = message.content.config_records["fl-bn/header"]
         gap = (int(context.node_config["partition-id"]), int(header["round"]))  # type: ignore[arg-type]
         if gap in gaps and not gaps[gap]:
             raise RuntimeError("killed before it trained")

@@ -17,6 +17,7 @@ from tools.hostile.mutations import Rng, pick, plain, replace_record
 TIMES = [0.5, 2, 8, 60, 70, 1e3, 1e6, 2.0**40, 2.0**53]
 CLAIMS = ("samples", "batch", "measured", "steps")
 SCENARIOS_OF = ["fbn", "hbn", "fedavg", "fedbn", "gn", "fbn gradients", "fbn maintained", "fedavg scaffold"]
+MOMENTS, STATISTICS = "fl-bn/moments", "fl-bn/statistics"
 
 
 class Boasts(Liar):
@@ -28,19 +29,19 @@ class Boasts(Liar):
     def answer(self, message: Message, turn: int, asked: str, content: RecordDict) -> Message:
         if asked != "train":
             return Message(content, reply_to=message)
-        rng, times, told = self.rng, float(pick(self.rng, TIMES)), dict(content.metric_records["metrics"])
-        if "moments" in content.array_records and rng.integers(3):
+        rng, times, told = self.rng, float(pick(self.rng, TIMES)), dict(content.metric_records["fl-bn/metrics"])
+        if MOMENTS in content.array_records and rng.integers(3):
             self.what += f"counts * {times:g} "
-            self.change(content, "moments", times, "count")
+            self.change(content, MOMENTS, times, "count")
         for name in CLAIMS:
             if name in told and rng.integers(3) == 0:
                 self.what += f"{name} * {times:g} "
                 told[name] = int(min(told[name] * times, 2**53))  # type: ignore[operator]
         if rng.integers(3) == 0:
-            section = pick(rng, [section for section in content.array_records if section not in ("moments", "statistics")] or ["moments"])
+            section = pick(rng, [section for section in content.array_records if section not in (MOMENTS, STATISTICS)] or [MOMENTS])
             self.what += f"{section} * {times:g} "
             self.change(content, section, times, "")
-        replace_record(content, "metrics", told, False)
+        replace_record(content, "fl-bn/metrics", told, False)
         self.reply = content
         return Message(content, reply_to=message)
 
@@ -76,11 +77,11 @@ def boast(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 def _too_much(reply: RecordDict) -> str:
     """Return what no client of 6 samples, whose inputs are at most ``FAR`` times the others', could have counted; empty: nothing."""
-    counts = {name: plain(a) for name, a in reply.array_records.get("moments", ArrayRecord()).items() if name.endswith("count")}
+    counts = {name: plain(a) for name, a in reply.array_records.get("fl-bn/moments", ArrayRecord()).items() if name.endswith("count")}
     for name, honest_count in _counts(honest_reply=recorded("fbn").canned).items():
         if name in counts and float(counts[name].max(initial=0)) > FAR * honest_count:
             return f"{name} of {counts[name]}"
-    told: MetricRecord = reply.metric_records["metrics"]
+    told: MetricRecord = reply.metric_records["fl-bn/metrics"]
     return f"{dict(told)}" if any(float(told.get(name, 0)) > 6 for name in CLAIMS[:3]) else ""  # type: ignore[arg-type]
 
 
@@ -88,7 +89,7 @@ def _counts(honest_reply: dict[tuple[int, int], tuple[str, RecordDict]]) -> dict
     """By tensor, the count of 6 samples: those of FBN's first batch, times 6 over its samples."""
     for (node, _), (asked, content) in honest_reply.items():
         if node == CLIENTS and asked == "train":
-            batch = float(content.metric_records["metrics"]["batch"])  # type: ignore[arg-type]
-            arrays = content.array_records["moments"]
+            batch = float(content.metric_records["fl-bn/metrics"]["batch"])  # type: ignore[arg-type]
+            arrays = content.array_records["fl-bn/moments"]
             return {name: float(plain(a)[0]) * 6 / batch for name, a in arrays.items() if name.endswith("count")}
     raise LookupError("no reply was recorded")

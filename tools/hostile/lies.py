@@ -123,7 +123,7 @@ def lie_to_server(name: str, rng: Rng) -> tuple[str, Outcome]:
 def rendezvous() -> RecordDict:
     """What asks a client to meet the others; nobody listens there."""
     told = {"exchange": "grpc", "exchange-token": "0" * 64, "exchange-address": "127.0.0.1:1", "exchange-authority": b""}
-    return RecordDict({"config": ConfigRecord({**told, "exchange-timeout": 2.0, "exchange-patience": 1.0})})
+    return RecordDict({"fl-bn/config": ConfigRecord({**told, "exchange-timeout": 2.0, "exchange-patience": 1.0})})
 
 
 def lie_to_client(name: str, rng: Rng) -> tuple[str, Outcome]:
@@ -174,5 +174,5 @@ def lie_to_client(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 def elsewhere(content: RecordDict) -> bool:
     """Whether a meeting would be at another address than this machine's: nothing leaves it in a test."""
-    config = content.config_records.get("config")
+    config = content.config_records.get("fl-bn/config")
     return config is not None and not str(config.get("exchange-address", "127.0.0.1:1")).startswith("127.0.0.1:1")

@@ -60,7 +60,7 @@ class TwoFaced(LivingGrid):
 
     def _answer(self, message: Message) -> Message:
         tells = message.metadata.dst_node_id in self.odd and what(message).startswith("train")
-        if tells and self.only in (0, message.content.config_records["header"]["round"]):
+        if tells and self.only in (0, message.content.config_records["fl-bn/header"]["round"]):
             message.content = cloned(message.content)
             self.tell(message.content)
         return super()._answer(message)
@@ -74,7 +74,7 @@ class TwoFaced(LivingGrid):
                 content.array_records[section][name] = Array(values)
                 self.told = self.ever = True
             return
-        record = TOLD[self.field][0]
+        record = f"fl-bn/{TOLD[self.field][0]}"
         before = dict(content.config_records.get(record, {}))
         if self.field in before and before[self.field] != self.value:
             content[record] = ConfigRecord({**before, self.field: self.value})
@@ -144,7 +144,8 @@ def two_faced_before(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 def anything_sent(name: str, rng: Rng) -> tuple[str, str, int]:
     """A section, a tensor and a place of what goes down in a training round."""
-    asked = [content for kind, content, _ in recorded(name).exchanges if kind.startswith("train") and "weights" in content.array_records]
+    trained = [content for kind, content, _ in recorded(name).exchanges if kind.startswith("train")]
+    asked = [content for content in trained if "fl-bn/weights" in content.array_records]
     content = pick(rng, asked)
     section = pick(rng, [section for section in content.array_records if content.array_records[section]])
     return section, pick(rng, list(content.array_records[section])), int(rng.integers(1000))

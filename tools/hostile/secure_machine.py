@@ -24,6 +24,7 @@ from tools.hostile.mutations import CHANGES
 
 NODES = (1, 2, 3)  # that this server asks; it has names of more
 STAGES = (Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS, Stage.UNMASK)
+OF_FL_BN = ["fl-bn/config", "fl-bn/header"]  # records of an instruction
 HONEST = {Key.SAMPLE_NUMBER: 3, Key.SHARE_NUMBER: 3, Key.THRESHOLD: 2, Key.CLIPPING_RANGE: 8.0}
 HONEST |= {Key.TARGET_RANGE: 2**22, Key.MOD_RANGE: 2**32, Key.MAX_WEIGHT: 1.0, "cohort": list(NODES)}
 OTHERWISE: list[tuple[str, Any]] = [
@@ -65,7 +66,7 @@ class Clients(RuleBasedStateMachine):
     def begin(self) -> None:
         self.grid = InProcessGrid(app_of(SCENARIOS["fbn secure"]), CLIENTS, {"secure-aggregation": True})
         training = [(kind, content) for kind, content, _ in recorded("fbn secure").exchanges if kind.startswith("train")]
-        self.templates = {kind.split()[1]: content for kind, content in training if content["header"]["phase"] == "train"}  # type: ignore[call-overload,index]
+        self.templates = {kind.split()[1]: content for kind, content in training if content["fl-bn/header"]["phase"] == "train"}  # type: ignore[call-overload,index]
         self.keys: dict[int, list[bytes]] = {}
         self.shares: dict[int, dict[int, bytes]] = {}  # by source: by destination
         self.answered: dict[int, list[str]] = {node: [] for node in NODES}  # stages, since the last set-up
@@ -145,7 +146,7 @@ class Clients(RuleBasedStateMachine):
     def one_is_asked_out_of_turn(self, node: int, stage: str) -> None:
         self.ask(node, self.content(stage, self.request(stage, node)))
 
-    @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES), record=st.sampled_from(["config", "header"]), which=st.integers(0, 9))
+    @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES), record=st.sampled_from(OF_FL_BN), which=st.integers(0, 9))
     def a_field_is_missing(self, node: int, stage: str, record: str, which: int) -> None:
         content = self.content(stage, self.request(stage, node))
         fields = dict(content.config_records[record])

@@ -95,6 +95,8 @@ class AsOneProgram:
         """Train every member on its own ``batches``."""
         rounds, source = [round for round, _ in members], members[0].source
         own = [cast(IndexBatches, part.all if isinstance(part, Trainable) else part) for part in batches]
+        for round, part in zip(rounds, own, strict=True):
+            round.input_watch.later = part.samples.x
         trained = train_together(rounds, own, source.task, source.optimizer, source.scheduler, self._device)
         return [[one] for one in trained]
 

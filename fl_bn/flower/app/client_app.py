@@ -16,6 +16,7 @@ from fl_bn.flower.layerwise.exchange_address import deployed
 from fl_bn.flower.local_client import LocalClient
 from fl_bn.flower.wire.codec import header_of
 from fl_bn.flower.wire.gate import Gate, Handler, Limits
+from fl_bn.flower.wire.messages import HELLO as INTRODUCTION
 from fl_bn.flower.wire.messages import RECORD_KEY_CONFIGS, TO_EVALUATE, TO_MEET, TO_SAVE, TO_TELL
 from fl_bn.flower.wire.versions import here
 
@@ -59,13 +60,13 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
 
     def kept(message: Message, context: Context) -> Message:
         client, header = build(context), header_of(message.content)
-        config = TO_TELL.of_configs(message.content) if TO_TELL.record in message.content else TO_TELL.read({})
+        config = TO_TELL.of_configs(message.content) if TO_TELL.name in message.content else TO_TELL.read({})
         samples, layers = len(client.site.train), client.kept_layers(config, header.round)
         return reply_to(message, header, Reply(client.site.client, {KEPT: layers}, samples, samples))
 
     def hello(message: Message, context: Context) -> Message:
         introduction = {**build(context).introduce(), "version": here()} | ({"label-counts": "[]"} if Limits.of(context).secure else {})
-        return Message(RecordDict({"hello": ConfigRecord({**introduction})}), reply_to=message)
+        return Message(RecordDict({INTRODUCTION.name: ConfigRecord({**introduction})}), reply_to=message)
 
     def rendezvous(message: Message, context: Context) -> Message:
         build(context).meet(TO_MEET.of_configs(message.content))

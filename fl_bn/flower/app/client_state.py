@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from fl_bn.federation.payload import to_numpy, to_tensors
 from fl_bn.federation.values import NOTHING, ClientState
 from fl_bn.flower.log import log
 from fl_bn.flower.wire.codec import to_record
+from fl_bn.flower.wire.fields import OURS, our_records, their_records
 from fl_bn.flower.wire.messages import KEPT_FOR
 from fl_bn.flower.wire.run_id import RunId
 from fl_bn.support import durable
@@ -41,6 +42,10 @@ class StateStore(Protocol):
         """
 
 
+EARLIER_STATE = (
+    "this client's state is of an fl-bn whose records had no prefix (kept-for, local): it is not used. The client begins anew with the "
+    "server's tensors, and keeps its own under fl-bn/ from now on"
+)
 PREVIOUS = "previous/"  # prefix for the sections of the state before the newest one
 
 
@@ -62,6 +67,8 @@ class MemoryState:
         try:
             owner = KEPT_FOR.of_configs(self._state)
         except WireError:
+            if self._of_earlier():
+                log(logging.WARNING, "%s", EARLIER_STATE)
             return NOTHING  # there is no state yet, or another version of fl-bn wrote it
         if owner["signature"] != self._signature:
             return NOTHING
@@ -69,22 +76,27 @@ class MemoryState:
             if 0 < (round := owner[f"{prefix}round"]) < before:
                 records = {
                     name.removeprefix(PREVIOUS): r
-                    for name, r in self._state.array_records.items()
+                    for name, r in our_records(self._state, ArrayRecord).items()
                     if name.startswith(PREVIOUS) == bool(prefix)
                 }
                 sections = {section: to_tensors({k: a.numpy() for k, a in record.items()}) for section, record in records.items()}
                 return ClientState(round, sections)
         return NOTHING
 
+    def _of_earlier(self) -> bool:
+        """Tell whether the state is of an fl-bn whose records had names like a user's own."""
+        theirs = their_records(self._state, ConfigRecord).get(KEPT_FOR.record, ConfigRecord())
+        return {"signature", "round"} <= {*theirs}
+
     def write(self, round: int, sections: Sections) -> None:
         """Keep the tensors in ``sections`` as the state after ``round``, and the last state before it."""
         before = self.read(round)
-        for section in list(self._state.array_records):
-            del self._state[section]
+        for section in our_records(self._state, ArrayRecord):
+            del self._state[OURS + section]
         kept = dict(sections) | {f"{PREVIOUS}{section}": tensors for section, tensors in before.sections.items()}
         for section, tensors in kept.items():
-            self._state[section] = to_record(to_numpy(tensors))
-        self._state["kept-for"] = ConfigRecord({"signature": self._signature, "round": round, f"{PREVIOUS}round": before.round})
+            self._state[OURS + section] = to_record(to_numpy(tensors))
+        self._state[KEPT_FOR.name] = ConfigRecord({"signature": self._signature, "round": round, f"{PREVIOUS}round": before.round})
 
 
 class FileState:

@@ -180,6 +180,9 @@ class DisclosureReport:
         if drifts:
             yield Disclosure(client.index, "drift", f"of statistics that stay at home: {', '.join(drifts)}", 0, 8 * len(drifts))
         numbers = sorted(name for name, value in metrics.items() if isinstance(value, int | float) and name not in DRIFT)
+        for own in reply.own.values() if sections else ():
+            names = ", ".join(map(printable, list(own)[:MOST_SECTIONS])) + (" ..." if len(own) > MOST_SECTIONS else "")
+            yield Disclosure(client.index, "own metrics", f"numbers of your own: {names}", 0, 8 * len(own))
         if numbers and sections:
             names = ", ".join(map(printable, numbers[:MOST_SECTIONS])) + (" ..." if len(numbers) > MOST_SECTIONS else "")
             yield Disclosure(client.index, "metrics", f"numbers: {names}", 0, 8 * len(numbers))
@@ -238,7 +241,7 @@ class DisclosureReport:
 
 def _of_evaluation(reply: Decoded, client: int) -> Iterable[Disclosure]:
     """Yield the disclosure of one evaluation. Its number of samples is the smallest behind one of its numbers, if known."""
-    metrics = reply.metrics or {}
+    metrics = {name: value for record in (*reply.own.values(), reply.metrics or {}) for name, value in record.items()}
     numbers = [name for name, value in metrics.items() if isinstance(value, float)]
     if numbers:
         series = sorted({f"{stem}*" if (stem := name.rstrip("0123456789")) != name else name for name in numbers})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -18,8 +17,7 @@ from fl_bn.roles import NORM_LAYERS, Role, buffers_in_words, roles
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.task import CLASSIFICATION, Task
 
-RUNAWAY_GROWTH = 10.0  # the growth of a layer's mean variance in one round from which on there is a warning
-RUNAWAY_DRIFT = 10.0  # the same for the change of a mean, in standard deviations
+SHOWN = 4  # metrics of the user's own in a line of the log
 
 
 def layers_by_type(model: nn.Module) -> str:
@@ -83,6 +81,7 @@ def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, call
         parts = [f"[round {record.round}/{rounds}] {clients}", f"loss {record.loss:.4f}"]
     if metric in evaluation:
         parts.append(f"{metric} {task.format_metric(evaluation[metric])}")
+    parts += others(record, metric)
     if f"{metric}-{worst}" in evaluation:
         parts.append(f"{worst} {task.format_metric(evaluation[f'{metric}-{worst}'])}")
     if record.clients and not record.aggregated:
@@ -90,6 +89,18 @@ def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, call
     if record.far:
         parts.append(f"far from the others: {called.clients(record.far)}")
     return "  ".join([*parts, f"{record.seconds:.1f} s"])
+
+
+def others(record: RoundRecord, metric: str) -> list[str]:
+    """Return a round's metrics of the user's own for the log, training first, at most ``SHOWN`` of each.
+
+    Args:
+        record: the round.
+        metric: the task's metric. Where it was evaluated, no other evaluation is shown.
+    """
+    evaluation = {} if metric in record.evaluation else record.evaluation
+    trained = {name: value for name, value in record.own_metrics.items() if name != "loss"}
+    return [f"{name} {value:.4g}" for metrics in (trained, evaluation) for name, value in list(metrics.items())[:SHOWN]]
 
 
 def describe_round(record: RoundRecord, rounds: int, task: Task, method: Method, model: nn.Module, called: ClientNames = UNNAMED) -> str:
@@ -105,6 +116,7 @@ def describe_round(record: RoundRecord, rounds: int, task: Task, method: Method,
     """
     evaluation, metric, worst = record.evaluation, task.metric, task.worst()
     score = f", {metric} {task.format_metric(evaluation[metric])}" if metric in evaluation else ""
+    score += "".join(f", {other}" for other in others(record, metric))
     if f"{metric}-std" in evaluation:
         spread, extreme = (task.format_metric(evaluation[f"{metric}-{suffix}"]) for suffix in ("std", worst))
         score += f" (std {spread}, {worst} {extreme} over clients)"
@@ -136,28 +148,6 @@ def describe_round(record: RoundRecord, rounds: int, task: Task, method: Method,
     if record.far:
         training += f", far from the others: {called.clients(record.far)}"
     return f"{training} | normalisation: {policy}; {traffic}; {drift}"
-
-
-def watch(record: RoundRecord) -> Iterator[str]:
-    """Yield warnings about a round: of statistics that run away, and of a loss that is not finite.
-
-    Statistics may run away where training normalises by shared statistics, which stay constant during a round: the
-    effects of many steps at a high learning rate add up.
-    """
-    if record.phase == Phase.MEASURE.value:  # a pass without training: a large drift only means that the statistics were wrong before
-        return
-    drift = record.drift if record.aggregated and record.round > 1 else None
-    if drift and (drift.growth > RUNAWAY_GROWTH or drift.largest > RUNAWAY_DRIFT or not math.isfinite(drift.largest)):
-        yield (
-            f"round {record.round}: runaway moments: a layer's variance grew {drift.growth:.3g}-fold, a mean moved {drift.largest:.3g} sd "
-            f"({drift.layer or 'model'}) in one round. The statistics no longer follow the weights: lower the learning rate or the local "
-            "steps"
-        )
-    masked = (
-        "masked" in record.bytes_up
-    )  # with secure aggregation, a client that diverges sends nothing, and the loss may be withheld for privacy
-    if record.aggregated and not masked and not math.isfinite(record.loss):
-        yield f"round {record.round}: the training loss is {record.loss}: training diverged; lower the learning rate"
 
 
 def size(nbytes: float) -> str:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, Message
 
 from fl_bn.federation.checkpoint import generators, set_generators
 from fl_bn.federation.optimizers import ServerOptimizer
@@ -16,6 +16,7 @@ from fl_bn.flower.app.checkpoint import Checkpoint
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.wire.codec import tensors_of
+from fl_bn.flower.wire.fields import add_to_config
 from fl_bn.flower.wire.run_id import RunId
 from fl_bn.secure.privacy import Accountant
 from fl_bn.support.client_names import UNNAMED, ClientNames
@@ -91,8 +92,7 @@ class Recovery:
             ``messages``.
         """
         for message, client in zip(messages, clients, strict=True):
-            config = message.content.config_records["config"]
-            message.content["config"] = ConfigRecord({**config, "counted": self._counted.get(client.index, 0)})
+            add_to_config(message.content, {"counted": self._counted.get(client.index, 0)})
         return messages
 
     def count(self, round: int, replies: Sequence[Reply]) -> None:

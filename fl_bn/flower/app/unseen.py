@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.codec import header_for, to_records
+from fl_bn.flower.wire.fields import add_to_config
 from fl_bn.flower.wire.messaging import send_and_receive
 from fl_bn.flower.wire.replies import Decoded, Reading, read_replies, with_header
 from fl_bn.flower.wire.run_id import RunId
@@ -36,6 +37,7 @@ def average_kept(
     rounds: Rounds,
     run_id: RunId,
     overheard: Callable[[Iterable[Message]], Iterable[Decoded]],
+    note: Callable[[dict[int, str]], None] | None = None,
 ) -> dict[str, Tensor]:
     """Ask the clients for the tensors that they keep, and return their average, with equal weights.
 
@@ -47,6 +49,7 @@ def average_kept(
         rounds: The server's settings of rounds.
         run_id: The id of the run.
         overheard: Decodes the replies, and records their disclosures.
+        note: Gets the reasons of the clients that are not in the average, by index. Default: the log gets them.
 
     Returns:
         The averages by their names in the state_dict; empty: no client replied.
@@ -55,11 +58,13 @@ def average_kept(
     samples = {client.index: client.samples for client in clients}
     expected = Expected(round, shared.signature, kept_layers(shared.model, shared.method), REPLIED, samples)
     content, group = to_records({}, header), str(header.round)
-    content["config"] = ConfigRecord({"version": here(), **run_id.to_config()})
+    add_to_config(content, {"version": here(), **run_id.to_config()})
     sent = [Message(RecordDict(dict(content.items())), c.node, f"query.{KEPT}", ttl=rounds.timeout, group_id=group) for c in clients]
     replies = send_and_receive(grid, sent, rounds.timeout, rounds.retry, rounds.called)
     parts, refused, _ = read_replies(overheard(replies), Reading(clients, with_header(header, expected), sent))
-    for index, reason in refused.items():
+    if note is not None:
+        note(refused)
+    for index, reason in refused.items() if note is None else ():
         log(logging.WARNING, "%s's layers are not in the average for unseen clients: %s", rounds.called.client(index), reason)
     tensors = [part.sections[KEPT] for part in parts]
     if not tensors:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fl_bn.exchange import local
@@ -25,6 +25,7 @@ from fl_bn.flower.layerwise.transcript import attach, read_request
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.flower.wire.codec import header_of
+from fl_bn.flower.wire.fields import add_to_config
 from fl_bn.flower.wire.messaging import copy_of, pulled
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, reason
@@ -291,4 +292,4 @@ def _keep(answers: dict[int, Answer], client: int, answer: Answer | ExchangeFail
 
 def configure(message: Message, values: Mapping[str, str | float | bytes]) -> None:
     """Add ``values`` to the message's config."""
-    message.content["config"] = ConfigRecord({**message.content.config_records.get("config", {}), **values})
+    add_to_config(message.content, values)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 
 from fl_bn.exchange.call import Answer, Key, Local, Quantity
 from fl_bn.exchange.replay import Unanswered
@@ -17,6 +17,7 @@ from fl_bn.federation.fields import NAME
 from fl_bn.federation.payload import Payload
 from fl_bn.federation.values import Reply
 from fl_bn.flower.wire.codec import Header, from_records, to_record
+from fl_bn.flower.wire.fields import OURS, add_to_config
 from fl_bn.flower.wire.messages import REQUESTED
 from fl_bn.support.wire import WireError, excerpt, reason
 
@@ -34,8 +35,8 @@ def attach(content: RecordDict, transcript: Transcript) -> int:
     """
     arrays = [answer.values.numpy() for _, answer in transcript]
     keys = [[key.layer, key.quantity.value, key.call, answer.count, answer.batch] for key, answer in transcript]
-    content[TRANSCRIPT] = to_record({str(i): array for i, array in enumerate(arrays)})
-    content["config"] = ConfigRecord({**content.config_records["config"], "exchange": "replay", TRANSCRIPT: json.dumps(keys)})
+    content[OURS + TRANSCRIPT] = to_record({str(i): array for i, array in enumerate(arrays)})
+    add_to_config(content, {"exchange": "replay", TRANSCRIPT: json.dumps(keys)})
     return sum(array.nbytes for array in arrays)
 
 

@@ -17,14 +17,15 @@ In server_app.py the strategy is ``fl_bn.flower.FixBN(Net())`` (``own.strategies
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
@@ -35,14 +36,19 @@ from fl_bn.federation.local import torch_seed
 from fl_bn.federation.network import Network
 from fl_bn.federation.own_loop import local_round
 from fl_bn.federation.payload import signature
+from fl_bn.federation.schema import KEPT
+from fl_bn.federation.values import Reply
 from fl_bn.flower.app.client_app import HELLO, RENDEZVOUS, STATISTICS
 from fl_bn.flower.app.client_state import StateStore, store_of
-from fl_bn.flower.handlers import Request, read, reply_to
+from fl_bn.flower.handlers import Request, kept_layers, read, reply_to
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import question
+from fl_bn.flower.own.metrics import EXAMPLES
+from fl_bn.flower.wire.codec import header_of
 from fl_bn.flower.wire.fields import Form
-from fl_bn.flower.wire.gate import Gate, admit_own
-from fl_bn.flower.wire.messages import TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TRAIN
+from fl_bn.flower.wire.gate import OWN_METRICS, Gate, admit_own
+from fl_bn.flower.wire.messages import HEADER, TO_EVALUATE, TO_MEASURE, TO_MEET, TO_TELL, TO_TRAIN
+from fl_bn.flower.wire.messages import HELLO as INTRODUCTION
 from fl_bn.flower.wire.versions import here
 from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.objectives import PLAIN, Objective
@@ -74,11 +80,21 @@ class OwnRound:
         return self._local
 
     @property
+    def number(self) -> int:
+        """Return the number of the round, from 1."""
+        return self.local.instruction.round
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the round's learning rate: the strategy's ``rate``, or the one that ``train_config`` names."""
+        return self.local.instruction.learning_rate
+
+    @property
     def rate_share(self) -> float:
         """Return the factor, in (0, 1], for your learning rate in this round. It is below 1 where the statistics are frozen.
 
-        A rate that your loop reads from ``lr`` or ``learning_rate`` of the message's config includes the factor
-        already. Multiply any other rate by it.
+        A rate that your loop reads from ``lr``, ``learning_rate`` or ``learning-rate`` of the message's config
+        includes the factor already. Multiply any other rate by it.
         """
         return self.local.instruction.rate_share
 
@@ -91,15 +107,20 @@ class OwnRound:
         """
         return self.local.model
 
-    def message(self, samples: int, loss: float = 0.0) -> Message:
+    def message(self, samples: int, loss: float = 0.0, metrics: Mapping[str, float] | MetricRecord = MappingProxyType({})) -> Message:
         """Return the reply to the server's message, and keep the client's own tensors.
 
+        The reply's record ``metrics`` is yours, as in Flower's examples: it has ``num-examples``, ``loss`` and your
+        own metrics. You may add to it, or add records of your own whose names do not begin with ``fl-bn/``.
+
         Args:
-            samples: the number of different samples that the round trained on, 0 or more.
+            samples: the number of different samples that the round trained on, 0 or more: the client's weight.
             loss: the mean training loss.
+            metrics: your own training metrics by name, such as ``{"train_acc": 0.9}``. The strategy combines them.
         """
         reply, kept = self.local.reply(samples, float(loss))
         answer = reply_to(self._message, self._request.header, reply, self._request.rounding)
+        answer.content[OWN_METRICS] = MetricRecord({EXAMPLES: reply.samples, "loss": float(loss), **metrics})
         if kept.sections and kept.round == reply.round:  # else the state before stays
             self._store.write(kept.round, kept.sections)
         return answer
@@ -239,7 +260,15 @@ def evaluating(message: Message, context: Context, model: nn.Module, method: Met
     return converted.eval()
 
 
-def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batches: Batches, *, task: Task = CLASSIFICATION) -> None:
+def answer(
+    app: ClientApp,
+    model: Callable[[], nn.Module],
+    method: Method,
+    batches: Batches,
+    *,
+    task: Task = CLASSIFICATION,
+    tells: bool = False,
+) -> None:
     """Let ``app`` answer the server's queries beside training: who the client is, and the statistics of its data.
 
     These answers pass a ``Gate``. Your own handlers do, too, where the app has one:
@@ -251,6 +280,8 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
         method: the method, the same as the server's.
         batches: returns the training batches of the client with a given context.
         task: reads the batches.
+        tells: whether the client tells the BatchNorm layers that it keeps (FedBN, SiloBN), for the average that
+            the server's ``evaluate_fn`` gets. They summarise its data.
     """
     gate = Gate()
 
@@ -266,7 +297,7 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
             "label-counts": "[]",
             "version": here(),
         }
-        return Message(RecordDict({"hello": ConfigRecord({**introduction})}), reply_to=message)
+        return Message(RecordDict({INTRODUCTION.name: ConfigRecord({**introduction})}), reply_to=message)
 
     @app.query(STATISTICS.removeprefix("query."), mods=[gate])
     def statistics(message: Message, context: Context) -> Message:
@@ -278,6 +309,16 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
         reply, _ = local.reply(local.measured_samples)
         return reply_to(message, request.header, replace(reply, metrics={}))  # its samples are those measured
 
+    @app.query(KEPT, mods=[gate])
+    def kept(message: Message, context: Context) -> Message:
+        if not tells:
+            raise PermissionError("this client does not tell the BatchNorm layers that it keeps: answer(..., tells=True) in client_app.py")
+        converted, header = convert(model(), method), header_of(message.content)
+        folder, config = _folder(context), TO_TELL.of_configs(message.content)
+        store = store_of(context.state, folder, config, _index(context), signature(converted, method))
+        samples, layers = _count(batches(context), task), kept_layers(store.read(header.round + 1), converted, method)
+        return reply_to(message, header, Reply(_index(context), {KEPT: layers}, samples, samples))
+
     @app.query(RENDEZVOUS.removeprefix("query."), mods=[gate])
     def rendezvous(message: Message, context: Context) -> Message:
         connect(ExchangeAddresses.of(context.node_config), TO_MEET.of_configs(message.content), [], 1).close()
@@ -287,7 +328,7 @@ def answer(app: ClientApp, model: Callable[[], nn.Module], method: Method, batch
 def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Form) -> Request:
     """Check that ``message`` may enter, and return its request. ``form`` is the form of its config."""
     admit_own(message, context, evaluates=form is TO_EVALUATE)
-    if "header" not in message.content:
+    if HEADER.name not in message.content:
         raise ValueError(
             "expected a message of an fl-bn strategy, but this one has no header: start one of fl_bn.flower's in server_app.py (FixBN, "
             "FedBN, HBN, FBN, FedTAN, ...)"
@@ -297,8 +338,11 @@ def _read(message: Message, context: Context, converted: nn.Module, method: Meth
 
 def _store(context: Context, request: Request, converted: nn.Module, method: Method) -> StateStore:
     """Return the store that keeps this client's tensors between rounds."""
-    folder = Path(str(context.node_config["state-dir"])) if "state-dir" in context.node_config else None
-    return store_of(context.state, folder, request.config, _index(context), signature(converted, method))
+    return store_of(context.state, _folder(context), request.config, _index(context), signature(converted, method))
+
+
+def _folder(context: Context) -> Path | None:
+    return Path(str(context.node_config["state-dir"])) if "state-dir" in context.node_config else None
 
 
 def _needed(context: Context, key: str) -> Any:

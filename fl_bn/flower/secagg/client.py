@@ -47,13 +47,15 @@ from fl_bn.flower.secagg.sums import (
     to_vector,
 )
 from fl_bn.flower.wire.codec import Header, arrays_in, header_of
-from fl_bn.flower.wire.fields import records_of
+from fl_bn.flower.wire.fields import OURS, our_records, records_of
 from fl_bn.flower.wire.gate import Handler, Insecure, Limits, evaluations_left, sums_evaluations
 from fl_bn.flower.wire.messages import (
     COLLECT,
     COMBINED_HISTORY,
     KEY,
     NOISE,
+    OWN_HISTORY,
+    PLAN,
     RECORD_KEY_CONFIGS,
     RUN,
     SECURE,
@@ -113,9 +115,9 @@ def secured(build: Callable[[Context], LocalClient]) -> Handler:
         finally:
             np.random.set_state(before)  # noqa: NPY002
         if stage == Stage.SETUP:
-            reply.content["plan"] = MetricRecord(asdict(plan))
+            reply.content[PLAN.name] = MetricRecord(asdict(plan))
             if own := history_of(kept):
-                reply.content["told"] = ConfigRecord({**to_config(own)})
+                reply.content[OWN_HISTORY.name] = ConfigRecord({**to_config(own)})
             context.state.config_records[RECORD_KEY_STATE]["cohort"] = sorted(setup["cohort"])
         elif stage == Stage.UNMASK:
             del context.state[RECORD_KEY_STATE]  # the keys and shares are no longer needed
@@ -171,7 +173,7 @@ def kept_in(client: LocalClient, message: Message, header: Header) -> ClientStat
 
 
 def _config(message: Message) -> ConfigRecord | None:
-    return records_of(message.content, ConfigRecord).get(COMBINED_HISTORY.record)
+    return records_of(message.content, ConfigRecord).get(COMBINED_HISTORY.name)
 
 
 def check_setup(configs: Mapping[str, Any], node: int) -> None:
@@ -330,9 +332,9 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
     plan = plan_of(client, message, header, context)
     if header.payload != AS_THE_MODEL:
         raise Insecure(f"SecAgg+ masks whole numbers of full length, but the server asks for weights as {header.payload}")
-    about = records_of(message.content, ArrayRecord).get(REFERENCE)
+    about = our_records(message.content, ArrayRecord).get(REFERENCE)
     # the reference is no part of the instruction: the model keeps the statistics that came with its weights
-    message.content.pop(REFERENCE, None)
+    message.content.pop(OURS + REFERENCE, None)
     request = read(message, client.network, header=header)
     sent = request.instruction.sections
     reference = references(sent.get("statistics", {}) if about is None else to_tensors(arrays_in(about, REFERENCE)))

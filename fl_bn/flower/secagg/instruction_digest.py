@@ -31,7 +31,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from fl_bn.flower.wire.codec import decoded
-from fl_bn.flower.wire.fields import records_of
+from fl_bn.flower.wire.fields import OURS, records_of
 from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS, RECORD_KEY_CONFIGS, WEIGHED
 
 PER_CLIENT = ("counted",)  # fields of the config that honest servers set for each client
@@ -87,7 +87,7 @@ def _parts(message: Message, run_config: Mapping[str, Any], without: Collection[
     for name, record in sorted(records_of(message.content, ConfigRecord).items()):
         if name != RECORD_KEY_CONFIGS:
             yield name.encode()
-            yield _text({key: value for key, value in record.items() if name != "config" or key not in without})
+            yield _text({key: value for key, value in record.items() if name != f"{OURS}config" or key not in without})
     for name, arrays in sorted(records_of(message.content, ArrayRecord).items()):
         yield name.encode()
         for key, array in sorted(arrays.items()):

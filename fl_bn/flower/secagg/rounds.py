@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
 from fl_bn.exchange.session import LARGEST_COUNT
@@ -30,6 +30,7 @@ from fl_bn.flower.secagg import sums
 from fl_bn.flower.secagg.sums import CHECK, LOSS_RANGE, REFERENCE, Layout, from_vector, layout, length, moments_of, references, update_of
 from fl_bn.flower.secagg.workflow import Sum, SumFailed, Summand, secure_sum
 from fl_bn.flower.wire.codec import from_records, header_of, tensors_of, to_record
+from fl_bn.flower.wire.fields import OURS, add_to_config
 from fl_bn.flower.wire.messages import EVALUATION, SUM_OF
 from fl_bn.flower.wire.messaging import copy_of
 from fl_bn.methods import LayerReports, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
@@ -137,7 +138,7 @@ class SecureRounds:
             arrays = _arrays(moments, reference)
             reference = references(tensors_of(arrays))
             for message in messages:
-                message.content[REFERENCE] = arrays
+                message.content[OURS + REFERENCE] = arrays
         new = {name: replace_by_pooled(LayerReports(before[name], [m], 1.0, 1.0)) for name, m in moments.items() if m.count >= 2}
         try:
             shared.store(before | new)
@@ -216,7 +217,7 @@ class SecureRounds:
         if self.settings.privacy is not None:
             return {}, {client.index: NO_BUDGET for client in clients}
         for message in messages:
-            message.content["config"] = ConfigRecord({**dict(message.content.config_records["config"]), SUM_OF: EVALUATION})
+            add_to_config(message.content, {SUM_OF: EVALUATION})
         try:
             total = secure_sum(
                 grid,
@@ -250,7 +251,7 @@ class SecureRounds:
         if privacy is not None:
             noise = {"dp-clip": privacy.clip, "dp-statistics-clip": privacy.statistics_clip, "dp-noise": privacy.noise}
             for message in messages:
-                message.content["config"] = ConfigRecord({**dict(message.content.config_records["config"]), **noise})
+                add_to_config(message.content, noise)
         # the cost is stored before the sum: a sum that fails late may have revealed something, and the server may die
         if self.accountant is not None:
             try:

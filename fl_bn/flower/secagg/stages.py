@@ -157,8 +157,8 @@ class Stages:
         m, content = self.instructions[node], RecordDict()
         for key, record in message.content.items():
             content[key] = ConfigRecord(dict(record)) if isinstance(record, ConfigRecord) else record
-        for key in ("header", "config"):
-            content[key] = m.content[key]
+        for name, record in records_of(m.content, ConfigRecord).items():
+            content[name] = record
         if content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE) == Stage.SETUP:
             content.config_records[RECORD_KEY_CONFIGS]["cohort"] = everyone
         return Message(content, node, "train", ttl=m.metadata.ttl, group_id=m.metadata.group_id)
@@ -187,7 +187,7 @@ class Stages:
             for name in ("pk1", "pk2"):
                 _check_key(name, keys[name])
             self.plans[node] = self._plan(PLAN.of_metrics(content), node)
-            self.histories[node] = from_config(records_of(content, ConfigRecord).get(OWN_HISTORY.record), OWN_HISTORY)
+            self.histories[node] = from_config(records_of(content, ConfigRecord).get(OWN_HISTORY.name), OWN_HISTORY)
             if beyond := [round for round in self.histories[node] if not 1 <= round <= self.header.round]:
                 raise WireError(OWN_HISTORY.record, HISTORY_ROUNDS, f"expected rounds 1..{self.header.round}, but got {excerpt(beyond)}")
             return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(keys))})

@@ -31,6 +31,7 @@ from fl_bn.flower.secagg.masks import bound_to, server_half
 from fl_bn.flower.secagg.stages import Stages
 from fl_bn.flower.secagg.sums import Plan, Weighting
 from fl_bn.flower.wire.codec import Header
+from fl_bn.flower.wire.fields import add_to_config
 from fl_bn.secure.additive import average_error
 from fl_bn.secure.settings import LEAST, MODULUS, SecureAggregation
 from fl_bn.support.client_names import UNNAMED, ClientNames
@@ -239,10 +240,8 @@ def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[boo
     values = {f"secagg-{key}-weight": value for key, value in asdict(weighting).items()} | to_config(stages.history)
     state.nid_to_fitins = {}
     for node in nodes:
-        content = RecordDict(dict(stages.instructions[node].content.items()))
-        content["config"] = ConfigRecord({**dict(content.config_records["config"]), **values})
-        stages.instructions[node].content["config"] = content["config"]
-        state.nid_to_fitins[node] = content
+        add_to_config(stages.instructions[node].content, values)
+        state.nid_to_fitins[node] = RecordDict(dict(stages.instructions[node].content.items()))
     return weighting
 
 

@@ -25,12 +25,12 @@ from fl_bn.federation.payload import Payload, to_numpy
 from fl_bn.federation.schema import Schema, difference
 from fl_bn.federation.shared_model import SharedModel
 from fl_bn.flower.compat import fill
-from fl_bn.flower.wire.fields import records_of
+from fl_bn.flower.wire.fields import OURS, our_records
 from fl_bn.flower.wire.messages import HEADER
 from fl_bn.methods import Phase
 from fl_bn.support.wire import WireError, excerpt, reason
 
-FORMAT = "fl-bn/1"
+FORMAT = "fl-bn/2"  # 1: before the records had names that begin with fl-bn/
 NUMPY = "numpy.ndarray"  # Flower's name for its format of arrays
 LONGEST_HEAD = 4096  # the most bytes of an array's head, before its values
 
@@ -147,9 +147,9 @@ def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
 
 def to_records(payload: Payload, header: Header) -> RecordDict:
     """Return a message's content: the header, and a record of arrays per section."""
-    content = RecordDict({"header": ConfigRecord(header.values())})
+    content = RecordDict({HEADER.name: ConfigRecord(header.values())})
     for section, arrays in payload.items():
-        content[section] = to_record(arrays)
+        content[OURS + section] = to_record(arrays)
     return content
 
 
@@ -164,12 +164,12 @@ def from_records(content: RecordDict) -> tuple[Payload, Header]:
 
 
 def payload_of(content: RecordDict) -> Payload:
-    """Return the arrays of a message, by section and name.
+    """Return fl-bn's arrays in a message, by section and name.
 
     Raises:
         WireError: an array cannot be read. The error names the first one.
     """
-    return {section: arrays_in(record, section) for section, record in records_of(content, ArrayRecord).items()}
+    return {section: arrays_in(record, section) for section, record in our_records(content, ArrayRecord).items()}
 
 
 def arrays_in(record: ArrayRecord, section: str) -> dict[str, np.ndarray]:
@@ -187,8 +187,8 @@ def header_of(content: RecordDict) -> Header:
     Raises:
         WireError: there is no header, or one of its fields is missing or not as expected.
     """
-    if "header" not in records_of(content, ConfigRecord):
-        raise WireError("header", "", f"expected a record 'header' of {FORMAT}, but got records {excerpt(sorted(content))}")
+    if HEADER.name not in content:
+        raise WireError("header", "", f"expected a record {HEADER.name!r} of {FORMAT}, but got records {excerpt(sorted(content))}")
     return header_from(HEADER.of_configs(content))
 
 

@@ -1,8 +1,14 @@
-"""Records of a message: find them by kind and name, and read one by a ``Form``."""
+"""Name fl-bn's records in a message and in a client's state, find them by kind, and read one by a ``Form``.
+
+Flower's records belong to the user: ``config``, ``arrays`` and ``metrics`` are theirs, with any field in them.
+fl-bn's records have names that begin with ``OURS``, so the two never meet. Errors name a record without it.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
@@ -10,10 +16,12 @@ from fl_bn.federation import fields
 from fl_bn.federation.fields import Values
 
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
+OURS = "fl-bn/"
+"""Begins the names of fl-bn's records, in messages and in Flower's ``context.state``."""
 
 
 def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
-    """Return a message's records of one kind, by name.
+    """Return all records of one kind, by name.
 
     Flower's own properties (``array_records`` ...) create reference cycles. These keep a reply's arrays in
     memory until the garbage collector runs.
@@ -21,18 +29,45 @@ def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 
 
-def metrics_of(content: RecordDict) -> MetricRecord | None:
-    """Return a message's metric record ``metrics``, if it has one."""
-    return records_of(content, MetricRecord).get("metrics")
+def our_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
+    """Return fl-bn's records of one kind, by their names without ``OURS``."""
+    return {name.removeprefix(OURS): record for name, record in records_of(content, kind).items() if name.startswith(OURS)}
 
 
+def their_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
+    """Return the user's records of one kind, by name."""
+    return {name: record for name, record in records_of(content, kind).items() if not name.startswith(OURS)}
+
+
+def config_of(content: RecordDict) -> dict[str, Any]:
+    """Return the fields of fl-bn's config in a message; none without one."""
+    return dict(our_records(content, ConfigRecord).get("config", ConfigRecord()))
+
+
+def add_to_config(content: RecordDict, values: Mapping[str, Any]) -> None:
+    """Put ``values`` into fl-bn's config of a message. Other messages with the same config stay as they are."""
+    content[f"{OURS}config"] = ConfigRecord({**config_of(content), **values})
+
+
+@dataclass(frozen=True)
 class Form(fields.Form):
-    """Declare the fields of a record in a message, find the record, and read it."""
+    """Find a record in a message, and read it.
+
+    Attributes:
+        prefix: begins the record's name in a message. Empty: the name is Flower's or the user's.
+    """
+
+    prefix: str = OURS
+
+    @property
+    def name(self) -> str:
+        """Return the record's name in a message."""
+        return self.prefix + self.record
 
     def of_configs(self, content: RecordDict) -> Values:
         """Read the config record of this form's name."""
-        return self.read(records_of(content, ConfigRecord).get(self.record))
+        return self.read(records_of(content, ConfigRecord).get(self.name))
 
     def of_metrics(self, content: RecordDict) -> Values:
         """Read the metric record of this form's name."""
-        return self.read(records_of(content, MetricRecord).get(self.record))
+        return self.read(records_of(content, MetricRecord).get(self.name))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 
 from fl_bn.flower.app.disclosure import FEW
 from fl_bn.flower.log import log
-from fl_bn.flower.wire.fields import records_of
+from fl_bn.flower.wire.fields import OURS, records_of
 from fl_bn.flower.wire.messages import EVALUATION, EXCHANGE, LIMITS, RECORD_KEY_CONFIGS, REQUIRED, SECURE, SUM_OF
 from fl_bn.flower.wire.versions import OtherVersion, check_server
 from fl_bn.methods import Phase
@@ -40,8 +40,8 @@ from fl_bn.support.wire import WireError, excerpt, printable
 
 Handler = Callable[[Message, Context], Message]
 COUNTS = ("samples", "num-examples", "fewest")  # an evaluation's metrics that say how many samples the others summarise
-SPENT = "evaluations"  # name of a record in Flower's context.state, and of a folder below state-dir
-FAILURES, MOST_FAILURES = "failures", 3
+SPENT = "evaluations"  # name of a folder below state-dir; with ``OURS`` before it, of a record in Flower's context.state
+FAILURES, MOST_FAILURES = f"{OURS}failures", 3
 MASKING = "collect_masked_vectors"  # Flower's name of the stage whose reply depends on the data
 _entered: ContextVar[bool] = ContextVar("entered", default=False)
 
@@ -70,17 +70,19 @@ class Kind:
     open: bool = False
 
 
-PLAIN = frozenset({"header", "metrics"})
+OWN_METRICS = "metrics"  # the user's record of a train or evaluate handler of their own, by Flower's custom
+PLAIN = frozenset({f"{OURS}header", f"{OURS}metrics"})
 KINDS = {
-    "train": Kind(PLAIN, arrays=True),
-    "evaluate": Kind(PLAIN),
+    "train": Kind(PLAIN | {OWN_METRICS}, arrays=True),
+    "evaluate": Kind(PLAIN | {OWN_METRICS}),
     "query.statistics": Kind(PLAIN, arrays=True),
     "query.kept": Kind(PLAIN, arrays=True),
-    "query.hello": Kind(frozenset({"hello"}), open=True),
+    "query.hello": Kind(frozenset({f"{OURS}hello"}), open=True),
     "query.rendezvous": Kind(),
     "query.save": Kind(open=True),
 }
-SUM = Kind(frozenset({RECORD_KEY_CONFIGS, "plan", "told", "fitres.metrics", "fitres.num_examples", "fitres.status"}), open=True)
+OF_A_SUM = {RECORD_KEY_CONFIGS, f"{OURS}plan", f"{OURS}told", "fitres.metrics", "fitres.num_examples", "fitres.status"}
+SUM = Kind(frozenset(OF_A_SUM), open=True)
 """A stage of a secure sum. Flower's mod leaves an empty record of arrays beside the masked vector."""
 
 
@@ -245,7 +247,7 @@ def spend(context: Context, limits: Limits) -> None:
             f"this site has answered the {limits.max_evaluations} evaluations that it allows in a run (max-evaluations): more could reveal "
             "single samples"
         )
-    context.state[SPENT] = ConfigRecord({"spent": spent + 1})
+    context.state[OURS + SPENT] = ConfigRecord({"spent": spent + 1})
 
 
 def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int], least: int) -> tuple[dict[str, float], int]:
@@ -267,9 +269,9 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
 
 def _exchange(message: Message) -> str:
     """Return the layer-wise exchange that a message starts, in words. Empty without one."""
-    if (carrier := _config(message.content, EXCHANGE.record).get("exchange")) is not None:
+    if (carrier := _config(message.content, EXCHANGE.name).get("exchange")) is not None:
         return f"a layer-wise exchange ({excerpt(carrier)})"
-    return "a round with a layer-wise exchange" if _config(message.content, "header").get("phase") == Phase.EXCHANGE.value else ""
+    return "a round with a layer-wise exchange" if _config(message.content, f"{OURS}header").get("phase") == Phase.EXCHANGE.value else ""
 
 
 def _config(content: RecordDict, name: str) -> dict[str, Any]:
@@ -296,15 +298,15 @@ def _check(reply: Message, name: str, kind: Kind, limits: Limits) -> None:
     if limits.secure and kind is not SUM and _tells_labels(reply):
         raise Insecure(f"{REQUIRED} is on, so this client does not tell how many samples of each label it has")
     if name == "evaluate" and limits.min_samples:
-        _check_samples(records_of(reply.content, MetricRecord).get("metrics", MetricRecord()), limits)
+        _check_samples(records_of(reply.content, MetricRecord).values(), limits)
 
 
 def _tells_labels(reply: Message) -> bool:
-    return bool(_config(reply.content, "hello").get("label-counts", "[]") != "[]")
+    return bool(_config(reply.content, f"{OURS}hello").get("label-counts", "[]") != "[]")
 
 
-def _check_samples(metrics: Mapping[str, Any], limits: Limits) -> None:
-    counts = [count for name in COUNTS if isinstance(count := metrics.get(name), int | float)]
+def _check_samples(records: Iterable[Mapping[str, Any]], limits: Limits) -> None:
+    counts = [count for metrics in records for name in COUNTS if isinstance(count := metrics.get(name), int | float)]
     if not counts or min(counts) < limits.min_samples:
         behind = f"is of {min(counts):g}" if counts else f"does not say of how many ({', '.join(COUNTS)})"
         raise Refused(f"this site has min-samples = {limits.min_samples}, but the evaluation {behind}")
@@ -315,7 +317,7 @@ def _is_vector(reply: Message) -> bool:
 
 
 def _spent(context: Context) -> int:
-    count = _config(context.state, SPENT).get("spent", 0)
+    count = _config(context.state, OURS + SPENT).get("spent", 0)
     file = _file(context)
     return max(count if isinstance(count, int) else 0, 0 if file is None else _lines(file))
 

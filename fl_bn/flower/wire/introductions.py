@@ -16,9 +16,8 @@ from fl_bn.flower.compat import simulates
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Introductions, RunFailed
-from fl_bn.flower.wire.messages import HELLO
 from fl_bn.flower.wire.messaging import send_and_receive
-from fl_bn.flower.wire.versions import client_differs, greeting
+from fl_bn.flower.wire.versions import client_differs, greeting, introduction_of
 from fl_bn.support.wire import WireError, printable, reason
 
 PATIENCE = 120.0  # seconds to wait for a node's answer, and for further nodes once enough are here
@@ -113,7 +112,7 @@ def _number(node: int, reply: Message, signature: str) -> int:
     if reply.has_error():
         raise RunFailed(_missing(reply.error.reason))
     try:
-        introduction = HELLO.of_configs(reply.content)
+        introduction = introduction_of(reply.content)
     except WireError as error:
         raise RunFailed(f"node {node} introduced itself in a way that cannot be read: {error}") from error
     if other := client_differs(introduction["version"]):

@@ -1,8 +1,9 @@
 """Declarations of all fields in messages, in both directions, and in the files from which a run resumes.
 
-A value is checked by its declaration where it enters. Arrays are declared in ``schema``, by model, method and
-phase. Requests of the layer-wise exchange are declared in ``exchange.proto``, with their limits in
-``exchange.session``. Every other value that one side reads from the other is a field below.
+A value is checked by its declaration where it enters. The records' names begin with ``OURS`` (``wire.fields``).
+Arrays are declared in ``schema``, by model, method and phase. Requests of the layer-wise exchange are declared in
+``exchange.proto``, with their limits in ``exchange.session``. Every other value that one side reads from the other
+is a field below.
 """
 
 from __future__ import annotations
@@ -65,7 +66,6 @@ def evaluated(task: Task) -> Form:
     return Form(EVALUATED.record, {**EVALUATED.fields, **fields}, series)
 
 
-OWN_METRICS = Form("metrics", {"num-examples": whole()}, others=True)  # the others: own_evaluation checks them
 
 # from the server
 
@@ -128,15 +128,17 @@ LAYOUT = Form("config", {"layout": text(2**24)})  # the layout of the arrays for
 
 PLAN = Form("plan", {"samples": whole(), "passes": whole(), "steps": whole()})
 OWN_HISTORY = Form("told", HASHES)
-KEYS = Form(RECORD_KEY_CONFIGS, {"pk1": data(KEY, 1), "pk2": data(KEY, 1)})
-SHARES_OUT = Form(RECORD_KEY_CONFIGS, {"dsts": wholes(NODES), "ctxts": blobs(NODES, SHARE)})
-UNREADABLE = Form(RECORD_KEY_CONFIGS, {"unreadable": wholes(NODES, default=None)})  # sent in place of a masked vector
-MASKED = Form(RECORD_KEY_CONFIGS, {"masked_params": blobs(2, 2**40)})  # ``secure`` checks the vector's size
-DIGEST = Form("fitres.metrics", {"digest": text(64, "[0-9a-f]{64}", wanted="64 hexadecimal digits")})  # of the client's instruction
-RESULT = Form("fitres.metrics", {"activations": wholes_by_name(LAYERS)}).and_also(PLAN, HEADER, DIGEST)
-STATUS = Form("fitres.status", {"code": whole(0, 0), "message": text(REASON)})
-WEIGHT = Form("fitres.num_examples", {"num_examples": whole(1, 1)})
-SHARES_BACK = Form(RECORD_KEY_CONFIGS, {"nids": wholes(NODES), "shares": blobs(NODES, SHARE)})
+KEYS = Form(RECORD_KEY_CONFIGS, {"pk1": data(KEY, 1), "pk2": data(KEY, 1)}, prefix="")
+SHARES_OUT = Form(RECORD_KEY_CONFIGS, {"dsts": wholes(NODES), "ctxts": blobs(NODES, SHARE)}, prefix="")
+UNREADABLE = Form(RECORD_KEY_CONFIGS, {"unreadable": wholes(NODES, default=None)}, prefix="")  # sent in place of a masked vector
+MASKED = Form(RECORD_KEY_CONFIGS, {"masked_params": blobs(2, 2**40)}, prefix="")  # ``secure`` checks the vector's size
+DIGEST = Form(  # of the client's instruction
+    "fitres.metrics", {"digest": text(64, "[0-9a-f]{64}", wanted="64 hexadecimal digits")}, prefix=""
+)
+RESULT = Form("fitres.metrics", {"activations": wholes_by_name(LAYERS)}, prefix="").and_also(PLAN, HEADER, DIGEST)
+STATUS = Form("fitres.status", {"code": whole(0, 0), "message": text(REASON)}, prefix="")
+WEIGHT = Form("fitres.num_examples", {"num_examples": whole(1, 1)}, prefix="")
+SHARES_BACK = Form(RECORD_KEY_CONFIGS, {"nids": wholes(NODES), "shares": blobs(NODES, SHARE)}, prefix="")
 
 SET_UP = Form(
     RECORD_KEY_CONFIGS,
@@ -151,10 +153,11 @@ SET_UP = Form(
         "max_weight": real(0),
         "cohort": wholes(NODES),
     },
+    prefix="",
 )
-SHARE_KEYS = Form(RECORD_KEY_CONFIGS, {"stage": text(32)}, others=True)  # the others: keys by node
-COLLECT = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "srcs": wholes(NODES), "ctxts": blobs(NODES, SHARE)})
-UNMASK = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "active_nids": wholes(NODES), "dead_nids": wholes(NODES)})
+SHARE_KEYS = Form(RECORD_KEY_CONFIGS, {"stage": text(32)}, others=True, prefix="")  # the others: keys by node
+COLLECT = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "srcs": wholes(NODES), "ctxts": blobs(NODES, SHARE)}, prefix="")
+UNMASK = Form(RECORD_KEY_CONFIGS, {"stage": text(32), "active_nids": wholes(NODES), "dead_nids": wholes(NODES)}, prefix="")
 
 # from the site itself: its node config, including its policy
 

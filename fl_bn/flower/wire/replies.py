@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Message, MetricRecord
 
 from fl_bn.federation.narrow import EXACT, PayloadDtype
 from fl_bn.federation.payload import Payload
@@ -16,7 +16,7 @@ from fl_bn.federation.replies import Expected
 from fl_bn.federation.values import Reply
 from fl_bn.flower.population import Client
 from fl_bn.flower.wire.codec import Header, decoded, header_of
-from fl_bn.flower.wire.fields import metrics_of, records_of
+from fl_bn.flower.wire.fields import our_records, their_records
 from fl_bn.support.wire import Absent, WireError, reason
 
 
@@ -31,9 +31,10 @@ class Decoded:
         header: the header. None if it cannot be read. Then the arrays are not decoded either.
         payload: the arrays by section and name. They share the memory of the message.
         unreadable: the bytes of arrays that cannot be decoded, by section and name.
-        metrics: the metric record. None if there is none.
+        metrics: fl-bn's metric record. None if there is none.
         problem: the first reason why the header or an array cannot be decoded. It must be copied before it is
             raised: an exception that was raised keeps the reply's arrays in memory.
+        own: the user's metric records, by name.
     """
 
     node: int
@@ -44,6 +45,7 @@ class Decoded:
     unreadable: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     metrics: Mapping[str, Any] | None = None
     problem: WireError | None = None
+    own: Mapping[str, MetricRecord] = field(default_factory=dict)
 
 
 def decode(message: Message) -> Decoded:
@@ -52,15 +54,15 @@ def decode(message: Message) -> Decoded:
     if message.has_error():
         return Decoded(node, answers, failed=f"code {message.error.code}: {reason(message.error.reason)}")
     content = message.content
-    metrics = metrics_of(content)
+    metrics, own = our_records(content, MetricRecord).get("metrics"), their_records(content, MetricRecord)
     try:
         header = header_of(content)
     except WireError as error:
-        return Decoded(node, answers, metrics=metrics, problem=copy(error))
+        return Decoded(node, answers, metrics=metrics, problem=copy(error), own=own)
     payload: Payload = {}
     unreadable: dict[str, dict[str, int]] = {}
     problem: WireError | None = None
-    for section, arrays in records_of(content, ArrayRecord).items():
+    for section, arrays in our_records(content, ArrayRecord).items():
         payload[section] = {}
         for name, array in arrays.items():
             try:
@@ -68,7 +70,7 @@ def decode(message: Message) -> Decoded:
             except WireError as error:
                 unreadable.setdefault(section, {})[name] = len(array.data)
                 problem = problem or copy(error)
-    return Decoded(node, answers, "", header, payload, unreadable, metrics, problem)
+    return Decoded(node, answers, "", header, payload, unreadable, metrics, problem, own)
 
 
 Read = Callable[[Decoded, Client], Reply]

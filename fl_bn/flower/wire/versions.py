@@ -12,10 +12,13 @@ from functools import cache
 
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fl_bn.flower.wire.messages import TO_GREET
+from fl_bn.federation.fields import Values
+from fl_bn.flower.wire.fields import OURS, their_records
+from fl_bn.flower.wire.messages import HELLO, TO_GREET
 from fl_bn.support.extras import version_of
-from fl_bn.support.wire import printable
+from fl_bn.support.wire import WireError, printable
 
+EARLIER = f"an earlier one, whose records have no names that begin with {OURS!r}"
 ADVICE = 'install the server\'s version at every site (docs, "Upgrade the server and its sites")'
 
 
@@ -31,7 +34,7 @@ def here() -> str:
 
 def greeting() -> RecordDict:
     """Return the content of the message that asks a client to introduce itself."""
-    return RecordDict({"config": ConfigRecord({"version": here()})})
+    return RecordDict({TO_GREET.name: ConfigRecord({"version": here()})})
 
 
 def check_server(message: Message) -> None:
@@ -40,9 +43,30 @@ def check_server(message: Message) -> None:
     Raises:
         OtherVersion: the versions differ. The error becomes the client's reply.
     """
-    theirs = str(TO_GREET.of_configs(message.content)["version"]) if "config" in message.content else ""
+    content = message.content
+    if TO_GREET.name not in content and _of_earlier(content):
+        raise OtherVersion(f"this site has fl-bn {here()}, and the server {EARLIER}: {ADVICE}")
+    theirs = str(TO_GREET.of_configs(content)["version"]) if TO_GREET.name in content else ""
     if theirs not in ("", here()):
         raise OtherVersion(f"this site has fl-bn {here()}, and the server {printable(theirs)}: {ADVICE}")
+
+
+def _of_earlier(content: RecordDict) -> bool:
+    """Tell whether a message is of an fl-bn whose records had names like a user's own: a header, or a greeting."""
+    records = their_records(content, ConfigRecord)
+    header, config = (records.get(name, ConfigRecord()) for name in ("header", "config"))
+    return str(header.get("format")).startswith(OURS) or {*config} == {"version"}
+
+
+def introduction_of(content: RecordDict) -> Values:
+    """Read a client's introduction, at the server.
+
+    Raises:
+        WireError: there is none, or a field is not as expected.
+    """
+    if HELLO.name not in content and HELLO.record in content:
+        raise WireError(HELLO.record, "", f"the client has {EARLIER}, and the server fl-bn {here()}: {ADVICE}")
+    return HELLO.of_configs(content)
 
 
 def client_differs(theirs: str) -> str:

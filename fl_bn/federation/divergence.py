@@ -1,0 +1,85 @@
+"""Recognise training that diverges, and say so in words that name the cause: the rate, a client's data, or its code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from fl_bn.federation.record import RoundRecord
+from fl_bn.methods import Phase
+
+RUNAWAY_GROWTH = 10.0  # a layer's mean variance, from one round to the next
+RUNAWAY_DRIFT = 10.0  # a mean, in standard deviations
+RUNAWAY_LOSS = 10.0
+"""A loss above this multiple of the first round's, or of 1 if that is more, says that training diverged.
+
+An untrained classifier's loss is the logarithm of the number of classes, and training lowers it.
+"""
+NOT_FINITE, DIVERGED = "values are not finite", "the client's training diverged"
+BAD_INPUTS = "bad-inputs"
+"""The number in a reply that counts batches with inputs that are not finite, if the reply is not finite, either."""
+INPUTS = "its own inputs are not finite"
+LOWER = "lower the learning rate"
+
+
+def about_inputs(batches: int) -> str:
+    """Return the reason that a reply is not finite, if ``batches`` of the client's inputs were not; empty for 0."""
+    if not batches:
+        return ""
+    what = "a batch" if batches == 1 else f"{batches} batches"
+    return f": {INPUTS} ({what} with NaN or Inf): clean this client's data, or leave it out"
+
+
+def why_failed(record: RoundRecord) -> str:
+    """Return the first reason why a reply of a failed round was not used, with advice where the reason allows it."""
+    first = next((client for client in record.clients if client.refused), None)
+    if first is None:
+        return "The log above says why"
+    values = any(words in first.refused for words in (NOT_FINITE, DIVERGED)) and not first.refused.startswith("error:")
+    advice = f". Training diverged: {LOWER}" if values and INPUTS not in first.refused else ""
+    return f"The first reason: client {first.client}: {first.refused}{advice}"
+
+
+def watch(record: RoundRecord, first_loss: float = math.nan) -> Iterator[str]:
+    """Warn of statistics that run away, and of a loss that is not finite or far above the first round's.
+
+    Statistics run away where training normalises with shared constants: many steps at a high rate amplify their
+    own effect.
+
+    Args:
+        record: the record of a round.
+        first_loss: the training loss of the first round. NaN: unknown.
+    """
+    if record.phase == Phase.MEASURE.value:  # nobody trained: a large drift means that the statistics were far off before
+        return
+    drift = record.drift if record.aggregated and record.round > 1 else None
+    if drift and (drift.growth > RUNAWAY_GROWTH or drift.largest > RUNAWAY_DRIFT or not math.isfinite(drift.largest)):
+        yield (
+            f"round {record.round}: runaway moments: a layer's variance grew {drift.growth:.3g}-fold, a mean moved {drift.largest:.3g} sd "
+            f"({drift.layer or 'model'}) in one round. The statistics no longer follow the weights: {LOWER} or the local "
+            "steps"
+        )
+    masked = "masked" in record.bytes_up  # a client that diverges sends no summand; privacy withholds the loss
+    if record.aggregated and not masked and _diverged(record, first_loss):
+        before = f", and was {first_loss:.4g} in the first round" if math.isfinite(record.loss) else ""
+        yield f"round {record.round}: the training loss is {record.loss:.4g}{before}: training diverged; {LOWER}"
+
+
+def _diverged(record: RoundRecord, first_loss: float) -> bool:
+    return not math.isfinite(record.loss) or record.loss > RUNAWAY_LOSS * max(first_loss, 1.0)
+
+
+def at_the_end(record: RoundRecord, first_loss: float, failed: int = 0) -> str:
+    """Return a warning of a run that ends with a diverged model, or with failed rounds; empty if its last round is well.
+
+    Args:
+        record: the record of the last round.
+        first_loss: the training loss of the first round.
+        failed: the number of failed rounds in a row at the end.
+    """
+    if failed:
+        rounds = "the last round" if failed == 1 else f"the last {failed} rounds"
+        return f"the run ends, and {rounds} changed nothing. {why_failed(record)}"
+    if not record.aggregated or "masked" in record.bytes_up or not _diverged(record, first_loss):
+        return ""
+    return f"the run ends with a model that diverged (training loss {record.loss:.4g}): do not use it. Train again, and {LOWER}"

@@ -1,0 +1,100 @@
+"""Notice batches of a client whose own inputs are not finite: where its weights are not, that is the reason to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_bn.layers import in_backward
+
+
+class Hook:
+    """Hook into one network. In its copies, also pickled ones, the hook does nothing.
+
+    Args:
+        call: called with the hook's arguments.
+    """
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function."""
+        self._call(*args)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> Any:
+        return _no_hook_at_all, ()
+
+
+def _no_hook(*args: Any) -> None:
+    pass
+
+
+def _no_hook_at_all() -> Callable[..., None]:
+    return _no_hook
+
+
+class InputWatch:
+    """Count the batches of one round whose inputs are not finite.
+
+    The count stays on the device of the inputs until it is asked for, so a GPU does not wait.
+    """
+
+    def __init__(self) -> None:
+        self._wrong: list[Tensor] = []
+        self.later: Any = None
+        """Inputs that an engine trained on without a forward pass of the network itself."""
+
+    def note(self, inputs: Any) -> None:
+        """Note one batch of ``inputs``: tensors, also in lists, tuples and dicts."""
+        parts = [~part.isfinite().all() for part in _floats(inputs)]
+        if parts:
+            wrong = parts[0] if len(parts) == 1 else torch.stack([part.to(parts[0].device) for part in parts]).any()
+            self._wrong = [self._wrong[0] + wrong.to(self._wrong[0].device)] if self._wrong else [wrong.long()]
+
+    def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield ``batches`` of inputs, and note each."""
+        for batch in batches:
+            self.note(batch)
+            yield batch
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Note the inputs of the forward passes of ``model`` that train."""
+
+        def forward(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if model.training and torch.is_grad_enabled() and not in_backward():
+                self.note((args, named))
+
+        handle = model.register_forward_pre_hook(Hook(forward), with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def count(self) -> int:
+        """Return the number of batches with an input that is not finite."""
+        if self.later is not None:
+            self.note(self.later)
+            self.later = None
+        return int(self._wrong[0]) if self._wrong else 0
+
+
+def _floats(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of real numbers in ``value``, but none of a batch of clients (``torch.func.vmap``)."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and not value.is_sparse and not torch._C._functorch.is_batchedtensor(value):
+            yield value.detach()
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _floats(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _floats(part)

@@ -1,0 +1,85 @@
+"""Call a strategy's hooks as Flower does, also those that a subclass overrides, and check what they return."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from flwr.app import Message
+from flwr.serverapp.strategy import Result, Strategy
+
+from fl_bn.federation.record import RoundRecord
+from fl_bn.flower.log import log
+from fl_bn.flower.population import Client, RunFailed
+from fl_bn.support.client_names import ClientNames
+
+SECURE = ("aggregate_train", "aggregate_evaluate")  # hooks whose replies nobody sees in a secure sum
+
+
+@dataclass(repr=False)
+class RunResult(Result):
+    """Hold Flower's result of a run, and every round's record.
+
+    Attributes:
+        records: the records in order. ``records[-1].client_metrics`` has the last round's own training metrics
+            of each client, ``client_evaluation`` its evaluations.
+    """
+
+    records: list[RoundRecord] = field(default_factory=list)
+
+
+def overrides(strategy: Strategy, hook: str) -> bool:
+    """Tell whether a class outside fl-bn defines ``hook`` for ``strategy``, or an instance attribute does."""
+    if hook in vars(strategy):
+        return True
+    owner = next(kind for kind in type(strategy).__mro__ if hook in vars(kind))
+    return not owner.__module__.startswith("fl_bn.flower.")
+
+
+def check_secure(strategy: Strategy) -> None:
+    """Check that no hook is overridden which a secure sum never calls.
+
+    Raises:
+        ValueError: one is.
+    """
+    if called := [hook for hook in SECURE if overrides(strategy, hook)]:
+        raise ValueError(
+            f"{type(strategy).__name__} overrides {called[0]}, but with secure aggregation the server sees no client's reply, so this "
+            "hook is never called: take it away, or switch secure aggregation off"
+        )
+
+
+def addressed(messages: Iterable[Message], clients: Sequence[Client], hook: str, called: ClientNames) -> tuple[list[Message], list[Client]]:
+    """Return the messages of a hook as a list, and the clients to which they go.
+
+    A hook may leave clients out of those that fl-bn chose.
+
+    Args:
+        messages: what the hook returned.
+        clients: the clients that fl-bn chose.
+        hook: the hook's name.
+        called: the clients' names.
+
+    Raises:
+        RunFailed: a message is for another node, or a client gets two.
+    """
+    sent = list(messages)
+    nodes = [message.metadata.dst_node_id for message in sent]
+    known = {client.node for client in clients}
+    if strangers := sorted(set(nodes) - known):
+        raise RunFailed(
+            f"{hook} returned a message for {called.node(strangers[0])}, which is none of the {len(clients)} clients of this round: return "
+            f"the messages of super().{hook}(...), or some of them"
+        )
+    if len(set(nodes)) < len(nodes):
+        twice = next(node for node in nodes if nodes.count(node) > 1)
+        raise RunFailed(f"{hook} returned {nodes.count(twice)} messages for {called.node(twice)}: return one per client")
+    if missing := [client.index for client in clients if client.node not in set(nodes)]:
+        log(logging.INFO, "%s leaves out %s", hook, called.clients(missing))
+    return sent, [client for client in clients if client.node in set(nodes)]
+
+
+def replies_for(strategy: Strategy, hook: str, replies: Iterable[Message]) -> Iterable[Message]:
+    """Return ``replies``, as a list where ``hook`` is overridden: one's own code may go through them twice."""
+    return list(replies) if overrides(strategy, hook) else replies

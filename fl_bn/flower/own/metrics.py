@@ -1,0 +1,211 @@
+"""Combine the metrics of clients in an app of your own, of training and of evaluations: any names, each checked first."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from flwr.app import Message, MetricRecord, RecordDict
+
+from fl_bn.federation.fields import number, whole
+from fl_bn.federation.values import Reply
+from fl_bn.flower.evaluation import LogOnce
+from fl_bn.flower.log import log
+from fl_bn.flower.population import Client, RunFailed
+from fl_bn.flower.wire.replies import Decoded, Reading, read_replies
+from fl_bn.support.client_names import UNNAMED, ClientNames
+from fl_bn.support.wire import WireError, excerpt, printable
+
+Ranges = Mapping[str, tuple[float, float]]
+RANGES: Ranges = MappingProxyType({"accuracy": (0.0, 1.0)})
+Combine = Callable[[list[RecordDict], str], MetricRecord]
+"""Flower's form of a function that combines metrics: ``combine(records, weighted_by_key)``."""
+EXAMPLES = "num-examples"
+LONGEST_NAME, MOST_NAMES = 100, 1000
+NOT_COUNTED = "%s's evaluation is not counted: %s"  # for ``LogOnce``
+NOT_COUNTED_IN_TRAINING = "%s's own training metrics are not counted: %s"
+
+
+class OwnMetrics:
+    """Combine the clients' own metrics in the rounds of one run.
+
+    A metric counts if more than half of the clients send it. Three faults exclude a client, and the log names
+    it: a number that is not finite or outside its range, a metric's name that cannot be printed, or the lack of
+    a metric that counts. No client weighs more than all others together. Lists are not averaged.
+
+    Args:
+        key: the name of the number by which a client is weighted.
+        ranges: the smallest and the largest value of a metric, by name.
+        train_fn: combines training metrics instead, as Flower's ``train_metrics_aggr_fn``.
+        evaluate_fn: combines evaluations instead, as Flower's ``evaluate_metrics_aggr_fn``.
+        alike: whether all clients weigh alike, whatever they say. A defence needs that.
+        called: the clients' names in the log.
+    """
+
+    def __init__(
+        self,
+        key: str = EXAMPLES,
+        ranges: Ranges = RANGES,
+        train_fn: Combine | None = None,
+        evaluate_fn: Combine | None = None,
+        alike: bool = False,
+        called: ClientNames = UNNAMED,
+    ) -> None:
+        self._key, self._ranges, self._train_fn, self._evaluate_fn = key, ranges, train_fn, evaluate_fn
+        self._alike, self._called = alike, called
+        self._say, self._say_training = LogOnce(NOT_COUNTED, called), LogOnce(NOT_COUNTED_IN_TRAINING, called)
+        self._lists = set[str]()
+
+    @property
+    def combines_training(self) -> bool:
+        """Return whether a function of the user's combines the training metrics."""
+        return self._train_fn is not None
+
+    def evaluation(
+        self, replies: Iterable[Decoded], clients: Sequence[Client], sent: Iterable[Message]
+    ) -> tuple[MetricRecord | None, dict[int, dict[str, float]]]:
+        """Combine the evaluations of ``clients``.
+
+        Args:
+            replies: the replies to ``sent``. Each client's first reply counts.
+            clients: the clients to which the messages went.
+            sent: the evaluate messages.
+
+        Returns:
+            The combined metrics, None where there is nothing to combine, and the numbers of each client.
+        """
+        records, weights = dict[int, RecordDict](), dict[int, float]()
+
+        def read(reply: Decoded, client: Client) -> Reply:
+            numbers, weight = self._read(reply.own, needed=self._evaluate_fn is None)
+            records[client.index], weights[client.index] = RecordDict(dict(reply.own)), weight or 0.0
+            return Reply(client.index, {}, 1, 1, numbers)
+
+        parts, refused, _ = read_replies(replies, Reading(clients, read, sent))
+        counted, names = self._counted(parts, refused, self._evaluate_fn is None)
+        self._say(refused)
+        by_client = {part.client: dict(part.metrics) for part in counted}
+        if self._evaluate_fn is not None:
+            contents = [records[part.client] for part in counted]
+            return (self._combined("evaluate_metrics_aggr_fn", self._evaluate_fn, contents) if contents else None), by_client
+        means = self._means(counted, names, weights)
+        return (MetricRecord({**means}) if means else None), by_client
+
+    def training(
+        self, own: Mapping[int, Mapping[str, MetricRecord]], samples: Mapping[int, int]
+    ) -> tuple[MetricRecord | None, dict[int, dict[str, float]]]:
+        """Combine the training metrics of the clients whose replies count.
+
+        Args:
+            own: the user's metric records by name, for each client that sent some.
+            samples: the samples of each client: its weight where the metrics have none.
+
+        Returns:
+            As ``evaluation``.
+        """
+        parts, refused, weights = list[Reply](), dict[int, str](), dict[int, float | None]()
+        for client, records in sorted(own.items()):
+            try:
+                numbers, weights[client] = self._read(records, needed=False)
+            except WireError as error:
+                refused[client] = str(error)
+                continue
+            parts.append(Reply(client, {}, 1, 1, numbers))
+        counted, names = self._counted(parts, refused, self._train_fn is None)
+        self._say_training(refused)
+        told = {client: weight for client, weight in weights.items() if weight is not None}
+        by_weight: Mapping[int, float] = told if all(part.client in told for part in counted) else samples
+        by_client = {part.client: dict(part.metrics) for part in counted}
+        if self._train_fn is not None:
+            contents = [RecordDict(dict(records)) for _, records in sorted(own.items())]
+            return (self._combined("train_metrics_aggr_fn", self._train_fn, contents) if contents else None), by_client
+        means = self._means(counted, names, by_weight)
+        return (MetricRecord({**means}) if means else None), by_client
+
+    def _combined(self, name: str, combine: Combine, contents: list[RecordDict]) -> MetricRecord:
+        if not isinstance(combined := combine(contents, self._key), MetricRecord):
+            raise RunFailed(f"{name} must return a MetricRecord, but returned a {type(combined).__name__}")
+        return combined
+
+    def _counted(self, parts: Sequence[Reply], refused: dict[int, str], averages: bool) -> tuple[list[Reply], list[str]]:
+        """Return the parts that count, and the metrics that more than half of them have. Add reasons to ``refused``."""
+        senders = Counter(name for part in parts for name in part.metrics)
+        names = [name for name, count in senders.items() if 2 * count > len(parts)] if averages else list(senders)
+        for part in parts if averages else ():
+            if missing := [name for name in names if name not in part.metrics]:
+                refused[part.client] = f"metrics/{missing[0]}: missing, but more than half of the clients send it"
+        if few := sorted(senders.keys() - set(names)):
+            log(
+                logging.WARNING, "not averaged, since no more than half of the clients send them: %s", ", ".join(map(printable, few[:5]))
+            )
+        return [part for part in parts if part.client not in refused], names
+
+    def _means(self, parts: Sequence[Reply], names: Sequence[str], by_client: Mapping[int, float]) -> dict[str, float]:
+        weights: list[float] = [1] * len(parts) if self._alike else self._weights([part.client for part in parts], by_client)
+        if not (total := sum(weights)):
+            return {}
+        return {name: sum(weight / total * part.metrics[name] for weight, part in zip(weights, parts, strict=True)) for name in names}
+
+    def _read(self, own: Mapping[str, MetricRecord], needed: bool) -> tuple[dict[str, float], float | None]:
+        """Check one client's metric records, of whatever names, and return its numbers and its weight.
+
+        Args:
+            own: the records by name.
+            needed: whether a weight must be there, and every number must be finite and in its range.
+
+        Raises:
+            WireError: a number is not as expected, or two records have one of the same name.
+        """
+        metrics: dict[str, Any] = {}
+        for name, record in own.items():
+            if twice := sorted(metrics.keys() & record.keys() - {self._key}):
+                raise WireError(name, twice[0], "two metric records have a metric of this name: give each metric a name of its own")
+            metrics |= record
+        if not own:
+            raise WireError("metrics", "", f"missing: expected a MetricRecord with {self._key}")
+        weight = self._weight(metrics.pop(self._key, None), needed)
+        if len(metrics) > MOST_NAMES:
+            raise WireError("metrics", "", f"expected at most {MOST_NAMES} metrics, but got {len(metrics)}")
+        numbers: dict[str, float] = {}
+        for name, value in metrics.items():
+            if len(name) > LONGEST_NAME or not name.isprintable():
+                raise WireError("metrics", name, f"expected a name of up to {LONGEST_NAME} printable characters")
+            if isinstance(value, list):
+                self._say_list(name)
+                continue
+            wanted = number(*self._ranges.get(name, (-math.inf, math.inf)))
+            if not wanted.fits(value):
+                hint = f" (another range: the strategy's ranges={{{name!r}: (0, 100)}})" if name in self._ranges else ""
+                raise WireError("metrics", name, f"expected {wanted.wanted}, but got {excerpt(value)}{hint}")
+            numbers[name] = float(value)
+        return numbers, weight
+
+    def _weight(self, value: Any, needed: bool) -> float | None:
+        wanted = whole() if self._key == EXAMPLES else number(0)
+        if wanted.fits(value):
+            number_of: float = value
+            return number_of
+        if value is None and not needed:
+            return None
+        got = "but it is missing" if value is None else f"but got {excerpt(value)}"
+        raise WireError("metrics", self._key, f"expected {wanted.wanted}, {got}")
+
+    def _say_list(self, name: str) -> None:
+        if name not in self._lists and self._evaluate_fn is None:
+            self._lists.add(name)
+            log(logging.INFO, "metric %s is a list, and lists are not averaged: give evaluate_metrics_aggr_fn", name)
+
+    def _weights(self, clients: Sequence[int], given: Mapping[int, float]) -> list[float]:
+        """Return each client's weight, but no more than those of all others together."""
+        total, weights = sum(given[client] for client in clients), [given[client] for client in clients]
+        for i, client in enumerate(clients):
+            if len(clients) > 1 and given[client] > (others := total - given[client]):
+                weights[i] = others
+                what = "examples" if self._key == EXAMPLES else f"as its {self._key}"
+                more = "%s reports %s %s, more than all others together (%s): it weighs as much as these"
+                log(logging.WARNING, more, self._called.client(client), given[client], what, others)
+        return weights

@@ -1,0 +1,36 @@
+"""Follow the learning rate that the train config of an app of your own names. A hook may change it in any round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fl_bn.federation.rounds import constant_rate
+
+RATES = ("lr", "learning_rate", "learning-rate")
+"""The names that a ``train_config`` may have for the clients' learning rate, in Flower's own examples and elsewhere."""
+
+
+def named_rate(config: Mapping[str, Any]) -> float | None:
+    """Return the learning rate that ``config`` names; None without one."""
+    values = [config[name] for name in RATES if name in config]
+    return next((float(value) for value in values if type(value) in (int, float) and value > 0), None)
+
+
+class NamedRates:
+    """Be the schedule of the rates that were named so far. In a later round the last of them holds."""
+
+    def __init__(self) -> None:
+        self._rates: dict[int, float] = {}
+
+    def note(self, round: int, config: Mapping[str, Any]) -> None:
+        """Note the rate that ``config`` names in ``round``, if it names one."""
+        if (rate := named_rate(config)) is not None:
+            self._rates[round] = rate
+
+    def __call__(self, round: int, rounds: int) -> float:
+        """Return the rate of ``round``: the last one that was named up to it, else the first one at all."""
+        if not self._rates:
+            return constant_rate(round, rounds)
+        before = [number for number in self._rates if number <= round]
+        return self._rates[max(before) if before else min(self._rates)]

@@ -1,0 +1,160 @@
+"""Run the rounds of a Flower app of your own: its clients are nodes, and evaluate and report whatever metrics they have."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from torch import Tensor, nn
+
+from fl_bn.derived import plain_names
+from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.values import Instruction, RoundReplies
+from fl_bn.flower.own.metrics import OwnMetrics
+from fl_bn.flower.own.rates import RATES, NamedRates
+from fl_bn.flower.population import Client, Introductions, Population, RunFailed, round_half_up, sample_cohort
+from fl_bn.flower.starts import Starts
+from fl_bn.flower.strategy import BatchNormStrategy
+from fl_bn.flower.wire.codec import arrays_of, tensors_of
+from fl_bn.flower.wire.replies import Decoded, Reading
+from fl_bn.methods import Method
+from fl_bn.support.wire import printable
+
+
+@dataclass(frozen=True)
+class Evaluators:
+    """Say how many clients evaluate in a round.
+
+    Attributes:
+        fraction: their share of the clients, 0..1. 0: nobody evaluates.
+        least: their smallest number, if so many are here.
+    """
+
+    fraction: float = 1.0
+    least: int = 1
+
+    def sample(self, clients: list[Client], population: int, seed: int, round: int) -> list[Client]:
+        """Return those of ``clients`` that evaluate in ``round``, of a ``population`` of so many, by index."""
+        size = min(len(clients), max(self.least, round_half_up(self.fraction * population)))
+        if size >= len(clients):
+            return clients
+        chosen = sample_cohort([client.index for client in clients], size, random.Random(f"{seed}/evaluate/{round}"))
+        return [client for client in clients if client.index in set(chosen)]
+
+
+class OwnRounds(BatchNormStrategy):
+    """Run the rounds of an app of your own.
+
+    Args:
+        model: the network, unconverted.
+        method: the method.
+        rounds: the server's policy.
+        evaluators: how many clients evaluate.
+        metrics: combines the clients' own metrics.
+        introductions: the nodes' introductions so far.
+        configrecord_key: the name of the user's config in a message.
+        options: as ``BatchNormStrategy``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        rounds: Rounds,
+        *,
+        evaluators: Evaluators,
+        metrics: OwnMetrics,
+        introductions: Introductions,
+        configrecord_key: str,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, method, rounds, **options)
+        self.evaluators, self.metrics, self.introductions = evaluators, metrics, introductions
+        self.configrecord_key, self.starts = configrecord_key, Starts(self.shared, sends=True)
+        self.at_clients = evaluators.fraction > 0
+        self._own = dict[int, Mapping[str, MetricRecord]]()  # of the clients that replied in this round
+
+    def outward(self, tensors: Mapping[str, Tensor]) -> ArrayRecord:
+        """Return what the hooks see: the tensors that the network's ``load_state_dict`` takes, but those that clients keep."""
+        return arrays_of(self.shared.whole(tensors, self.batches_trained))
+
+    def inward(self, arrays: ArrayRecord) -> dict[str, Tensor]:
+        """Return the shared tensors among ``arrays``, which a hook may have changed.
+
+        Raises:
+            RunFailed: an array is missing, or of another network.
+        """
+        own, given = self.shared.tensors(), tensors_of(arrays)
+        plain = plain_names(self.shared.model)
+        tensors = {name: given.get(plain[name], given.get(name, tensor)) for name, tensor in own.items()}
+        for name, tensor in tensors.items():
+            if tensor.shape != own[name].shape:
+                raise RunFailed(
+                    f"a hook gave {printable(name)} with shape {tuple(tensor.shape)}, but the network has {tuple(own[name].shape)}: return "
+                    "arrays by the names and shapes of those that the hook got"
+                )
+        if given and not {*plain.values(), *own} & given.keys():
+            raise RunFailed(f"a hook gave arrays of another network ({printable(next(iter(given)))}): return those that it got, changed")
+        return tensors
+
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        """Make one train message per client of the cohort, at the rate that ``config`` names."""
+        if isinstance(self.rounds.rate, NamedRates):
+            self.rounds.rate.note(server_round, config)
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def _their_config(self, config: Mapping[str, Any], instruction: Instruction) -> dict[str, Any]:
+        """Multiply the rates in ``config`` by the method's share in frozen rounds. The clients' loops read them there."""
+        values = super()._their_config(config, instruction)
+        for name in RATES:
+            if instruction.rate_share != 1 and type(values.get(name)) in (int, float):
+                values[name] = float(values[name]) * instruction.rate_share
+        return values
+
+    def _read_replies(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
+        """Read the replies, and note the clients' own training metrics."""
+        self._own = {}
+        by_node = {client.node: client.index for client in self.cohort}
+
+        def noted() -> Iterator[Decoded]:
+            for reply in replies:
+                if reply.own and reply.node in by_node:
+                    self._own.setdefault(by_node[reply.node], reply.own)
+                yield reply
+                del reply  # while the next one is waited for
+
+        return super()._read_replies(noted(), reading)
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Combine the replies, and the clients' own training metrics."""
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        if arrays is None or metrics is None:
+            return None, None
+        accepted = {client.client: client.samples for client in self.record.accepted}
+        own = {index: records for index, records in self._own.items() if index in accepted}
+        combined, by_client = self.metrics.training(own, accepted)
+        means = {} if combined is None else {k: float(v) for k, v in combined.items() if isinstance(v, int | float)}
+        self.server.record = replace(self.record, own_metrics=means, client_metrics=by_client)
+        if self.metrics.combines_training and combined is not None:
+            return arrays, combined
+        return arrays, MetricRecord({**(combined or {}), **metrics})
+
+    def evaluators_of(self, server_round: int, clients: list[Client], population: int) -> list[Client]:
+        """Return those of ``clients`` that evaluate in this round."""
+        return self.evaluators.sample(clients, population, self.rounds.seed, server_round)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Combine the clients' metrics; None without any."""
+        if not self.at_clients or not self._due(server_round):
+            return None
+        decoded = self.disclosures.evaluations(replies, self.everyone())
+        combined, by_client = self.metrics.evaluation(decoded, self.evaluating, self.sent)
+        self.server.record = replace(self.record, client_evaluation=by_client)
+        return combined
+
+    def _population(self, grid: Grid) -> Population:
+        return Population(grid, self.rounds, self.shared.signature, introductions=self.introductions, clients_are_nodes=True)

@@ -1,0 +1,298 @@
+"""Provide the strategy for a Flower app of your own: Flower's own arguments, hooks and ``start``, and a method's rounds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from torch import nn
+
+from fl_bn.conversion import convert
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.auxiliary import auxiliary
+from fl_bn.federation.callbacks import Callback
+from fl_bn.federation.composition import check_composition
+from fl_bn.federation.defence import NO_DEFENCE, Defence
+from fl_bn.federation.narrow import AS_THE_MODEL, check_payload
+from fl_bn.federation.norm_layers import check_layers
+from fl_bn.federation.optimizers import ServerOptimizer
+from fl_bn.federation.payload import signature
+from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.flower.grid_transport import EvaluateFn
+from fl_bn.flower.hooks import RunResult
+from fl_bn.flower.log import log
+from fl_bn.flower.own.arguments import FlowerArguments
+from fl_bn.flower.own.metrics import EXAMPLES, RANGES, Combine, OwnMetrics, Ranges
+from fl_bn.flower.own.rates import NamedRates
+from fl_bn.flower.own.rounds import Evaluators, OwnRounds
+from fl_bn.flower.population import RunFailed
+from fl_bn.flower.strategy import BatchNormStrategy
+from fl_bn.flower.wire.introductions import introduced
+from fl_bn.flower.wire.messages import CLIENTS
+from fl_bn.methods import Method
+from fl_bn.objectives import PLAIN, Objective
+
+TIMEOUT = 3600.0  # Flower's
+
+
+class OwnAppStrategy(Strategy):
+    """Train your model by a method, over a Flower app of your own.
+
+    The app's ClientApp uses ``fl_bn.flower.answer`` and ``fl_bn.flower.training``.
+
+    A subclass may override the hooks ``configure_train``, ``aggregate_train``, ``configure_evaluate``,
+    ``aggregate_evaluate``, ``summary`` and ``start``, and call ``super()`` in them. The arrays that a hook gets
+    have the names of your network's state_dict, without those that clients keep.
+
+    A node that claims another number of clients is refused, and the log names it. So is a node that cannot take
+    part. The run goes on with the others, if there are at least ``min_available_nodes``.
+
+    Args:
+        model: your network, unconverted.
+        method: the method, the same as the clients'.
+        fraction_train: the share of the clients that train in a round, in (0, 1], as in Flower's ``FedAvg``.
+        fraction_evaluate: the share of the clients that evaluate in a round, 0..1. 0: none does.
+        min_train_nodes: the smallest number of clients in a round.
+        min_evaluate_nodes: the smallest number of clients that evaluate, unless none does.
+        min_available_nodes: the smallest number of clients for the run to start.
+        weighted_by_key: the metric by which a client weighs in the means of metrics. Its weights in the model
+            are its ``samples``, of ``round.message``.
+        arrayrecord_key: stays ``arrays``: ``training`` loads the arrays.
+        configrecord_key: the name of the record that ``train_config`` and ``evaluate_config`` become.
+        train_metrics_aggr_fn: ``f(records, weighted_by_key)`` combines the clients' own training metrics.
+            Default: means. The records have the metrics alone.
+        evaluate_metrics_aggr_fn: combines the clients' evaluations, likewise.
+        seed: decides the cohorts.
+        rate: maps ``(round, rounds)`` to the learning rate, which FBN's tracking follows. Default: the rate
+            that ``train_config`` names (``RATES``), from which your clients read theirs. A hook may change it
+            there in any round. In rounds with frozen statistics that rate falls, too (``Method.learning_rate``).
+        calibrate: the number of statistics-only exchanges before round 1. -1: as many as make all layers exact;
+            -2: as the method wants.
+        unit_scale: whether the weights are rescaled after that.
+        exchange: how FedTAN's exchange is carried.
+        payload: the type in which weights travel while clients train: ``float32``, ``bfloat16`` or ``float16``.
+            Default: the model's type.
+        optimizer: steps on the average at the server. Default: the average itself.
+        defence: the robust rules against Byzantine clients.
+        objective: the objective that your ``training`` names. SCAFFOLD's control variates travel.
+        callbacks: called after every round and at the end.
+        clients: the number of clients, 0..100000. 0: the number that most nodes say (``num-partitions``).
+        ranges: the smallest and the largest value of a client's metric, by name.
+
+    Raises:
+        ValueError: an argument is out of its range, or the arguments do not go together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        *,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = EXAMPLES,
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: Combine | None = None,
+        evaluate_metrics_aggr_fn: Combine | None = None,
+        seed: int = 0,
+        rate: Callable[[int, int], float] = constant_rate,
+        calibrate: int = AS_METHOD,
+        unit_scale: bool = True,
+        exchange: ExchangeSettings = ExchangeSettings(),  # noqa: B008 - frozen
+        payload: str = AS_THE_MODEL,
+        optimizer: ServerOptimizer | None = None,
+        defence: Defence = NO_DEFENCE,
+        objective: Objective = PLAIN,
+        callbacks: Sequence[Callback] = (),
+        clients: int = 0,
+        ranges: Ranges = RANGES,
+    ) -> None:
+        if not 0 <= clients <= CLIENTS:
+            raise ValueError(f"clients must be 0 (as many as most nodes say) .. {CLIENTS}, but got {clients}")
+        self.flower = FlowerArguments(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes if fraction_evaluate else 0,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+        )
+        self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate  # as subclasses of Flower's FedAvg read them
+        self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, self.flower.min_evaluate_nodes
+        self.min_available_nodes, self.weighted_by_key = min_available_nodes, weighted_by_key
+        self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
+        self.model, self.method, self.seed, self.rate = model, method, seed, rate
+        self.calibrate, self.unit_scale, self.exchange, self.payload = calibrate, unit_scale, exchange, payload
+        self.optimizer, self.defence, self.callbacks = optimizer, defence, callbacks
+        self.clients, self.ranges = clients, ranges
+        self._settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
+        check_composition(method, self._settings, robust=defence.active)
+        check_layers(model, method)
+        check_payload(payload, method)
+        self._rounds: OwnRounds | None = None
+
+    @property
+    def rounds(self) -> BatchNormStrategy:
+        """Return the strategy that runs the rounds.
+
+        Raises:
+            RunFailed: ``start`` was not called yet, so the clients are not known.
+        """
+        if self._rounds is None:
+            raise RunFailed(
+                "the clients are not known before the start: call strategy.start(grid, ...) first (a start of your own: super().start(...))"
+            )
+        return self._rounds
+
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        """Make one train message per client of the cohort.
+
+        Args:
+            server_round: the round, from 1.
+            arrays: the shared tensors, by the names of your network's state_dict.
+            config: values for every message. Changes stay for later rounds.
+            grid: Flower's grid.
+        """
+        return self.rounds.configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Combine the replies to the train messages.
+
+        Args:
+            server_round: the round.
+            replies: the replies. The records whose names do not begin with ``fl-bn/`` are your own.
+
+        Returns:
+            The shared tensors and the combined metrics, or ``(None, None)`` where too few replies are usable.
+        """
+        return self.rounds.aggregate_train(server_round, replies)
+
+    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+        """Make one evaluate message per client that evaluates.
+
+        Args:
+            server_round: the round.
+            arrays: the shared tensors, by the names of your network's state_dict.
+            config: values for every message.
+            grid: Flower's grid.
+        """
+        return self.rounds.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Combine the clients' metrics.
+
+        Args:
+            server_round: the round.
+            replies: the replies to the evaluate messages.
+
+        Returns:
+            The combined metrics; None without any.
+        """
+        return self.rounds.aggregate_evaluate(server_round, replies)
+
+    def summary(self) -> None:
+        """Log what the method does with every normalisation layer."""
+        if self._rounds is not None:
+            self._rounds.summary()
+
+    def save(self, path: str | Path) -> None:
+        """Save the model at the end of ``start`` as safetensors, as ``BatchNormStrategy.save`` does.
+
+        Args:
+            path: of the file.
+        """
+        self.rounds.save(path)
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        timeout: float = TIMEOUT,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> RunResult:
+        """Run the rounds, as Flower's ``Strategy.start`` does.
+
+        Args:
+            grid: Flower's grid.
+            initial_arrays: the tensors to start from, ``ArrayRecord(net.state_dict())``. Default: the model's
+                own. What clients keep starts from them, too.
+            num_rounds: the number of rounds, 0 or more.
+            timeout: seconds for the clients to come, and for the replies of a round.
+            train_config: values for every train message, such as ``lr``.
+            evaluate_config: values for every evaluate message.
+            evaluate_fn: evaluates at the server, too: ``evaluate_fn(round, arrays)``, from round 0 on. The
+                arrays load into your network by ``load_state_dict``. Where clients keep their BatchNorm, these
+                layers are the average over the clients that tell theirs (``answer``).
+
+        Returns:
+            Flower's result, with the arrays of the last evaluation and every round's record.
+
+        Raises:
+            RunFailed: clients are missing, or their app does not answer. The message names the line that the
+                app lacks.
+        """
+        config = ConfigRecord() if train_config is None else train_config
+        self._rounds = self._meet(grid, timeout, config)
+        return self._rounds.start(grid, initial_arrays, num_rounds, timeout, config, evaluate_config, evaluate_fn, hooks=self)
+
+    def _meet(self, grid: Grid, timeout: float, train_config: ConfigRecord) -> OwnRounds:
+        """Wait for the clients, and return the strategy of their rounds."""
+        given, wanted = self.flower, signature(convert(self.model, self.method), self.method)
+        clients, introductions = introduced(grid, given.min_available_nodes, timeout, wanted, self.clients)
+        for name in ("min_train_nodes", "min_evaluate_nodes"):
+            if (least := getattr(given, name)) > max(clients, 2):
+                log(logging.WARNING, "%s is %d, but there are %d clients: all of them take part in every round", name, least, clients)
+        rate: Callable[[int, int], float] = self.rate
+        if rate is constant_rate:
+            rate = NamedRates()
+            rate.note(1, train_config)
+        policy = Rounds(
+            clients,
+            given.fraction_train,
+            timeout=timeout,
+            at_start=min(given.min_available_nodes, clients),
+            min_cohort=min(given.min_train_nodes, clients),
+            seed=self.seed,
+            rate=rate,
+            calibrate=self.calibrate,
+            unit_scale=self.unit_scale,
+            auxiliary=auxiliary(self._settings),
+            exchange=self.exchange,
+            payload=self.payload,
+        )
+        metrics = OwnMetrics(
+            given.weighted_by_key,
+            self.ranges,
+            given.train_metrics_aggr_fn,
+            given.evaluate_metrics_aggr_fn,
+            alike=self.defence.active,
+            called=policy.called,
+        )
+        return OwnRounds(
+            self.model,
+            self.method,
+            policy,
+            optimizer=self.optimizer,
+            defence=self.defence,
+            callbacks=self.callbacks,
+            evaluators=Evaluators(given.fraction_evaluate, given.min_evaluate_nodes),
+            metrics=metrics,
+            introductions=introductions,
+            configrecord_key=given.configrecord_key,
+        )

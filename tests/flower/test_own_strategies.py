@@ -1,0 +1,232 @@
+"""Strategies are classes: a subclass of each one overrides each hook, which is called; ``super()`` works, and changes no number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor
+
+from fl_bn.federation.local import Samples
+from fl_bn.flower import (
+    FBN,
+    HBN,
+    BatchNormStrategy,
+    FBNStrategy,
+    FedAvgAlg2Strategy,
+    FedAvgBN,
+    FedAvgBNStrategy,
+    FedBN,
+    FedBNStrategy,
+    FedTAN,
+    FedTAN2,
+    FedTAN2Strategy,
+    FedTANStrategy,
+    FixBN,
+    FixBNStrategy,
+    HBNStrategy,
+    InProcessGrid,
+    OwnAppStrategy,
+    RobustFBNStrategy,
+    Rounds,
+    RunFailed,
+    SiloBN,
+    SiloBNStrategy,
+)
+from fl_bn.methods import METHODS
+from fl_bn.secure.settings import SecureAggregation
+from tests.flower.own_apps import CLIENTS, config, data, net, own_app
+from tests.in_process import client_app
+from tests.listed import listed
+
+HOOKS = ("start", "summary", "configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
+OWN: dict[str, type[OwnAppStrategy]] = {
+    "fedavg": FedAvgBN,
+    "fixbn": FixBN,
+    "fedbn": FedBN,
+    "silobn": SiloBN,
+    "hbn": HBN,
+    "fbn": FBN,
+    "fedtan": FedTAN,
+    "fedtan2": FedTAN2,
+}
+OURS: dict[str, type[BatchNormStrategy]] = {
+    "fedavg": FedAvgBNStrategy,
+    "fixbn": FixBNStrategy,
+    "fedbn": FedBNStrategy,
+    "silobn": SiloBNStrategy,
+    "hbn": HBNStrategy,
+    "fbn": FBNStrategy,
+    "fedtan": FedTANStrategy,
+    "fedtan2": FedTAN2Strategy,
+    "fedavg-alg2": FedAvgAlg2Strategy,
+}
+
+
+def counting(kind: type[Any]) -> type[Any]:
+    """A user's subclass that overrides every hook, calls ``super()``, and counts."""
+
+    class Mine(kind):  # type: ignore[misc]
+        def start(self, *args: Any, **options: Any) -> Any:
+            self.calls = {**dict.fromkeys(HOOKS, 0), "start": 1}
+            return super().start(*args, **options)
+
+        def summary(self) -> None:
+            self.calls["summary"] += 1
+            super().summary()
+
+        def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any) -> Iterable[Message]:
+            self.calls["configure_train"] += 1
+            assert "0.weight" in arrays
+            return super().configure_train(server_round, arrays, config, grid)
+
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[Any, Any]:
+            self.calls["aggregate_train"] += 1
+            assert len(list(replies)) == CLIENTS  # one's own code may go through them, and then hand them on
+            return super().aggregate_train(server_round, replies)
+
+        def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any) -> Iterable[Message]:
+            self.calls["configure_evaluate"] += 1
+            return super().configure_evaluate(server_round, arrays, config, grid)
+
+        def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+            self.calls["aggregate_evaluate"] += 1
+            list(replies)
+            return super().aggregate_evaluate(server_round, replies)
+
+    return Mine
+
+
+def ran(strategy: Any, app: Any, rounds: int = 2) -> tuple[dict[str, Tensor], Any]:
+    result = strategy.start(InProcessGrid(app, CLIENTS, {}), num_rounds=rounds)
+    return {name: torch.from_numpy(array.numpy().copy()) for name, array in result.arrays.items()}, result
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+@listed("name", OWN)
+def test_a_subclass_of_each_strategy_for_own_apps_has_each_hook_called(name: str) -> None:
+    kind = OWN[name]
+    assert issubclass(kind, Strategy)
+    assert issubclass(kind, OwnAppStrategy)
+    mine = counting(kind)(net())
+    tensors, result = ran(mine, own_app(name))
+    assert mine.calls == {**dict.fromkeys(HOOKS, 2), "start": 1, "summary": 1}
+    plain, expected = ran(kind(net()), own_app(name))
+    assert equal(tensors, plain)
+    assert dict(result.evaluate_metrics_clientapp[2]) == dict(expected.evaluate_metrics_clientapp[2])
+    assert not equal(tensors, ran(kind(net()), own_app(name), rounds=1)[0])  # control
+
+
+@listed("name", OURS)
+def test_a_subclass_of_each_strategy_of_the_application_has_each_hook_called(name: str) -> None:
+    clients = [Samples(torch.cat([x for x, _ in data(i)]), torch.cat([y for _, y in data(i)])) for i in range(CLIENTS)]
+    policy = Rounds(CLIENTS, at_clients=True, wait=1.0)
+    app = client_app(METHODS[name](), clients, model=net())
+    mine = counting(OURS[name])(net(), policy)
+    tensors, _ = ran(mine, app)
+    assert mine.calls == {**dict.fromkeys(HOOKS, 2), "start": 1, "summary": 1}
+    assert equal(tensors, ran(OURS[name](net(), policy), client_app(METHODS[name](), clients, model=net()))[0])
+
+
+def test_the_robust_strategy_is_a_class_too() -> None:
+    assert issubclass(counting(RobustFBNStrategy), BatchNormStrategy)
+
+
+def test_a_rate_that_a_hook_halves_is_halved_at_the_clients_and_in_the_records() -> None:
+    """As Flower's advanced-pytorch does, in ``configure_train``."""
+    rates: list[float] = []
+
+    class Halves(FixBN):
+        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+            if server_round % 2 == 0:
+                config["lr"] *= 0.5
+            return super().configure_train(server_round, arrays, config, grid)
+
+    def rate(message: Message) -> float:
+        rates.append(float(message.content["config"]["lr"]))  # type: ignore[arg-type,call-overload,index]
+        return rates[-1]
+
+    app = own_app("fixbn", rate=rate)
+    strategy = Halves(net(), freeze_after=3, frozen_rate=0.1, fraction_evaluate=0)
+    result = strategy.start(InProcessGrid(app, CLIENTS, {}), num_rounds=4, train_config=config(lr=0.1))
+    assert rates[::CLIENTS] == pytest.approx([0.1, 0.05, 0.05, 0.01])  # round 4 is frozen: no more than .1 of the rate before
+    assert [record.learning_rate for record in result.records] == pytest.approx([0.1, 0.05, 0.05, 0.01])
+
+
+def test_a_hook_may_leave_clients_out_and_change_what_is_aggregated() -> None:
+    class Mine(FedAvgBN):
+        def configure_train(self, *args: Any) -> Any:
+            return list(super().configure_train(*args))[1:]
+
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+            arrays, metrics = super().aggregate_train(server_round, replies)
+            state = arrays.to_torch_state_dict()
+            state["0.bias"] = torch.full_like(state["0.bias"], 3.0)
+            return ArrayRecord(state), MetricRecord({**metrics, "mine": 1.0})
+
+    tensors, result = ran(Mine(net(), fraction_evaluate=0), own_app("fedavg"))
+    assert [[c.client for c in record.clients] for record in result.records] == [[1, 2]] * 2
+    assert torch.equal(tensors["0.bias"], torch.full((6,), 3.0))
+    assert result.train_metrics_clientapp[2]["mine"] == 1.0
+
+
+def test_a_hook_that_aggregates_by_itself_needs_no_super() -> None:
+    class First(FedAvgBN):
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+            (first, *_) = replies
+            own = {**first.content["fl-bn/weights"], **first.content["fl-bn/statistics"]}
+            return ArrayRecord(own), None
+
+    tensors, result = ran(First(net(), fraction_evaluate=0), own_app("fedavg"))
+    assert all(record.aggregated for record in result.records)
+    assert not torch.equal(tensors["0.weight"], net()[0].weight)
+
+
+def test_a_hook_that_sends_nothing_trains_nobody() -> None:
+    class Rests(FedAvgBN):
+        def configure_train(self, server_round: int, *args: Any) -> Any:
+            return [] if server_round > 1 else super().configure_train(server_round, *args)
+
+    _, result = ran(Rests(net(), fraction_evaluate=0), own_app("fedavg"), rounds=6)
+    assert [record.aggregated for record in result.records] == [True] + [False] * 5
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "a stranger": (lambda own: [*own, Message(own[0].content, 99, "train")], "configure_train returned a message for node 99, which is"),
+    "twice": (lambda own: [*own, own[0]], "configure_train returned 2 messages for node 1: return one per client"),
+}
+
+
+@listed("case", WRONG)
+def test_messages_of_a_hook_for_nobody_are_refused(case: str) -> None:
+    change, says = WRONG[case]
+
+    class Mine(FedAvgBN):
+        def configure_train(self, *args: Any) -> Any:
+            return change(list(super().configure_train(*args)))
+
+    with pytest.raises(RunFailed, match=says):
+        ran(Mine(net()), own_app("fedavg"))
+
+
+def test_arrays_of_a_hook_that_do_not_fit_are_refused() -> None:
+    class Mine(FedAvgBN):
+        def aggregate_train(self, *args: Any) -> Any:
+            arrays, metrics = super().aggregate_train(*args)
+            return ArrayRecord({**arrays.to_torch_state_dict(), "0.bias": torch.zeros(5)}), metrics
+
+    with pytest.raises(RunFailed, match=r"a hook gave 0.bias with shape \(5,\), but the network has \(6,\)"):
+        ran(Mine(net()), own_app("fedavg"))
+
+
+def test_a_hook_that_a_secure_sum_never_calls_is_refused() -> None:
+    strategy = counting(FedAvgBNStrategy)(net(), Rounds(CLIENTS), secure=SecureAggregation())
+    with pytest.raises(ValueError, match="Mine overrides aggregate_train, but with secure aggregation the server sees no client's reply"):
+        strategy.start(InProcessGrid(own_app("fedavg"), CLIENTS, {}))

@@ -1,0 +1,26 @@
+"""The shared tensors with which a run evaluates, after every round: what a strategy's hook ``configure_evaluate`` gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord
+
+from fl_bn.flower import BatchNormStrategy, OwnAppStrategy
+
+Arrays = dict[str, np.ndarray]
+
+
+def noted(strategy: BatchNormStrategy | OwnAppStrategy) -> dict[int, Arrays]:
+    """By round, filled while ``strategy`` runs."""
+    found: dict[int, Arrays] = {}
+    hook: Any = strategy.configure_evaluate
+
+    def configure_evaluate(server_round: int, arrays: ArrayRecord, config: Any, grid: Any) -> Any:
+        shared = (strategy.rounds if isinstance(strategy, OwnAppStrategy) else strategy).shared
+        found[server_round] = {name: arrays[name].numpy().copy() for name in shared.tensors()}
+        return hook(server_round, arrays, config, grid)
+
+    strategy.configure_evaluate = configure_evaluate  # type: ignore[method-assign]
+    return found
