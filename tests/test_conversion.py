@@ -119,7 +119,7 @@ def test_subclasses_of_batch_norm(name: str) -> None:
 @listed(
     ("norm", "reason"),
     [
-        (lambda: nn.InstanceNorm2d(4, track_running_stats=True), "shared statistics of InstanceNorm"),
+        (lambda: nn.InstanceNorm2d(4, track_running_stats=True), "running statistics of InstanceNorm"),
         (lambda: nn.LazyBatchNorm2d(), "a lazy layer has no shape yet"),
         (lambda: nn.LazyConv2d(2, 1), "a lazy layer has no shape yet"),
         (lambda: FederatedBatchNorm(4), "converted before"),

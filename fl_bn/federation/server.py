@@ -268,7 +268,10 @@ def check_weights(method: Method, client_weights: str) -> None:
         ValueError: They are not.
     """
     if client_weights != "samples" and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
-        raise ValueError(f"{method.name} weighs clients by the batches they drew: client_weights must be 'samples', or its step is inexact")
+        raise ValueError(
+            f"{method.name} must weigh clients by the sizes of their batches, since only then its first step equals centralised training: "
+            f"client_weights must be 'samples', but got {client_weights!r}"
+        )
 
 
 def check_learns(model: nn.Module) -> None:

@@ -31,7 +31,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names() -> None:
     names = ["digits", "digits-plain", "cifar10", "cifar100", "mnist", "svhn", "usps", "mnist-m", "synth-digits", "digits-five"]
     names += ["digits-five-pooled"]
-    names += ["office-caltech10", "domainnet", "pacs", "tiny-imagenet", "imagenet", "cityscapes", "abide", "npz", "folder"]
+    names += ["office-caltech10", "domainnet", "pacs", "tiny-imagenet", "imagenet", "cityscapes", "abide", "npz", "folder", "csv"]
     assert list(DATASETS) == names
     with pytest.raises(ValueError, match=r"one of digits, digits-plain, cifar10.*but got 'imagenet-21k'"):
         load("imagenet-21k")

@@ -162,7 +162,7 @@ def test_without_the_clients_models_their_average_will_do(runs: Path, tmp_path: 
     shutil.rmtree(run / "clients")
     refused = command("--model", run)
     assert refused.exit_code == 2
-    assert "with fedbn scale and shift of BatchNorm stay at the clients" in said(refused)
+    assert "with fedbn, scale and shift of BatchNorm stay at the clients" in said(refused)
     save_file({name: torch.stack([state[name] for state in states]).double().mean(0) for name in affine}, run / "unseen-client.safetensors")
     made = read_run(run)
     assert ways(made, "all") == ["average-affine", "recompute", "test-batch"]
@@ -204,7 +204,7 @@ def test_a_folder_that_is_no_runs(runs: Path, tmp_path: Path) -> None:
 
 def test_a_domain_that_the_run_knew_is_said_to_be_none_that_it_did_not(runs: Path, tmp_path: Path) -> None:
     result = command("--model", runs / "fedavg", "--domain", "invert", "--output", tmp_path / "out", "--how", "recompute")
-    assert "beware: the run was trained on invert, too" in said(result)
+    assert "beware: the run was trained on invert, so this client is not new to it" in said(result)
     assert (tmp_path / "out" / "model-recompute.safetensors").exists()
 
 

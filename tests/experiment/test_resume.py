@@ -234,7 +234,7 @@ def test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before_and_no_more(
     other = {"short": data[:-1], "empty": b"", "of another kind": state.read_bytes() if state else b"x"}
     newest.write_bytes(other.get(damage, data[:-1] + bytes([data[-1] ^ 1])))
     assert differences(whole(case), results(run(values, resume="latest"))) == []
-    assert f"Set aside as {newest.name}.set-aside-1; trying the checkpoint before it" in caplog.text
+    assert f"It was renamed to {newest.name}.set-aside-1; trying the checkpoint before it" in caplog.text
     assert "going on after round 2 of 5" in caplog.text
     assert before.name == "round-000002.safetensors"
 

@@ -202,7 +202,7 @@ def test_a_network_that_answers_in_a_dict(package: str, tmp_path: Path) -> None:
         ({"dataset": "{}:values", "model": "{}:model", "task": "regression"}, "outputs .2, 1. do not fit targets .2, 2."),
         ({"dataset": "{}:data", "task": "os:system"}, "your own task 'os:system' is not called"),
         ({"dataset": "{}:data", "task": "{}:raises"}, "raised KeyError: 'a'"),
-        ({"dataset": "{}:data", "task": "ordinal"}, "task must be auto, classification, segmentation, regression, multi-label, package"),
+        ({"dataset": "{}:data", "task": "ordinal"}, "task must be auto, classification, classification-auc, segmentation"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_a_client_works(

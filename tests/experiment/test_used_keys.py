@@ -128,7 +128,8 @@ def test_a_key_is_refused_where_the_run_ignores_it_and_only_there(
 def test_every_key_with_a_condition_has_a_case() -> None:
     of_registries = set(RunConfig.keys()) - set(general_options())
     conditioned = of_registries | set(conditions(RunConfig(), REGISTRIES, general_options()))
-    of_one_condition = {"channels": "classes", "fbn-report": "fbn-momentum", "scaffold-strength": "scaffold-option"}
+    of_one_condition = {"channels": "classes", "columns-digest": "classes"}
+    of_one_condition |= {"fbn-report": "fbn-momentum", "scaffold-strength": "scaffold-option"}
     of_one_condition |= {"moon-mu": "moon-temperature", "fedtan-momentum": "fedtan-schedule"}
     of_one_condition |= dict.fromkeys((key for key in of_registries if key.startswith("hbn-")), "hbn-stat-samples")
     del of_one_condition["hbn-stat-samples"]

@@ -54,7 +54,7 @@ def test_whatever_decides_a_number_must_be_as_it_was_and_the_rest_may_be_otherwi
             with pytest.raises(ConfigError) as told:
                 run_to_resume(config)
             expected = (
-                f"resume='run' has another run config: {name} was {tomllib.loads(f'x = {other}')['x']!r}, "
+                f"resume='run': that run has another run config: {name} was {tomllib.loads(f'x = {other}')['x']!r}, "
                 f"and is {config.to_mapping()[name]!r}."
             )
             assert str(told.value).startswith(expected)
@@ -63,7 +63,7 @@ def test_whatever_decides_a_number_must_be_as_it_was_and_the_rest_may_be_otherwi
 def test_what_may_differ_is_where_and_how_it_runs_not_what() -> None:
     exchange = {name for name in KEYS if name.startswith("exchange")}
     assert FREE - exchange == {
-        "name", "output", "resume", "checkpoint-every", "pictures", "callbacks", "device", "threads", "workers", "recalibration",
+        "name", "output", "resume", "checkpoint-every", "pictures", "callbacks", "device", "threads", "workers", "recalibration", "keep-best", "early-stop", "min-sites",
         "deterministic", "memory-format",
         "recalibration-memory", "share-label-counts", "min-replies", "min-cohort",
         "clients-at-start", "client-nodes", "client-names",
@@ -97,7 +97,7 @@ def test_a_run_goes_on_under_other_conditions_with_the_same_results(values: Valu
 def test_another_config_is_refused_with_the_keys_that_differ(change: dict[str, object], told: str, values: Values) -> None:
     before = sorted(file.name for file in stopped(values, 3).iterdir())
     other = "has another run config: "
-    for resume, name in (("run", f"resume='run' {other}"), ("latest", f"the newest unfinished run, run, {other}")):
+    for resume, name in (("run", f"resume='run': that run {other}"), ("latest", f"the newest unfinished run, run, {other}")):
         assert f"{name}{told}" in refused(values, resume=resume, **change)  # type: ignore[arg-type]
     assert sorted(file.name for file in Path(str(values["output"]), "run").iterdir()) == before
     run(values, resume="run")  # control
@@ -198,7 +198,7 @@ def test_where_every_checkpoint_is_damaged_that_is_said_as_often_as_one_asks(val
     path = stopped(values, 4)
     for file in (path / "checkpoints").iterdir():
         file.write_bytes(file.read_bytes()[:-9])
-    assert "run: all of its checkpoints are damaged: start the run anew" in refused(values, resume="run")
+    assert "run cannot be resumed, since all of its checkpoints are damaged: start the run anew" in refused(values, resume="run")
     for resume in ("run", "latest"):
         told = refused(values, resume=resume)
         assert "checkpoint" in told
@@ -213,7 +213,7 @@ def test_a_run_without_a_whole_checkpoint_does_not_hide_an_older_one_that_has(tm
     path = stopped(values | {"name": "newer"}, 3)
     for file in (path / "checkpoints").iterdir():
         file.write_bytes(b"")
-    with pytest.raises(ConfigError, match="newer: all of its checkpoints are damaged"):  # said once,
+    with pytest.raises(ConfigError, match="newer cannot be resumed, since all of its checkpoints are damaged"):  # said once,
         run(values, name="", resume="latest")
     found = run(values, name="", resume="latest")  # and done with
     assert found.name == "older"

@@ -177,7 +177,7 @@ def test_byzantine_clients_lie_in_the_same_type() -> None:
 
 
 def test_secure_sums_have_no_rounded_parts() -> None:
-    with pytest.raises(ValueError, match="set payload-dtype to float32"):
+    with pytest.raises(ValueError, match="set payload-dtype to 'float32'"):
         ran("bfloat16", "fbn", secure=SecureAggregation())
 
 

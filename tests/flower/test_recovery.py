@@ -223,7 +223,7 @@ def test_a_checkpoint_of_the_last_round_leaves_nothing_to_do(at: int, clients: l
     if at < 6:
         server.run(back)
     else:
-        with pytest.raises(RunFailed, match=f"there is nothing to resume: the checkpoint is of round {at}, and the run has 6"):
+        with pytest.raises(RunFailed, match=f"there is nothing to resume: the checkpoint is of round {at}, and the run has only 6 rounds"):
             server.run(back)
 
 

@@ -256,7 +256,7 @@ def test_quantisation_aware_training(method: str, tmp_path: Path) -> None:
 
 def test_an_observer_without_a_shape_is_refused_by_name() -> None:
     model = nn.Sequential(quantization.PerChannelMinMaxObserver(), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"0 \(PerChannelMinMaxObserver\): its extremes have no shape yet: run one batch"):
+    with pytest.raises(ValueError, match=r"0 \(PerChannelMinMaxObserver\): its minimum and maximum have no shape yet: run one batch"):
         convert(model, FEDAVG)
     model(torch.randn(4, 2))
     convert(model, FEDAVG)
