@@ -103,7 +103,7 @@ def main(
     results: Path = Path(__file__).parent / "results" / "throughput.md",
 ) -> None:
     """Time all methods, and write the table."""
-    base = RunConfig(method="fedavg", rounds=rounds, output="", pictures=False, evaluate_every=rounds, learning_rate=0.002)
+    base = RunConfig(method="fedavg", rounds=rounds, output="", pictures=False, evaluate_every=rounds, learning_rate=0.002, workers=1)
     methods: Variants = {name: {"method": name} for name in ("fedavg", "fixbn", "hbn", "fbn")}
     cores = os.cpu_count() or 1
     for keys in methods.values():  # load the data, warm up
