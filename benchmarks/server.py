@@ -42,6 +42,14 @@ def network(name: str) -> Any:
     return getattr(models, name)(num_classes=10)
 
 
+def wire(name: str) -> Any:
+    """Return a module of the wire format; older versions of fl-bn have it one folder up."""
+    try:
+        return importlib.import_module(f"fl_bn.flower.wire.{name}")
+    except ModuleNotFoundError:
+        return importlib.import_module(f"fl_bn.flower.{name}")
+
+
 class Replies:
     """Make ``n`` replies of clients 0, 1, ... with 100 + client samples.
 
@@ -52,6 +60,7 @@ class Replies:
         from flwr.app import Array
 
         self.n, self.header, self.seconds = n, header, 0.0
+        self.prefix = "" if whole else getattr(wire("fields"), "OURS", "")
         sections = {"arrays": {k: a for part in sections.values() for k, a in part.items()}} if whole else sections
         self.sections = {section: {k: Array(a) for k, a in arrays.items()} for section, arrays in sections.items()}
 
@@ -61,10 +70,11 @@ class Replies:
 
         from fl_bn.flower.compat import address
 
-        content = RecordDict({"header": self.header, "metrics": MetricRecord({"samples": 100 + client, "steps": 5, "loss": 1.0})})
+        metrics = MetricRecord({"samples": 100 + client, "steps": 5, "loss": 1.0})
+        content = RecordDict({f"{self.prefix}header": self.header, f"{self.prefix}metrics": metrics})
         for section, arrays in self.sections.items():
             copies = {k: Array(a.dtype, a.shape, a.stype, bytes(memoryview(a.data))) for k, a in arrays.items()}
-            content[section] = ArrayRecord(copies)
+            content[f"{self.prefix}{section}"] = ArrayRecord(copies)
         asked = Message(RecordDict(), client + 1, "train", ttl=3600.0, group_id="1")
         address(asked, 1, f"{client:032x}")
         return Message(content, reply_to=asked)
@@ -89,7 +99,6 @@ def cell(which: str, n: int, name: str, how: str) -> dict[str, float]:
     from fl_bn.federation.payload import to_numpy
     from fl_bn.flower import BatchNormStrategy, Rounds
     from fl_bn.flower.population import Client
-    from fl_bn.flower.wire.codec import header_for
     from fl_bn.methods import METHODS, Phase
 
     torch.set_num_threads(1)
@@ -97,7 +106,7 @@ def cell(which: str, n: int, name: str, how: str) -> dict[str, float]:
     strategy = BatchNormStrategy(network(name), METHODS["fedavg"](), Rounds(clients=n))
     strategy.cohort = [Client(i, i + 1, 100 + i) for i in range(n)]
     sections = {k: to_numpy(part) for k, part in strategy.shared.sections().items()}
-    header = ConfigRecord(vars(header_for(strategy.shared, 1, Phase.TRAIN)))
+    header = ConfigRecord(vars(wire("codec").header_for(strategy.shared, 1, Phase.TRAIN)))
     replies = Replies(n, sections, header, which == FLOWER)
     own = sum(a.nbytes for part in sections.values() for a in part.values())
     given = list(replies) if how == LIST else replies
@@ -143,14 +152,11 @@ class Stages(dict[str, float]):
     """Sum up seconds in the functions that read a reply, and that encode the new model; the rest is average and step."""
 
     def __init__(self) -> None:
-        from fl_bn.flower.wire import replies
-
+        replies: Any = wire("replies")
         strategy: Any = importlib.import_module("fl_bn.flower.strategy")
-
         super().__init__()
         if hasattr(replies, "Reading"):
-            reading: Any = replies.Reading
-            reading.read = self.timed("read", reading.read)
+            replies.Reading.read = self.timed("read", replies.Reading.read)
         else:
             strategy.read_replies = self.timed("read", strategy.read_replies)
         strategy.arrays_of = self.timed("encode", strategy.arrays_of)

@@ -103,7 +103,7 @@ def carries(value: Any, records: bool) -> bool:
     if isinstance(value, Reply) or type(value).__name__ == DECODED:
         return True
     if isinstance(value, RecordDict):
-        return records and "weights" in value
+        return records and any(name.endswith("weights") for name in value)
     if type(value) is dict:
         weights = value.get("weights")
         return records and isinstance(weights, Mapping) and all(isinstance(t, np.ndarray | Tensor) for t in weights.values())
