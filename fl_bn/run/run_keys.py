@@ -51,6 +51,7 @@ class RunKeys(DataKeys):
     # federation
     clients: int = declared(Rounds, "clients")
     clients_at_start: int = declared(Rounds, "at_start")
+    min_sites: int = declared(Rounds, "min_sites")
     join_rounds: str = declared(Rounds, "joining")
     client_nodes: str = declared(Rounds, "nodes")
     client_names: str = declared(Rounds, "names")

@@ -29,6 +29,11 @@ def run_config(**overrides: object) -> str:
     return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else repr(value)}" for key, value in values.items())
 
 
+def without_pictures(**overrides: object) -> str:
+    """``run_config`` for ``fl-bn compare``, which decides on pictures itself."""
+    return run_config(**overrides).replace("pictures=false", "").strip()
+
+
 def test_run(tmp_path: Path) -> None:
     result = command("run", "--run-config", run_config(method="fbn", rounds=1, output=str(tmp_path), name="mine"))
     assert result.exit_code == 0, result.output
@@ -67,7 +72,7 @@ def test_a_name_that_exists_is_refused(tmp_path: Path) -> None:
 
 def test_compare_then_again(tmp_path: Path) -> None:
     args = ("compare", "--methods", "centralised,fbn,fedavg:learning-rate=1e30", "--seeds", "1", "--jobs", "1", "--output", str(tmp_path))
-    result = command(*args, "--run-config", run_config(rounds=2, evaluate_every=1))
+    result = command(*args, "--run-config", without_pictures(rounds=2, evaluate_every=1))
     assert result.exit_code == 1
     text = said(result)
     assert "failed fedavg_learning_rate=1e30-seed0: RunFailed:" in text
@@ -80,7 +85,7 @@ def test_compare_then_again(tmp_path: Path) -> None:
 
     made = {file: file.stat().st_mtime_ns for name in ("centralised", "fbn") for file in tmp_path.glob(f"runs/{name}-seed0/rounds.jsonl")}
     assert len(made) == 2
-    again = command(*args[:2], "centralised,fbn", *args[3:], "--run-config", run_config(rounds=2, evaluate_every=1))
+    again = command(*args[:2], "centralised,fbn", *args[3:], "--run-config", without_pictures(rounds=2, evaluate_every=1))
     assert again.exit_code == 0, again.output
     assert made == {file: file.stat().st_mtime_ns for file in made}
 
@@ -93,7 +98,7 @@ def test_compare_then_again(tmp_path: Path) -> None:
     ],
 )
 def test_compare_refuses_a_wrong_variant_before_it_starts(variant: str, message: str, tmp_path: Path) -> None:
-    keys = ("--run-config", run_config(rounds=1))
+    keys = ("--run-config", without_pictures(rounds=1))
     result = command("compare", "--methods", f"fbn,{variant}", "--output", str(tmp_path / "x"), *keys)
     assert result.exit_code == 2
     assert message in said(result)

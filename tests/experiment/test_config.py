@@ -43,7 +43,7 @@ WRONG: dict[str, list[object]] = {
     "hbn-stat-samples": [-1, 1],
     "image-size": [-1, 5000], "partition-parameter": [-0.5], "calibrate": [-3], "clients": [0], "fraction": [0.0, 1.01],
     "recalibration-memory": [-1.0],
-    "rounds": [-1, 0], "min-replies": [-0.1, 1.1], "max-failed-rounds": [0], "round-timeout": [0.0], "wait-timeout": [-1.0],
+    "rounds": [-1, 0], "min-replies": [-0.1, 1.1], "min-sites": [-1], "max-failed-rounds": [0], "round-timeout": [0.0], "wait-timeout": [-1.0],
     "local-epochs": [-1], "local-steps": [-1], "batch-size": [1], "learning-rate": [0.0], "learning-rate-decay": [0.0, 1.1],
     "momentum": [-0.1, 1.0], "weight-decay": [-1e-9], "server-learning-rate": [0.0], "server-momentum": [-0.1, 1.0],
     "server-beta2": [-0.1, 1.0], "server-adaptivity": [0.0], "fedprox-mu": [-0.1], "scaffold-option": [0, 3], "scaffold-strength": [-1.0],

@@ -34,7 +34,7 @@ class Reply:
         content = to_records(self.payload, Header("", "", 0, ""))
         content["fl-bn/header"] = ConfigRecord(self.header)  # type: ignore[arg-type]
         for (section, name), array in self.raw.items():
-            content[section][name] = array  # type: ignore[index]
+            content[f"fl-bn/{section}"][name] = array  # type: ignore[index]
         if self.metrics:
             content["fl-bn/metrics"] = MetricRecord(self.metrics)  # type: ignore[arg-type]
         return content
@@ -187,7 +187,7 @@ def malformed(kind: str, honest: Message, instruction: Message, rng: Rng) -> tup
     if kind == "error":
         return Message(Error(2, "ValueError: out of memory"), reply_to=instruction), "error: code 2: ValueError: out of memory"
     if kind == "empty":
-        return Message(RecordDict(), reply_to=instruction), "header: expected a record 'header'"
+        return Message(RecordDict(), reply_to=instruction), "header: expected a record 'fl-bn/header'"
     reply = taken_apart(honest)
     begins = MALFORMED[kind](reply, rng)
     return Message(reply.content(), reply_to=instruction), begins

@@ -104,7 +104,7 @@ def test_what_a_node_says_first_counts(clients: list[Samples], log: pytest.LogCa
 
         def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
             replies = list(super().pull_messages(message_ids))
-            for reply in [r for r in replies if "hello" in r.content.config_records and r.metadata.src_node_id == 2]:
+            for reply in [r for r in replies if "fl-bn/hello" in r.content.config_records and r.metadata.src_node_id == 2]:
                 second = copy.deepcopy(reply)
                 second.content.config_records["fl-bn/hello"]["client"] = 2
                 replies.append(second)

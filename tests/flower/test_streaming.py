@@ -53,7 +53,7 @@ class Counting:
         content = {m.metadata.src_node_id: m for m in grid.send_and_receive(messages)}
         for node in [m.metadata.dst_node_id for m in self.order(list(messages))]:
             reply = content.pop(node)
-            for section in {"weights", "gradients"} & set(reply.content):
+            for section in {"fl-bn/weights", "fl-bn/gradients"} & set(reply.content):
                 arrays: Any = reply.content[section]
                 name, first = next(iter(arrays.items()))
                 arrays[name] = Array(first.dtype, first.shape, first.stype, Bytes(first.data))

@@ -46,10 +46,10 @@ def huge(section: str, size: float, whole: bool = True) -> Spoil:
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
         if asked != "train" or int(message.content.config_records["fl-bn/header"]["round"]) > 1:  # type: ignore[arg-type]
             return
-        arrays = {name: array.numpy().copy() for name, array in content.array_records[section].items()}
+        arrays = {name: array.numpy().copy() for name, array in content.array_records[f"fl-bn/{section}"].items()}
         for array in list(arrays.values())[: None if whole else 1]:
             array.reshape(-1)[: None if whole else 1] = size
-        content[section] = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+        content[f"fl-bn/{section}"] = ArrayRecord({name: Array(array) for name, array in arrays.items()})
 
     return spoil
 

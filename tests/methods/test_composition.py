@@ -43,7 +43,7 @@ def check(cell: Cell, **overrides: Any) -> None:
         assert all((a > 0).all() for name, a in arrays.items() if name.endswith("running_var"))
     for before, after in zip(run.rounds[:-1], run.rounds[1:], strict=True):
         assert not before or not identical(split(before)[1], split(after)[1])
-    assert ("control" in run.sections) == (cell[1] == "scaffold")
+    assert ("fl-bn/control" in run.sections) == (cell[1] == "scaffold")
 
 
 @pytest.mark.parametrize("cell", [cell if cell[0] in COMMON else slow(cell) for cell in pairwise()], ids=" ".join)
