@@ -68,9 +68,10 @@ class GridTransport(Transport):
         if self.server.record.round != number:  # the hook did without super()
             self.server.begin(number)
             strategy.cohort = strategy.clients_of(self.grid).everyone()
-        messages, strategy.cohort = addressed(returned, strategy.cohort, "configure_train", called)
+        drawn = strategy.cohort
+        messages, strategy.cohort = addressed(returned, drawn, "configure_train", called)
         strategy.sent = messages  # to which those that are sent again are added
-        if not messages:
+        if drawn and not messages:
             log(logging.INFO, "round %s: configure_train returned no message, so nobody trains", number)
             shared.load(before)
             return True

@@ -389,8 +389,9 @@ class BatchNormStrategy(Strategy):
             transport.evaluate_here(0, self.shared.tensors())
         try:
             for one in run(server, transport, rounds, self.statistics, begin, show):
-                result.arrays, failed, self._evaluated = self.outward(one.evaluated), one.failed, one.evaluated
+                self._evaluated = one.evaluated  # for the callbacks, which see the round next
                 result.records.append(self._tell(one.record))
+                result.arrays, failed = self.outward(one.evaluated), one.failed
                 if self.running.reason and one.record.round < rounds:
                     log(logging.INFO, "the run ends after round %s of %s: %s", one.record.round, rounds, self.running.reason)
                     transport.end_early(one.record.round, one.evaluated)
