@@ -1,4 +1,4 @@
-"""What a rule works on, the rows or mixtures of them, and what it returns."""
+"""Define what a robust rule computes on (rows, or mixtures of rows), and the result that it returns."""
 
 from __future__ import annotations
 
