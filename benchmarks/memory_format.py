@@ -33,7 +33,7 @@ CASES = (
 
 
 def milliseconds(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int) -> float:
-    """Return the milliseconds of processor time per step."""
+    """Return the milliseconds of processor time per training step."""
     optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
     begin = 0.0
     for step in range(-2, steps):

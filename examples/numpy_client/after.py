@@ -1,4 +1,6 @@
-"""The same ``FlowerClient``, unchanged, under fl-bn: its ``net`` is the round's, and its ``fit`` is the training loop."""
+"""The unchanged ``FlowerClient`` under fl-bn: its ``net`` is replaced by the round's model, its ``fit`` is the
+training loop.
+"""
 
 from client import make_client, make_net
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
