@@ -92,8 +92,8 @@ def held_out_of_training(arrays: Arrays, seed: int) -> Arrays:
 def by_site(file: Path, target: Path) -> None:
     """Write all subjects of every site in ten orders, for each factor of ``SHIFTS`` on the site's mean.
 
-    A factor multiplies the distance of the site's mean from the mean of all subjects. The mean of a site is that of all its subjects, whatever their labels. The folder ``rates`` gets the training
-    subjects of order 0.
+    A factor multiplies the distance of the site's mean from the mean of all subjects. The mean of a site is that of
+    all its subjects, whatever their labels. The folder ``rates`` gets the training subjects of order 0.
     """
     arrays = read(file)
     names = arrays["domain_names"].tolist()

@@ -125,7 +125,7 @@ def test_a_wrong_register_is_named(tmp_path: Path) -> None:
     own = {"id": "own-x", "explains": "X-2", "asks": "?", "compare": [PLACE]}
     with pytest.raises(ConfigError, match="explains the claim 'X-2', which does not exist"):
         parse_register({**tables, "own": [own]})
-    with pytest.raises(ConfigError, match="needs an id that begins with own-"):
+    with pytest.raises(ConfigError, match="needs an id that begins with 'own-'"):
         parse_register({**tables, "own": [{**own, "id": "x", "explains": "X-1"}]})
     with pytest.raises(ConfigError, match="lacks a key"):
         parse_register({"claims": [{"id": "X-1", "untestable": "no"}]})
