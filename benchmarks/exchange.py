@@ -73,7 +73,7 @@ def latency(clients: int, exchanges: int) -> tuple[float, float]:
 
 
 class Alone:
-    """An exchange with nobody, to measure the cost of the layer itself."""
+    """Exchange with nobody, to measure the cost of the layer itself."""
 
     batch = 32
     seconds = 0.0

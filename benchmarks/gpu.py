@@ -53,7 +53,7 @@ COMPARED = ("fedavg", "gn", "hbn", "fbn")
 
 
 class Way(NamedTuple):
-    """One way of training a cohort."""
+    """Describe one way of training a cohort."""
 
     engine: str = SEQUENTIAL
     layout: str = "contiguous"

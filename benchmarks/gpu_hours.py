@@ -49,7 +49,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Size:
-    """How much is timed.
+    """Say how much is timed.
 
     Attributes:
         cohorts: The numbers of clients.
@@ -67,7 +67,7 @@ class Size:
 
 
 class Hours(NamedTuple):
-    """The hours of one experiment's local steps by engine, over its ``runs`` timed runs; ``missing`` runs were not
+    """Hold the hours of one experiment's local steps by engine, over its ``runs`` timed runs; ``missing`` runs were not
     timed.
     """
 

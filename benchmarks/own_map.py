@@ -58,7 +58,7 @@ RATE, TEST = "rate", "test"
 
 
 class Place(NamedTuple):
-    """The key of one cell: a rate that is tried, or a seed of the best rate (``rate`` 0: the best rate is not known
+    """Identify one cell: a rate that is tried, or a seed of the best rate (``rate`` 0: the best rate is not known
     yet).
     """
 
@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """One cell's result, a line of the file."""
+    """Hold one cell's result, a line of the file."""
 
     phase: str
     regime: str

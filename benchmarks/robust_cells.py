@@ -27,7 +27,7 @@ Rows = list[np.ndarray]
 
 
 class Cell(NamedTuple):
-    """The key of one cell: a rule by a library on an input."""
+    """Identify one cell: a rule by a library on an input."""
     rule: str
     library: str
     n: int
@@ -51,7 +51,7 @@ class Cell(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The measurements of a cell.
+    """Hold the measurements of a cell.
 
     Attributes:
         seconds: The time of the fastest call.

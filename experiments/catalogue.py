@@ -36,7 +36,7 @@ COLUMNS = ("finished", "experiment", "variant", "seconds", "failed", "folder")
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment, which reproduces a table or figure of a paper.
+    """Describe one experiment, which reproduces a table or figure of a paper.
 
     Attributes:
         name: The name of the experiment, that of its file without suffix, such as ``000-F3``.
@@ -123,7 +123,7 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
 
 @dataclass(frozen=True)
 class Study:
-    """A program that measures each run of an experiment in several ways.
+    """Describe a program that measures each run of an experiment in several ways.
 
     In the table of results, the ways are the values on an axis of their own.
 
@@ -193,7 +193,7 @@ def _module(experiment: Experiment) -> ModuleType:
 
 
 class Log:
-    """Writes a CSV file with one line for each experiment that was run.
+    """Write a CSV file with one line for each experiment that was run.
 
     Args:
         path: The file. If it exists, lines are appended.

@@ -61,7 +61,7 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: a place of the table of results, or the difference of two places.
+    """Describe one side of a comparison: a place of the table of results, or the difference of two places.
 
     Attributes:
         places: One place, or two; the value of two places is the first one's minus the second one's.
@@ -86,7 +86,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One comparison of a claim, with the numbers of the paper.
+    """Describe one comparison of a claim, with the numbers of the paper.
 
     It claims that ``left`` is above ``right``. With ``near`` or ``within``, it claims that the two are close.
 
@@ -146,7 +146,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper, and how this project tests it.
+    """Describe a claim of a paper, and how this project tests it.
 
     The length of the paper's training is given in one of three units: ``steps``, ``epochs`` or ``samples``. If all
     three are empty, the claim is not about converged accuracy, and runs of any length test it.
@@ -200,7 +200,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Own:
-    """A question of this project's own: why does its result contradict a claim?
+    """Describe a question of this project: why does its result contradict a claim?
 
     Attributes:
         id: The id of the question, ``own-...``.
@@ -234,7 +234,7 @@ class Own:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules by which comparisons are decided. They are stated before anything is run.
+    """Hold the rules by which comparisons are decided. They are stated before anything is run.
 
     Attributes:
         seeds: How many seeds decide a comparison.
@@ -253,7 +253,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Register:
-    """The rules, the claims and this project's own questions, in the order of the file."""
+    """Hold the rules, the claims and this project's own questions, in the order of the file."""
 
     rules: Rules
     claims: tuple[Claim, ...]

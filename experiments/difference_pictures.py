@@ -21,7 +21,7 @@ GAP = 1.6  # the height of a group's name, in lines
 
 @dataclass(frozen=True)
 class Difference:
-    """One line of the picture: the difference of a comparison, in points.
+    """Describe one line of the picture: the difference of a comparison, in points.
 
     Attributes:
         name: The comparison in words.

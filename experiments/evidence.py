@@ -33,7 +33,7 @@ NOWHERE = Path("/nowhere")  # a folder without runs
 
 @dataclass(frozen=True)
 class Runs:
-    """The committed results of one variant of an experiment.
+    """Hold the committed results of one variant of an experiment.
 
     Attributes:
         defined: All cells of the variant.
@@ -111,7 +111,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Tested:
-    """One claim with the results that test it.
+    """Hold one claim with the results that test it.
 
     Attributes:
         experiment: The experiment whose table tests the claim.

@@ -18,7 +18,7 @@ NOT_AT_SCALE, UNTESTABLE, NOT_RUN = "not at scale", "not testable here", "not ru
 
 @dataclass(frozen=True)
 class Outcome:
-    """The values of one comparison, and their test.
+    """Hold the values of one comparison, and their test.
 
     With ``resampled``, the seeds divide the same samples anew. Their training parts overlap, so the seeds are not
     independent. The variance is then corrected as in the corrected resampled t-test of Nadeau and Bengio: Inference

@@ -28,7 +28,7 @@ DIGITS = 6
 
 @dataclass(frozen=True)
 class Kept:
-    """The committed result of one finished cell.
+    """Hold the committed result of one finished cell.
 
     Attributes:
         name: The name of the cell.

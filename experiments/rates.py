@@ -15,7 +15,7 @@ AXIS = "rate"  # the axis of the learning rates in the variant that tries them
 
 @dataclass(frozen=True)
 class Tried:
-    """The accuracies of one method at several learning rates.
+    """Hold the accuracies of one method at several learning rates.
 
     Attributes:
         name: The method, and its values on other axes.

@@ -50,7 +50,7 @@ STREAM, BATCH, AUGMENT = 0x5333, 0, 1  # seeds that make these draws independent
 
 
 class Accuracy(NamedTuple):
-    """The test accuracy (percent) of one run after ``round`` rounds: a row of ``decoupling.csv``."""
+    """Hold the test accuracy (percent) of one run after ``round`` rounds: a row of ``decoupling.csv``."""
 
     method: str
     seed: int

@@ -49,7 +49,7 @@ COMPARED = ("fedavg", "fedbn")
 
 
 class Loss(NamedTuple):
-    """The training loss of one run after ``step`` rounds: a row of ``fedbn_synthetic.csv``.
+    """Hold the training loss of one run after ``step`` rounds: a row of ``fedbn_synthetic.csv``.
 
     It is the mean over the clients of the loss on all their data, in evaluation mode.
     """
@@ -62,7 +62,7 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of the study.
+    """Describe one setting of the study.
 
     Attributes:
         seeds: The number of seeds to run.

@@ -30,7 +30,7 @@ LEARNT = 3.0  # the largest weight that is searched: gradient descent from a sma
 
 
 class Client(NamedTuple):
-    """A client's features ``x`` and labels ``y``, each of shape (N,), and ``gamma``, the standard deviation of ``x``."""
+    """Hold a client's features ``x`` and labels ``y``, each of shape (N,), and the standard deviation ``gamma`` of ``x``."""
 
     x: Array
     y: Array

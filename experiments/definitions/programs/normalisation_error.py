@@ -48,7 +48,7 @@ METHODS_SHOWN = (NAIVE, FIXBN, FBN)
 
 
 class Error(NamedTuple):
-    """The error of a method at one similarity: its mean and standard deviation over repetitions."""
+    """Hold the error of a method at one similarity: its mean and standard deviation over repetitions."""
 
     similarity: float
     method: str
@@ -57,7 +57,7 @@ class Error(NamedTuple):
 
 
 class Normalised(NamedTuple):
-    """The points of the last round, and the errors over all rounds.
+    """Hold the points of the last round, and the errors over all rounds.
 
     Attributes:
         points: Method -> its normalised points, of shape (clients, n, 2); ``raw`` -> the points before normalisation.

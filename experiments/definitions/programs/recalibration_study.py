@@ -33,7 +33,7 @@ CIFAR: dict[str, Any] = {
 
 
 class Result(NamedTuple):
-    """The test accuracy (0..1) of a run after ``passes`` re-calibration passes; 0: with FedAvg's own statistics."""
+    """Hold the test accuracy (0..1) of a run after ``passes`` re-calibration passes; 0: with FedAvg's own statistics."""
 
     split: str
     seed: int

@@ -50,7 +50,7 @@ WAYS = (KNOWN, BEFORE, *HOW)
 
 
 class Row(NamedTuple):
-    """One accuracy of one run: a row of ``adaptations.csv``.
+    """Hold one accuracy of one run: a row of ``adaptations.csv``.
 
     Attributes:
         held_out: The domain that was left out in training.
