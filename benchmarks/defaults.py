@@ -237,7 +237,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
     data: Annotated[str, typer.Option(help="folder of cifar10.npz")] = "../shared/data",
     methods: Annotated[str, typer.Option(help="separated by commas")] = ",".join(METHODS),
-    seconds: Annotated[float, typer.Option(help="begin no cell after so many")] = float("inf"),
+    seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = float("inf"),
     table_of: Annotated[Path | None, typer.Option("--table", help="folder of grid.csv: write table.md there")] = None,
 ) -> None:
     """Run the cells that the file lacks, or write the table."""

@@ -60,7 +60,7 @@ def turn(name: str, size: int, pixels: int) -> tuple[float, float, float]:
 
 
 def main(
-    turns: Annotated[int, typer.Option(help="processes of each kind and network; medians count")] = 5,
+    turns: Annotated[int, typer.Option(help="processes per mode and network; the table has their medians")] = 5,
     results: Path = Path(__file__).parent / "results" / "freed-memory.md",
     only: Annotated[str, typer.Option(hidden=True, help="one turn: NAME,SIZE,PIXELS")] = "",
 ) -> None:

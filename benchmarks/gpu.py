@@ -1,8 +1,7 @@
 """Check every method's numbers on the GPU, compare ways to train there, and time the papers' experiments.
 
     python benchmarks/gpu.py                                # the first GPU; without one the CPU, with smaller sizes
-    python benchmarks/gpu.py --minutes 5                    # at most 5 minutes for the papers' experiments; the
-    others are named as missing
+    python benchmarks/gpu.py --minutes 5                    # at most 5 minutes for the papers' experiments
     python benchmarks/gpu.py --device cpu --quick           # the smallest sizes, to see that it runs
 
 The data are random, with the shapes of the real data.
@@ -10,7 +9,7 @@ The data are random, with the shapes of the real data.
 - Numbers: two rounds of ``Federation`` in float64 are compared with the same rounds on the CPU, one client after the
   other.
 - Bits: two such runs in float32 are compared with each other.
-- Speed: a round is the clients' half of one: networks are loaded, local steps made, replies copied to the CPU.
+- Speed: only the clients' half of a round is timed: load the networks, make local steps, copy the replies to the CPU.
 - Hours: a few local steps are timed and multiplied; the other parts of a round are not counted. On a GPU the hours
   are also written to experiments/results/gpu.json, for `fl-bn experiments evidence`.
 """
@@ -254,8 +253,8 @@ def stacked_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Te
 
 def main(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="as small as it gets, without the papers' experiments")] = False,
-    minutes: Annotated[float, typer.Option(help="for the papers' experiments; 0: none")] = 15.0,
+    quick: Annotated[bool, typer.Option("--quick", help="use the smallest sizes; leave out the papers' experiments")] = False,
+    minutes: Annotated[float, typer.Option(help="minutes for the papers' experiments; 0: leave them out")] = 15.0,
     results: Annotated[Path, typer.Option(help="where the tables are written")] = HERE / "results" / "gpu.md",
     hours: Annotated[Path, typer.Option(help="where the hours are written, on a GPU")] = HERE.parent / "experiments" / RESULTS / HOURS,
 ) -> None:

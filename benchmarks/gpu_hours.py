@@ -133,7 +133,7 @@ def steps_of(config: RunConfig, samples: int) -> int:
 
 
 def paper_hours(device: torch.device, size: Size, only: Callable[[RunConfig], bool], until: float) -> dict[str, Hours]:
-    """Time every distinct kind of round of the experiments' variant ``paper``, and multiply by its number.
+    """Time every distinct kind of round of the experiments' variant ``paper``; multiply by the number of such rounds.
 
     Args:
         until: When timing stops, on the monotonic clock; runs with kinds of rounds not timed by then are counted as

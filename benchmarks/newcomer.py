@@ -1,8 +1,7 @@
 """Try what a newcomer tries: methods on five sites whose features differ, whose labels differ, or both.
 
     nice -n 19 python benchmarks/newcomer.py --output benchmarks/results/newcomer/cells.csv
-    python benchmarks/newcomer.py --table benchmarks/results/newcomer        # table.md there, and the table of
-    docs/methods/choosing.md
+    python benchmarks/newcomer.py --table benchmarks/results/newcomer        # writes table.md, and a table of choosing.md
 
 A cell is one ``Federation`` in plain torch on scikit-learn's digits, with its default optimiser: nothing is tuned.
 Under *features*, every site has all digits, seen through a camera of its own. Under *two classes*, every site has two
@@ -172,7 +171,7 @@ def excerpt(rows: Mapping[Key, Row]) -> str:
 
 def main(
     output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
-    seconds: Annotated[float, typer.Option(help="begin no cell after so many")] = math.inf,
+    seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = math.inf,
     table_of: Annotated[Path | None, typer.Option("--table", help="folder of cells.csv: write table.md there")] = None,
 ) -> None:
     """Run the cells that the file lacks, or write the table."""

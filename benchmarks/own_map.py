@@ -1,16 +1,15 @@
 """Compare all methods in eleven regimes, each at its best learning rate of three: the map behind `fl-bn advise`.
 
     python benchmarks/own_map.py --output benchmarks/results/map/cells.csv
-    python benchmarks/own_map.py --left benchmarks/results/map/cells.csv      # counts the missing cells, and
-    estimates their hours
+    python benchmarks/own_map.py --left benchmarks/results/map/cells.csv      # counts missing cells
 
 A cell is one run on the bundled digits. For every regime and method, the three rates are tried first, with a seed of
 their own, and scored on validation samples. These are a fifth of every client's training data, never test data. The
 best rate is then run with three other seeds on all training data, and tested on the test data.
 
-The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again. All
-methods but FixBN come first, FixBN last; each time, the rates and the first seed come before the other seeds.
-``accuracy`` is in percent after the last round, ``halfway`` after half of the rounds; ``seconds`` is processor time.
+The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again. The
+cells of FixBN come after those of all other methods. In both parts, the rates and the first seed come before the
+other seeds. ``accuracy`` is in percent after the last round, ``halfway`` after half of the rounds; ``seconds`` is processor time.
 """
 
 from __future__ import annotations
@@ -182,8 +181,8 @@ def hours(lines: Mapping[Place, Line]) -> float:
 def main(
     output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
     methods: Annotated[str, typer.Option(help="separated by commas")] = ",".join(METHODS),
-    seconds: Annotated[float, typer.Option(help="begin no cell after so many")] = math.inf,
-    left_of: Annotated[Path | None, typer.Option("--left", help="CSV file: how many of its cells were not run, and their hours")] = None,
+    seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = math.inf,
+    left_of: Annotated[Path | None, typer.Option("--left", help="CSV file: print how many cells it lacks, and their hours")] = None,
 ) -> None:
     """Run the cells that the file lacks, or count them."""
     if left_of is not None:

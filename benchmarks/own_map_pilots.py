@@ -57,7 +57,7 @@ def tried(regime: Regime, *, every: bool) -> dict[str, str]:
 
 def main(
     output: Annotated[Path, typer.Option(help="CSV file to write or go on with")],
-    every: Annotated[bool, typer.Option("--all", help="try all methods, not the map's candidates alone")] = False,
+    every: Annotated[bool, typer.Option("--all", help="try all methods, not only the map's candidates")] = False,
 ) -> None:
     """Try the regimes that the file lacks."""
     logging.getLogger("flwr").setLevel(logging.ERROR)

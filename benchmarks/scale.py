@@ -1,7 +1,6 @@
 """Run many clients in one process: seconds per round early and late, peak memory, size of the run directory.
 
-    python benchmarks/scale.py                                  # 10,000 clients, 100 per round, 1,000 rounds: the
-    table of results/scale.md
+    python benchmarks/scale.py                                  # 10,000 clients, 100 per round, 1,000 rounds
     python benchmarks/scale.py --clients 1000 --cohort 20 --rounds 100
 
 The data are a few random pixels per client, so that the time is spent in fl-bn and not in training.
@@ -77,7 +76,7 @@ def main(
     cohort: int = 100,
     rounds: Annotated[int, typer.Option(min=2 * EARLY)] = 1_000,
     method: str = "fedavg",
-    write: Annotated[bool, typer.Option(help="the table into benchmarks/results")] = True,
+    write: Annotated[bool, typer.Option(help="write the table to benchmarks/results")] = True,
 ) -> None:
     """Run the federation, and write the table."""
     with tempfile.TemporaryDirectory() as name:

@@ -1,8 +1,8 @@
 """Measure the server's part of a round, from the bytes of the replies to those of the new model, next to Flower's own
 FedAvg.
 
-    python benchmarks/server.py                         # on a quiet machine; --before CHECKOUT: an older version of
-    fl-bn beside this one
+    python benchmarks/server.py                         # on a quiet machine
+    python benchmarks/server.py --before CHECKOUT       # measures an older version of fl-bn, too
 
 Every line of the table is measured in a process of its own with one thread. ``aggregate_train`` of
 ``BatchNormStrategy`` and of Flower's ``FedAvg`` get the same replies (FedAvg with BatchNorm: weights and running
@@ -194,7 +194,7 @@ def measured(which: str, n: int, name: str, how: str, before: Path | None) -> di
 def main(
     before: Annotated[Path | None, typer.Option(help="checkout of an older fl-bn, to be measured beside this one")] = None,
     output: Annotated[Path, typer.Option(help="folder for server.md")] = HERE / "results",
-    quick: Annotated[bool, typer.Option(help="the first case alone")] = False,
+    quick: Annotated[bool, typer.Option(help="measure only the first case")] = False,
     one: Annotated[str, typer.Option("--cell", hidden=True)] = "",
 ) -> None:
     """Measure all cases, and write the table."""

@@ -101,8 +101,8 @@ def changed(config: RunConfig, keys: Mapping[str, Any]) -> RunConfig:
 
 def main(
     rounds: int = 20,
-    repeat: Annotated[int, typer.Option(help="turns of all variants, of which the median counts")] = 3,
-    ray: Annotated[bool, typer.Option(help="Flower's simulation on Ray, too")] = True,
+    repeat: Annotated[int, typer.Option(help="turns of all variants; the median counts")] = 3,
+    ray: Annotated[bool, typer.Option(help="measure Flower's simulation on Ray, too")] = True,
     results: Path = Path(__file__).parent / "results" / "throughput.md",
 ) -> None:
     """Time all methods, and write the table."""

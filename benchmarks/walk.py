@@ -1,8 +1,7 @@
 """Walk through one FedAvg round on Flower: the code that it enters, and how often a client's reply is passed on.
 
     python benchmarks/walk.py
-    PYTHONPATH=CHECKOUT python benchmarks/walk.py          # of another checkout of fl-bn: the public names used here
-    are older than 0.1
+    PYTHONPATH=CHECKOUT python benchmarks/walk.py          # of another checkout of fl-bn, from version 0.1 on
 
 Three clients with a small network run two rounds in this process. ``sys.setprofile`` watches the second round, from
 the train messages to the round's record. Counted are the files of fl_bn that the round enters, the lines of the
@@ -10,8 +9,8 @@ functions that it calls, and for one client:
 
 * decodings of a header: of the instruction at the client, and of the reply at the server;
 * returns of the reply: how often a function or generator of fl_bn returns or yields it to its caller. They are
-counted first as a value (a ``Reply``, or the object that the server decoded), then in any form (also Flower's
-message, its records, named arrays and lists of arrays).
+  counted first as a value (a ``Reply``, or the object that the server decoded), then in any form (also Flower's
+  message, its records, named arrays and lists of arrays).
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def walked(method: str) -> Walk:
 
 
 def main(
-    method: Annotated[str, typer.Option(help="of the round")] = "fedavg",
+    method: Annotated[str, typer.Option(help="method of the round")] = "fedavg",
     detail: Annotated[bool, typer.Option(help="also print every return of one client's reply, in order")] = False,
 ) -> None:
     walk = walked(method)

@@ -86,7 +86,9 @@ def _curves(axes: Axes) -> None:
 
 
 def variance(path: Path) -> None:
-    """Draw the ratio averaged variance / variance of the union: a dot per channel, a column per BatchNorm layer."""
+    """Draw the averaged variance divided by the variance of the union: a dot per channel, a column per BatchNorm
+    layer.
+    """
     with plt.rc_context(STYLE):
         figure, all_axes = plt.subplots(1, len(SPLITS), figsize=(11, 4), sharey=True, layout="constrained")
         for axes, (split, clients) in zip(all_axes, _clients(), strict=True):

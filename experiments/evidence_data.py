@@ -6,19 +6,15 @@ SOURCE holds the archives ``cifar10.npz`` and ``digits_*.npz``, which docs/data.
 
     cifar10_full.npz        the whole of CIFAR-10, 50,000 + 10,000 images: x_train, y_train, x_test, y_test
     office_caltech10_64.npz the same arrays, and domain_train, domain_test, domain_names
-    abide_4sites.npz        the arrays of office_caltech10_64.npz with vectors for images, and the subjects' numbers
-    sub_train, sub_test
+    abide_4sites.npz        the same arrays with vectors for images, and the subjects' numbers sub_train, sub_test
 
 TARGET gets copies of the archives that a run reads unchanged, and
 
     office-caltech10/SITE.npz       one archive per domain, divided as in the source
-    abide/N/SITE.npz                N = 0..9: all subjects of a site in a different order each, so that another fifth
-    is tested
+    abide/N/SITE.npz                N = 0..9: all subjects of a site in ten orders, so that different fifths are tested
     abide-shift/HOW/N/SITE.npz      as abide/N with the sites' means changed: HOW is "removed" or "4-fold"
-    abide-which/LABELS/N/both.npz   the two largest sites in one archive; LABELS is "site" (which of the two) or
-    "shuffled"
-    rates/...                       data for trying learning rates: only the training part, divided 4 : 1 anew by
-    class;
+    abide-which/LABELS/N/both.npz   the two largest sites in one archive; LABELS: "site" or "shuffled"
+    rates/...                       data for trying learning rates: the training part, divided 4 : 1 by class;
                                     for ABIDE the training subjects of order 0
 """
 

@@ -137,7 +137,9 @@ def two_at_once(case: Case) -> Outcome:
 
 
 def disk_full_under_the_state(case: Case) -> Outcome:
-    """Fill the disk with the state of the SuperLink and of the queue while one run trains and another one waits."""
+    """Let the disk that holds the state of the SuperLink and of the queue run full, while one run trains and another
+    waits.
+    """
     federation = case.federation
     server = federation.kit / "server"
     first = case.config("fedbn", name=f"first-{case.repetition}", rounds=8)

@@ -258,7 +258,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=list(DRILLS), default=list(DRILLS))
     parser.add_argument("--output", default="", help="write OUTPUT.csv and OUTPUT.md")
-    parser.add_argument("--as-built", action="store_true", help="take the image as it is")
+    parser.add_argument("--as-built", action="store_true", help="use the existing image; build none")
     parser.add_argument("--compose", default="docker-compose", help="the compose command")
     given = parser.parse_args()
     if reason := no_docker():

@@ -1,7 +1,6 @@
 """Start docker-compose.yml's federation for a test or a drill: build, start, run, fetch the results, remove.
 
-python -m tools.deployment.docker_federation "method='hbn' model='mlp' rounds=2 local-steps=2"     # all steps, with
-times
+python -m tools.deployment.docker_federation "method='hbn' model='mlp' rounds=2 local-steps=2"     # all steps, timed
 """
 
 from __future__ import annotations

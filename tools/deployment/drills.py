@@ -138,14 +138,16 @@ def client_hangs(case: Case) -> Outcome:
 
 
 def disk_full_at_a_site(case: Case) -> Outcome:
-    """Fill the disk with a site's state: the site must then send no reply, and the other sites go on."""
+    """Let the disk that holds a site's state run full: the site must then send no reply, and the other sites go on."""
     state = case.federation.kit / "sites" / case.federation.sites[1] / "state"
     config = case.config("fedbn", name=f"site-disk-{case.repetition}")
     return _episodes(case, config, "disk full at a site", "No space left on device", lambda: filled(state))
 
 
 def disk_full_at_the_server(case: Case) -> Outcome:
-    """Fill the results' disk for a while: the log must say so, and in the end no result may be missing."""
+    """Let the disk that holds the results run full for a while: the log must say so, and in the end no result may be
+    missing.
+    """
     config = case.config("fedbn", name=f"server-disk-{case.repetition}")
     results = case.federation.result("")
     return _episodes(case, config, "disk full at the server", "", lambda: filled(results))

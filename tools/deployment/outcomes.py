@@ -66,8 +66,8 @@ class Outcome:
         self.missed += [f"a name in: {line.strip()}" for line in lines if NUMBER.search(line)]
 
     def conclude(self, wrong: Sequence[str], to: str) -> None:
-        """Note whether the run is identical to the run described by ``to``: it is if no tensor is in ``wrong``, the
-        tensors that differ.
+        """Set ``identical`` to ``to`` if ``wrong``, the tensors that differ, is empty; else note some of these
+        tensors.
         """
         self.identical = "" if wrong else to
         self.notes += [f"differs in {', '.join(wrong[:5])}"] if wrong else []

@@ -119,8 +119,8 @@ def main() -> None:
     parser.add_argument("--methods", default="fedbn,hbn,fedtan")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--evaluate-every", default="1", help="one or more numbers, separated by commas")
-    parser.add_argument("--compose", action="store_true", help="as docker-compose.yml has it, not as processes of a kit")
-    parser.add_argument("--folder", type=Path, help="where the kit and the results stay; default: a folder that is removed")
+    parser.add_argument("--compose", action="store_true", help="measure docker-compose.yml's containers, not a kit's processes")
+    parser.add_argument("--folder", type=Path, help="folder that keeps the kit and the results; default: a temporary one")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = given.folder or Path(made)

@@ -63,8 +63,8 @@ class Boasts(Liar):
 def boast(name: str, rng: Rng) -> tuple[str, Outcome]:
     """Play a round with a client that boasts.
 
-    If the server believes the reply, it may weigh no more than its samples and the largest inputs allow. The model's
-    numbers must stay moderate in any case.
+    If the server believes the reply, its counts may be no larger than its samples and the largest inputs allow. In
+    any case the model's numbers must stay moderate.
     """
     liar = Boasts(rng)
     with listening() as said:

@@ -180,9 +180,7 @@ def called(step: int, data: bytes, rng: Rng) -> tuple[str, list[bytes]]:
 
 
 def any_request(rng: Rng) -> bytes:
-    """Return a random request of the honest round; of a layer's request, in half of the cases, with a random number
-    of the call.
-    """
+    """Return a random request of the honest round. In half of the cases, a layer's request gets a random call number."""
     request = pick(rng, requests()[int(rng.integers(CLIENTS))])
     message = encode_request(request)
     if message.WhichOneof("kind") == "local" and rng.integers(2):

@@ -2,7 +2,7 @@
 
     python -m tools.hostile.fuzz --mutations 100000 --sequences 10000 --seed 0 --summary fuzz.md
 
-A mutation is one hostile case of one of these targets:
+A mutation is one hostile case against one of these targets:
 
 - *server*: whole rounds of every method, in which one client lies in one message or more;
 - *secure*: the same in rounds with secure aggregation;
@@ -10,7 +10,7 @@ A mutation is one hostile case of one of these targets:
 - *meeting*: rounds with an exchange, in which the others train on while one lies;
 - *client*: a client whose server lies;
 - *two-faced*: SecAgg+ whose server tells one client something else than the others;
-- *earlier*: the same, but in an earlier round;
+- *earlier*: the same, but it tells the lie in an earlier round;
 - *own app*: an app with a strategy of its own;
 - *claims*: a client's counts, samples, steps and weights are many times the true ones.
 
@@ -265,8 +265,8 @@ def main() -> int:
     parser.add_argument("--mutations", type=int, default=100_000)
     parser.add_argument("--sequences", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first mutation: processes may share a seed, or go on")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop mutations after so long")
+    parser.add_argument("--first", type=int, default=0, help="number of the first mutation, so that processes can share a seed")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no new mutation after this many seconds")
     parser.add_argument("--only", nargs="+", default=[], choices=[*TARGETS, *MACHINES], help="these targets and machines")
     parser.add_argument("--summary", type=Path, help="a file for the table and for what broke")
     chosen = parser.parse_args()

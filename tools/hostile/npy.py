@@ -171,9 +171,7 @@ def changed(data: bytes, rng: Rng) -> bytes:
 
 
 def fitting(told: dict[str, Any], body: bytes) -> bytes:
-    """Return as many bytes as the header asks for, if they are not too many: they pass a parser's first checks and
-    reach the later ones.
-    """
+    """Return a body of the length that the header claims, if that is not too long: it passes a parser's first checks."""
     try:
         dtype = np.dtype([tuple(one) for one in told["descr"]] if isinstance(told["descr"], list) else told["descr"])
         wanted = math.prod(told["shape"]) * dtype.itemsize

@@ -129,9 +129,7 @@ def some_value(name: str, rng: random.Random, tame: bool) -> Any:
 
 
 def fitting_value(name: str, rng: random.Random, tame: bool) -> Any:
-    """Return a value that the key accepts by itself. If the config is refused then, it is because of how its keys
-    combine.
-    """
+    """Return a value that the key accepts by itself, so that a refusal can only come from how the keys combine."""
     for _ in range(TRIES):
         if takes(name, value := some_value(name, rng, tame)):
             return value
@@ -168,9 +166,7 @@ def some_config(rng: random.Random, tame: bool = True) -> Values:
 
 
 def counting(values: Values, keys: Collection[str]) -> Values:
-    """Return ``values`` without the entries in ``keys`` that the run would be refused for, because they have no
-    effect.
-    """
+    """Return ``values`` without the entries in ``keys`` that have no effect, for which the run would be refused."""
     use = Usage()
     with suppress(Exception):  # refused for another reason, which the run reports
         use.config(values)
@@ -178,7 +174,7 @@ def counting(values: Values, keys: Collection[str]) -> Values:
 
 
 def base(folder: Path) -> Values:
-    """A config that trains in a fraction of a second, with short waits for methods that exchange."""
+    """Return a config that trains in a fraction of a second, with short waits for methods that exchange."""
     small: Values = {**small_config(folder), "clients": 3, "rounds": 2, "partition": "iid", "method": "fedavg", "pictures": False}
     waits = {"wait-timeout": 0.0, "retry-timeout": 0.0, "round-timeout": 20.0, **EXCHANGE_WAITS}
     return small | waits | {"output": str(folder / "runs")}
@@ -288,7 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no new run after this many seconds")
     told = parser.parse_args()
     counts, begin = Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
