@@ -16,7 +16,7 @@ ROUNDS, SIZE = 12, 16
 
 
 class Shapes(Dataset):
-    """Made images (1, 16, 16) and masks: 0 background, 1 disc, 2 square, 255 unlabelled (the frame)."""
+    """Random images (1, 16, 16) and masks: 0 background, 1 disc, 2 square, 255 unlabelled (the frame)."""
 
     def __init__(self, n, brightness, contrast, seed):
         rng, (rows, columns) = np.random.default_rng(seed), np.mgrid[:SIZE, :SIZE]
