@@ -45,7 +45,7 @@ from fl_bn.flower.handlers import Request, kept_layers, read, reply_to
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import question
 from fl_bn.flower.own.metrics import EXAMPLES
-from fl_bn.flower.own.mods import allowed, check_mods
+from fl_bn.flower.own.mods import allowed, check_handlers, check_mods
 from fl_bn.flower.wire.codec import header_of
 from fl_bn.flower.wire.fields import Form
 from fl_bn.flower.wire.gate import OWN_METRICS, Gate, admit_own
@@ -287,6 +287,7 @@ def answer(
         tells: whether the client tells the BatchNorm layers that it keeps (FedBN, SiloBN), for the average that
             the server's ``evaluate_fn`` gets. They summarise its data.
     """
+    check_handlers(app)
     gate = Gate()
     with registering(app, allowed(mods_of(app))):  # a mod that is refused would answer in its own words
         _register(app, gate, model, method, batches, task, tells)

@@ -290,6 +290,21 @@ class OwnAppStrategy(Strategy):
         finally:
             self._starts = False
 
+    def initialize_parameters(self, client_manager: object) -> None:
+        """Refuse Flower's older API, which calls this first: ``start_simulation``, ``start_server``, ``ServerAppComponents``.
+
+        Args:
+            client_manager: that of the older API.
+
+        Raises:
+            RunFailed: always, with what to do.
+        """
+        raise RunFailed(
+            f"{type(self).__name__} is a strategy of Flower's message API, and start_simulation, start_server and ServerAppComponents are "
+            "of the older one: call strategy.start(grid, ...) in @app.main() of a ServerApp(), and start both apps by flwr run or "
+            "fl_bn.flower.run_in_process(...)"
+        )
+
     def _own_loop(self, grid: Grid, arrays: ArrayRecord, train_config: Mapping[str, Any] = NOTHING) -> OwnLoop:
         """Return the loop of the user's own that calls the hooks. Its first call begins it.
 
