@@ -177,7 +177,8 @@ def mods_of(app: Any) -> list[Any]:
 
 def mods_around(app: Any, name: str) -> list[Any]:
     """Return the mods around one function of a ClientApp, such as ``train.default``; none if it cannot be told."""
-    function, found = getattr(app, "_registered_funcs", {}).get(name), list[Any]()
+    found = list[Any]()
+    function: Any = getattr(app, "_registered_funcs", {}).get(name)
     while {"_mod", "_ffn"} <= set(getattr(getattr(function, "__code__", None), "co_freevars", ())):
         inside = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
         found.append(inside["_mod"])

@@ -44,6 +44,7 @@ from fl_bn.flower import (
     run_in_process,
     training,
 )
+from fl_bn.flower.grid_transport import numbers_of
 from fl_bn.methods import METHODS
 from tests.documentation.pages import ROOT
 from tests.flower.own_apps import CLIENTS, SAMPLES, client_of, config, data, net, own_app
@@ -290,7 +291,7 @@ def test_a_mod_of_one_s_own_works() -> None:
         seen.append(message.metadata.message_type)
         reply: Message = handle(message, context)
         if message.metadata.message_type == "train":
-            reply.content["metrics"]["by-my-mod"] = 3.0  # type: ignore[index,call-overload]
+            reply.content.metric_records["metrics"]["by-my-mod"] = 3.0
         return reply
 
     result = started(with_mods([Gate(), mine], [], []))
@@ -339,6 +340,7 @@ def test_a_checkpoint_of_one_s_own_loads(tmp_path: Path) -> None:
     class Keeps(FixBN):
         def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
             arrays, metrics = super().aggregate_train(server_round, replies)
+            assert arrays is not None
             torch.save(arrays.to_torch_state_dict(), tmp_path / f"{server_round}.pt")
             return arrays, metrics
 
@@ -358,12 +360,12 @@ def test_a_tracker_in_a_hook_has_all_metrics() -> None:
     class Tracks(FedAvgBN):
         def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
             arrays, metrics = super().aggregate_train(server_round, replies)
-            told.update(metrics)
+            told.update(numbers_of(metrics or MetricRecord()))
             return arrays, metrics
 
         def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> Any:
             metrics = super().aggregate_evaluate(server_round, replies)
-            told.update(metrics or {})
+            told.update(numbers_of(metrics or MetricRecord()))
             return metrics
 
     Tracks(net()).start(InProcessGrid(own_app("fedavg"), CLIENTS, {}), num_rounds=1)
@@ -414,7 +416,7 @@ class Composed(dict[str, Any]):
 
 def test_a_main_with_a_config_and_a_folder_of_its_own_keeps_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Hydra calls it: with a nested config, in the folder of its outputs."""
-    server_app, client_app = ServerApp(), own_app("fedbn", rate=lambda message: float(message.content["config"]["lr"]))  # type: ignore[arg-type,call-overload,index]
+    server_app, client_app = ServerApp(), own_app("fedbn", rate=lambda message: float(str(message.content.config_records["config"]["lr"])))
 
     @server_app.main()
     def serve(grid: Grid, context: Context) -> None:
