@@ -187,7 +187,11 @@ def test_a_start_of_one_s_own_with_schedule_checkpoint_tracker_and_early_stop() 
         model = net(3)
         model.load_state_dict(arrays.to_torch_state_dict(), strict=True)
         return MetricRecord(
-            {"acc": float(round), "size": float(model[0].weight.detach().norm()), "var": float(model.state_dict()["1.running_var"].mean())}
+            {
+                "acc": float(round),
+                "size": float(model.state_dict()["0.weight"].norm()),
+                "var": float(model.state_dict()["1.running_var"].mean()),
+            }
         )
 
     strategy = Mine(net())

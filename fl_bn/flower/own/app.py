@@ -315,13 +315,7 @@ def _register(
 
     @app.query(STATISTICS.removeprefix("query."), mods=[gate])
     def statistics(message: Message, context: Context) -> Message:
-        converted = convert(model(), method)
-        request = _read(message, context, converted, method, TO_MEASURE)
-        kept, joins = request.kept(_store(context, request, converted, method)), request.connect(ExchangeAddresses.of(context.node_config))
-        with local_round(converted, method, request.instruction, kept, connect=joins) as local:
-            local.measure(batches(context), task)
-        reply, _ = local.reply(local.measured_samples)
-        return reply_to(message, request.header, replace(reply, metrics={}))  # its samples are those measured
+        return _measure(message, context, convert(model(), method), method, batches(context), task)
 
     @app.query(KEPT, mods=[gate])
     def kept(message: Message, context: Context) -> Message:
@@ -337,6 +331,16 @@ def _register(
     def rendezvous(message: Message, context: Context) -> Message:
         connect(ExchangeAddresses.of(context.node_config), TO_MEET.of_configs(message.content), [], 1).close()
         return Message(RecordDict(), reply_to=message)
+
+
+def _measure(message: Message, context: Context, converted: nn.Module, method: Method, batches: Iterable[Any], task: Task) -> Message:
+    """Answer a query for statistics. Flower's ``run_simulation`` pickles the functions inside ``_register``, with copies of what they name."""
+    request = _read(message, context, converted, method, TO_MEASURE)
+    kept, joins = request.kept(_store(context, request, converted, method)), request.connect(ExchangeAddresses.of(context.node_config))
+    with local_round(converted, method, request.instruction, kept, connect=joins) as local:
+        local.measure(batches, task)
+    reply, _ = local.reply(local.measured_samples)
+    return reply_to(message, request.header, replace(reply, metrics={}))  # its samples are those measured
 
 
 def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Form) -> Request:
