@@ -475,6 +475,15 @@ def test_the_message_of_a_loop_has_the_user_s_config_and_the_round() -> None:
     assert dict(message.content.config_records["mine"]) == {"epochs": 3, "server-round": 1}
 
 
+def test_what_the_arrays_of_a_loop_lack_is_said_once(log: pytest.LogCaptureFixture) -> None:
+    list(rounds(FedBN(net(), fraction_evaluate=0), grid("fedbn"), 2))
+    says = "under fedbn the arrays of aggregate_train lack what every client keeps (1.bias, ...: 5 tensors): strategy.global_model("
+    assert log.text.count(says) == 1
+    log.clear()
+    list(rounds(FBN(net(), fraction_evaluate=0), grid("fbn"), 1))
+    assert "lack what every client keeps" not in log.text  # control
+
+
 def test_there_is_no_global_model_before_a_round_nor_where_nobody_tells() -> None:
     with pytest.raises(RunFailed, match=r"global_model\(...\) needs configure_train\(...\) before it"):
         FedBN(net()).global_model(1, begin())

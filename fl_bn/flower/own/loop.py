@@ -21,6 +21,10 @@ from fl_bn.flower.own.rounds import OwnRounds
 from fl_bn.flower.population import Client, RunFailed
 from fl_bn.methods import Method, Phase, Refresh
 
+LACKING = (
+    "under %s the arrays of aggregate_train lack what every client keeps (%s, ...: %d tensors): strategy.global_model(round, arrays) has all "
+    "that your network loads"
+)
 UNKNOWN = 10**9
 """Stands for the number of rounds where nothing depends on it, so that nobody needs to say it."""
 
@@ -70,7 +74,7 @@ class OwnLoop:
         self._trained: Named = rounds.shared.tensors()  # with which the next round starts
         self._returned: Named = self._trained  # what the loop has of them: evaluated, so with renewed statistics
         self._training, self._evaluating = Asked(0), Asked(-1)
-        self._last, self._failed, self._first_loss = 0, 0, math.nan
+        self._last, self._failed, self._first_loss, self._said = 0, 0, math.nan, False
 
     def configure_train(self, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
         """Make the train messages of a round.
@@ -128,7 +132,14 @@ class OwnLoop:
             self._returned = self._renewed(number)
             rounds.shared.load(self._returned)
         self._note(rounds.record)
-        return (None if arrays is None else rounds.outward(self._returned)), metrics
+        if arrays is None:
+            return None, metrics
+        arrays = rounds.outward(self._returned)
+        if rounds.method.personal and not self._said:
+            self._said = True
+            kept = sorted(rounds.server.source.state_dict().keys() - arrays.keys())
+            log(logging.INFO, LACKING, rounds.method.name, kept[0] if kept else "", len(kept))
+        return arrays, metrics
 
     def configure_evaluate(self, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
         """Make the evaluate messages of a round: 0 for an evaluation before the first.
