@@ -61,7 +61,7 @@ ROWS: dict[str, list[str]] = {
     "a `start` with a loop of its own": [
         f"{START}::test_flower_s_own_start_over_the_hooks_has_the_bits_of_start",
         f"{START}::test_a_start_of_one_s_own_with_schedule_checkpoint_tracker_and_early_stop",
-        f"{START}::test_calls_that_make_no_sense_are_refused",
+        "tests/flower/test_order_of_hooks.py::test_calls_that_make_no_sense_are_refused",
     ],
     "a strategy of your own around another": [f"{START}::test_a_wrapper_of_one_s_own_hands_the_hooks_on"],
     "arguments of `FedAvg`": [

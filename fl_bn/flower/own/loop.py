@@ -22,8 +22,8 @@ from fl_bn.flower.population import Client, RunFailed
 from fl_bn.methods import Method, Phase, Refresh
 
 LACKING = (
-    "under %s the arrays of aggregate_train lack what every client keeps (%s, ...: %d tensors): strategy.global_model(round, arrays) has all "
-    "that your network loads"
+    "under %s the arrays of aggregate_train lack what every client keeps (%s, ...: %d tensors): strategy.global_model(round, arrays) has "
+    "all that your network loads"
 )
 UNKNOWN = 10**9
 """Stands for the number of rounds where nothing depends on it, so that nobody needs to say it."""
