@@ -357,6 +357,11 @@ class Record:
         if self._folder is not None:
             self._about = site_module("leaving").about(message, run_config, hashlib.sha256(fab).hexdigest())
 
+    def submitted_by(self, name: str) -> None:
+        """Write the name of the submitter from now on. Empty: the site does not know it."""
+        if self._folder is not None:
+            self._about["submitter"] = name or None
+
     def listen(self) -> None:
         """Write the vectors of a layer-wise exchange, too. They leave the app beside its answer."""
         if self._folder is not None and (departures := sys.modules.get("fl_bn.support.departures")) is not None:
