@@ -23,6 +23,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from fl_bn.support.modules import named_modules
 from fl_bn.support.names import expected, names_of, nearest
 
 
@@ -324,4 +325,4 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     Returns:
         The layers in the order of ``named_modules``.
     """
-    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    return {name: module for name, module in named_modules(model).items() if isinstance(module, _BatchNorm)}
