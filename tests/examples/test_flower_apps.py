@@ -1,0 +1,184 @@
+"""Apps in the shape of Flower's own, before and after: what they had still works, few lines change, and the method is really at work."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.examples.flower_apps import APPS, CLIENTS, EVALUATION, METHOD, NAMES, Ran, run, with_method
+
+Runs = Callable[..., Ran]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Each app runs once in each way."""
+    found: dict[tuple[Any, ...], Ran] = {}
+
+    def one(name: str, when: str, method: str = "", rounds: int = 2, double: bool = False) -> Ran:
+        key = (name, when, method, rounds, double)
+        if key not in found:
+            folder = tmp_path_factory.mktemp("app")
+            app = with_method(name, method, folder / "app") if method else APPS / name / when
+            dtype = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float64 if double else dtype)
+            try:
+                found[key] = run(name, app, folder / "out", rounds)
+            finally:
+                torch.set_default_dtype(dtype)
+        return found[key]
+
+    return one
+
+
+def floats(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in model.items() if tensor.is_floating_point()}
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+# Lines
+
+
+def changed(before: Path, after: Path) -> tuple[int, int]:
+    """Lines to write, and lines that are only removed, as ``git diff -w`` counts: indentation does not count."""
+    written = removed = 0
+    for file in sorted({p.relative_to(f) for f in (before, after) for p in f.rglob("*") if p.suffix in (".py", ".toml")}):
+        texts = [[line.strip() for line in (f / file).read_text().splitlines()] for f in (before, after)]
+        lines = [line[0] for line in difflib.unified_diff(*texts, lineterm="", n=0) if line[:3] not in ("---", "+++")]
+        written, removed = written + lines.count("+"), removed + lines.count("-")
+    return written, removed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_at_most_ten_lines_change(name: str) -> None:
+    written, _ = changed(APPS / name / "before", APPS / name / "after")
+    assert 0 < written <= 10
+    table = (APPS / "README.md").read_text()
+    (row,) = [line for line in table.splitlines() if line.startswith(f"| [{name}]")]
+    assert [int(cell) for cell in row.split("|")[3:5]] == list(changed(APPS / name / "before", APPS / name / "after"))
+
+
+# Before and after
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_before_it_is_plain_flower(name: str, ran: Runs) -> None:
+    assert not any("fl_bn" in file.read_text() for file in (APPS / name / "before").rglob("*.py"))
+    assert len(ran(name, "before").sent("train")) == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_it_trains_by_the_method(name: str, ran: Runs) -> None:
+    after = ran(name, "after")
+    assert any(f"method {METHOD[name]}: found" in line for line in after.log)
+    assert any(f"[round 2/2] {CLIENTS[name]}/{CLIENTS[name]} clients" in line for line in after.log)
+    assert len(after.sent("train")) == 2
+
+
+@pytest.mark.parametrize("name", EVALUATION)
+def test_the_evaluation_at_the_server_is_called_from_round_0_on(name: str, ran: Runs) -> None:
+    before, after = ran(name, "before"), ran(name, "after")
+    assert before.evaluated == after.evaluated == [0, 1, 2]
+    assert {*before.result.evaluate_metrics_serverapp[2]} == {*after.result.evaluate_metrics_serverapp[2]} == {"accuracy", "loss"}
+    assert dict(before.result.evaluate_metrics_serverapp[0]) == pytest.approx(dict(after.result.evaluate_metrics_serverapp[0]))
+
+
+@pytest.mark.parametrize("name", ["quickstart-pytorch", "quickstart-monai"])
+def test_own_metrics_are_combined_as_before(name: str, ran: Runs) -> None:
+    before, after = ran(name, "before").result, ran(name, "after").result
+    for round in (1, 2):
+        assert {*before.train_metrics_clientapp[round]} == {"train_loss"} <= {*after.train_metrics_clientapp[round]}
+        assert {*before.evaluate_metrics_clientapp[round]} == {"eval_loss", "eval_acc"} == {*after.evaluate_metrics_clientapp[round]}
+
+
+@pytest.mark.parametrize("name", ["quickstart-pytorch", "quickstart-monai"])
+def test_the_model_is_written_and_loads_into_the_app_s_network(name: str, ran: Runs) -> None:
+    before, after = ran(name, "before").model(), ran(name, "after").model()
+    assert {k: (t.shape, t.dtype) for k, t in before.items()} == {k: (t.shape, t.dtype) for k, t in after.items()}
+
+
+def test_half_of_the_clients_evaluate_as_before(ran: Runs) -> None:
+    for when in ("before", "after"):
+        grid = ran("quickstart-pytorch", when).grid
+        assert len([m for m in grid.sent if m.metadata.message_type == "evaluate"]) == 2 * 2  # of 3 clients, at least 2
+
+
+# The legacy apps
+
+
+def test_fedbn_has_its_results_for_each_data_set(ran: Runs) -> None:
+    found = {}
+    for when in ("before", "after"):
+        (file,) = ran("fedbn", when).folder.glob("results/FedBN/history.json")
+        found[when] = json.loads(file.read_text())
+        assert json.loads((file.parent / "config.json").read_text())["num-clients"] == 5
+    for kind in ("losses_distributed", "metrics_distributed_fit", "metrics_distributed"):
+        assert shape(found["before"][kind]) == shape(found["after"][kind])
+    accuracies = dict(found["after"]["metrics_distributed_fit"]["accuracy"])
+    assert {*accuracies} == {1, 2}
+    assert {*accuracies[1]} == {"MNIST", "SVHN", "USPS", "SynthDigits", "MNIST-M"}
+
+
+def shape(found: Any) -> Any:
+    """The form of a result: names and rounds, without the numbers."""
+    if isinstance(found, dict):
+        return {name: shape(value) for name, value in found.items()}
+    return [shape(value) for value in found] if isinstance(found, list) else found if isinstance(found, int) else type(found)
+
+
+def test_fedbn_s_own_code_and_the_method_agree(ran: Runs) -> None:
+    """The baseline keeps its BatchNorm by names in its client. fl-bn's FedBN does the same by types."""
+    before, after = ran("fedbn", "before", double=True), ran("fedbn", "after", double=True)
+    own = [state["local_batch_norm"].to_torch_state_dict() for state in before.states()]
+    kept = [state["fl-bn/local"].to_torch_state_dict() for state in after.states()]
+    for one, other in zip(own, kept, strict=True):
+        names = {*floats(one)} & {*other}
+        assert len(names) == 3 * 4
+        assert largest_difference({k: one[k] for k in names}, {k: other[k] for k in names}) < 1e-9
+    assert largest_difference(floats(own[0]), floats(own[1])) > 0.1  # control: each client has its own
+
+
+def test_niid_bench_has_its_schedule_its_history_and_its_best_model(ran: Runs) -> None:
+    before, after = ran("niid_bench", "before", rounds=3), ran("niid_bench", "after", rounds=3)
+    assert [config["lr"] for config in before.sent("train")] == [config["lr"] for config in after.sent("train")] == [0.1, 0.1, 0.05]
+    best = torch.load(after.folder / "best_model.pt")
+    assert best["round"] in (1, 2, 3)
+    assert best["accuracy"] > 0.1
+    assert {*best["model"]} == {*torch.load(before.folder / "best_model.pt")["model"]}
+    log = "\n".join(after.log)
+    for line in ("History (loss, centralized):", "round 0: ", "History (metrics, distributed, fit):", "'train_loss'", "'accuracy'"):
+        assert line in log, line
+
+
+# The method
+
+
+def final(name: str, ran: Ran) -> dict[str, torch.Tensor]:
+    """The last model, as far as the app has it in a file."""
+    return floats(ran.model() if name.startswith("quickstart") else torch.load(ran.folder / "best_model.pt")["model"])
+
+
+@pytest.mark.parametrize(("name", "double"), [("quickstart-pytorch", True), ("quickstart-monai", False)])
+def test_with_fedavg_it_is_the_app_before(name: str, double: bool, ran: Runs) -> None:
+    rounds = 2 if double else 1  # MONAI's transforms give float32, whose rounding the second round's training magnifies
+    before, after = ran(name, "before", rounds=rounds, double=double), ran(name, "after", "fedavg", rounds=rounds, double=double)
+    assert largest_difference(final(name, before), final(name, after)) < (1e-9 if double else 1e-6)
+    own = ran(name, "after", rounds=2, double=double)
+    assert largest_difference(final(name, ran(name, "before", rounds=2, double=double)), final(name, own)) > 1e-3  # control: the method
+
+
+def test_niid_bench_with_fedavg_is_the_app_before(ran: Runs) -> None:
+    found = [ran("niid_bench", when, method, double=True) for when, method in (("before", ""), ("after", "fedavg"), ("after", ""))]
+    models = [floats(torch.load(one.folder / "best_model.pt")["model"]) for one in found]
+    assert largest_difference(models[0], models[1]) < 1e-9
+    assert largest_difference(models[0], models[2]) > 1e-3  # control: the method
