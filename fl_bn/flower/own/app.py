@@ -40,10 +40,12 @@ from fl_bn.federation.schema import KEPT
 from fl_bn.federation.values import Reply
 from fl_bn.flower.app.client_app import HELLO, RENDEZVOUS, STATISTICS
 from fl_bn.flower.app.client_state import StateStore, store_of
+from fl_bn.flower.compat import mods_of, registering
 from fl_bn.flower.handlers import Request, kept_layers, read, reply_to
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import question
 from fl_bn.flower.own.metrics import EXAMPLES
+from fl_bn.flower.own.mods import allowed, check_mods
 from fl_bn.flower.wire.codec import header_of
 from fl_bn.flower.wire.fields import Form
 from fl_bn.flower.wire.gate import OWN_METRICS, Gate, admit_own
@@ -273,6 +275,8 @@ def answer(
 ) -> None:
     """Let ``app`` answer the server's queries beside training: who the client is, and the statistics of its data.
 
+    An app with a mod of Flower's that cannot work here (``fl_bn.flower.own.mods``) says so in place of who it is.
+
     These answers pass a ``Gate``. Your own handlers do, too, where the app has one:
     ``ClientApp(mods=[Gate()])``.
 
@@ -300,9 +304,16 @@ def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, 
         tells: whether the client tells the BatchNorm layers that it keeps.
     """
     gate = Gate()
+    with registering(app, allowed(mods_of(app))):  # a mod that is refused would answer in its own words
+        _register(app, gate, model, method, batches, task, tells)
+
+
+def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches: Batches, task: Task, tells: bool) -> None:
+    """Register the answers to the server's queries."""
 
     @app.query(HELLO.removeprefix("query."), mods=[gate])
     def hello(message: Message, context: Context) -> Message:
+        check_mods(app)
         data, loader = convert(model(context), method), batches(context)
         samples = _count(loader, task)
         introduction: dict[str, int | str] = {

@@ -1,0 +1,62 @@
+"""Refuse those of Flower's client mods by name that cannot do their work around handlers of an fl-bn strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from flwr.clientapp import ClientApp
+
+from fl_bn.flower.compat import mods_around, mods_of, names_in_flower
+
+NOISE = (
+    "for noise take fl-bn's own application with secure-aggregation=true and dp-noise (docs/privacy.md), or opacus in your training loop "
+    "(docs/how-to/opacus.md)"
+)
+SUMS = "for secure sums take fl-bn's own application with secure-aggregation=true (docs/privacy.md)"
+ONE_RECORD = "it clips a reply as one record with all of the model's arrays, but fl-bn's messages have what the method shares, in several"
+WORKFLOW = "it waits for the SecAgg+ workflow of Flower's older API, which no strategy of fl-bn starts"
+CANNOT = "cannot be a mod of this app"
+REFUSED = {
+    "fixedclipping_mod": f"{ONE_RECORD}; {NOISE}",
+    "adaptiveclipping_mod": f"{ONE_RECORD}; {NOISE}",
+    "LocalDpMod": f"{ONE_RECORD}; {NOISE}",
+    "secaggplus_mod": f"{WORKFLOW}; {SUMS}",
+    "secagg_mod": f"{WORKFLOW}; {SUMS}",
+}
+"""Flower's mods that are refused: why, and what to take instead."""
+
+
+def refused_name(mod: Any) -> str:
+    """Return Flower's name of a mod that is refused; empty for any other mod."""
+    named = names_in_flower(getattr(mod, "func", mod))  # functools.partial
+    return next((name for name in named if name in REFUSED), "")
+
+
+def allowed(mods: Iterable[Any]) -> list[Any]:
+    """Return those of ``mods`` that are not refused."""
+    return [mod for mod in mods if not refused_name(mod)]
+
+
+def check_mods(app: ClientApp) -> None:
+    """Check the mods around a whole app, and around its handlers of train and evaluate messages.
+
+    Raises:
+        ValueError: one of them is refused.
+    """
+    mods = [*mods_of(app), *mods_around(app, "train.default"), *mods_around(app, "evaluate.default")]
+    if names := [name for mod in mods if (name := refused_name(mod))]:
+        raise ValueError(about(names[0]))
+
+
+def about(name: str) -> str:
+    """Return the sentence that refuses the mod ``name``."""
+    return f"{name} {CANNOT}: {REFUSED[name]}"
+
+
+def named_in(why: str) -> str:
+    """Return the sentence about a refused mod that a client's error ``why`` is about; empty: it is about none.
+
+    A mod inside a mod of the user's own answers in its own words.
+    """
+    return next((about(name) for name in REFUSED if any(f"{name} {words}" in why for words in (CANNOT, "expects", "requires"))), "")
