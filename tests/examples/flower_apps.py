@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +22,28 @@ from flwr.clientapp import ClientApp
 
 from fl_bn.flower.log import LOGGER
 from tests.in_process import WatchedGrid
+from tools.documentation.conversions import APPS, CONVERTED
 
-APPS = Path(__file__).parents[2] / "examples" / "flower_apps"
-NAMES = ("quickstart-pytorch", "quickstart-monai", "fedbn", "niid_bench")
-METHOD = {"quickstart-pytorch": "fbn", "quickstart-monai": "fixbn", "fedbn": "fedbn", "niid_bench": "hbn"}
-STRATEGY = {"fbn": "FBN", "fixbn": "FixBN"}
-CLIENTS = {"quickstart-pytorch": 3, "quickstart-monai": 2, "fedbn": 5, "niid_bench": 3}
-EVALUATION = {"quickstart-pytorch": "global_evaluate"}  # the server's function that the app gives as evaluate_fn
+METHOD = {app.name: app.method for app in CONVERTED}
+NAMES = tuple(METHOD)
+STRATEGY = {"fbn": "FBN", "fixbn": "FixBN", "fedavg": "FedAvgBN"}
+CLIENTS = {"quickstart-pytorch": 3, "advanced-pytorch": 3, "quickstart-monai": 2, "fedbn": 5, "niid_bench": 3}
+STRATEGIES = ("FedAvg", "CustomFedAvg", *STRATEGY.values())  # the names in server_app.py
+EVALUATION = {"quickstart-pytorch": "global_evaluate", "advanced-pytorch": "get_global_evaluate_fn"}
+"""The server's function that the app gives as evaluate_fn, or that makes it."""
+
+
+class NotingGrid(WatchedGrid):
+    """Notes the app's own config in each message as it is sent: Flower's strategies send one record in all of a run's messages."""
+
+    def __init__(self, app: ClientApp, clients: int) -> None:
+        super().__init__(app, clients)
+        self.configs = list[tuple[str, int, dict[str, Any]]]()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        self.configs += [(m.metadata.message_type, m.metadata.dst_node_id, own_config(m)) for m in messages]
+        return super().push_messages(messages)
 
 
 @dataclass
@@ -35,7 +51,7 @@ class Ran:
     """What a run left behind. ``evaluated``: the rounds in which the app's own evaluation at the server was called."""
 
     folder: Path
-    grid: WatchedGrid
+    grid: NotingGrid
     log: list[str] = field(default_factory=list)
     result: Any = None
     evaluated: list[int] = field(default_factory=list)
@@ -46,8 +62,7 @@ class Ran:
 
     def sent(self, kind: str, client: int = 0) -> list[dict[str, Any]]:
         """The app's own config in the messages of a kind to one client, in order."""
-        nodes = [m for m in self.grid.sent if m.metadata.message_type == kind and m.metadata.dst_node_id == client + 1]
-        return [own_config(message) for message in nodes]
+        return [config for one, node, config in self.grid.configs if one == kind and node == client + 1]
 
     def states(self) -> list[RecordDict]:
         return self.grid.states()
@@ -91,22 +106,26 @@ class Lines(logging.Handler):
 
 def watch(server: ModuleType, name: str, ran: Ran) -> None:
     """Keep the result of the strategy's start, and the rounds of the evaluation at the server. Both are the app's own names."""
-    for own in ("FedAvg", "FedAvgBN", *STRATEGY.values()):
-        if hasattr(server, own) and hasattr(getattr(server, own), "start"):
+    for own in STRATEGIES:
+        if hasattr(kind := getattr(server, own, None), "start"):
 
-            def start(self: Any, *args: Any, _kind: Any = getattr(server, own), **kwargs: Any) -> Any:
+            def start(self: Any, *args: Any, _kind: Any = kind, **kwargs: Any) -> Any:
                 ran.result = _kind.start(self, *args, **kwargs)
                 return ran.result
 
-            setattr(server, own, type(own, (getattr(server, own),), {"start": start}))
-    if name in EVALUATION:
-        evaluate = getattr(server, EVALUATION[name])
+            setattr(server, own, type(own, (kind,), {"start": start}))
 
-        def noted(server_round: int, *args: Any) -> Any:
+    def noted(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(server_round: int, *args: Any) -> Any:
             ran.evaluated.append(server_round)
             return evaluate(server_round, *args)
 
-        setattr(server, EVALUATION[name], noted)
+        return noting
+
+    if name in EVALUATION:
+        given = getattr(server, EVALUATION[name])
+        makes = EVALUATION[name].startswith("get_")
+        setattr(server, EVALUATION[name], (lambda **options: noted(given(**options))) if makes else noted(given))
 
 
 def run(name: str, app: Path, folder: Path, rounds: int = 2, **config: Any) -> Ran:
@@ -115,7 +134,7 @@ def run(name: str, app: Path, folder: Path, rounds: int = 2, **config: Any) -> R
     folder.mkdir(parents=True, exist_ok=True)
     with imported(app) as (server, client), chdir(folder):
         assert isinstance(client.app, ClientApp)
-        ran = Ran(folder, WatchedGrid(client.app, CLIENTS[name]))
+        ran = Ran(folder, NotingGrid(client.app, CLIENTS[name]))
         for context in ran.grid._contexts.values():
             context.run_config = values
         watch(server, name, ran)
@@ -132,18 +151,15 @@ def run(name: str, app: Path, folder: Path, rounds: int = 2, **config: Any) -> R
 
 def with_method(name: str, method: str, folder: Path) -> Path:
     """The converted app, written anew into ``folder`` with another method."""
-    own, strategies = METHOD[name], {**STRATEGY, "fedavg": "FedAvgBN"}
+    own = METHOD[name]
     shutil.copytree(APPS / name / "after", folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in folder.rglob("*.py"):
         text = file.read_text().replace(f"{own}()", f"{method}()").replace(f"fl_bn.methods import {own}", f"fl_bn.methods import {method}")
-        if own in strategies:
-            text = text.replace(f"import {strategies[own]}", f"import {strategies[method]}").replace(
-                f" {strategies[own]}(", f" {strategies[method]}("
-            )
-        file.write_text(text)
+        file.write_text(re.sub(rf"\b{STRATEGY[own]}\b", STRATEGY[method], text) if own in STRATEGY else text)
     assert f"{method}()" in "".join(file.read_text() for file in folder.rglob("*.py"))
     return folder
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    """For a process in which Weights & Biases writes to a folder, and nowhere else."""
+    return {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join([*sys.path])}

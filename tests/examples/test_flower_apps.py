@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,29 @@ from typing import Any
 import pytest
 import torch
 
-from tests.examples.flower_apps import APPS, CLIENTS, EVALUATION, METHOD, NAMES, Ran, run, with_method
+from tests.examples.flower_apps import CLIENTS, EVALUATION, METHOD, NAMES, Ran, environment, imported, run, with_method
+from tests.examples.test_trackers import read
 from tests.listed import listed
-from tools.documentation.conversions import CONVERTED, block, counts, row
+from tools.documentation.conversions import APPS, CONVERTED, block, counts, row
 
 Runs = Callable[..., Ran]
-PAGE = Path(__file__).parents[2] / "docs" / "start" / "flower-apps.md"
+CONFIG = {"advanced-pytorch": {"use-wandb": False}}
+MESSAGES = ("quickstart-pytorch", "advanced-pytorch", "quickstart-monai")  # apps of Flower's present API
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "start" / "flower-apps.md"
+WANDB_ROWS = """
+import json, sys
+from wandb.proto import wandb_internal_pb2 as pb
+from wandb.sdk.internal.datastore import DataStore
+store, rows = DataStore(), []
+store.open_for_scan(sys.argv[1])
+while (data := store.scan_data()) is not None:
+    record = pb.Record()
+    record.ParseFromString(data)
+    if record.WhichOneof("record_type") == "history":
+        rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
+print(rows)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +50,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             dtype = torch.get_default_dtype()
             torch.set_default_dtype(torch.float64 if double else dtype)
             try:
-                found[key] = run(name, app, folder / "out", rounds)
+                found[key] = run(name, app, folder / "out", rounds, **CONFIG.get(name, {}))
             finally:
                 torch.set_default_dtype(dtype)
         return found[key]
@@ -84,7 +103,8 @@ def test_before_it_is_plain_flower(name: str, ran: Runs) -> None:
 def test_after_it_trains_by_the_method(name: str, ran: Runs) -> None:
     after = ran(name, "after")
     assert any(f"method {METHOD[name]}: found" in line for line in after.log)
-    assert any(f"[round 2/2] {CLIENTS[name]}/{CLIENTS[name]} clients" in line for line in after.log)
+    shown = f"[round 2/2] {CLIENTS[name]}/{CLIENTS[name]} clients" if name != "advanced-pytorch" else "[ROUND 2/2]"  # its own loop
+    assert any(shown in line for line in after.log)
     assert len(after.sent("train")) == 2
 
 
@@ -96,7 +116,7 @@ def test_the_evaluation_at_the_server_is_called_from_round_0_on(name: str, ran: 
     assert dict(before.result.evaluate_metrics_serverapp[0]) == pytest.approx(dict(after.result.evaluate_metrics_serverapp[0]))
 
 
-@pytest.mark.parametrize("name", ["quickstart-pytorch", "quickstart-monai"])
+@pytest.mark.parametrize("name", MESSAGES)
 def test_own_metrics_are_combined_as_before(name: str, ran: Runs) -> None:
     before, after = ran(name, "before").result, ran(name, "after").result
     for round in (1, 2):
@@ -104,7 +124,7 @@ def test_own_metrics_are_combined_as_before(name: str, ran: Runs) -> None:
         assert {*before.evaluate_metrics_clientapp[round]} == {"eval_loss", "eval_acc"} == {*after.evaluate_metrics_clientapp[round]}
 
 
-@pytest.mark.parametrize("name", ["quickstart-pytorch", "quickstart-monai"])
+@pytest.mark.parametrize("name", MESSAGES)
 def test_the_model_is_written_and_loads_into_the_app_s_network(name: str, ran: Runs) -> None:
     before, after = ran(name, "before").model(), ran(name, "after").model()
     assert {k: t.shape for k, t in before.items()} == {k: t.shape for k, t in after.items()}
@@ -117,6 +137,65 @@ def test_half_of_the_clients_evaluate_as_before(ran: Runs) -> None:
     for when in ("before", "after"):
         grid = ran("quickstart-pytorch", when).grid
         assert len([m for m in grid.sent if m.metadata.message_type == "evaluate"]) == 2 * 2  # of 3 clients, at least 2
+
+
+# The strategy of advanced-pytorch, with a start of its own
+
+
+def outputs(ran: Ran) -> tuple[Path, list[dict[str, Any]]]:
+    (file,) = ran.folder.glob("outputs/*/*/results.json")
+    return file.parent, json.loads(file.read_text())
+
+
+def test_its_schedule_holds_and_its_results_are_written_each_round(ran: Runs) -> None:
+    before, after = ran("advanced-pytorch", "before", rounds=4), ran("advanced-pytorch", "after", rounds=4)
+    assert [c["lr"] for c in before.sent("train")] == [c["lr"] for c in after.sent("train")] == [0.05, 0.05, 0.025, 0.025]
+    for one in (before, after):
+        results = outputs(one)[1]
+        assert [result["round"] for result in results] == [1, 2, 3, 4]
+        assert all({*result["evaluate_metrics_clientapp"]} == {"eval_loss", "eval_acc"} for result in results)
+        assert all({*result["evaluate_metrics_serverapp"]} == {"accuracy", "loss"} for result in results)
+        assert all("train_loss" in result["train_metrics"] for result in results)
+
+
+def test_its_best_model_is_kept(ran: Runs) -> None:
+    folder, results = outputs(after := ran("advanced-pytorch", "after", rounds=4))
+    best = max(results, key=lambda result: result["evaluate_metrics_serverapp"]["accuracy"])
+    accuracy = best["evaluate_metrics_serverapp"]["accuracy"]
+    assert accuracy > after.result.evaluate_metrics_serverapp[0]["accuracy"]
+    state = torch.load(folder / f"model_state_acc_{accuracy}_round_{best['round']}.pth")
+    with imported(APPS / "advanced-pytorch" / "after") as (server, _):
+        net = server.Net()
+        net.load_state_dict(state)
+        assert server.test(net, server.load_test(), "cpu")[1] == accuracy
+
+
+def test_each_client_keeps_its_own_head(ran: Runs) -> None:
+    for when in ("before", "after"):
+        heads = [state["classification-head"].to_torch_state_dict() for state in ran("advanced-pytorch", when).states()]
+        assert not torch.equal(heads[0]["weight"], heads[1]["weight"])
+
+
+@pytest.mark.slow
+def test_its_tracker_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights & Biases itself, offline, in a process of its own: it warns when it is imported, and here warnings are errors."""
+    wandb = pytest.importorskip("wandb", reason="pip install -c constraints.txt wandb")
+    assert wandb
+    code = (
+        "import sys; from pathlib import Path; from tests.examples.flower_apps import run\n"
+        "run('advanced-pytorch', Path(sys.argv[1]), Path(sys.argv[2]), 3)"
+    )
+    tracked = {}
+    for when in ("before", "after"):
+        folder = tmp_path / when
+        command = [sys.executable, "-W", "ignore", "-c", code, str(APPS / "advanced-pytorch" / when), str(folder)]
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+        tracked[when] = [{name for name in row if not name.startswith("_")} for row in read(WANDB_ROWS, str(file))]
+    assert [len(rows) for rows in tracked.values()] == [3, 3]
+    for before, after in zip(*tracked.values(), strict=True):
+        assert before == {"train_loss", "eval_loss", "eval_acc", "accuracy", "loss"} <= after
 
 
 # The legacy apps
@@ -171,10 +250,10 @@ def test_niid_bench_has_its_schedule_its_history_and_its_best_model(ran: Runs) -
 
 def final(name: str, ran: Ran) -> dict[str, torch.Tensor]:
     """The last model, as far as the app has it in a file."""
-    return floats(ran.model() if name.startswith("quickstart") else torch.load(ran.folder / "best_model.pt")["model"])
+    return floats(ran.model() if name in MESSAGES else torch.load(ran.folder / "best_model.pt")["model"])
 
 
-@pytest.mark.parametrize(("name", "double"), [("quickstart-pytorch", True), ("quickstart-monai", False)])
+@pytest.mark.parametrize(("name", "double"), [("quickstart-pytorch", True), ("advanced-pytorch", True), ("quickstart-monai", False)])
 def test_with_fedavg_it_is_the_app_before(name: str, double: bool, ran: Runs) -> None:
     rounds = 2 if double else 1  # MONAI's transforms give float32, whose rounding the second round's training magnifies
     before, after = ran(name, "before", rounds=rounds, double=double), ran(name, "after", "fedavg", rounds=rounds, double=double)

@@ -1,6 +1,6 @@
 """Print the lines that change in ``examples/flower_apps``, for docs/start/flower-apps.md.
 
-    python -m tools.documentation.conversions
+python -m tools.documentation.conversions
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class App:
 
 CONVERTED = (
     App("quickstart-pytorch", "messages", "fbn"),
+    App("advanced-pytorch", "messages", "fbn"),
     App("quickstart-monai", "messages", "fixbn"),
     App("fedbn", "`NumPyClient`", "fedbn"),
     App("niid_bench", "`NumPyClient`", "hbn"),
@@ -56,13 +57,8 @@ def counts(name: str) -> tuple[int, int]:
 
 def row(app: App) -> str:
     """Return the app's row of the table."""
-    added, removed = counts(app.name)
-    return f"| [`{app.name}`](../../examples/flower_apps/{app.name}) | {app.api} | [`{app.method}`]({page(app.method)}) | {added} | {removed} |"
-
-
-def page(method: str) -> str:
-    """Return the link to a method's page."""
-    return f"../methods/{method}.md"
+    (added, removed), method = counts(app.name), f"[`{app.method}`](../methods/{app.method}.md)"
+    return f"| [`{app.name}`](../../examples/flower_apps/{app.name}) | {app.api} | {method} | {added} | {removed} |"
 
 
 def block(app: App) -> str:

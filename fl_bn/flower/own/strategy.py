@@ -26,6 +26,7 @@ from fl_bn.federation.payload import signature
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate, exchanges_in_rounds
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.flower.app.normalisation import say_layers
 from fl_bn.flower.compat import simulated
 from fl_bn.flower.grid_transport import EvaluateFn
 from fl_bn.flower.hooks import RunResult, check_unwrapped
@@ -239,9 +240,8 @@ class OwnAppStrategy(Strategy):
         return self._begun("global_model(...) needs configure_train").global_model(server_round, arrays)
 
     def summary(self) -> None:
-        """Log what the method does with every normalisation layer."""
-        if self._rounds is not None:
-            self._rounds.summary()
+        """Log what the method does with every normalisation layer. The clients need not be known for that."""
+        say_layers(self.model, convert(self.model, self.method), self.method)
 
     def save(self, path: str | Path) -> None:
         """Save the model at the end of ``start`` as safetensors, as ``BatchNormStrategy.save`` does.
