@@ -34,7 +34,7 @@ def module(path: Path) -> ModuleType:
 
 def flower_quickstart() -> tuple[Names, After]:
     """Flower's PyTorch quickstart: both apps, the network, the data and the training loop. Afterwards the apps run, for real."""
-    task = module(ROOT / "examples" / "quickstart_flower" / "after" / "task.py")
+    task = module(ROOT / "examples" / "quickstart_flower" / "after" / "quickstart" / "task.py")
 
     def data(context: Context) -> Any:
         return task.load_data(context.node_config["partition-id"], context.node_config["num-partitions"])
