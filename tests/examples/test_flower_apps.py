@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +24,10 @@ CONFIG = {"advanced-pytorch": {"use-wandb": False}}
 MESSAGES = ("quickstart-pytorch", "advanced-pytorch", "quickstart-monai")  # apps of Flower's present API
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "start" / "flower-apps.md"
+SHOWN = {  # the run config of an app in a real run of Flower's, and what its log then has
+    "advanced-pytorch": ("num-server-rounds=2 use-wandb=false", ("method fbn: found 2 BatchNorm2d", "New best global model found")),
+    "niid_bench": ("num-server-rounds=2", ("method hbn: found 2 BatchNorm2d", "[round 2/2] 5/5 clients", "History (loss, centralized):")),
+}
 WANDB_ROWS = """
 import json, sys
 from wandb.proto import wandb_internal_pb2 as pb
@@ -267,3 +273,18 @@ def test_niid_bench_with_fedavg_is_the_app_before(ran: Runs) -> None:
     models = [floats(torch.load(one.folder / "best_model.pt")["model"]) for one in found]
     assert largest_difference(models[0], models[1]) < 1e-9
     assert largest_difference(models[0], models[2]) > 1e-3  # control: the method
+
+
+# On Ray
+
+
+@pytest.mark.ray
+@pytest.mark.pinned("tests/newest has the newest")
+@pytest.mark.parametrize("name", [*SHOWN])
+def test_it_runs_as_its_user_starts_it(name: str, tmp_path: Path) -> None:
+    app = tmp_path / "app"
+    shutil.copytree(APPS / name / "after", app, ignore=shutil.ignore_patterns("__pycache__"))
+    env = os.environ | {"PYTHONPATH": str(ROOT), "FLWR_HOME": str(tmp_path / "flwr"), "RAY_ADDRESS": "local"}  # no cluster of others
+    command = ("flwr", "run", ".", "--run-config", SHOWN[name][0])
+    done = subprocess.run(command, cwd=app, env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert [line for line in SHOWN[name][1] if line not in done.stdout + done.stderr] == [], done.stdout + done.stderr
