@@ -10,7 +10,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 from flwr.client import NumPyClient
-from flwr.common import ndarrays_to_parameters
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server import Server, ServerAppComponents, ServerConfig, SimpleClientManager
 from flwr.server.strategy import FedAdam, FedAvg
 from torch.nn import functional as F
@@ -168,7 +168,74 @@ def test_callbacks_are_called() -> None:
     assert counts.rounds == 2
 
 
+class Saves(FedAvg):
+    """Keeps the model of every round, as Flower's documentation shows it, and combines by itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.saved, self.seen = list[list[np.ndarray]](), list[Any]()
+        STRATEGIES.append(self)
+
+    def aggregate_fit(self, server_round: int, results: list[Any], failures: list[Any]) -> Any:
+        parameters, metrics = super().aggregate_fit(server_round, results, failures)
+        assert parameters is not None
+        self.saved.append(parameters_to_ndarrays(parameters))
+        self.seen.append((metrics, [(client.cid, result.num_examples, result.metrics["site"]) for client, result in results]))
+        return parameters, {**metrics, "mine": 1.0}
+
+    def aggregate_evaluate(self, server_round: int, results: list[Any], failures: list[Any]) -> Any:
+        loss, metrics = super().aggregate_evaluate(server_round, results, failures)
+        weights = [result.num_examples for _, result in results]
+        assert loss == pytest.approx(np.average([result.loss for _, result in results], weights=weights))
+        return loss, metrics
+
+
+class Halves(FedAvg):
+    def aggregate_fit(self, server_round: int, results: list[Any], failures: list[Any]) -> Any:
+        parameters, metrics = super().aggregate_fit(server_round, results, failures)
+        assert parameters is not None
+        return ndarrays_to_parameters([array / 2 for array in parameters_to_ndarrays(parameters)]), metrics
+
+
+class Reads(FedAvg):
+    def aggregate_fit(self, server_round: int, results: list[Any], failures: list[Any]) -> Any:
+        return results[0][1].parameters, {}
+
+
+STRATEGIES: list[Saves] = []
+
+
+def evaluated(**arguments: Any) -> list[list[np.ndarray]]:
+    seen: list[Any] = []
+    ran("fbn", evaluate_fn=lambda server_round, arrays, config: seen.append(arrays), **arguments)
+    return seen
+
+
+def test_the_hooks_of_a_strategy_of_one_s_own_are_called_with_what_the_method_made() -> None:
+    seen = evaluated(strategy=Saves, fit_metrics_aggregation_fn=lambda metrics: {"sites": len(metrics)})
+    strategy = STRATEGIES.pop()
+    same = [np.array_equal(one, other) for one, other in zip(strategy.saved[1], seen[2], strict=True)]
+    assert [name for name, equal in zip(net().state_dict(), same, strict=True) if not equal] in ([], ["1.num_batches_tracked"])
+    assert not np.array_equal(strategy.saved[1][0], seen[1][0])  # control: another round
+    assert strategy.seen[0] == ({"sites": CLIENTS}, [(str(i), SAMPLES, f"site {i}") for i in range(CLIENTS)])
+
+
+def test_arrays_that_its_hook_changes_count() -> None:
+    plain, halved = evaluated(rounds=1), evaluated(strategy=Halves, rounds=1)
+    assert np.allclose(halved[1][0], plain[1][0] / 2)
+
+
+def test_a_hook_that_reads_one_client_s_arrays_is_told_that_there_are_none() -> None:
+    with pytest.raises(AttributeError, match="fl-bn has no list of one client's arrays"):
+        ran(strategy=Reads, rounds=1)
+
+
 # What is refused
+
+
+class OwnSample(FedAvg):
+    def configure_fit(self, *args: Any) -> Any:
+        return super().configure_fit(*args)
 
 
 class OwnAggregation(FedAvg):
@@ -188,8 +255,9 @@ def parameters_of(count: int) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"strategy": OwnAggregation}, "OwnAggregation overrides aggregate_fit, which fl-bn's rounds do not call"),
-        ({"strategy": FedAdam, "initial_parameters": parameters_of(2)}, "FedAdam overrides aggregate_fit"),
+        ({"strategy": OwnSample}, "OwnSample overrides configure_fit, which fl-bn's rounds do not call"),
+        ({"strategy": OwnAggregation, "method": "fedbn"}, "overrides aggregate_fit, but under fedbn the clients keep tensors"),
+        ({"strategy": FedAdam, "initial_parameters": parameters_of(2)}, "FedAdam is Flower's FedAdam, but .* optimizer="),
         ({"server": lambda s: OwnRound(client_manager=SimpleClientManager(), strategy=s)}, "OwnRound overrides fit_round"),
         ({"accept_failures": False}, "accept_failures=False has no meaning here"),
         ({"initial_parameters": parameters_of(3)}, "initial_parameters has 3 arrays, but the network has 9 tensors"),

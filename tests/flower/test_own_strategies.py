@@ -230,3 +230,9 @@ def test_a_hook_that_a_secure_sum_never_calls_is_refused() -> None:
     strategy = counting(FedAvgBNStrategy)(net(), Rounds(CLIENTS), secure=SecureAggregation())
     with pytest.raises(ValueError, match="Mine overrides aggregate_train, but with secure aggregation the server sees no client's reply"):
         strategy.start(InProcessGrid(own_app("fedavg"), CLIENTS, {}))
+
+
+def test_a_summary_needs_no_clients(log: pytest.LogCaptureFixture) -> None:
+    """A start of one's own calls it first, as Flower's does."""
+    FBN(net()).summary()
+    assert "method fbn: found 1 BatchNorm1d" in log.text
