@@ -159,6 +159,11 @@ def simulates(grid: Any) -> bool:
     return type(grid).__name__ == "InMemoryGrid"
 
 
+def has_client_fn(app: Any) -> bool:
+    """Tell whether a ClientApp was made with a ``client_fn``, as Flower's older API has it. It takes no other functions."""
+    return getattr(app, "_call", None) is not None
+
+
 def names_in_flower(thing: Any) -> list[str]:
     """Return the names of a function of Flower's, or of the classes of Flower's that an object has; none if it has nothing of Flower's."""
     known = [one for one in (thing, *type(thing).__mro__) if str(getattr(one, "__module__", "")).startswith("flwr.")]
@@ -172,7 +177,8 @@ def mods_of(app: Any) -> list[Any]:
 
 def mods_around(app: Any, name: str) -> list[Any]:
     """Return the mods around one function of a ClientApp, such as ``train.default``; none if it cannot be told."""
-    function, found = getattr(app, "_registered_funcs", {}).get(name), list[Any]()
+    found = list[Any]()
+    function: Any = getattr(app, "_registered_funcs", {}).get(name)
     while {"_mod", "_ffn"} <= set(getattr(getattr(function, "__code__", None), "co_freevars", ())):
         inside = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
         found.append(inside["_mod"])

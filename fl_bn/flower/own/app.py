@@ -45,7 +45,7 @@ from fl_bn.flower.handlers import Request, kept_layers, read, reply_to
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import question
 from fl_bn.flower.own.metrics import EXAMPLES
-from fl_bn.flower.own.mods import allowed, check_mods
+from fl_bn.flower.own.mods import allowed, check_handlers, check_mods
 from fl_bn.flower.wire.codec import header_of
 from fl_bn.flower.wire.fields import Form
 from fl_bn.flower.wire.gate import OWN_METRICS, Gate, admit_own
@@ -303,6 +303,7 @@ def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, 
         task: reads the batches.
         tells: whether the client tells the BatchNorm layers that it keeps.
     """
+    check_handlers(app)
     gate = Gate()
     with registering(app, allowed(mods_of(app))):  # a mod that is refused would answer in its own words
         _register(app, gate, model, method, batches, task, tells)
@@ -328,13 +329,7 @@ def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches
 
     @app.query(STATISTICS.removeprefix("query."), mods=[gate])
     def statistics(message: Message, context: Context) -> Message:
-        converted = convert(model(context), method)
-        request = _read(message, context, converted, method, TO_MEASURE)
-        kept, joins = request.kept(_store(context, request, converted, method)), request.connect(ExchangeAddresses.of(context.node_config))
-        with local_round(converted, method, request.instruction, kept, connect=joins) as local:
-            local.measure(batches(context), task)
-        reply, _ = local.reply(local.measured_samples)
-        return reply_to(message, request.header, replace(reply, metrics={}))  # its samples are those measured
+        return _measure(message, context, convert(model(context), method), method, batches(context), task)
 
     @app.query(KEPT, mods=[gate])
     def kept(message: Message, context: Context) -> Message:
@@ -350,6 +345,16 @@ def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches
     def rendezvous(message: Message, context: Context) -> Message:
         connect(ExchangeAddresses.of(context.node_config), TO_MEET.of_configs(message.content), [], 1).close()
         return Message(RecordDict(), reply_to=message)
+
+
+def _measure(message: Message, context: Context, converted: nn.Module, method: Method, batches: Iterable[Any], task: Task) -> Message:
+    """Answer a query for statistics. Flower's ``run_simulation`` pickles the functions inside ``_register``, with copies of what they name."""
+    request = _read(message, context, converted, method, TO_MEASURE)
+    kept, joins = request.kept(_store(context, request, converted, method)), request.connect(ExchangeAddresses.of(context.node_config))
+    with local_round(converted, method, request.instruction, kept, connect=joins) as local:
+        local.measure(batches, task)
+    reply, _ = local.reply(local.measured_samples)
+    return reply_to(message, request.header, replace(reply, metrics={}))  # its samples are those measured
 
 
 def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Form) -> Request:

@@ -65,24 +65,11 @@ def legacy_client_app(
 
     @app.train(mods=[replayed])
     def train(message: Message, context: Context) -> Message:
-        client = client_of(context)
-        with training(message, context, getattr(client, net), method, getattr(client, trainloader), task=task) as round:
-            setattr(client, net, round.model)
-            returned, samples, metrics = _returned("fit", client.fit(_arrays(round.model), _config(message)), list)
-            _load(round.model, returned, type(client).__name__)
-        loss = next((float(metrics[name]) for name in LOSSES if name in metrics), 0.0)
-        reply = round.message(samples, loss, _numbers(metrics))
-        reply.content[SCALARS] = ConfigRecord(_plain(metrics))
-        return reply
+        return _fit(message, context, client_of(context), net, trainloader, method, task)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        client = client_of(context)
-        model = evaluating(message, context, getattr(client, net), method)
-        setattr(client, net, model)
-        loss, samples, metrics = _returned("evaluate", client.evaluate(_arrays(model), _config(message)), float)
-        own = MetricRecord({**_numbers(metrics), "loss": float(loss), EXAMPLES: samples})
-        return Message(RecordDict({OWN_METRICS: own, SCALARS: ConfigRecord(_plain(metrics))}), reply_to=message)
+        return _evaluate(message, context, client_of(context), net, method)
 
     answers(app, lambda c: getattr(client_of(c), net), method, lambda c: getattr(client_of(c), trainloader), task=task, tells=tells)
     return app
@@ -124,6 +111,27 @@ def checked_client(made: Any, net: str, trainloader: str) -> Any:
             "make the optimizer in fit"
         )
     return client
+
+
+def _fit(message: Message, context: Context, client: Any, net: str, trainloader: str, method: Method, task: Task) -> Message:
+    """Answer a train message. The app's own functions only call this one: Flower's ``run_simulation`` pickles them with what they name."""
+    with training(message, context, getattr(client, net), method, getattr(client, trainloader), task=task) as round:
+        setattr(client, net, round.model)
+        returned, samples, metrics = _returned("fit", client.fit(_arrays(round.model), _config(message)), list)
+        _load(round.model, returned, type(client).__name__)
+    loss = next((float(metrics[name]) for name in LOSSES if name in metrics), 0.0)
+    reply = round.message(samples, loss, _numbers(metrics))
+    reply.content[SCALARS] = ConfigRecord(_plain(metrics))
+    return reply
+
+
+def _evaluate(message: Message, context: Context, client: Any, net: str, method: Method) -> Message:
+    """Answer an evaluate message."""
+    model = evaluating(message, context, getattr(client, net), method)
+    setattr(client, net, model)
+    loss, samples, metrics = _returned("evaluate", client.evaluate(_arrays(model), _config(message)), float)
+    own = MetricRecord({**_numbers(metrics), "loss": float(loss), EXAMPLES: samples})
+    return Message(RecordDict({OWN_METRICS: own, SCALARS: ConfigRecord(_plain(metrics))}), reply_to=message)
 
 
 def _arrays(model: nn.Module) -> list[np.ndarray]:

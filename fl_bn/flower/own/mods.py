@@ -1,4 +1,4 @@
-"""Refuse those of Flower's client mods by name that cannot do their work around handlers of an fl-bn strategy."""
+"""Refuse what a ClientApp cannot have with an fl-bn strategy: some of Flower's mods, each by name, and a ``client_fn``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr.clientapp import ClientApp
 
-from fl_bn.flower.compat import mods_around, mods_of, names_in_flower
+from fl_bn.flower.compat import has_client_fn, mods_around, mods_of, names_in_flower
 
 NOISE = (
     "for noise take fl-bn's own application with secure-aggregation=true and dp-noise (docs/privacy.md), or opacus in your training loop "
@@ -16,6 +16,10 @@ NOISE = (
 SUMS = "for secure sums take fl-bn's own application with secure-aggregation=true (docs/privacy.md)"
 ONE_RECORD = "it clips a reply as one record with all of the model's arrays, but fl-bn's messages have what the method shares, in several"
 WORKFLOW = "it waits for the SecAgg+ workflow of Flower's older API, which no strategy of fl-bn starts"
+CLIENT_FN = (
+    "a ClientApp with a client_fn answers no question of an fl-bn strategy: write legacy_client_app(client_fn, method) in its place, or "
+    "make it ClientApp(), call answer(app, ...), and use training(...) in @app.train() (docs/start/flower-app.md)"
+)
 CANNOT = "cannot be a mod of this app"
 REFUSED = {
     "fixedclipping_mod": f"{ONE_RECORD}; {NOISE}",
@@ -38,6 +42,16 @@ def allowed(mods: Iterable[Any]) -> list[Any]:
     return [mod for mod in mods if not refused_name(mod)]
 
 
+def check_handlers(app: ClientApp) -> None:
+    """Check that functions can be registered with ``app``.
+
+    Raises:
+        ValueError: it was made with a ``client_fn``.
+    """
+    if has_client_fn(app):
+        raise ValueError(CLIENT_FN)
+
+
 def check_mods(app: ClientApp) -> None:
     """Check the mods around a whole app, and around its handlers of train and evaluate messages.
 
@@ -55,8 +69,10 @@ def about(name: str) -> str:
 
 
 def named_in(why: str) -> str:
-    """Return the sentence about a refused mod that a client's error ``why`` is about; empty: it is about none.
+    """Return the sentence about what is refused, where a client's error ``why`` is about that; else empty.
 
     A mod inside a mod of the user's own answers in its own words.
     """
+    if "Invalid message type: query" in why:
+        return CLIENT_FN
     return next((about(name) for name in REFUSED if any(f"{name} {words}" in why for words in (CANNOT, "expects", "requires"))), "")

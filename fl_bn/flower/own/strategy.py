@@ -240,7 +240,7 @@ class OwnAppStrategy(Strategy):
         return self._begun("global_model(...) needs configure_train").global_model(server_round, arrays)
 
     def summary(self) -> None:
-        """Log what the method does with every normalisation layer. The clients need not be known for that."""
+        """Log what the method does with every normalisation layer."""
         say_layers(self.model, convert(self.model, self.method), self.method)
 
     def save(self, path: str | Path) -> None:
@@ -289,6 +289,21 @@ class OwnAppStrategy(Strategy):
             return self._rounds.start(grid, initial_arrays, num_rounds, timeout, config, evaluate_config, evaluate_fn, hooks=self)
         finally:
             self._starts = False
+
+    def initialize_parameters(self, client_manager: object) -> None:
+        """Refuse Flower's older API, which calls this first: ``start_simulation``, ``start_server``, ``ServerAppComponents``.
+
+        Args:
+            client_manager: that of the older API.
+
+        Raises:
+            RunFailed: always, with what to do.
+        """
+        raise RunFailed(
+            f"{type(self).__name__} is a strategy of Flower's message API, and start_simulation, start_server and ServerAppComponents are "
+            "of the older one: call strategy.start(grid, ...) in @app.main() of a ServerApp(), and start both apps by flwr run or "
+            "fl_bn.flower.run_in_process(...). A server_fn with Flower's older FedAvg can stay: legacy_server_app(server_fn, Net, method)"
+        )
 
     def _own_loop(self, grid: Grid, arrays: ArrayRecord, train_config: Mapping[str, Any] = NOTHING) -> OwnLoop:
         """Return the loop of the user's own that calls the hooks. Its first call begins it.
