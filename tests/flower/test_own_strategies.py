@@ -9,7 +9,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import Strategy
-from joblib.externals import cloudpickle
+from ray import cloudpickle
 from torch import Tensor
 
 from fl_bn.federation.local import Samples

@@ -348,7 +348,11 @@ def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches
 
 
 def _measure(message: Message, context: Context, converted: nn.Module, method: Method, batches: Iterable[Any], task: Task) -> Message:
-    """Answer a query for statistics. Flower's ``run_simulation`` pickles the functions inside ``_register``, with copies of what they name."""
+    """Answer a query for statistics.
+
+    This is no part of ``_register``: Flower's ``run_simulation`` pickles the functions there, with copies of the
+    forms that they name.
+    """
     request = _read(message, context, converted, method, TO_MEASURE)
     kept, joins = request.kept(_store(context, request, converted, method)), request.connect(ExchangeAddresses.of(context.node_config))
     with local_round(converted, method, request.instruction, kept, connect=joins) as local:
