@@ -13,6 +13,7 @@ from flwr.client import NumPyClient
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server import Server, ServerAppComponents, ServerConfig, SimpleClientManager
 from flwr.server.strategy import FedAdam, FedAvg
+from ray import cloudpickle
 from torch.nn import functional as F
 
 from fl_bn import Callback
@@ -139,6 +140,24 @@ def test_a_server_of_one_s_own_gets_the_history() -> None:
     assert [round for round, _ in found["history"].losses_distributed] == [1, 2]
     assert len(found["parameters"].tensors) == len(net().state_dict())
     assert found["elapsed"] > 0
+
+
+def test_an_app_that_was_pickled_answers_with_the_same_bits() -> None:
+    """As Flower's ``run_simulation`` sends it to Ray."""
+    app = legacy_client_app(Client, METHODS["hbn"]())
+
+    def last(app: Any) -> list[np.ndarray]:
+        seen: list[Any] = []
+
+        def server_fn(context: Context) -> ServerAppComponents:
+            strategy = FedAvg(on_fit_config_fn=lr, evaluate_fn=lambda server_round, arrays, config: seen.append(arrays))
+            return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2))
+
+        legacy_server_app(server_fn, net, METHODS["hbn"]())(InProcessGrid(app, CLIENTS, {}), Context(1, 0, {}, RecordDict(), {}))
+        return seen[-1]  # type: ignore[no-any-return]
+
+    plain, pickled = last(app), last(cloudpickle.loads(cloudpickle.dumps(app)))
+    assert all(np.array_equal(one, other) for one, other in zip(plain, pickled, strict=True))
 
 
 def test_arrays_that_fit_changed_after_training_count() -> None:
