@@ -35,6 +35,7 @@ def source(folder: str, file: str, method: str = "fixbn") -> str:
 @contextmanager
 def app_in(folder: Path) -> Iterator[tuple[Any, Any]]:
     """The ServerApp and the ClientApp of a folder, imported as Flower imports them."""
+    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == PACKAGE}  # benchmarks/quickstart.py
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
@@ -43,6 +44,7 @@ def app_in(folder: Path) -> Iterator[tuple[Any, Any]]:
         sys.path.remove(str(folder))
         for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
             del sys.modules[name]
+        sys.modules.update(ours)
 
 
 def ran(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[int, dict[str, float]]:
@@ -58,7 +60,7 @@ def ran(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[int, dict[str,
 def written(tmp_path: Path) -> Any:
     def write(method: str, *, without: str = "") -> Path:
         (tmp_path / PACKAGE).mkdir(exist_ok=True)
-        for file in ("task.py", "client_app.py", "server_app.py"):
+        for file in ("__init__.py", "task.py", "client_app.py", "server_app.py"):
             lines = source("after", file, method).splitlines(keepends=True)
             (tmp_path / PACKAGE / file).write_text("".join(line for line in lines if not without or not line.startswith(without)))
         return tmp_path
