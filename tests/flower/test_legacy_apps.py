@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from ray import cloudpickle
 from torch.nn import functional as F
 
 from fl_bn import Callback
-from fl_bn.flower import InProcessGrid, RunFailed, legacy_client_app, legacy_server_app
+from fl_bn.flower import Gate, InProcessGrid, RunFailed, legacy_client_app, legacy_server_app
+from fl_bn.flower.wire.gate import KINDS
 from fl_bn.methods import METHODS, Method, fedavg
 from tests.flower.own_apps import CLIENTS, SAMPLES, client_of, data, net
 from tests.in_process import WatchedGrid
@@ -247,6 +249,23 @@ def test_arrays_that_its_hook_changes_count() -> None:
 def test_a_hook_that_reads_one_client_s_arrays_is_told_that_there_are_none() -> None:
     with pytest.raises(AttributeError, match="fl-bn has no list of one client's arrays"):
         ran(strategy=Reads, rounds=1)
+
+
+def through(gate: Gate) -> WatchedGrid:
+    grid = WatchedGrid(legacy_client_app(Client, fedavg(), mods=[gate]), CLIENTS)
+
+    def server_fn(context: Context) -> ServerAppComponents:
+        return ServerAppComponents(strategy=FedAvg(on_fit_config_fn=lr), config=ServerConfig(num_rounds=1))
+
+    legacy_server_app(server_fn, net, fedavg())(grid, Context(1, 0, {}, RecordDict(), {}))
+    return grid
+
+
+def test_a_gate_lets_metrics_with_text_leave_once_they_are_declared() -> None:
+    with pytest.raises(RunFailed, match=r"a reply to train may hold .*, but this one has \['scalars'\]"):
+        through(Gate())
+    declared = {kind: replace(KINDS[kind], records=KINDS[kind].records | {"scalars"}) for kind in ("train", "evaluate")}
+    assert through(Gate({**KINDS, **declared})).kinds()[-2:] == ["train 1", "evaluate 1"]
 
 
 # What is refused
