@@ -102,6 +102,10 @@ ROWS: dict[str, list[str]] = {
     ],
     "a Hydra app": [f"{HERE}::test_a_main_with_a_config_and_a_folder_of_its_own_keeps_both"],
     "`start_simulation`, `start_server`, `ServerAppComponents`": [f"{HERE}::test_the_older_api_is_refused_in_one_sentence"],
+    "a `server_fn` with Flower's older `FedAvg`": [
+        "tests/flower/test_legacy_apps.py::test_a_server_of_one_s_own_gets_the_history",
+        "tests/flower/test_legacy_apps.py::test_a_server_that_cannot_run_is_refused_by_name",
+    ],
     "a `NumPyClient`": [
         f"{HERE}::test_a_client_fn_is_refused_in_one_sentence",
         "tests/examples/test_examples.py::test_a_legacy_numpy_client_under_fixbn",
@@ -450,7 +454,7 @@ def test_a_client_fn_is_refused_in_one_sentence() -> None:
         pass
 
     app = ClientApp(client_fn=lambda context: Legacy().to_client())
-    says = r"^a ClientApp with a client_fn answers no question of an fl-bn strategy: make it ClientApp\(\), call answer\(app, ...\)"
+    says = r"^a ClientApp with a client_fn answers no question of an fl-bn strategy: write legacy_client_app\(client_fn, method\) in its"
     with pytest.raises(ValueError, match=says):
         answer(app, net, METHODS["fixbn"](), lambda context: data(0))
     with pytest.raises(RunFailed, match=says):

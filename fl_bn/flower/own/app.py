@@ -59,6 +59,8 @@ from fl_bn.task import CLASSIFICATION, Task
 
 Batches = Callable[[Context], Iterable[Any]]
 """Returns the training batches of the client with this Flower context: a DataLoader, for example."""
+Models = Callable[[Context], nn.Module]
+"""Returns the unconverted network of the client with this Flower context."""
 
 
 class OwnRound:
@@ -287,21 +289,33 @@ def answer(
         tells: whether the client tells the BatchNorm layers that it keeps (FedBN, SiloBN), for the average that
             the server's ``evaluate_fn`` gets. They summarise its data.
     """
+    answers(app, lambda context: model(), method, batches, task=task, tells=tells)
+
+
+def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, task: Task, tells: bool) -> None:
+    """Do as ``answer``, for a network that depends on the client.
+
+    Args:
+        app: your ClientApp.
+        model: returns the network of the client with a given context, unconverted.
+        method: the method.
+        batches: returns its training batches.
+        task: reads the batches.
+        tells: whether the client tells the BatchNorm layers that it keeps.
+    """
     check_handlers(app)
     gate = Gate()
     with registering(app, allowed(mods_of(app))):  # a mod that is refused would answer in its own words
         _register(app, gate, model, method, batches, task, tells)
 
 
-def _register(
-    app: ClientApp, gate: Gate, model: Callable[[], nn.Module], method: Method, batches: Batches, task: Task, tells: bool
-) -> None:
+def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches: Batches, task: Task, tells: bool) -> None:
     """Register the answers to the server's queries."""
 
     @app.query(HELLO.removeprefix("query."), mods=[gate])
     def hello(message: Message, context: Context) -> Message:
         check_mods(app)
-        data, loader = convert(model(), method), batches(context)
+        data, loader = convert(model(context), method), batches(context)
         samples = _count(loader, task)
         introduction: dict[str, int | str] = {
             "client": _index(context),
@@ -315,13 +329,13 @@ def _register(
 
     @app.query(STATISTICS.removeprefix("query."), mods=[gate])
     def statistics(message: Message, context: Context) -> Message:
-        return _measure(message, context, convert(model(), method), method, batches(context), task)
+        return _measure(message, context, convert(model(context), method), method, batches(context), task)
 
     @app.query(KEPT, mods=[gate])
     def kept(message: Message, context: Context) -> Message:
         if not tells:
             raise PermissionError("this client does not tell the BatchNorm layers that it keeps: answer(..., tells=True) in client_app.py")
-        converted, header = convert(model(), method), header_of(message.content)
+        converted, header = convert(model(context), method), header_of(message.content)
         folder, config = _folder(context), TO_TELL.of_configs(message.content)
         store = store_of(context.state, folder, config, _index(context), signature(converted, method))
         samples, layers = _count(batches(context), task), kept_layers(store.read(header.round + 1), converted, method)

@@ -17,8 +17,8 @@ SUMS = "for secure sums take fl-bn's own application with secure-aggregation=tru
 ONE_RECORD = "it clips a reply as one record with all of the model's arrays, but fl-bn's messages have what the method shares, in several"
 WORKFLOW = "it waits for the SecAgg+ workflow of Flower's older API, which no strategy of fl-bn starts"
 CLIENT_FN = (
-    "a ClientApp with a client_fn answers no question of an fl-bn strategy: make it ClientApp(), call answer(app, ...), and call your "
-    "NumPyClient's fit inside @app.train() (examples/README.md)"
+    "a ClientApp with a client_fn answers no question of an fl-bn strategy: write legacy_client_app(client_fn, method) in its place, or "
+    "make it ClientApp(), call answer(app, ...), and use training(...) in @app.train() (docs/start/flower-app.md)"
 )
 CANNOT = "cannot be a mod of this app"
 REFUSED = {
