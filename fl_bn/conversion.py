@@ -140,8 +140,8 @@ def _replacement(module: nn.Module, method: Method) -> nn.Module:
     own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
     if extra := [name for name, _ in own if name not in known]:
         raise ValueError(
-            f"beside BatchNorm's own tensors it holds {', '.join(map(repr, extra))}, which would be lost with it: move them to a "
-            "layer of their own"
+            f"beside BatchNorm's own tensors it holds {', '.join(map(repr, extra))}, which replacing the layer would lose: move them to a "
+            "module of their own"
         )
     new = method.layer(layer)
     for key in ("weight", "bias"):  # keep the layer's own parameter, not a copy, because another layer may share it

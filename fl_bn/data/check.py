@@ -27,14 +27,14 @@ from fl_bn.support.extras import need
 from fl_bn.support.finding import Finding
 from fl_bn.support.names import expected
 
-FEATURES = 5995  # of ABIDE's 110 regions
+FEATURES = 5995  # correlations between ABIDE's 110 regions
 
 
 def check_files(name: str, path: str = "") -> list[Finding]:
     """Check the files of data set ``name`` below ``path``.
 
     Args:
-        name: of the data set.
+        name: name of the data set.
         path: the folder of its files; ``data`` if empty.
 
     Returns:
@@ -47,7 +47,7 @@ def check_files(name: str, path: str = "") -> list[Finding]:
         raise ValueError(expected("dataset", name, DATASETS, ", or your own function as package.module:function"))
     findings: list[Finding] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LargeData)  # a finding below, or not loaded
+        warnings.simplefilter("ignore", LargeData)  # a finding tells the size, or the data are not loaded
         try:
             findings.extend(_check_of(name)(name, path))
         except DataNotFound as error:
@@ -103,14 +103,14 @@ def _counts(name: str, samples: int) -> Iterator[Finding]:
 
 def _public(name: str, path: str) -> Iterator[Finding]:
     need(f"data set {name!r}", "torchvision")
-    from torchvision import datasets  # here, not above: a second of import that other data sets need not pay
+    from torchvision import datasets  # imported here because it takes a second, and other data sets do not need it
 
     kind: Any = getattr(datasets, name.upper())
     root = Path(path or ROOT)
     arguments: list[dict[str, Any]] = [{"split": s} for s in ("train", "test")] if name == "svhn" else [{"train": t} for t in (True, False)]
     try:
         splits = [kind(root, download=False, **argument) for argument in arguments]
-    except (OSError, RuntimeError) as error:  # not there, or there and packed
+    except (OSError, RuntimeError) as error:  # the files are missing, or are packed archives
         missing = [str(file) for file in files_of(kind, root) if not file.is_file()]
         if missing:
             raise DataNotFound(f"there is no {' and no '.join(missing)} (a run downloads it where there is internet)") from error
@@ -163,7 +163,7 @@ def _cityscapes(name: str, path: str) -> Iterator[Finding]:
 
 
 def _csv(name: str, path: str) -> Iterator[Finding]:
-    """Read all files of a table; also print the keys with which a run is for sites of such files."""
+    """Read all files of a table. The last finding has the keys of a run whose sites have such files."""
     data = load_csv(path, 0)
     for file in csv_files(path):
         rows = read_rows(file, data.columns)

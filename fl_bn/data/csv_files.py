@@ -160,17 +160,17 @@ def csv_files(path: str) -> list[Path]:
 
 
 def _columns(files: Sequence[Path]) -> Columns:
-    """Read the one description of all files.
+    """Read the columns.toml that describes all files.
 
     Raises:
-        ValueError: files of two folders have different ones.
+        ValueError: the files lie in folders whose columns.toml differ.
     """
     found = {folder: read_columns(folder) for folder in dict.fromkeys(file.parent for file in files)}
     first, columns = next(iter(found.items()))
     for folder, other in found.items():
         if other.digest != columns.digest:
             raise ValueError(
-                f"{folder / FILE} differs from {first / FILE}, so a cell would be another number at another site: give all sites one {FILE}"
+                f"{folder / FILE} differs from {first / FILE}, so equal cells would become different numbers: give all sites one {FILE}"
             )
     return columns
 
@@ -247,12 +247,12 @@ def _checked_header(file: Path, line: int, header: list[str], columns: Columns) 
 
 
 class _Leave(Exception):
-    """Leave a row out."""
+    """Signal that a row is left out. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class _Cells:
-    """Make numbers of the cells of one file's rows."""
+    """Converts the cells of one file's rows to numbers, and counts the rows left out and the cells without a value."""
 
     file: Path
     columns: Columns
@@ -330,7 +330,7 @@ def split(rows: Rows, columns: Columns) -> NDArray[np.bool_]:
     """Draw the test rows of one file.
 
     Returns:
-        Whether each row is a test row (N,). No row is one if there is only one, or one group.
+        Whether each row is a test row (N,). If there is only one row, or only one group, it has no test row.
     """
     owners = np.array(rows.groups) if rows.groups else np.arange(len(rows.y))
     # A group may have rows of several classes, so groups are drawn from all together.

@@ -167,7 +167,7 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
             "with the client's own data"
         )
     if config.dataset == SITES:
-        raise ConfigError(f"the domain {name!r} is unknown here, since the run's data are at its sites: give --data")
+        raise ConfigError(f"the run's data are at its sites, so the domain {name!r} cannot be loaded on this machine: give --data")
     try:
         part = only_domain(assembly.dataset(replace(config, hold_out="", validation_share=0.0)), name)
     except ConfigError:

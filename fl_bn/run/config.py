@@ -230,7 +230,9 @@ class RunConfig(RunKeys):
             exchange = replace(self.exchange_settings(), certificates=None) if self.method in FEDTAN else ExchangeSettings()
             check_secure(secure, method, self._rounds(exchange), self.defence())
             if self.unseen_client:
-                raise ConfigError("with unseen-client, clients send the layers that they keep unencrypted: set one of the two to false")
+                raise ConfigError(
+                    "unseen-client makes clients send their own layers without encryption: set unseen-client or secure-aggregation to false"
+                )
 
     def secure(self) -> SecureAggregation | None:
         """Make the settings of secure aggregation; None: the run does not use it."""
@@ -263,7 +265,7 @@ class RunConfig(RunKeys):
             raise ConfigError(f"join-rounds must name rounds 1..{self.rounds}, since rounds={self.rounds}, but got {wrong[0]}")
         first = self.clients - sum(round > 1 for round in joins.values())
         if first < 1:
-            raise ConfigError(f"join-rounds must leave a client to start with of clients={self.clients}, but got {self.join_rounds!r}")
+            raise ConfigError(f"join-rounds must leave at least one of clients={self.clients} to start with, but got {self.join_rounds!r}")
         if self.clients_at_start > first:
             those = "clients" if first == self.clients else "the clients that join-rounds leaves to start with"
             raise ConfigError(f"clients-at-start must not exceed {those}, {first}, but got {self.clients_at_start}")

@@ -10,9 +10,10 @@ from fl_bn.support.flower_config import NODES
 
 
 def registered_nodes() -> dict[int, str]:
-    """Return the sites' names by node, as the SuperLink has them now; empty where this process is not told.
+    """Return node -> name of its site, as the SuperLink has them now.
 
-    ``fl-bn register`` writes the file, also when ``fl-bn kit`` changes a site while a run goes on.
+    The environment variable ``NODES`` names the file of the nodes. ``fl-bn register`` writes it, also when ``fl-bn kit``
+    changes a site while a run goes on. If there is no file, the result is empty.
     """
     file = os.environ.get(NODES, "")
     try:

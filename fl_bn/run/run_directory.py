@@ -146,7 +146,7 @@ class RunDirectory(Callback):
             strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
 
     def on_start(self, running: Running) -> None:
-        """Give the callbacks that follow the records of a run that continues."""
+        """Give later callbacks the records that a resumed run has already."""
         self._running = running
         running.history = tuple(self.records)
 
@@ -246,7 +246,7 @@ class RunDirectory(Callback):
             self._say_how_to_go_on(path, "interrupted" if isinstance(error, KeyboardInterrupt) else "the run failed")
 
     def _absent(self) -> dict[int, str]:
-        """Return by client why it takes no part in the run."""
+        """Return client -> the reason why it takes no part in the run."""
         population = None if self.strategy is None else self.strategy.population
         return {} if population is None else population.absent
 

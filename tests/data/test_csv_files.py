@@ -246,7 +246,7 @@ def test_all_rows_of_one_person_cannot_be_divided(tmp_path: Path) -> None:
         ({"numeric": {"age": {"mean": "fifty"}}}, "mean of numeric column 'age' must be a finite number, but is 'fifty'"),
         ({"numeric": {}, "categorical": {}}, "expected columns to learn from"),
         ({"numeric": {"outcome": {}}}, "column 'outcome' is listed twice"),
-        ({"group": "age"}, "column 'age' is the group and has another place, too"),
+        ({"group": "age"}, "column 'age' is the group, but is also listed in another place"),
         ({"categorical": {"smoker": []}}, "categorical column 'smoker' must be a list of at least 1"),
         ({"missing": "mean"}, "missing must be one of 'refuse', 'drop', 'fill', but got 'mean'"),
         ({"unknown": "fill"}, "unknown must be one of 'refuse', 'drop', 'zeros', but got 'fill'"),
