@@ -85,7 +85,7 @@ def gpu(device: str, where: str) -> Finding:
 
     Args:
         device: The device, as in the run config.
-        where: Who asks for it.
+        where: Where the user names the device, for the finding.
     """
     import torch
 
@@ -127,8 +127,8 @@ def memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> 
     """Check how much memory Linux could give to a new process, in a container too.
 
     Args:
-        proc: Where the kernel tells of the machine.
-        group: Where the kernel tells of the container.
+        proc: The folder in which the kernel describes the machine.
+        group: The folder in which the kernel describes the container.
     """
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     free, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
@@ -149,7 +149,7 @@ def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Fi
     Args:
         check: The name of the check.
         folder: The folder.
-        mounts: Where the kernel lists file systems.
+        mounts: The file in which the kernel lists file systems.
     """
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     shown = str(folder) if existing == folder else f"{folder} (not made yet; {existing} was tried)"
@@ -186,7 +186,7 @@ def _write_and_remove(folder: Path) -> None:
 
 
 def _file_system(folder: Path, mounts: Path) -> str:
-    """Return the kind of the file system of ``folder``, e.g. ``ext4``; empty where Linux does not say."""
+    """Return the kind of the file system of ``folder``, e.g. ``ext4``; empty if Linux does not say."""
     try:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:

@@ -21,8 +21,8 @@ class ClientNames:
     Attributes:
         names: the sites' names, by client index.
         nodes: Flower's node ids, by client index.
-        registered: Returns the sites' names by the nodes that they have now. A site whose key was renewed has
-            another node than at the start of the run.
+        registered: Returns node -> name of the site that has it now. A site whose key was renewed has another node
+            than at the start of the run.
     """
 
     names: tuple[str, ...] = ()
@@ -62,9 +62,9 @@ class ClientNames:
         return f"site {name}" if name else f"node {node}"
 
     def client_of(self, node: int) -> int | None:
-        """Return the client whose node this is: at the start of the run, or since its site's key was renewed.
+        """Return the client that has this node: from the start of the run, or since its site's key was renewed.
 
-        None: it is no client's.
+        None: no client has it.
 
         >>> renewed = ClientNames(("east", "west"), (17, 4), lambda: {17: "east", 9: "west", 5: "north"})
         >>> [renewed.client_of(node) for node in (17, 4, 9, 5)]

@@ -121,7 +121,7 @@ class Score:
 
 
 Scores = dict[Setting, Score]
-BY_OPTION = {  # keys of the axes, and a key that all runs need alike
+BY_OPTION = {  # run-config keys that the grid sets itself, each with the option that decides it, or with the reason
     ("method",): "the methods are --methods",
     ("partition-parameter",): "its values are --heterogeneity",
     ("byzantine", "declared-byzantine"): "the numbers of attackers are --byzantine",

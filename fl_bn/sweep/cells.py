@@ -218,7 +218,7 @@ def run_cells(
     """Run the cells that are not finished, in worker processes.
 
     If a worker process dies, for example for lack of memory, only the cell that it ran has failed. The worker
-    processes end with this process, even by SIGKILL.
+    processes end with this process, even if SIGKILL ends it.
 
     Args:
         cells: The cells. Finished ones are left out.

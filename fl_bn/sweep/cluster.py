@@ -1,6 +1,6 @@
 """Run the cells of a sweep on the nodes of a Ray cluster. Each cell is one Ray task, in one process of a node.
 
-Every node needs fl-bn and the data at the same paths as here. The folder of the sweep may be on a disk that all nodes
+Every node needs fl-bn and the data at the same paths as this machine. The folder of the sweep may be on a disk that all nodes
 share. If it is not, the task writes to the disk of its node, and sends the folder of the run back.
 """
 
