@@ -1,4 +1,4 @@
-"""Conversion of a torch model: its BatchNorm layers become those of a method."""
+"""Conversion of a torch model: its BatchNorm layers become the layers of a method."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAVEL = (torch.float16, torch.float32, torch.float64)
 
 
 def convert(model: nn.Module, method: Method) -> nn.Module:
-    """Copy a model and replace its BatchNorm layers, found by type, by those of ``method``.
+    """Copy a model and replace its BatchNorm layers, found by type, by the layers of ``method``.
 
     A model that cannot be federated is refused here, before its tensors are averaged wrongly.
 

@@ -194,7 +194,7 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool =
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """Map the names of ``model``'s state_dict to those of the network inside its wrappers.
+    """Map the names of ``model``'s state_dict to the names that the network has without its wrappers.
 
     Returns:
         Full name -> name without ``module.`` of DataParallel and DistributedDataParallel, and without

@@ -1,7 +1,7 @@
 """Check a run: its config, the model's normalisation layers, the data, and the batches that are drawn from them.
 
-torch and Flower are imported inside the functions, so that the doctor can still speak where they are missing or
-of a wrong version.
+torch and Flower are imported inside the functions, so that ``fl-bn doctor`` works even if they are missing
+or of a wrong version.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Columns:
         classes: texts of the target's cells by label; empty for a target that is a number.
         target_scale: constants of a target that is a number.
         numeric: constants of each numeric column, in the order of the network's inputs.
-        categorical: categories of each categorical column, which follow: one input of 0 or 1 for each category.
+        categorical: categories of each categorical column. The network has an input of 0 or 1 for each category, after the
+            numeric columns.
         ignore: names of columns that are not used.
         group: name of a column whose equal cells stay on one side of the split (a patient's); empty for none.
         missing: one of ``MISSING``: what becomes of a row with a missing cell.

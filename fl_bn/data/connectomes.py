@@ -96,8 +96,8 @@ def load_abide(path: str, image_size: int) -> Measurements:
       vectors ``x`` (n, features). An optional ``subject`` (n,) tells which rows belong to one person; or
     * a file ``SITE.csv`` for each site: a label and the vector's numbers per line, without a header.
 
-    A fifth of each site's subjects, of either label, are the test split. All windows of a subject are on one
-    side. Accuracy counts windows, without a vote among those of one subject.
+    At each site, a fifth of the subjects of either label form the test split. All windows of a subject are on one
+    side. Accuracy counts single windows; the windows of a subject do not vote.
 
     Args:
         path: the folder of the files; ``data`` if empty.

@@ -135,7 +135,7 @@ def load_csv(path: str, image_size: int) -> TableData:
 
 
 def csv_files(path: str) -> list[Path]:
-    """List the files that ``path`` names: those of a folder in the order of their names, or in the given order.
+    """List the CSV files that ``path`` names. The files of a folder are in the order of their names.
 
     Raises:
         DataNotFound: there is no such file, or the folder has none.

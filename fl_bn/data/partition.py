@@ -91,7 +91,7 @@ def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min
     """Divide each class in proportions drawn from a symmetric Dirichlet distribution (label skew).
 
     A draw that leaves a client fewer than ``min_samples`` samples is repeated, up to ten draws in all. Then the last draw
-    is repaired: random samples move, one by one, from the largest client to those that are too small. With
+    is repaired: random samples move, one by one, from the largest client to clients that are too small. With
     many clients and strong skew almost every draw fails, and the repair moves few samples.
 
     Args:
@@ -309,8 +309,8 @@ def label_counts(labels: Labels, parts: list[Indices], classes: int) -> Indices:
     """Count the samples of each class at each client.
 
     Returns:
-        (clients, classes). For masks, the number of pixels, without those of value 255. For values and sets
-        of labels, where no sample has one class, (clients, 0).
+        (clients, classes). For masks, the number of pixels; pixels of value 255 do not count. For values and
+        sets of labels, where samples have no single class, the shape is (clients, 0).
     """
     if labels.dtype.kind == "f" or labels.ndim == 2:
         return np.zeros((len(parts), 0), dtype=np.int64)

@@ -73,7 +73,7 @@ def pixels(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def edges(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Draw the edges, dark on white: the difference of each pixel from those to its right and below."""
+    """Draw the edges, dark on white: the difference of each pixel from its right and its lower neighbour."""
     padded = functional.pad(x.double(), (0, 1, 0, 1), mode="replicate")
     here = padded[:, :, :-1, :-1]
     change = (padded[:, :, :-1, 1:] - here).abs() + (padded[:, :, 1:, :-1] - here).abs()
@@ -134,7 +134,7 @@ def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
 
     The training samples are divided among the domains at random, equally and without overlap (the sizes
     differ by one at most). Every domain has the whole test split, under its own shift. These domains replace
-    those of the set. The same arguments give the same images everywhere. A domain's test images do not depend
+    the set's own. The same arguments give the same images everywhere. A domain's test images do not depend
     on the other domains.
 
     Args:

@@ -255,8 +255,8 @@ class _Normalise(torch.autograd.Function):
 def exchanging(model: nn.Module, exchange: Exchange | OneProgram) -> Iterator[None]:
     """Open ``exchange`` for the layers of ``model``, for Algorithm 1's first local step.
 
-    Inside the block, forward and backward pass are those of the cohort's batch. At its end the exchange is
-    closed.
+    Inside the block, forward and backward pass compute what one model on all batches of the cohort would. At the
+    end of the block the exchange is closed.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CohortBatchNorm)}
     for name, layer in layers.items():

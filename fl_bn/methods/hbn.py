@@ -9,8 +9,8 @@ its batch's statistics and the global ones (equation 9). The mixing logits are t
 optimiser and never leave their client.
 
 The global statistics lag behind the weights. Before an evaluation they are replaced by statistics of the
-weights that are evaluated: ``exact``, those of the union of all data, or ``hybrid``, those that training
-normalises with (``Refresh``).
+weights that are evaluated. ``exact`` measures the statistics of the union of all data. ``hybrid`` measures the
+mixtures that training normalises with (``Refresh``).
 
 Each ablation of Table 6 is an option: ``separate=False`` (1), ``merge="average"`` (2), and for ``mixing``:
 ``"shared"`` (3), ``"batch"`` (4) and ``"half"`` (5).

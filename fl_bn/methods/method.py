@@ -62,7 +62,7 @@ class Refresh(Enum):
 
     Attributes:
         NOTHING: the statistics of training are evaluated.
-        EXACT: passes in evaluation mode. Pass p makes the statistics of layers 1..p those of the union of all data.
+        EXACT: passes in evaluation mode. After pass p, layers 1..p have the statistics of the union of all data.
         HYBRID: one pass in training mode. It measures the mean and variance that every layer normalises with.
         REPORTED: no pass. The reports of the round's clients are combined.
     """

@@ -178,7 +178,7 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
 
 
 def ways(run: Adaptation, text: str) -> list[str]:
-    """Read names of ways of adapting, separated by commas; ``all`` stands for those that the run allows.
+    """Read names of ways of adapting, separated by commas; ``all`` stands for all ways that the run allows.
 
     Raises:
         ConfigError: A way is unknown, or the run does not allow it.
@@ -236,7 +236,7 @@ def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, fold
         outcomes: The results.
         client: The new client.
         config: The run config.
-        folder: The folder, which is made where it does not exist.
+        folder: The folder, which is made if it does not exist.
     """
     task = assembly.task(config, client.test.y)
     metric, scale = task.metric, task.scale()

@@ -206,7 +206,7 @@ class RunConfig(RunKeys):
         return self._attacked(method)
 
     def _bounds_paths(self) -> bool:
-        """Return whether gradients are clipped where several local steps could lead too far from the shared weights."""
+        """Return whether gradients are clipped, so that several local steps do not lead too far from the shared weights."""
         corrects = (objective := self.build_objective()).on and objective.travels
         return self.clip != "none" and (self.clip != "auto" or (self.optimizer == "sgd" and not corrects))
 
@@ -276,7 +276,7 @@ class RunConfig(RunKeys):
             raise ConfigError(f"min-cohort must not exceed a cohort, {size} of {of}, but got {self.min_cohort}")
 
     def _cohort_at_start(self) -> int:
-        """Return the number of clients in the smallest cohort that is planned, which is that of round 1."""
+        """Return the number of clients in the cohort of round 1, which is the smallest planned cohort."""
         first = self.clients_at_start or self.clients - sum(round > 1 for round in joins_of(self.join_rounds).values())
         return max(1, round_half_up(self.fraction * first))
 

@@ -1,4 +1,4 @@
-"""Read which node each site has now, where a ServerApp is deployed by a kit."""
+"""Read which node each site has now, if a kit has deployed the ServerApp."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 class Refused(ValueError):
-    """Signal that a run config names a module that it may not name here."""
+    """Signal that a run config names a module that it may not name on this machine."""
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,7 @@ def write(grid: Grid, scores: Scores, title: str, output: Path, partition: str =
         grid: The axes.
         scores: The scores of the settings.
         title: The title of the tables and pictures.
-        output: The folder, which is made where it does not exist.
+        output: The folder, which is made if it does not exist.
         partition: The run-config key ``partition``, by which the heat maps name the axis of heterogeneity.
     """
     output.mkdir(parents=True, exist_ok=True)

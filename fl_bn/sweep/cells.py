@@ -289,7 +289,7 @@ def _warn_of_turns(jobs: int, cells: Sequence[Cell]) -> None:
 
 
 def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:
-    """Return how many cells to run at a time: ``jobs``, or fewer where cells ask for worker processes of their own.
+    """Return how many cells to run at a time: ``jobs``, or fewer if cells ask for worker processes of their own.
 
     Together, the cells then have no more processes than this machine has cores.
     """

@@ -223,7 +223,7 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
 
     Args:
         tables: The content of the file.
-        name: The title of the sweep, where the file has none.
+        name: The title of the sweep, if the file has none.
         variant: The name of a variant in the file; empty: the file without any variant.
         data: The folder for which ``{data}`` stands.
         overrides: Run-config keys that override those of the file.
