@@ -115,7 +115,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
     @property
     def held(self) -> bool:
-        """Tell whether the layer's owner has frozen its affine parameters. The shared statistics are then frozen, too."""
+        """Return False: as in torch, freezing the affine parameters does not freeze the statistics. Subclasses may differ."""
         return False
 
 

@@ -131,7 +131,7 @@ def load_abide(path: str, image_size: int) -> Measurements:
 
 
 def held_out(labels: list[int], site: int) -> set[int]:
-    """Choose a site's subjects for the test split: a fifth of those of each label, but at least one if there are two or more.
+    """Choose a site's subjects for the test split: a fifth of the subjects of each label, but at least one of two or more.
 
     Returns:
         The positions of the chosen subjects in ``labels``.

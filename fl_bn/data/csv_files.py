@@ -53,7 +53,7 @@ class TableData(Measurements):
 
     Attributes:
         columns: the description of the columns.
-        notes: a sentence for each file of which rows were left out or cells had no value.
+        notes: a sentence for each file with rows that were left out or cells without a value.
     """
 
     columns: Columns = Columns("")
@@ -252,7 +252,7 @@ class _Leave(Exception):
 
 @dataclass(frozen=True)
 class _Cells:
-    """Converts the cells of one file's rows to numbers, and counts the rows left out and the cells without a value."""
+    """Convert the cells of one file's rows to numbers, and count the rows left out and the cells without a value."""
 
     file: Path
     columns: Columns

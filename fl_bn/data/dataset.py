@@ -75,6 +75,6 @@ def to_input(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
     Args:
         x: uint8 images, which become -1..1, or measurements (floats), which keep their values.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     return x.to(dtype) if x.is_floating_point() else images_to_input(x, dtype)

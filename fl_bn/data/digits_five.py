@@ -117,7 +117,7 @@ class Source:
     """Describe a possible source of one domain.
 
     Attributes:
-        domain: its name.
+        domain: name of the domain.
         found: ``found(folder)`` tells whether the files are there.
         load: ``load(folder, image_size)`` reads them.
     """

@@ -63,7 +63,7 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
     Args:
         name: "package.module:function".
         path: the function's argument.
-        image_size: in pixels, or 0.
+        image_size: pixels along each side. 0: the size of the data.
         modules: modules that may hold the function. None: any.
 
     Raises:

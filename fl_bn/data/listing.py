@@ -30,7 +30,7 @@ _STREAM = 0x5B117  # sets these draws apart from others that start from the same
 
 
 class LargeData(UserWarning):
-    """Warn that a data set takes much memory, because all of it is held there."""
+    """Warn that a data set takes much memory, because all of it is held in memory."""
 
 
 class Image(NamedTuple):

@@ -68,7 +68,8 @@ def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
     Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``. With 2 these are disjoint pairs in order,
     as in the authors' published code; with 4 every class is at two clients; with 10 all classes are at all
     clients. Every class is divided equally among its ``k / 2`` clients. In the supplement's table for 6
-    classes, the fourth client has a sixth of eight classes. This function gives it six classes, like the others.
+    classes, the fourth row has eight entries of 1/6, which add up to more than 1. This function gives that client six
+    classes, like the others.
 
     Raises:
         ValueError: there are not 5 clients and 10 classes, or ``k`` is another number.

@@ -245,7 +245,7 @@ def resize(images: Tensor, image_size: int) -> Tensor:
 
     Args:
         images: (N, C, H, H).
-        image_size: in pixels. 0 keeps the size.
+        image_size: pixels along each side. 0 keeps the size.
 
     Returns:
         (N, C, image_size, image_size).

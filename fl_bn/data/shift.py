@@ -92,7 +92,7 @@ def background(x: Tensor, rng: np.random.Generator) -> Tensor:
     It is MNIST-M's recipe (``digits``).
 
     Raises:
-        ValueError: images are larger than the photographs, 427 pixels.
+        ValueError: images are larger than the photographs, which are 427 pixels high.
     """
     from sklearn.datasets import load_sample_images  # imported here because it takes a second, and other shifts do not need it
 

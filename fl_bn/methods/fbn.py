@@ -69,10 +69,10 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 def fbn(options: FBNOptions) -> Method:
     """Make FBN.
 
-    ``tracking`` is the weight at the first round's learning rate and at the scale at the start of a run
-    (``methods.tracking``). Gradients are centred (``federation.centring``). If they are clipped, too, the
-    scale at the start is ``BOUNDED_SCALE``. With ``momentum`` the method is Algorithm 2: gradients are not
-    centred, and the scale at the start is not set.
+    ``tracking`` is the weight of a round's moments in the shared statistics, at the learning rate of the first round
+    and at the scale that a run starts with (``methods.tracking``). Gradients are centred (``federation.centring``).
+    If they are clipped, too, the scale at the start is ``BOUNDED_SCALE``. With ``momentum`` the method is
+    Algorithm 2: gradients are not centred, and the scale at the start is not set.
     """
     report, own = REPORTS[options.report], options.momentum is None
     return Method(

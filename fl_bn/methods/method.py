@@ -115,7 +115,7 @@ class StatisticsPass:
 
 @dataclass(frozen=True)
 class LayerReports:
-    """The clients' reports on one layer, with the other values that the server's rule needs to combine them.
+    """Hold the clients' reports on one layer, with the other values that the server's rule needs to combine them.
 
     Attributes:
         shared: the statistics that the server sent in this round.
@@ -265,15 +265,15 @@ class Method:
     def learning_rate(self, schedule: Callable[[int, int], float], round: int, rounds: int) -> float:
         """Return the learning rate of ``round``.
 
-        It is the schedule's. While the statistics are frozen, it is at most ``frozen_rate`` times the highest
+        It is the rate of the schedule. While the statistics are frozen, it is at most ``frozen_rate`` times the highest
         rate of the rounds before the freeze. So a schedule that has already dropped as far is not reduced
         again. If the statistics are frozen from round 1 on, no round is before the freeze, and the schedule
         holds.
 
         Args:
             schedule: ``(round, rounds) -> learning rate``.
-            round: from 1.
-            rounds: of the whole run.
+            round: the round, counted from 1.
+            rounds: the number of rounds of the run.
         """
         rate = schedule(round, rounds)
         if self.frozen_rate == 1 or not self.freezes_statistics(self.phase(round, rounds)):

@@ -147,7 +147,7 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
 
     Args:
         config: The run's config.
-        domain: A domain of the run's data; empty, as ``data``: the domain that the run held out.
+        domain: A domain of the run's data. If this and ``data`` are empty: the domain that the run held out.
         data: Other data: npz:PATH, folder:PATH, the name of a data set, or package.module:function; empty: none.
 
     Raises:

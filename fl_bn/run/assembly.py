@@ -457,8 +457,8 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
 
     Args:
         node: The node config of the client. Its ``partition-id`` is the index.
-        config: The run config. If it has ``client-nodes``, the index is the place of ``node_id`` there. For a site
-            whose key was renewed since, it is the place of its name in ``client-names``.
+        config: The run config. If it has ``client-nodes``, the index is the position of ``node_id`` in them. For a
+            site whose key was renewed since, it is the position of its name in ``client-names``.
         node_id: Flower's id of the client's node.
 
     Raises:

@@ -86,7 +86,7 @@ class Where:
 
         Args:
             at: The labels of the combination on the axes.
-            keys: Its run-config keys. They are looked up for an axis that is a single value in this variant.
+            keys: The run-config keys of the combination. An axis that is a single value in this variant is one of them.
         """
         return all(at.get(axis, str(keys.get(axis))) == value for axis, value in self.at.items())
 
