@@ -113,13 +113,13 @@ def gpu(device: str, where: str) -> Finding:
             "fail",
             "gpu",
             f"{request}, but torch sees {f'only {count}' if count else 'no'} GPU{'s' if count > 1 else ''}{f' ({why})' if why else ''}",
-            "name one that is there (counted from 0), or auto or cpu; if it should be there, see whether nvidia-smi shows it",
+            "name a GPU that exists (counted from 0), or auto or cpu; if this one should exist, see whether nvidia-smi shows it",
         )
     torch.ones(1, device=f"cuda:{index}").sum().item()
     free, total = torch.cuda.mem_get_info(index)
     text = f"{request}: {torch.cuda.get_device_name(index)}, {free / GB:.1f} of {total / GB:.1f} GB free"
     if free < LITTLE:
-        return Finding("warn", "gpu", text, "end what else uses it (nvidia-smi shows that), or name another device")
+        return Finding("warn", "gpu", text, "end other programs that use it (nvidia-smi lists them), or name another device")
     return Finding("ok", "gpu", text)
 
 
@@ -167,7 +167,7 @@ def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Fi
         return Finding(
             "warn",
             check,
-            f"{text}; but it is {LOST[kind]} ({kind}) and is lost with it",
+            f"{text}; but it lies in {LOST[kind]} ({kind}), and is lost with it",
             "name a folder on a disk, or mount a volume there",
         )
     if free < LITTLE:

@@ -116,7 +116,7 @@ def _public(name: str, path: str) -> Iterator[Finding]:
             raise DataNotFound(f"there is no {' and no '.join(missing)} (a run downloads it where there is internet)") from error
         if not name.startswith(("cifar", "mnist")):
             raise ValueError(f"{root}: torchvision cannot read the files of {name}: {error}") from error
-        yield Finding("warn", "files", f"the archives in {root} are not unpacked", "nothing: the first run does it, and checks their sums")
+        yield Finding("warn", "files", f"the archives in {root} are not unpacked", "nothing: the first run unpacks and checks them")
         return
     sizes = [len(split.data) for split in splits]
     yield Finding("ok", "files", f"{sizes[0]:,} + {sizes[1]:,} samples {tuple(splits[0].data[0].shape)} of {CLASSES[name.upper()]} classes")
@@ -144,7 +144,7 @@ def _memory(size: int, when: str) -> Finding:
     text = f"{size / 2**30:.1f} GiB in every process {when}"
     large = size / 2**30 >= LARGE
     return (
-        Finding("warn", "memory", text, "see that the machine has it, or choose a smaller image-size")
+        Finding("warn", "memory", text, "make sure that the machine has so much memory, or choose a smaller image-size")
         if large
         else Finding("ok", "memory", text)
     )
@@ -187,7 +187,7 @@ def _abide(name: str, path: str) -> Iterator[Finding]:
         if length == FEATURES:
             yield Finding("ok", "files", text)
         else:
-            yield Finding("warn", "files", text, f"expected {FEATURES:,}, of 110 regions; go on if all sites are so")
+            yield Finding("warn", "files", text, f"expected {FEATURES:,} numbers, of 110 regions; go on if all sites have this length")
 
 
 def _digits_five(name: str, path: str) -> Iterator[Finding]:

@@ -108,7 +108,7 @@ def read_picture(file: Path) -> Picture:
             if image.mode.startswith(_DEEP):
                 raise ValueError(
                     f"its pixels have more than 8 bits (Pillow's mode {image.mode}), which have no standard scale: save it with "
-                    "8, or write a data function, package.module:function"
+                    "8 bits, or write a data function, package.module:function"
                 )
             if "transparency" in image.info:
                 return np.asarray(image.convert("RGBA").convert("RGB"))

@@ -147,7 +147,7 @@ def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
             domains than samples.
     """
     if not names or len(set(names)) < len(names) or (set(names) - set(SHIFTS)):
-        raise ValueError(f"shifts must be different ones of {', '.join(SHIFTS)}, at least one, but got {', '.join(names) or 'none'}")
+        raise ValueError(f"shifts must be at least one of {', '.join(SHIFTS)}, each only once, but got {', '.join(names) or 'nothing'}")
     if dataset.x_train.dtype != torch.uint8:
         raise ValueError(
             f"dataset {dataset.name!r}: shifts change images, but these are measurements ({dataset.x_train.dtype}): use no shifts"

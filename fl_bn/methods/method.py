@@ -354,9 +354,9 @@ def freeze(
     if not what or not what <= {Role.STATISTIC, Role.AFFINE}:
         raise ValueError(f"only the statistics, the affine parameters or both can freeze, but got {set(what)}")
     if after is not None and after < 0:
-        raise ValueError(f"freeze after must be a round >= 0, but got {after}")
+        raise ValueError(f"freeze-after must be a round >= 0, but got {after}")
     if Role.STATISTIC in what and method.refresh is not Refresh.NOTHING and method.report is StatisticsReport.NOTHING:
-        raise ValueError(f"{method.name} has no shared statistics in training, so it cannot freeze them: leave out freeze after")
+        raise ValueError(f"{method.name} has no shared statistics in training, so it cannot freeze them: leave freeze-after out")
     return replace(
         method,
         phase=partial(_freeze_phase, method.phase, after),

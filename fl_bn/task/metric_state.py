@@ -112,7 +112,7 @@ class MetricState:
             ValueError: the task has metric objects, which have no sums.
         """
         if self.objects:
-            raise ValueError(f"task {self.task.name}: {', '.join(self.objects)} cannot be added up: objects have no sums to send")
+            raise ValueError(f"task {self.task.name}: {', '.join(self.objects)} cannot be sent: metric objects have no sums")
         numbers = {"total": torch.tensor(self.total, dtype=torch.float64), "count": torch.tensor(self.count)}
         return numbers | {f"sums/{name}": value.cpu() for name, value in self.sums.items()}
 

@@ -194,7 +194,7 @@ def test_a_cell_is_refused_by_file_line_and_column(rows: list[str], line: int, c
         (HEADER + ",zip\n", 1, "zip", "columns.toml does not list this column; add it to ignore there, or to a table"),
         (HEADER + ",age\n", 1, "age", "expected every column once"),
         (HEADER.replace(",", ";") + "\n", 1, "outcome", "it looks as if cells were separated by ';': set delimiter in columns.toml"),
-        (HEADER + "\n1,40,1,no,a,well\n", 0, "", "expected rows to train on and others to test on, but there is 1 row, and no other"),
+        (HEADER + "\n1,40,1,no,a,well\n", 0, "", "expected rows to train on and others to test on, but there is 1 row in all"),
         (b"\xff\xfe", 0, "", "expected text in UTF-8, but invalid start byte at byte 0"),
     ],
 )
