@@ -112,9 +112,7 @@ def load_csv(path: str, image_size: int) -> TableData:
     test = np.concatenate(splits)
     if not test.any():
         alike = f" in one {columns.group}" if columns.group and len(tables[0].y) > 1 else ""
-        raise TableError(
-            files[0], f"expected rows to train on and others to test on, but there {_rows(len(y))}{alike} in all: add rows"
-        )
+        raise TableError(files[0], f"expected rows to train on and others to test on, but there {_rows(len(y))}{alike} in all: add rows")
     domain = torch.repeat_interleave(torch.arange(len(files)), torch.tensor([len(table.y) for table in tables]))
     several = len(files) > 1
     parts = [torch.from_numpy(chosen) for chosen in (~test, test)]
