@@ -27,8 +27,7 @@ class Dice(Segmentation):
 
     An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus ``cross_entropy``
     times its cross-entropy. p is a class's probability at a labelled pixel, y is 1 where it is the label.
-    The metric ``dice`` is the same mean over classes, with predicted classes in place of probabilities, and with
-    sums over all data in place of one image.
+    The metric ``dice`` is the same mean, of predicted classes, with sums over all data in place of one image.
 
     >>> import torch
     >>> from fl_bn import Dice
