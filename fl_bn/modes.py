@@ -55,7 +55,7 @@ def frozen_affine(model: nn.Module) -> set[str]:
 def held_layers(model: nn.Module) -> set[str]:
     """Return the names of the BatchNorm layers whose statistics the owner of ``model`` has frozen.
 
-    These are the layers that stay in evaluation mode while the model trains, and those of ``frozen_affine``.
+    These are the layers that stay in evaluation mode while the model trains, and the layers that ``frozen_affine`` returns.
     ``model`` is not changed.
     """
     modules = named_modules(model)

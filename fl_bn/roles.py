@@ -3,8 +3,8 @@
 A test by name ("bn" in key) misses BatchNorm inside ``nn.Sequential`` and torchvision's ``downsample.1``. It
 silently turns FedBN into FedAvg.
 
-Buffers that are no statistics have four roles: shared, kept, recomputed and constant. Known kinds of modules
-have a default. Any other floating-point buffer is shared. ``set_buffer_roles`` states another role.
+A buffer that is no statistic has one of four roles: shared, kept, recomputed or constant. The buffers of known
+kinds of modules have a default role. Any other floating-point buffer is shared. ``set_buffer_roles`` states another role.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def parse_buffer_roles(text: str) -> dict[str, str]:
 def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
     """Yield name, module, key and tensor of every buffer whose role a user may state.
 
-    These are all buffers but statistics and counters of norm layers.
+    These are all buffers of the state_dict but the statistics and counters of norm layers.
     """
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -247,8 +247,9 @@ def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tenso
 def state_constants(model: nn.Module) -> None:
     """Give the role CONSTANT, in place, to buffers that hold infinity or NaN, such as an attention mask of -inf.
 
-    No result of training holds such numbers, so such a buffer is not averaged. Left as they are: buffers with a
-    known or stated role, and those of torch.ao's observers, which are infinite only until the first batch.
+    Training does not produce such numbers, so such a buffer must not be averaged. Two kinds of buffers keep their
+    role: those with a known or stated role, and those of torch.ao's observers, which are infinite only until the
+    first batch.
     """
     for _, module, key, tensor in _free_buffers(model):
         known = key in vars(module).get(STATED, {}) or _known(module, key) is not None or observes(module)
@@ -280,7 +281,7 @@ def _some(names: list[str], most: int = 8) -> str:
 
 
 def inputs_like(model: nn.Module) -> Tensor:
-    """Return a tensor on the device and of the dtype that ``model``'s inputs take.
+    """Return a tensor that has the device and the dtype that ``model`` expects of its inputs.
 
     Integer and complex parameters give no hint of the inputs.
 
