@@ -1,6 +1,6 @@
-"""The package index shows README.md without the repository around it, so its links are made absolute.
+"""Build the package; make the links of README.md absolute, because the package index shows it without the repository.
 
-They lead below ``Repository`` of ``[project.urls]`` in pyproject.toml, where everything else is.
+The links lead to files below ``Repository`` of ``[project.urls]`` in pyproject.toml.
 """
 
 import re
@@ -14,7 +14,10 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\]\([^)]*\))*)\]\((?!#)([^)\s:]+)\
 
 
 def absolute(text: str, repository: str) -> str:
-    """``text`` with every relative link as one to the newest version of that file in ``repository``; pictures as the bare files."""
+    """Return ``text`` with its relative links changed to links to the newest files in ``repository``.
+
+    Links to pictures lead to the raw files.
+    """
 
     def led(found: re.Match[str]) -> str:
         return f"{found[1]}[{LINK.sub(led, found[2])}]({repository}/{'raw' if found[1] else 'blob'}/HEAD/{found[3]})"

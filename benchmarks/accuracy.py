@@ -2,8 +2,9 @@
 
     python benchmarks/accuracy.py --data ../shared/data/cifar10.npz
 
-Within a setting all budgets are equal: every method takes the same number of local steps on batches of the same size with the same
-learning rate and calendar; centralised training takes as many steps on batches of the cohort's size. Finished runs are not repeated.
+Within a setting all budgets are equal. Every method takes the same number of local steps, on batches of the same
+size, with the same learning-rate schedule. Centralised training takes as many steps on batches of the cohort's size.
+Finished runs are not repeated.
 """
 
 from __future__ import annotations

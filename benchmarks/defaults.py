@@ -3,10 +3,13 @@
     python benchmarks/defaults.py --output benchmarks/results/defaults/grid.csv --data ../shared/data
     python benchmarks/defaults.py --table benchmarks/results/defaults
 
-All keys but those of the axes are the run config's defaults. One line per cell, written as it comes; cells that the file has are not run
-again, and the most telling come first. ``at_freeze``: the accuracy after half of the rounds, where FixBN freezes; ``lowest``: the lowest
-afterwards. ``growth``: the largest factor by which a layer's deviation (geometric mean over channels) rose from its lowest earlier value,
-among the statistics that were evaluated; 1 where a method shares none. ``seconds`` are those of the processor.
+A cell is one run. All its keys but those of the axes are the run config's defaults. The file has one line per cell,
+written as soon as the cell is done. Cells that the file has are not run again. The cells that tell most come first.
+
+Columns: ``at_freeze`` is the accuracy after half of the rounds, where FixBN freezes; ``lowest`` is the lowest
+accuracy afterwards; ``seconds`` is processor time. ``growth`` is the largest factor by which a layer's standard
+deviation (geometric mean over channels) rose above its lowest earlier value, over the evaluated rounds; it is 1 for a
+method that shares no statistics.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import typer
 from torch import nn
 
 CENTRALISED = "centralised"
-LEADING = ("fedavg", "fixbn", "hbn", "fbn", "fedtan2")  # first in every block: those with defaults that can harm, and the baseline
+LEADING = ("fedavg", "fixbn", "hbn", "fbn", "fedtan2")  # run first in every block: the baseline, and methods whose defaults can harm
 METHODS = (*LEADING, "gn", "fedtan", "fedbn", "silobn", "static-bn", CENTRALISED)
 REGIMES: dict[str, dict[str, Any]] = {
     "IID": {"partition": "iid"},
@@ -48,8 +51,8 @@ DATA: dict[str, dict[str, Any]] = {
     },
 }
 STEPS, ROUNDS, SEEDS = (5, 20, 1), (25, 100), (0, 1, 2)
-EVERY = {25: 2, 100: 5}  # rounds between evaluations, one of which is half of the rounds
-FIRST = [  # blocks of data, rounds, steps and seed, over all regimes and methods; then all others
+EVERY = {25: 2, 100: 5}  # rounds of the run -> rounds between evaluations; half of the rounds is a multiple
+FIRST = [  # (data, rounds, steps, seed): run first, with all regimes and methods
     *(("digits", 25, 5, seed) for seed in SEEDS),
     ("CIFAR-10 subset", 25, 5, 0),
     ("digits", 25, 20, 0),
@@ -58,8 +61,8 @@ FIRST = [  # blocks of data, rounds, steps and seed, over all regimes and method
 ]
 KEY = ("data", "regime", "method", "steps", "rounds", "seed")
 FIELDS = (*KEY, "last", "at_freeze", "lowest", "growth", "curve", "seconds")
-OVERHEAD = 4  # local steps as long as the rest of a round, by the cells of runaway.py
-MARGIN = 2.0  # points that a method may be behind FedAvg
+OVERHEAD = 4  # the rest of a round takes as long as so many local steps (measured in the cells of runaway.py)
+MARGIN = 2.0  # points by which a method may be behind FedAvg
 CHANCE = 10.0  # percent: all data sets have ten classes
 Key = tuple[str, str, str, int, int, int]
 Row = dict[str, str]
@@ -75,7 +78,7 @@ def cells() -> Iterator[Key]:
 
 
 def cell(key: Key, folder: str) -> dict[str, Any]:
-    """Run one cell, and return its line."""
+    """Run one cell; return its line."""
     from fl_bn.run.assembly import limit_threads
     from fl_bn.run.config import RunConfig
 
@@ -96,7 +99,7 @@ def cell(key: Key, folder: str) -> dict[str, Any]:
 
 
 def _federated(config: Any) -> tuple[list[tuple[int, float]], float]:
-    """Run one federation; return the accuracy (%) by round, as far as the run came, and the growth."""
+    """Run one federation; return its curve, (round, accuracy in %) up to where the run came, and its growth."""
     from client_app.app import app
     from fl_bn.federation.aggregation import running_statistics
     from fl_bn.federation.callbacks import Callback
@@ -150,7 +153,10 @@ def key_of(row: Row) -> Key:
 
 
 def cost(key: Key, rows: dict[Key, Row]) -> float:
-    """Estimate the seconds of a cell from finished ones, per local step: of the same data and method, if there are any."""
+    """Estimate the seconds of a cell from finished ones by their seconds per local step.
+
+    The finished cells are those of the same data and method; without any, those of the same data; without any, all.
+    """
     for alike in ((0, 2), (0,), ()):
         known = [(done, float(row["seconds"])) for done, row in rows.items() if row["seconds"] and all(done[i] == key[i] for i in alike)]
         per_step = [seconds / ((done[3] + OVERHEAD) * done[4]) for done, seconds in known]
@@ -160,7 +166,7 @@ def cost(key: Key, rows: dict[Key, Row]) -> float:
 
 
 def shown(values: list[float]) -> str:
-    """Format the mean and, for several seeds, the standard deviation."""
+    """Format the mean and, if there are several values, the standard deviation."""
     if not values:
         return "-"
     return f"{mean(values):.1f} ({stdev(values):.1f})" if len(values) > 1 else f"{values[0]:.1f}"
@@ -196,7 +202,9 @@ def table(rows: dict[Key, Row]) -> str:
 
 
 def summary(rows: dict[Key, Row]) -> str:
-    """Return, as Markdown, per method the cells behind FedAvg, below the level at the freeze, and at chance."""
+    """Return as Markdown how many cells of each method are behind FedAvg, fall below their level at the freeze, or
+    are at chance.
+    """
     lines = [
         "# Every method as it is by default",
         "",
@@ -229,7 +237,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
     data: Annotated[str, typer.Option(help="folder of cifar10.npz")] = "../shared/data",
     methods: Annotated[str, typer.Option(help="separated by commas")] = ",".join(METHODS),
-    seconds: Annotated[float, typer.Option(help="begin no cell after so many")] = float("inf"),
+    seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = float("inf"),
     table_of: Annotated[Path | None, typer.Option("--table", help="folder of grid.csv: write table.md there")] = None,
 ) -> None:
     """Run the cells that the file lacks, or write the table."""

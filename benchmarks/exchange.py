@@ -1,9 +1,11 @@
-"""Measure the cost of FedTAN's layer-wise exchange: its latency, and a round of it beside a round of FedAvg.
+"""Measure what FedTAN's layer-wise exchange costs: its latency, and the time of a round compared with a round of
+FedAvg.
 
     python benchmarks/exchange.py
 
-Latency: client processes that do nothing but exchange, over loopback. Rounds: Flower's simulation on Ray with all clients at once,
-ResNet-20, one torch thread per client. The profile says where a round's extra time is.
+Latency is measured over loopback, with client processes that only exchange. Rounds are those of Flower's simulation
+on Ray with all clients at once, ResNet-20 and one torch thread per client. The profile says what the extra time of a
+round is spent on.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from fl_bn.methods.fedtan import exchanging, fedtan
 from fl_bn.models import build
 from fl_bn.run.config import RunConfig
 
-CHANNELS = 64  # of ResNet-20's widest layers
+CHANNELS = 64  # channels of ResNet-20's widest layers
 WARM = 20
 
 
 def one_client(address: str, token: str, exchanges: int, together: Barrier, seconds: Queue[list[float]]) -> None:
-    """Exchange repeatedly as one client, and put the seconds of each exchange into the queue."""
+    """Exchange repeatedly as one client; put the list of the seconds of all exchanges into the queue."""
     torch.set_num_threads(1)
     values, key, taken = torch.ones(2 * CHANNELS), Key("layer", Quantity.MOMENTS), []
     together.wait()
@@ -54,7 +56,7 @@ def one_client(address: str, token: str, exchanges: int, together: Barrier, seco
 
 
 def latency(clients: int, exchanges: int) -> tuple[float, float]:
-    """Return p50 and p99 of one exchange in milliseconds."""
+    """Return the 50th and the 99th percentile of the time of one exchange in milliseconds."""
     spawn = multiprocessing.get_context("spawn")
     service = ExchangeService("127.0.0.1", 0, 8 * CHANNELS).start()
     session = Session(range(clients), {"layer": Layer(CHANNELS, torch.float32)})
@@ -71,7 +73,7 @@ def latency(clients: int, exchanges: int) -> tuple[float, float]:
 
 
 class Alone:
-    """Exchange with nobody: the cost of the layer itself."""
+    """Exchange with nobody, to measure the cost of the layer itself."""
 
     batch = 32
     seconds = 0.0
@@ -86,7 +88,7 @@ class Alone:
 
 
 def step_milliseconds(model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[None]], repeats: int = 7) -> float:
-    """Return the median of a training step on 32 images of 32 pixels, in milliseconds."""
+    """Return the median time of a training step on 32 images of 32 x 32 pixels, in milliseconds."""
     x, y = torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))
     model.train()
     taken = []
@@ -102,7 +104,8 @@ def rounds_of(method: str, clients: int, rounds: int, schedule: str) -> tuple[fl
     """Run a method on Ray.
 
     Returns:
-        The median seconds of a round, the seconds in exchanges of the client that waited longest, and the exchanges.
+        The median seconds of a round, the median seconds that the longest-waiting client spent in exchanges, and the
+        number of exchanges in a round.
     """
     config = RunConfig(
         method=method, clients=clients, rounds=rounds + 2, model="resnet20", image_size=32, batch_size=32, local_steps=5, partition="iid",

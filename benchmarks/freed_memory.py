@@ -1,8 +1,10 @@
-"""Time a training step of each network if Linux's C library keeps freed memory, and if it gives it back to the system.
+"""Time a training step of each network in two modes of Linux's C library: it keeps freed memory, or returns it to the
+system.
 
     python benchmarks/freed_memory.py
 
-Every turn is a process of its own, since what an allocator does depends on what it did before; the two take turns. One thread.
+Every turn is a process of its own, because what an allocator does depends on its past. The two modes take turns. One
+thread.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ CASES = (
 
 
 def turn(name: str, size: int, pixels: int) -> tuple[float, float, float]:
-    """Run one turn in this process; return ms of processor time and page faults per step, and MB of memory at its peak."""
+    """Run one turn in this process.
+
+    Returns:
+        Milliseconds of processor time per step, page faults per step, and the peak memory in MB.
+    """
     torch.set_num_threads(1)
     model = build(name, classes=10, channels=3, image_size=pixels, seed=0).train().to(memory_format=torch.channels_last)
     x, y = torch.randn(size, 3, pixels, pixels), torch.randint(0, 10, (size,))
@@ -54,7 +60,7 @@ def turn(name: str, size: int, pixels: int) -> tuple[float, float, float]:
 
 
 def main(
-    turns: Annotated[int, typer.Option(help="processes of each kind and network; medians count")] = 5,
+    turns: Annotated[int, typer.Option(help="processes per mode and network; the table has their medians")] = 5,
     results: Path = Path(__file__).parent / "results" / "freed-memory.md",
     only: Annotated[str, typer.Option(hidden=True, help="one turn: NAME,SIZE,PIXELS")] = "",
 ) -> None:

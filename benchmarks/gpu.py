@@ -1,13 +1,17 @@
-"""Check every method's numbers and bits on the GPU at hand, compare ways to train there, and time the papers' experiments.
+"""Check every method's numbers on the GPU, compare ways to train there, and time the papers' experiments.
 
-    python benchmarks/gpu.py                                # the first GPU, or without one the CPU, where it runs small
-    python benchmarks/gpu.py --minutes 5                    # the papers' experiments until then; the rest of them is named as missing
-    python benchmarks/gpu.py --device cpu --quick           # smaller still: to see that it runs
+    python benchmarks/gpu.py                                # the first GPU; without one the CPU, with smaller sizes
+    python benchmarks/gpu.py --minutes 5                    # at most 5 minutes for the papers' experiments
+    python benchmarks/gpu.py --device cpu --quick           # the smallest sizes, to see that it runs
 
-Made data of the real shapes. Numbers: two rounds of ``Federation``, compared with the same on the CPU, one by one, in float64; bits: of
-two such runs in float32. Speed: a round is the clients' half: networks loaded, local steps, replies on the CPU. The hours are those of the
-local steps alone, a few of which are timed and multiplied. On a GPU they are written to experiments/results/gpu.json, too, for
-`fl-bn experiments evidence`.
+The data are random, with the shapes of the real data.
+
+- Numbers: two rounds of ``Federation`` in float64 are compared with the same rounds on the CPU, one client after the
+  other.
+- Bits: two such runs in float32 are compared with each other.
+- Speed: only the clients' half of a round is timed: load the networks, make local steps, copy the replies to the CPU.
+- Hours: a few local steps are timed and multiplied; the other parts of a round are not counted. On a GPU the hours
+  are also written to experiments/results/gpu.json, for `fl-bn experiments evidence`.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from fl_bn.models import build
 from fl_bn.task import CLASSIFICATION
 
 HERE = Path(__file__).parent
-NETWORKS = {"digits-cnn-small": 16, "simple-cnn": 32, "resnet20": 32}  # and the side of their images
+NETWORKS = {"digits-cnn-small": 16, "simple-cnn": 32, "resnet20": 32}  # network -> side of its images in pixels
 COMPARED = ("fedavg", "gn", "hbn", "fbn")
 
 
@@ -65,7 +69,7 @@ WAYS = {
     "vectorised": Way(VECTORISED),
     "vectorised, deterministic": Way(VECTORISED, deterministic=True),
 }
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it for deterministic sums, before the GPU is first used
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch needs it for deterministic sums; set it before the GPU's first use
 
 
 SIZES = {"cuda": Size((10, 50), 5, 32, 2, 10), "cpu": Size((4,), 3, 8, 2, 3), "quick": Size((2,), 1, 4, 1, 1)}
@@ -75,7 +79,7 @@ SIZES = {"cuda": Size((10, 50), 5, 32, 2, 10), "cpu": Size((4,), 3, 8, 2, 3), "q
 
 
 def two_rounds(name: str, device: torch.device, engine: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return all tensors of every client's network after two rounds of two clients, two batches of 16 images each."""
+    """Return all tensors of the networks of two clients after two rounds; a client has two batches of 16 images."""
     model = build("resnet20", classes=10, image_size=16, seed=0).to(dtype)
     draw = torch.Generator().manual_seed(1)
     clients = [
@@ -89,14 +93,14 @@ def two_rounds(name: str, device: torch.device, engine: str, dtype: torch.dtype)
 
 
 def apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """Return the norm of the difference, as a share of the norm of ``b``."""
+    """Return the norm of the difference, divided by the norm of ``b``."""
     x, y = (torch.cat([tensor.double().cpu().flatten() for tensor in one]) for one in (a, b))
     return float((x - y).norm()) / float(y.norm())
 
 
 @contextmanager
 def deterministic(wanted: bool = True) -> Iterator[None]:
-    """Let torch take kernels whose sums have one order in the block, as the key ``deterministic`` does."""
+    """Let torch use only deterministic kernels inside the block, as the run config's key ``deterministic`` does."""
     were = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(wanted)
     try:
@@ -106,7 +110,7 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
 
 
 def check_numbers(device: torch.device, names: Sequence[str]) -> list[str]:
-    """Compare every method's numbers with the CPU's, and its bits with a second run's; return the lines of the table."""
+    """Compare every method's numbers with the CPU's, and the bits of two runs; return the lines of the table."""
     rows = ["| method | one by one | vectorised | same bits again, one by one | vectorised | deterministic: one by one | vectorised |"]
     rows.append("|---" * 7 + "|")
     for name in names:
@@ -121,7 +125,7 @@ def check_numbers(device: torch.device, names: Sequence[str]) -> list[str]:
 
 
 def again(name: str, device: torch.device, engine: str) -> bool:
-    """Tell whether the same run has the same bits, in float32."""
+    """Tell whether two equal runs in float32 have the same bits."""
     one, other = (two_rounds(name, device, engine, torch.float32) for _ in range(2))
     return all(map(torch.equal, one, other))
 
@@ -130,12 +134,14 @@ def again(name: str, device: torch.device, engine: str) -> bool:
 
 
 def compare_ways(device: torch.device, size: Size, ways: Mapping[str, Way]) -> list[str]:
-    """Measure rounds per second of ``ways``, and the share of each engine's time in which the GPU computes."""
+    """Measure rounds per second for each of ``ways``, and for each engine the share of the time in which the GPU
+    computes.
+    """
     rows = ["| network | method | clients x batch | " + " | ".join(ways) + " | GPU busy, one by one | vectorised |"]
     rows.append("|---" * (len(ways) + 5) + "|")
     for network, side in NETWORKS.items():
         for cohort in size.cohorts:
-            if cohort > 10 and network == "resnet20":  # a minute per row, and nothing new
+            if cohort > 10 and network == "resnet20":  # it takes a minute per row and shows nothing new
                 continue
             samples = made(cohort, size.steps * size.batch, (3, side, side), 10)
             for name in COMPARED:
@@ -162,7 +168,7 @@ def compare_ways(device: torch.device, size: Size, ways: Mapping[str, Way]) -> l
 
 
 def kernels(call: Callable[[], object]) -> float:
-    """Return the seconds that the GPU computes in ``call``."""
+    """Return the seconds for which the GPU computes during ``call``."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
@@ -170,7 +176,9 @@ def kernels(call: Callable[[], object]) -> float:
 
 
 def compare_graphs(device: torch.device, size: Size) -> list[str]:
-    """Compare one stacked training step as torch launches it with the same step as a CUDA graph, in time and weights."""
+    """Compare one stacked training step, launched by torch kernel by kernel, with the same step as a CUDA graph: time
+    and weights.
+    """
     rows = [
         "| network | method | clients x batch | launched (ms) | CUDA graph (ms) | ratio | difference |",
         "|---|---|---|---|---|---|---|",
@@ -196,7 +204,7 @@ def compare_graphs(device: torch.device, size: Size) -> list[str]:
 def graph_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Tensor, graphed: bool) -> tuple[float, list[Tensor]]:
     """Return the milliseconds of a step, and the weights after nine steps."""
     step, stack = stacked_step(model, method, cohort, x, y)
-    beside = torch.cuda.Stream()  # a capture wants its warm-up on a stream of its own
+    beside = torch.cuda.Stream()  # CUDA graphs need a warm-up on a stream of their own before the capture
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
         for _ in range(3):
@@ -236,7 +244,7 @@ def stacked_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Te
         losses, _ = stack.run(range(cohort), answer, (x, y), {})
         losses.sum().backward()
         optimizer.step()
-        for name, tensor in buffers.items():  # a replay reads where the capture read
+        for name, tensor in buffers.items():  # a replay reads the same memory as the capture
             tensor.copy_(stack.buffers[name])
         stack.buffers = dict(buffers)
 
@@ -245,8 +253,8 @@ def stacked_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Te
 
 def main(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="as small as it gets, without the papers' experiments")] = False,
-    minutes: Annotated[float, typer.Option(help="for the papers' experiments; 0: none")] = 15.0,
+    quick: Annotated[bool, typer.Option("--quick", help="use the smallest sizes; leave out the papers' experiments")] = False,
+    minutes: Annotated[float, typer.Option(help="minutes for the papers' experiments; 0: leave them out")] = 15.0,
     results: Annotated[Path, typer.Option(help="where the tables are written")] = HERE / "results" / "gpu.md",
     hours: Annotated[Path, typer.Option(help="where the hours are written, on a GPU")] = HERE.parent / "experiments" / RESULTS / HOURS,
 ) -> None:
@@ -264,9 +272,9 @@ def main(
 
     def add(title: str, rows: Sequence[str]) -> None:
         lines.extend([title, "", *rows, ""])
-        write(results, lines)  # what comes next takes longer
+        write(results, lines)  # written now, because the next part takes longer
 
-    names = [name for name in METHODS if name != "fedavg-alg2"]  # an optimiser's momentum for it is a setting of the papers
+    names = [name for name in METHODS if name != "fedavg-alg2"]  # left out: an ablation of the FedTAN paper
     add(
         "Two rounds, two clients, ResNet-20: difference in float64 from the CPU; and whether float32 has the same bits again.",
         check_numbers(on, names[:2] if quick else names),
@@ -286,7 +294,7 @@ def main(
         said = "Hours of the local steps of the papers' experiments, all seeds"
         said += f"; only those on CIFAR-10 with Simple-CNN, {size.most} clients timed and multiplied." if small else "."
         add(said, ["| experiment | runs | one by one | vectorised | runs not timed |", "|---|---|---|---|---|", *rows])
-        if not small:  # those of a CPU are no GPU's
+        if not small:  # hours measured on a CPU say nothing about a GPU
             write_hours(hours, name, {name: of for name, of in found.items() if not of.missing})
 
 

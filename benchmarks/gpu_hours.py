@@ -1,6 +1,6 @@
-"""Estimate the hours of the papers' experiments, as a part of ``gpu.py``.
+"""Estimate the GPU hours of the papers' experiments, as a part of ``gpu.py``.
 
-A few local steps of every distinct round are timed and multiplied.
+A few local steps of every distinct kind of round are timed and multiplied.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fl_bn.run.config import RunConfig
 from fl_bn.sweep.file import PAPER, read
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments" / "definitions"
-DATA = {  # classes, channels, side and samples of the papers' data; masks where classes are of pixels
+DATA = {  # data set -> classes, channels, side in pixels and samples
     "cifar10": (10, 3, 32, 50_000),
     "cifar100": (100, 3, 32, 50_000),
     "tiny-imagenet": (200, 3, 64, 100_000),
@@ -49,14 +49,14 @@ console = Console()
 
 @dataclass(frozen=True)
 class Size:
-    """Describe how much is timed.
+    """Say how much is timed.
 
     Attributes:
         cohorts: The numbers of clients.
-        steps: Local steps.
+        steps: The number of local steps.
         batch: The batch size.
-        timed: Rounds that are timed.
-        most: The most clients of a paper's cohort that are timed.
+        timed: The number of timed rounds.
+        most: The largest cohort that is timed; larger cohorts of the papers are extrapolated.
     """
 
     cohorts: tuple[int, ...]
@@ -67,7 +67,9 @@ class Size:
 
 
 class Hours(NamedTuple):
-    """Hold the hours of the local steps of one experiment by engine, over ``runs`` runs; ``missing`` runs were not timed."""
+    """Hold the hours of one experiment's local steps by engine, over its ``runs`` timed runs; ``missing`` runs were not
+    timed.
+    """
 
     runs: int = 0
     one_by_one: float = 0.0
@@ -76,7 +78,7 @@ class Hours(NamedTuple):
 
 
 def made(clients: int, n: int, shape: Sequence[int], classes: int, masks: bool = False) -> list[Samples]:
-    """Make random samples for each client."""
+    """Make random samples for each client. ``masks``: the targets are a class per pixel, not per image."""
     draw = torch.Generator().manual_seed(0)
     targets = (n, *shape[1:]) if masks else (n,)
     return [
@@ -88,14 +90,14 @@ def made(clients: int, n: int, shape: Sequence[int], classes: int, masks: bool =
 def one_round(
     engine: str, model: nn.Module, method: Method, settings: LocalTraining, samples: Sequence[Samples], device: torch.device
 ) -> list[Reply]:
-    """Train one round of all clients with ``model``, which is converted and on the CPU."""
+    """Train all clients for one round with ``model``, a converted model on the CPU."""
     return prepared(engine, model, method, settings, samples, device)()
 
 
 def prepared(
     engine: str, model: nn.Module, method: Method, settings: LocalTraining, samples: Sequence[Samples], device: torch.device
 ) -> Callable[[], list[Reply]]:
-    """Give every client its network; return a function that does the rest of ``one_round``."""
+    """Give every client its network; return a function that does the rest of the round and returns the replies."""
     clients = range(len(samples))
     home = device if engine == SEQUENTIAL else torch.device("cpu")
     rounds = [alone(copy.deepcopy(model).to(home), method, settings, 0.01) for _ in clients]
@@ -106,9 +108,10 @@ def prepared(
 
 
 def timed(prepare: Callable[[], Callable[[], object]], times: int, device: torch.device) -> float:
-    """Return the seconds of the shortest of ``times`` calls of the function that ``prepare`` returns, after one to warm up.
+    """Return the seconds of the fastest of ``times`` calls, after one call to warm up; ``prepare`` returns the
+    function to call.
 
-    On the CPU these are seconds of processor time, which other programs do not change much.
+    On the CPU the seconds are processor time, which other programs hardly change.
     """
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     found = []
@@ -125,12 +128,20 @@ def timed(prepare: Callable[[], Callable[[], object]], times: int, device: torch
 
 
 def steps_of(config: RunConfig, samples: int) -> int:
-    """Return the local steps of a client with as many samples as the mean client."""
+    """Return the local steps of a client that has ``samples`` samples, the clients' mean."""
     return config.local_steps or config.local_epochs * max(1, -(-samples // config.batch_size))
 
 
 def paper_hours(device: torch.device, size: Size, only: Callable[[RunConfig], bool], until: float) -> dict[str, Hours]:
-    """Time every distinct round of ``--variant paper`` until ``until``, and multiply; return the hours by experiment."""
+    """Time every distinct kind of round of the experiments' variant ``paper``; multiply by the number of such rounds.
+
+    Args:
+        until: When timing stops, on the monotonic clock; runs with kinds of rounds not timed by then are counted as
+            missing.
+
+    Returns:
+        Experiment -> its hours.
+    """
     spent: dict[tuple[object, ...], list[float]] = {}
     hours: dict[str, Hours] = defaultdict(Hours)
     for file in sorted(EXPERIMENTS.glob("0*.toml")):
@@ -159,8 +170,9 @@ def paper_hours(device: torch.device, size: Size, only: Callable[[RunConfig], bo
 def timed_steps(config: RunConfig, cohort: int, device: torch.device, size: Size) -> list[float]:
     """Return the seconds of one local step of ``cohort`` clients, by engine.
 
-    If it cannot be one program, those of one by one count for both. The cost of a round beside its steps is taken off: the
-    time of a round of one step is subtracted from that of many.
+    The fixed cost of a round is not counted: the time of a round with one step is subtracted from that of a round
+    with more. If the clients cannot be trained in one vectorised program, the time of training one by one stands for
+    both.
     """
     classes, channels, side, _ = DATA[config.dataset]
     side = config.image_size or side
@@ -183,7 +195,7 @@ def timed_steps(config: RunConfig, cohort: int, device: torch.device, size: Size
 
 
 def write_hours(file: Path, device: str, found: Mapping[str, Hours]) -> None:
-    """Write the faster engine's hours, for ``fl-bn experiments evidence``."""
+    """Write the hours of the faster engine, for ``fl-bn experiments evidence``."""
     said = {"device": device, "hours": {name: round(min(of.one_by_one, of.vectorised), 2) for name, of in found.items()}}
     file.write_text(json.dumps(said, indent=1) + "\n")
     console.print(f"written: {file}")

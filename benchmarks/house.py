@@ -1,4 +1,4 @@
-"""Count lines and files by package, the longest signatures, and the files that a run of HBN calls functions of.
+"""Count lines and files by package, the longest signatures, and the files whose functions a run of HBN calls.
 
 Run ``python benchmarks/house.py [CHECKOUT]``.
 """

@@ -1,12 +1,13 @@
-"""Time HBN's layer alone, forward and backward, beside nn.BatchNorm2d, in training, float32, one thread.
+"""Time HBN's layer alone, forward and backward, compared with nn.BatchNorm2d: in training, float32, one thread.
 
     python benchmarks/layers.py                                          # on a quiet machine
     nice -n -10 python benchmarks/layers.py --output benchmarks/results/layers.md
 
-All layers are timed in one process, in turns and in an order drawn anew for each turn, so that whatever else the machine does hits all of
-them alike. The clock is the processor time of this process, which does not run while another has the core. A turn is as many calls as take
-about ``--milliseconds``. The table has the median and the quartiles of a call, and of its ratio to nn.BatchNorm2d in the same turn.
-``plain formula`` is HBN's layer without its kernels: equations 9 and 10 on tensors, differentiated by autograd.
+All layers are timed in one process. They take turns, in an order drawn anew each time, so that other load on the
+machine hits all of them alike. The clock is this process's processor time, which stops while another process has the
+core. One turn is a number of calls that take about ``--milliseconds`` together. The table has the median and the
+quartiles of the time per call, and of its ratio to nn.BatchNorm2d in the same turn. ``plain formula`` is HBN's layer
+without its kernels: equations 9 and 10 on tensors, differentiated by autograd.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ REFERENCE = "nn.BatchNorm2d"
 
 
 class PlainHybrid(HybridBatchNorm):
-    """Compute HBN's layer by its formula, without kernels."""
+    """HBN's layer computed by its formula, without kernels."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` by equations 9 and 10."""
@@ -49,12 +50,12 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def step(layer: nn.Module, x: Tensor, upstream: Tensor) -> None:
-    """Run forward and backward; gradients accumulate in place, as in a training that keeps its memory."""
+    """Run forward and backward; gradients accumulate in place, as in a training that does not free them."""
     layer(x).backward(upstream)
 
 
 def calls(layer: nn.Module, x: Tensor, upstream: Tensor, count: int) -> float:
-    """Return the processor seconds of one call."""
+    """Return the processor seconds per call, averaged over ``count`` calls."""
     begin = time.process_time()
     for _ in range(count):
         step(layer, x, upstream)
@@ -68,7 +69,7 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def measured(shape: tuple[int, ...], turns: int, seconds: float, seed: int) -> dict[str, list[float]]:
-    """Return layer -> the seconds of a call in each turn."""
+    """Return layer -> the seconds per call in each turn."""
     torch.manual_seed(seed)
     layers = {name: make(shape[1]).train() for name, make in LAYERS.items()}
     x, upstream, order = torch.randn(shape).requires_grad_(), torch.randn(shape), random.Random(seed)

@@ -1,7 +1,8 @@
-"""Measure the accuracy if clients lie about their running variances, with and without a robust rule.
+"""Measure the accuracy when clients lie about their running variances, with and without a robust rule.
 
-A running variance after k honest steps is at least (1 - momentum)^k of the one before. The server does not refuse smaller ones: the columns
-"0" and "least" (that bound) say whether it would help. Digits, a CNN with two BatchNorm layers, ten clients; the liars lie from round 2 on.
+After k honest steps, a running variance is at least (1 - momentum)^k of its earlier value. The server does not refuse
+smaller ones. The columns "0" and "least" (exactly that bound) show whether refusing them would help. Setting: digits,
+a CNN with two BatchNorm layers, ten clients; the liars lie from round 2 on.
 
     python benchmarks/low_variances.py --quick
 """
@@ -26,7 +27,7 @@ from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import METHODS, Method
 
 CLIENTS, BATCH, TEST, MOMENTUM = 10, 16, 360, 0.1
-Lie = Callable[[Tensor, Tensor, int], Tensor]  # of a layer's own variance, the one that was sent, and the number of steps
+Lie = Callable[[Tensor, Tensor, int], Tensor]  # (the layer's true variance, the one that the server sent, steps) -> the claim
 LIES: dict[str, Lie] = {
     "honest": lambda own, sent, steps: own,
     "0": lambda own, sent, steps: torch.zeros_like(own),
@@ -66,14 +67,16 @@ def trained(
 
 
 def lying(reply: Reply, asked: Instruction, lie: Lie, steps: int) -> Reply:
-    """Return the reply with other running variances."""
+    """Return the reply with its running variances replaced by ``lie``."""
     own, sent = reply.sections.get("statistics", {}), asked.sections.get("statistics", {})
     claimed = {name: lie(tensor, sent[name], steps) if name.endswith("var") else tensor for name, tensor in own.items()}
     return replace(reply, sections={**reply.sections, "statistics": claimed}) if claimed else reply
 
 
 def accuracy(method: Method, lie: str, liars: int, defence: Defence, steps: int, skewed: bool, seed: int, rounds: int) -> float:
-    """Return the accuracy of the shared model after ``rounds`` rounds; ``skewed``: each client has few of the ten digits."""
+    """Train for ``rounds`` rounds; return the shared model's accuracy. ``skewed``: each client has only a few of the
+    ten digits.
+    """
     rng, (x, y) = np.random.default_rng(seed), data()
     test, train = np.split(rng.permutation(len(y)), [TEST])
     train = train[np.argsort(y[train].numpy(), kind="stable")] if skewed else train

@@ -33,7 +33,7 @@ CASES = (
 
 
 def milliseconds(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int) -> float:
-    """Return the milliseconds of processor time per step."""
+    """Return the milliseconds of processor time per training step."""
     optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
     begin = 0.0
     for step in range(-2, steps):
@@ -46,7 +46,7 @@ def milliseconds(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int)
 
 
 def main(
-    turns: Annotated[int, typer.Option(help="of which the least counts")] = 7,
+    turns: Annotated[int, typer.Option(help="turns per network and layout; the fastest counts")] = 7,
     results: Path = Path(__file__).parent / "results" / "memory-format.md",
 ) -> None:
     """Time all networks, and write the table."""

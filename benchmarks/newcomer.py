@@ -1,13 +1,17 @@
-"""Try what a newcomer tries: methods where the features differ between five sites, where the labels do, and where both do.
+"""Try what a newcomer tries: methods on five sites whose features differ, whose labels differ, or both.
 
     nice -n 19 python benchmarks/newcomer.py --output benchmarks/results/newcomer/cells.csv
-    python benchmarks/newcomer.py --table benchmarks/results/newcomer        # table.md there, and the table of docs/methods/choosing.md
+    python benchmarks/newcomer.py --table benchmarks/results/newcomer        # writes table.md, and a table of choosing.md
 
-A cell is one ``Federation`` in plain torch on scikit-learn's digits, with its default optimiser: nothing is tuned. Under *features*
-every site sees all digits, as another camera would. Under *two classes* every site has two digits, seen alike. Under *both* it has
-two digits, as another camera would see them. Every site's own model (``client_model``) is tested under the site's own camera: on
-the test digits of all classes, and on those of the site's own two. One line per cell, written as it comes. Cells that the file has
-are not run again. ``at_freeze``: all classes after half of the rounds, where FixBN freezes; ``lowest``: the lowest afterwards.
+A cell is one ``Federation`` in plain torch on scikit-learn's digits, with its default optimiser: nothing is tuned.
+Under *features*, every site has all digits, seen through a camera of its own. Under *two classes*, every site has two
+digits, and all cameras are alike. Under *both*, every site has two digits, seen through its own camera. Every site's
+own model (``client_model``) is tested under the site's own camera, on the test digits of all classes and on those of
+the site's two classes.
+
+The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again.
+``at_freeze`` is the accuracy on all classes after half of the rounds, where FixBN freezes; ``lowest`` is the lowest
+one afterwards.
 """
 
 from __future__ import annotations
@@ -46,13 +50,13 @@ def network() -> nn.Sequential:
 
 
 def cells() -> Iterator[Key]:
-    """Yield every cell in the order in which they are run: the first seed of everything first."""
+    """Yield every cell in the order of the runs: first all cells of the first seed."""
     for seed in SEEDS:
         yield from ((regime, method, seed) for regime in reversed(REGIMES) for method in METHODS)
 
 
 def sites(regime: str, seed: int) -> list[tuple[Any, Any, set[int]]]:
-    """Return, for every site, its training samples, the test samples under its camera, and its classes."""
+    """Return, for every site, its training samples, the test samples as its camera sees them, and its classes."""
     from fl_bn.data.digits import load_digits_plain
     from fl_bn.data.partition import partition
     from fl_bn.data.shift import shifted
@@ -63,7 +67,7 @@ def sites(regime: str, seed: int) -> list[tuple[Any, Any, set[int]]]:
     parts = partition(kind, plain.y_train.numpy(), None, len(SHIFTS), parameter, seed)
     made = []
     for place, part in enumerate(parts):
-        seen = shifted(plain, ["none" if regime == "two classes" else SHIFTS[place]], seed)  # all samples under this camera
+        seen = shifted(plain, ["none" if regime == "two classes" else SHIFTS[place]], seed)  # all samples as this site's camera sees them
         own = torch.from_numpy(part)
         train, test = Samples(seen.x_train[own], seen.y_train[own]), Samples(seen.x_test, seen.y_test)
         made.append((train, test, set(train.y.tolist())))
@@ -71,7 +75,7 @@ def sites(regime: str, seed: int) -> list[tuple[Any, Any, set[int]]]:
 
 
 def cell(key: Key) -> dict[str, Any]:
-    """Run one cell, and return its line."""
+    """Run one cell; return its line."""
     from fl_bn import Federation, SeededBatches, methods
     from fl_bn.federation.local import Samples, evaluate
     from fl_bn.support.commit import commit
@@ -95,7 +99,7 @@ def cell(key: Key) -> dict[str, Any]:
                 pairs = [(test, rows) for (_, test, _), rows in zip(data, wanted, strict=True)]
                 own = [accuracy(i, Samples(test.x[rows], test.y[rows])) for i, (test, rows) in enumerate(pairs)]
                 curve[record.round] = mean(accuracy(i, test) for i, (test, _) in enumerate(pairs)), mean(own)
-    except RuntimeError as error:  # Diverged: the curve ends there
+    except RuntimeError as error:  # the training diverged: its curve ends here
         print(f"{key}: {error}", flush=True)
     last = curve.get(ROUNDS, (math.nan, math.nan))
     frozen = curve.get(ROUNDS // 2, (math.nan, math.nan))[0]
@@ -113,7 +117,7 @@ def read(path: Path) -> dict[Key, Row]:
 
 
 def shown(rows: list[Row], field: str) -> str:
-    """Format the mean of a field and, for several seeds, the standard deviation."""
+    """Format the mean of a field and, if there are several rows, the standard deviation."""
     values = [float(row[field]) for row in rows]
     if not values:
         return "-"
@@ -121,13 +125,15 @@ def shown(rows: list[Row], field: str) -> str:
 
 
 def whole(rows: Mapping[Key, Row]) -> dict[Key, Row]:
-    """Return the rows of the seeds with which every cell was run: means over different seeds are not compared."""
+    """Return the rows of the complete seeds, those with which every cell was run: means over different seeds cannot
+    be compared.
+    """
     seeds = [seed for seed in SEEDS if all((regime, method, seed) in rows for regime in REGIMES for method in METHODS)]
     return {key: row for key, row in rows.items() if key[2] in seeds}
 
 
 def table(rows: Mapping[Key, Row]) -> str:
-    """Return the results as Markdown, of the seeds that are complete."""
+    """Return the results of the complete seeds as Markdown."""
     run, left, rows = len(rows), sum(key not in rows for key in cells()), whole(rows)
     lines = [
         "# A newcomer's table",
@@ -152,7 +158,7 @@ def table(rows: Mapping[Key, Row]) -> str:
 
 
 def excerpt(rows: Mapping[Key, Row]) -> str:
-    """Return the table of the page on methods, of the seeds that are complete."""
+    """Return the table for docs/methods/choosing.md, over the complete seeds."""
     rows = whole(rows)
     head = "| method | features differ | labels differ | both, on all classes | both, on the site's own classes |"
     lines = [head, "|---|---:|---:|---:|---:|"]
@@ -165,7 +171,7 @@ def excerpt(rows: Mapping[Key, Row]) -> str:
 
 def main(
     output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
-    seconds: Annotated[float, typer.Option(help="begin no cell after so many")] = math.inf,
+    seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = math.inf,
     table_of: Annotated[Path | None, typer.Option("--table", help="folder of cells.csv: write table.md there")] = None,
 ) -> None:
     """Run the cells that the file lacks, or write the table."""

@@ -1,13 +1,15 @@
-"""Compare all methods over eleven regimes, each at the best of the same three learning rates: the map of `fl-bn advise`.
+"""Compare all methods in eleven regimes, each at its best learning rate of three: the map behind `fl-bn advise`.
 
     python benchmarks/own_map.py --output benchmarks/results/map/cells.csv
-    python benchmarks/own_map.py --left benchmarks/results/map/cells.csv
+    python benchmarks/own_map.py --left benchmarks/results/map/cells.csv      # counts missing cells
 
-A cell is one run on the bundled digits. Of each regime and method, the three rates are tried first, on a seed of their own and on
-validation samples: a fifth of every client's training data, never test data. The best of them is run over three other seeds, on all
-training data, and tested on the test data. One line per cell, written as it comes. Cells that the file has are not run again. The first
-seed of everything comes first, FixBN last. ``accuracy``: percent after the last round; ``halfway``: after half of the rounds;
-``seconds``: of the processor.
+A cell is one run on the bundled digits. For every regime and method, the three rates are tried first, with a seed of
+their own, and scored on validation samples. These are a fifth of every client's training data, never test data. The
+best rate is then run with three other seeds on all training data, and tested on the test data.
+
+The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again. The
+cells of FixBN come after those of all other methods. In both parts, the rates and the first seed come before the
+other seeds. ``accuracy`` is in percent after the last round, ``halfway`` after half of the rounds; ``seconds`` is processor time.
 """
 
 from __future__ import annotations
@@ -45,17 +47,19 @@ REGIMES: dict[str, dict[str, Any]] = {
     "1 local step": {**MILD, "local-steps": 1},
     "20 local steps": {**MILD, "local-steps": 20},
 }
-FIRST = ("IID", "one class", "five domains", "two classes", "Dirichlet 0.1")  # the most telling, run before the others
+FIRST = ("IID", "one class", "five domains", "two classes", "Dirichlet 0.1")  # regimes that tell most, run before the others
 METHODS = ("fedavg", "gn", "fbn", "fedbn", "silobn", "hbn", "fedtan", "fixbn")
 LAST = "fixbn"
 RATES = (0.02, 0.06, 0.2)
 RATE_SEED, SEEDS = 10, (0, 1, 2)
-SHARE = 0.2  # of every client's training samples, held out where rates are tried
+SHARE = 0.2  # share of every client's training samples held out for validation while rates are tried
 RATE, TEST = "rate", "test"
 
 
 class Place(NamedTuple):
-    """Name one cell: a rate that is tried, or a seed of the best rate (``rate`` 0: the best is not known yet)."""
+    """Identify one cell: a rate that is tried, or a seed of the best rate (``rate`` 0: the best rate is not known
+    yet).
+    """
 
     phase: str
     regime: str
@@ -66,7 +70,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """Hold one cell's result."""
+    """Hold one cell's result, a line of the file."""
 
     phase: str
     regime: str
@@ -94,7 +98,7 @@ def keys(place: Place) -> dict[str, Any]:
 
 
 def cells(lines: Mapping[Place, Line]) -> Iterator[Place]:
-    """Yield every cell in the order in which they are run; the rate of a test is 0 until all rates were tried."""
+    """Yield every cell in the order of the runs; a test's rate is 0 until all rates were tried."""
     for methods in ([m for m in METHODS if m != LAST], [LAST]):
         for seeds in (SEEDS[:1], SEEDS[1:]):
             for regime in (*FIRST, *(name for name in REGIMES if name not in FIRST)):
@@ -105,7 +109,9 @@ def cells(lines: Mapping[Place, Line]) -> Iterator[Place]:
 
 
 def best_rate(lines: Mapping[Place, Line], regime: str, method: str) -> float:
-    """Return the rate with the highest accuracy on validation samples, the lower of equals; 0 if one was not tried."""
+    """Return the rate with the highest accuracy on validation samples, the lowest of equals; 0 if one of the rates
+    was not tried yet.
+    """
     tried = {rate: lines.get(Place(RATE, regime, method, RATE_SEED, rate)) for rate in RATES}
     found = {rate: line.accuracy for rate, line in tried.items() if line is not None}
     if len(found) < len(RATES):
@@ -114,7 +120,7 @@ def best_rate(lines: Mapping[Place, Line], regime: str, method: str) -> float:
 
 
 def run(place: Place) -> Line:
-    """Run one cell. A run that fails, since its weights are not finite, has no accuracy (NaN)."""
+    """Run one cell. A run that fails because its weights are not finite has no accuracy (NaN)."""
     from fl_bn.flower import RunFailed
     from fl_bn.run.assembly import limit_threads
     from fl_bn.run.config import RunConfig
@@ -156,7 +162,11 @@ def left(lines: Mapping[Place, Line]) -> list[Place]:
 
 
 def hours(lines: Mapping[Place, Line]) -> float:
-    """Estimate the core hours of the missing cells, by the seconds of those of the same regime and method, or of all."""
+    """Estimate the core hours of the missing cells.
+
+    The seconds of a missing cell are the mean of those of the same regime and method; without any, of the same
+    regime; without any, of all.
+    """
 
     def seconds(place: Place) -> float:
         for alike in ((1, 2), (1,), ()):
@@ -171,8 +181,8 @@ def hours(lines: Mapping[Place, Line]) -> float:
 def main(
     output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
     methods: Annotated[str, typer.Option(help="separated by commas")] = ",".join(METHODS),
-    seconds: Annotated[float, typer.Option(help="begin no cell after so many")] = math.inf,
-    left_of: Annotated[Path | None, typer.Option("--left", help="CSV file: how many of its cells were not run, and their hours")] = None,
+    seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = math.inf,
+    left_of: Annotated[Path | None, typer.Option("--left", help="CSV file: print how many cells it lacks, and their hours")] = None,
 ) -> None:
     """Run the cells that the file lacks, or count them."""
     if left_of is not None:
@@ -186,7 +196,7 @@ def main(
         writer = csv.DictWriter(file, FIELDS)
         if not lines:
             writer.writeheader()
-        for place in cells(lines):  # sees the rates that were tried meanwhile
+        for place in cells(lines):  # lazily, so that the tests use the rates tried meanwhile
             if place in lines or place.method not in methods.split(","):
                 continue
             if time.monotonic() - begin > seconds:

@@ -1,4 +1,5 @@
-"""Write the pages of the map: the file of `fl-bn advise`, one heat map, and the tables of README and choosing.md.
+"""Write the pages of the map: the file that `fl-bn advise` reads, a heat map, and the tables in README.md and
+choosing.md.
 
 Run ``python benchmarks/own_map_pages.py``; it reads benchmarks/results/map/cells.csv, and takes seconds.
 """
@@ -46,17 +47,17 @@ PAGES = {
     "fedtan": "fedtan.md",
 }  # fmt: skip
 WHERE = {ROOT / "README.md": "docs/methods/", ROOT / "docs" / "methods" / "choosing.md": ""}
-"""The pages with a table, and where they find the pages of methods."""
+"""Page with a table -> the folder of the methods' pages, relative to that page."""
 MARK = "map"
-COLOURED = 20.0  # points, from which on the picture's colours do not change
+COLOURED = 20.0  # points; larger differences have the colour of this one
 
 
 def regimes_of(lines: Mapping[Place, Line], measured: Mapping[str, Measured]) -> list[Regime]:
-    """Return the regimes in which plain BatchNorm and another method have a run.
+    """Return the regimes that have runs of plain BatchNorm and of at least one other method.
 
     Args:
         lines: Cell -> line.
-        measured: Regime -> its clients in numbers.
+        measured: Regime -> what was measured about its clients.
     """
     found = []
     for name in REGIMES:
@@ -75,12 +76,14 @@ def _of(lines: Mapping[Place, Line], regime: str, method: str, seed: int) -> flo
 
 
 def measured_regimes() -> dict[str, Measured]:
-    """Measure the clients of every regime, as the first seed divides the data."""
+    """Measure the clients of every regime, on the partition of the data by the first seed."""
     return {name: measure(RunConfig.from_mapping(keys(Place(TEST, name, BASELINE, SEEDS[0], 0.1)))) for name in REGIMES}
 
 
 def recommendation(found: Sequence[Regime], folder: str) -> str:
-    """Return the table of README, with a line per regime that has runs; ``folder``: the folder of the methods' pages."""
+    """Return the table of recommendations, with a line per regime that has runs. ``folder``: the folder of the
+    methods' pages.
+    """
     lines = ["| your problem | try | points above plain BatchNorm | not told apart from it |", "|---|---|---:|---|"]
     for regime in found:
         best = regime.methods[0]
@@ -101,7 +104,7 @@ def _beside(regime: Regime, plain: bool, others: str) -> str:
 
 
 def _read(found: Sequence[Regime]) -> list[str]:
-    """Return sentences about the runs behind the table."""
+    """Return sentences that describe the runs behind the table."""
     methods = [name for name in METHODS if any(name in regime.methods for regime in found)]
     missing = [name for name in METHODS if name not in methods]
     open_ = len(REGIMES) - len(found)
@@ -122,7 +125,7 @@ def _link(name: str, folder: str) -> str:
 
 
 def table(found: Sequence[Regime], lines: Mapping[Place, Line]) -> str:
-    """Return every number as Markdown: accuracy (standard deviation) and rate; and the number of missing cells."""
+    """Return as Markdown every method's accuracy (standard deviation) and rate, and the number of missing cells."""
     said = [
         "# The map",
         "",
@@ -150,7 +153,7 @@ def _shown(regime: Regime, method: str) -> str:
 
 
 def draw(found: Sequence[Regime], path: Path) -> None:
-    """Draw the heat map: points above plain BatchNorm, a column per regime."""
+    """Draw the heat map of points above plain BatchNorm, with a column per regime."""
     methods = [name for name in METHODS if name != BASELINE]
     values = np.array([[regime.above(name) for regime in found] for name in methods])
     columns = [f"{regime.name} ({regime.mean(BASELINE):.0f})" for regime in found]

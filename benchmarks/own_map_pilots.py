@@ -2,9 +2,10 @@
 
     python benchmarks/own_map_pilots.py --output benchmarks/results/map/pilots.csv
 
-For every regime of the map that has runs: the candidates of the map, or all methods (``--all``), each at its best rate, are tried as
-the pilot does, on a division of the data that the map does not have. ``chosen`` and ``best``: methods; ``behind``: points between their
-accuracies in the map. One line per regime, written as it comes; regimes that the file has are not tried again.
+In every regime of the map that has runs, the map's candidates (with ``--all``: all methods), each at its best rate,
+are tried as the pilot tries them. The data are partitioned by a seed that the map does not use. ``chosen`` and
+``best`` are methods; ``behind`` is the difference of their accuracies in the map, in points. The file has one line
+per regime, written as soon as the regime is done. Regimes that the file has are not tried again.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from fl_bn.run.assembly import limit_threads
 from fl_bn.sweep.cells import run_cell
 from fl_bn.task import CLASSIFICATION
 
-SEED = 11  # not of the map
+SEED = 11  # a seed that the map does not use
 FIELDS = ("regime", "candidates", "chosen", "best", "behind", "rungs")
 
 
 def tried(regime: Regime, *, every: bool) -> dict[str, str]:
-    """Try the candidates in one regime, and return a line of the file."""
+    """Try the candidates in one regime; return a line of the file."""
     names = regime.methods if every else candidates(regime, regime.methods)
     labels = {f"{name}:learning-rate={regime.rates[name]}": name for name in names}
     base = {**keys(Place(TEST, regime.name, names[0], SEED, regime.rates[names[0]]))}
@@ -56,7 +57,7 @@ def tried(regime: Regime, *, every: bool) -> dict[str, str]:
 
 def main(
     output: Annotated[Path, typer.Option(help="CSV file to write or go on with")],
-    every: Annotated[bool, typer.Option("--all", help="try all methods, not the map's candidates alone")] = False,
+    every: Annotated[bool, typer.Option("--all", help="try all methods, not only the map's candidates")] = False,
 ) -> None:
     """Try the regimes that the file lacks."""
     logging.getLogger("flwr").setLevel(logging.ERROR)

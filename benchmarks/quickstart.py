@@ -1,10 +1,11 @@
-"""Time Flower's quickstart on Ray, and the same federation by fl-bn in one process: seconds in all, start included.
+"""Time Flower's quickstart on Ray and the same federation by fl-bn: the seconds of the whole run, start included.
 
     python benchmarks/quickstart.py
 
-The same network, data, local steps and server rule (FedAvg), 100 clients, 10 per round, 50 rounds, one torch thread per process. In the
-last row the network's tensors lie in channels last, which Flower's app could do as well. The quickstart is in benchmarks/quickstart. Each
-run is a process of its own, from its start to its end.
+Both have the same network, data, local steps and server rule (FedAvg): 100 clients, 10 per round, 50 rounds, one
+torch thread per process. In the last row the network's tensors are in channels-last memory, which Flower's app could
+use as well. The quickstart is in benchmarks/quickstart. Each run is a process of its own, timed from its start to its
+end.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ENVIRONMENT = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "
 
 
 def seconds(command: list[str], folder: Path = HERE) -> float:
-    """Run a command, and return its seconds."""
+    """Run a command; return how many seconds it took."""
     begin = time.perf_counter()
     subprocess.run(command, check=True, cwd=folder, env=ENVIRONMENT, capture_output=True)
     return time.perf_counter() - begin

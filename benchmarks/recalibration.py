@@ -1,10 +1,12 @@
-"""Measure the cost of exact statistics of ResNet-50, by passes (a message per layer) and layer by layer (one message).
+"""Measure the cost of exact statistics for ResNet-50, by passes (a message per layer) and by a layer-wise exchange
+(one message).
 
     python benchmarks/recalibration.py
 
-Deployed: a kit of fl-bn's on loopback, with TLS; SuperLink, SuperNodes, the ServerApp and a ClientApp per message are processes of their
-own. In process: the same run by the in-process engine. The network has random weights, the images are random, too, and nobody trains. The
-last line compares float64 statistics with those of one process that has all data.
+*Deployed* is a kit of fl-bn on loopback with TLS: SuperLink, SuperNodes, the ServerApp and a ClientApp per message
+are processes of their own. *In process* is the same run by the in-process engine. The network has random weights, the
+images are random, and nobody trains. The last line compares float64 statistics with those of one process that has all
+data.
 """
 
 from __future__ import annotations
@@ -51,15 +53,15 @@ def images(path: Path, count: int, size: int) -> Samples:
 
 
 def read(folder: Path) -> tuple[int, int, float]:
-    """Return messages per client, exchanges, and seconds of a finished run."""
+    """Return a finished run's messages per client, its number of exchanges, and its seconds."""
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     return len(lines) - 1, sum(line["exchanges"] for line in lines), sum(line["seconds"] for line in lines)
 
 
 def union(model: nn.Module, samples: Samples) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return mean and unbiased variance of every BatchNorm layer's input over all samples as one batch.
+    """Return layer -> mean and unbiased variance of every BatchNorm layer's input, over all samples as one batch.
 
-    Each layer normalises with its own statistics.
+    Each layer normalises with these statistics of its own input.
     """
     found = {}
 
@@ -79,9 +81,10 @@ def union(model: nn.Module, samples: Samples) -> dict[str, tuple[Tensor, Tensor]
 
 
 def deviation(samples: Samples, clients: int, size: int) -> float:
-    """Return how far a float64 exchange's statistics are from those of the union.
+    """Return how far the statistics of a float64 exchange are from those of all samples together.
 
-    The deviation of means is in standard deviations, that of variances is relative.
+    The deviation of the means is in standard deviations, that of the variances is relative; the larger one is
+    returned.
     """
 
     def network() -> nn.Module:
@@ -99,7 +102,7 @@ def deviation(samples: Samples, clients: int, size: int) -> float:
 def main(clients: int = 3, samples: int = 32, size: int = 32, output: Path | None = None) -> None:
     """Measure all engines, and print the table.
 
-    ``samples`` are per client. ``output`` is a file for the table, written after each line.
+    ``samples`` is the number per client. ``output`` is a file for the table, written after each line.
     """
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.ERROR)

@@ -1,8 +1,10 @@
-"""Draw the pictures in benchmarks/results/ anew from the numbers beside them, after a change of palette or layout.
+"""Draw the pictures in benchmarks/results/ again from the numbers in the same folders, after a change of palette or
+layout.
 
     python benchmarks/redraw.py
 
-``comparison.png`` is drawn from curves.csv, the heat maps of attack-grid and the bars of unseen-domain from table.csv.
+``comparison.png`` is drawn from curves.csv. The heat maps of attack-grid and the bars of unseen-domain are drawn from
+table.csv.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def comparisons(results: Path, output: Path) -> Iterator[Path]:
 
 
 def curves(numbers: Path) -> tuple[dict[str, np.ndarray], dict[str, list[int]]]:
-    """Return method -> percentages (seeds, evaluations), and method -> evaluated rounds."""
+    """Return method -> percentages (seeds, evaluations), and method -> its evaluated rounds."""
     seeds: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in _rows(numbers):
         seeds.setdefault(row["method"], {}).setdefault(row["seed index"], []).append((int(row["round"]), float(row["accuracy"])))
@@ -51,7 +53,7 @@ def curves(numbers: Path) -> tuple[dict[str, np.ndarray], dict[str, list[int]]]:
 
 
 def heat_maps(results: Path, output: Path) -> Iterator[Path]:
-    """Draw the maps of the attack grid: methods side by side, a row per rule, a column per heterogeneity."""
+    """Draw the heat maps of the attack grid: methods side by side, a row per rule, a column per heterogeneity."""
     rows = _rows(results / "attack-grid" / "table.csv")
     axes = ("method", "rule", "heterogeneity", "f")
     methods, rules, heterogeneity, counts = (list(dict.fromkeys(row[axis] for row in rows)) for axis in axes)
@@ -70,7 +72,8 @@ def heat_maps(results: Path, output: Path) -> Iterator[Path]:
 def bars(results: Path, output: Path) -> Path:
     """Draw the bars of the held-out domains.
 
-    The table has means and deviations. Three values with the same mean and deviation stand for the seeds.
+    The table has only means and standard deviations. Three made values with that mean and deviation stand for the
+    seeds.
     """
     panels: dict[str, dict[str, dict[str, list[float]]]] = {}
     for row in _rows(results / "unseen-domain" / "table.csv"):

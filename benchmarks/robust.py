@@ -1,10 +1,11 @@
-"""Compare robust rules of fl_bn with ByzFL's and Flower's: time, memory and agreement; one run, one machine, one thread.
+"""Compare robust rules of fl_bn with ByzFL's and Flower's: time, memory and agreement, on one machine with one
+thread.
 
     python benchmarks/robust.py
 
-Every rule of every library is measured on every input in a process of its own: one call for memory (the peak of the resident set, which
-counts NumPy's and torch's memory alike), then the best of several for time. The rows are Gaussian, float32, a list of separate arrays as a
-server has them (tensors for ByzFL, torch).
+Every rule of every library is measured on every input, in a process of its own: the first call for memory, the
+fastest of several for time. Memory is the peak of the resident set, which counts NumPy's and torch's memory alike.
+The rows are Gaussian, float32, in a list of separate arrays as a server has them (tensors for "ByzFL, torch").
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ CASES = "10x270000,10x11000000,50x270000,100x270000,100x2700000"
 QUICK = "10x10000,20x10000"
 RULES = "median,trimmed-mean,nnm+trimmed-mean,multi-krum,geometric-median"
 LIBRARIES = (OURS, PLAIN, TORCH, NUMPY, FLOWER)
-COMPILED = ("median", "trimmed-mean", "nnm+trimmed-mean")  # on tables large enough with the extra ``robust``
+COMPILED = ("median", "trimmed-mean", "nnm+trimmed-mean")  # rules that the extra ``robust`` compiles, for large inputs
 NOT_IN_FLOWER = ("nnm+trimmed-mean", "geometric-median")
-MARGIN = 1 << 30  # bytes of memory left alone
+MARGIN = 1 << 30  # bytes of memory that stay free
 SETUP = 300.0  # seconds for a process to make its input
 MEASURED = ("time / fl_bn", "extra memory / input", "beside the result (MB)", "difference")
 FIELDS = ("n", "d", "f", "rule", "library", "milliseconds", *MEASURED, "note")
 
 
 def byzantine(n: int) -> int:
-    """Return f: 3 of 10, a fifth of more."""
+    """Return f for ``n`` rows: 3 for ten rows, else a fifth of them."""
     return 3 if n == 10 else n // 5
 
 
@@ -50,7 +51,7 @@ def available() -> int:
 def measured(cell: Cell, enough: float, limit: float) -> Measured | str:
     """Measure ``cell`` in a process of its own; return its numbers, or the reason why there are none.
 
-    The process ends when one call takes longer than ``limit`` seconds.
+    The process is killed if one call takes longer than ``limit`` seconds.
     """
     if cell.bytes + cell.need > available() - MARGIN:
         return f"needs {cell.need / 1e9:.0f} GB"
@@ -90,7 +91,7 @@ def row_of(cell: Cell, result: Measured | str, ours: Measured | str) -> dict[str
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    """Return a table per case."""
+    """Return a Markdown table per input."""
     lines, case = [machine()], ""
     for row in rows:
         n, d, f = int(row["n"]), int(row["d"]), row["f"]
@@ -105,7 +106,7 @@ def markdown(rows: list[dict[str, str]]) -> str:
 
 
 def machine() -> str:
-    """Describe machine and libraries."""
+    """Describe the machine and the libraries."""
     models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     libraries = ", ".join(f"{name} {version(name)}" for name in ("numpy", "llvmlite", "torch", "byzfl", "flwr"))
     return f"{models[0] if models else platform.machine()}, one thread; Python {platform.python_version()}, {libraries}."
@@ -135,8 +136,8 @@ def main(
 ) -> None:
     """Measure all rules, and write the table.
 
-    ``--cases 10x270000,50x270000`` (rows x columns); ``--rules median,multi-krum``; ``--quick``: small inputs, to see that
-    it runs.
+    ``--cases 10x270000,50x270000`` (rows x columns); ``--rules median,multi-krum``; ``--quick``: small inputs, to see
+    that it runs.
     """
     unknown = set(rules.split(",")) - set(RULES.split(","))
     if unknown:

@@ -1,4 +1,4 @@
-"""Measure one cell of benchmarks/robust.py: a rule by one library on one input, in a process of its own."""
+"""Measure one cell of benchmarks/robust.py: one library's rule on one input, in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fl_bn.robust import compiled, multi_krum, rule_named
 
 OURS, PLAIN, TORCH, NUMPY, FLOWER = "fl_bn", "fl_bn, NumPy", "ByzFL, torch", "ByzFL, NumPy", "Flower"
 PRELOAD = ["byzfl", "fl_bn.robust", "flwr.server.strategy.aggregate"]  # imported once, by the process that forks the cells' processes
-WARM = 4096  # columns of the first call, which loads what is loaded lazily; ours makes its machine code there, too
-LONG = 20.0  # seconds of a call that is not repeated
+WARM = 4096  # columns of the first call, in which libraries load lazy parts and fl_bn compiles its machine code
+LONG = 20.0  # seconds; a call that takes longer is not repeated
 
 Rows = list[np.ndarray]
 
 
 class Cell(NamedTuple):
-    """Name one cell: a rule by a library on an input."""
+    """Identify one cell: a rule by a library on an input."""
     rule: str
     library: str
     n: int
@@ -41,7 +41,7 @@ class Cell(NamedTuple):
 
     @property
     def need(self) -> int:
-        """Return the most bytes that the call takes beside its input.
+        """Return the most bytes that the call takes besides its input.
 
         ByzFL's NNM gathers all neighbours of all rows: (n, n - f, d).
         """
@@ -54,8 +54,8 @@ class Measured(NamedTuple):
     """Hold the measurements of a cell.
 
     Attributes:
-        seconds: The shortest call.
-        extra: Bytes at the peak above those before the call, the result's among them.
+        seconds: The time of the fastest call.
+        extra: Bytes by which memory rose from before the call to its peak, the result included.
         difference: The largest difference of a coordinate from fl_bn's value, as a share of its largest coordinate.
     """
 
@@ -65,7 +65,7 @@ class Measured(NamedTuple):
 
 
 def prepared(cell: Cell, rows: Rows) -> Any:
-    """Return the rows as the library wants them: separate arrays or tensors."""
+    """Return the rows in the form that the library takes: separate arrays or tensors."""
     if cell.library == TORCH:
         return [torch.from_numpy(row) for row in rows]
     return [([row], 1) for row in rows] if cell.library == FLOWER else rows
@@ -99,7 +99,7 @@ def applied(cell: Cell) -> Callable[[Any], Any] | None:
 
 
 def by_numpy_alone(call: Callable[[Any], Any], rows: Any) -> Any:
-    """Call ``call(rows)`` as without the extra ``robust``."""
+    """Call ``call(rows)`` as if the extra ``robust`` were not installed."""
     worth, compiled.WORTH = compiled.WORTH, sys.maxsize
     try:
         return call(rows)
@@ -108,7 +108,9 @@ def by_numpy_alone(call: Callable[[Any], Any], rows: Any) -> Any:
 
 
 def difference(cell: Cell, rows: Rows, value: Any) -> float:
-    """Return the difference from fl_bn's value by the library's definition: ByzFL's MultiKrum counts one more neighbour."""
+    """Return the difference from fl_bn's value by the library's definition: ByzFL's MultiKrum sums over one neighbour
+    more.
+    """
     value = np.asarray(value[0] if isinstance(value, list) else value)
     theirs = cell.rule == "multi-krum" and cell.library in (TORCH, NUMPY)
     rule = partial(multi_krum, neighbours=cell.n - cell.f - 1) if theirs else rule_named(cell.rule)
@@ -117,16 +119,16 @@ def difference(cell: Cell, rows: Rows, value: Any) -> float:
 
 
 def status(field: str) -> int:
-    """Return bytes of this process's memory: now (VmRSS), or at its peak (VmHWM)."""
+    """Return the bytes of this process's memory: now (``VmRSS``) or at its peak (``VmHWM``)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def peak(call: Callable[[], Any]) -> tuple[int, float, Any]:
-    """Return the bytes at the peak of ``call`` above those before it, its seconds and its value."""
-    ctypes.CDLL(None).malloc_trim(0)  # what the first call freed is no spare room
+    """Call ``call``; return the bytes by which memory rose to its peak, the seconds, and the value."""
+    ctypes.CDLL(None).malloc_trim(0)  # return memory freed by the first call to the system: else it would not be counted
     before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     begin = time.perf_counter()
     value = call()
     seconds = time.perf_counter() - begin
@@ -136,8 +138,8 @@ def peak(call: Callable[[], Any]) -> tuple[int, float, Any]:
 def measure(pipe: Connection, cell: Cell, enough: float) -> None:
     """Measure the cell, and send the results through ``pipe``.
 
-    A word is sent when the input is ready, when memory is measured, and after ``enough`` seconds of repetitions; then
-    ``Measured``, or a text if the library refuses.
+    A word is sent when the input is ready, when memory is measured, and after ``enough`` seconds of repetitions. Then
+    follows ``Measured``, or a text if the library fails.
     """
     torch.set_num_threads(1)
     random = np.random.default_rng(0)

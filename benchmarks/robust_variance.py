@@ -1,7 +1,8 @@
-"""Compare several orders in which to make the variance of FBN's line 10 robust, without attackers and under attack.
+"""Compare several ways to make the variance of FBN's line 10 robust, without attackers and under attack.
 
-The paper does not name one. Clients' means are Gaussian, their own variances 1. The table has each order's between-client term as a
-share of the true one (1 is unbiased, 0 is naive BN, which forgets it).
+The paper names none. The clients' means are Gaussian; the variance within each client is 1. The table has the
+between-client term found by each way, as a share of the true one. 1 is unbiased; 0 is naive BN, which leaves the term
+out.
 
     python benchmarks/robust_variance.py
 """
@@ -29,18 +30,18 @@ def value(rule: Rule, rows: np.ndarray, f: int) -> np.ndarray:
 
 
 def of_deviations(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """Add ``rule`` of the variances to ``rule`` of the raw squared deviations from the robust mean."""
+    """Add two robust values: that of the variances, and that of the raw squared deviations from the robust mean."""
     found: np.ndarray = value(rule, variances, f) + value(rule, (means - value(rule, means, f)) ** 2, f)
     return found
 
 
 def of_sums(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """Apply ``rule`` to variance + raw squared deviation, client by client (the order in fl_bn.moments.pool)."""
+    """Apply ``rule`` to every client's variance + raw squared deviation (as fl_bn.moments.pool does)."""
     return value(rule, variances + (means - value(rule, means, f)) ** 2, f)
 
 
 def mixed(rows: np.ndarray, f: int) -> np.ndarray:
-    """Return the rows as NNM mixes them."""
+    """Return the rows after NNM's mixing."""
     def keep(view: object, f: int = 0) -> object:
         mixes.append(np.stack(list(view)))  # type: ignore[call-overload]
         return mean(view, f)  # type: ignore[arg-type]
@@ -51,12 +52,16 @@ def mixed(rows: np.ndarray, f: int) -> np.ndarray:
 
 
 def of_mixed_means(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """Apply NNM first, then take the deviations of the mixed means: the mixing has removed their spread."""
+    """Mix means and variances by NNM first, then take the deviations of the mixed means, whose spread the mixing has
+    removed.
+    """
     return of_deviations(rule, mixed(means, f), mixed(variances, f), f)
 
 
 def of_means_neighbours(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """Mix variances and deviations by NNM's neighbours among the means alone, which lets lies about variances in."""
+    """Choose NNM's neighbours by the means only, and mix variances and deviations over them: a false variance is then
+    not noticed.
+    """
     squares = ((means[:, None] - means[None]) ** 2).sum(-1)
     weights = np.zeros_like(squares)
     np.put_along_axis(weights, np.argsort(squares, axis=1, kind="stable")[:, : len(means) - f], 1 / (len(means) - f), axis=1)
@@ -75,7 +80,7 @@ ORDERS: dict[str, Order] = {
 
 
 def in_variance(honest: np.ndarray, f: int) -> np.ndarray:
-    """Return means like the first honest client's; see ``share`` for the variances."""
+    """Return Byzantine means equal to the first honest client's; the lie is in the variances, which ``share`` sets."""
     return mimic()(honest, f)
 
 
@@ -85,7 +90,9 @@ ATTACKS: dict[str, Attack | None] = {
 
 
 def share(order: Order, attack: Attack | None, rng: np.random.Generator) -> float:
-    """Return the between-client term of ``order`` over the honest clients' own, mean over trials and channels."""
+    """Return the between-client term found by ``order``, divided by the true one of the honest clients; mean over
+    trials and channels.
+    """
     found, true = 0.0, 0.0
     for _ in range(TRIALS):
         means = rng.normal(size=(CLIENTS if attack is None else CLIENTS - BYZANTINE, CHANNELS)) + 1.0

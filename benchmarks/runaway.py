@@ -1,11 +1,12 @@
-"""Measure whether the scale of activations runs away: HBN and FBN over data, local steps and learning rates.
+"""Measure whether the scale of activations runs away: HBN and FBN, over data, local steps and learning rates.
 
     python benchmarks/runaway.py --output benchmarks/results/runaway/after.csv --data ../shared/data
     python benchmarks/runaway.py --table benchmarks/results/runaway        # before.csv and after.csv as one table
 
-One line per cell, written as it comes; cells that the file has are not run again. ``growth``: the largest factor by which a layer's
-deviation (geometric mean over channels) rose from its lowest earlier value, among the statistics that were evaluated. The keys are
-those of every version of fl-bn, so that PYTHONPATH may name an older checkout.
+The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again.
+``growth`` is the largest factor by which a layer's standard deviation (geometric mean over channels) rose above its
+lowest earlier value, over the evaluated rounds. Only keys that every version of fl-bn has are used, so that
+PYTHONPATH may name an older checkout.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import typer
 from torch import nn
 
 METHODS = ("fedavg", "hbn", "fbn")
-ROUNDS = {1: (100, 5), 5: (60, 3), 20: (30, 2)}  # by local steps: rounds, and rounds between evaluations
+ROUNDS = {1: (100, 5), 5: (60, 3), 20: (30, 2)}  # local steps -> rounds, and rounds between evaluations
 RATES = (0.01, 0.05)
 CHANCE = 10.0  # percent: all data sets have ten classes
 BASE = {"learning-rate-schedule": "step", "learning-rate-decay": 0.3, "momentum": 0.9, "output": ""}
@@ -102,7 +103,7 @@ def read(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
 
 
 def summary(folder: Path) -> str:
-    """Return, as Markdown, a line per data set and method, over local steps and rates, before and after."""
+    """Return as Markdown a line per data set and method, over all local steps and rates, before and after."""
     head = "| data | method | cells | largest growth | largest fall: best - last | cells within 5 points of chance |"
     lines = [head, "|---|---|---:|---:|---:|---:|"]
     before, after = read(folder / "before.csv"), read(folder / "after.csv")
@@ -123,7 +124,7 @@ def _figures(data: str, method: str, rows: dict[tuple[str, ...], dict[str, str]]
 
 
 def table(folder: Path) -> str:
-    """Return, as Markdown, the summary and a line per cell, before and after, beside FedAvg."""
+    """Return as Markdown the summary and a line per cell: before, after, and FedAvg's accuracy."""
     before, after = read(folder / "before.csv"), read(folder / "after.csv")
     lines = [
         summary(folder),

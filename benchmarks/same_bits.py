@@ -1,10 +1,12 @@
-"""Print hashes of one short run per case, to compare the bits of two versions: of the final model and the rounds' figures.
+"""Print hashes of the final model and of the rounds' figures of short runs, to compare the bits of two versions of
+fl-bn.
 
     python benchmarks/same_bits.py > new.txt
     cp benchmarks/same_bits.py /tmp && git worktree add ../old COMMIT && cd ../old
     PYTHONPATH=. python /tmp/same_bits.py > old.txt && diff old.txt NEW/new.txt
 
-The keys are those of every version. Counters of batches are left out: older versions did not save them.
+Only keys that every version has are used. BatchNorm's counters of batches are left out, because older versions did
+not save them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 BASE: dict[str, Any] = {"rounds": 3, "clients": 4, "evaluate-every": 3, "pictures": False}
-COLUMNS = 9  # of rounds.csv: those before the seconds
+COLUMNS = 9  # columns of rounds.csv that are compared: those before the seconds
 CASES: dict[str, dict[str, Any]] = {
     "fedavg": {"local-epochs": 1, "local-steps": 0},
     "fbn": {},

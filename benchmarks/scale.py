@@ -1,9 +1,9 @@
 """Run many clients in one process: seconds per round early and late, peak memory, size of the run directory.
 
-    python benchmarks/scale.py                                  # 10,000 clients, 100 per round, 1,000 rounds: the table of results/scale.md
+    python benchmarks/scale.py                                  # 10,000 clients, 100 per round, 1,000 rounds
     python benchmarks/scale.py --clients 1000 --cohort 20 --rounds 100
 
-The data are made: a few random pixels per client, so that the cost is the system's and not the arithmetic's.
+The data are a few random pixels per client, so that the time is spent in fl-bn and not in training.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import typer
 from fl_bn.flower import run_in_process
 
 TABLE = Path(__file__).parent / "results" / "scale.md"
-SAMPLES, PIXELS, CLASSES = 4, 8, 10  # per client; a side; of the made images
-EARLY = 10  # rounds
+SAMPLES, PIXELS, CLASSES = 4, 8, 10  # samples per client; side of an image in pixels; classes
+EARLY = 10  # the first rounds that are averaged
 
 
 def make(folder: Path, clients: int) -> Path:
@@ -38,13 +38,15 @@ def make(folder: Path, clients: int) -> Path:
 
 
 def memory() -> float:
-    """Return the resident megabytes now."""
+    """Return the resident memory now, in megabytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 
 
 class Watch:
-    """Note seconds, megabytes and the processor's seconds when each round is written, from a thread beside the run."""
+    """Note wall seconds, megabytes and processor seconds whenever a round is written to ``file``, from a thread
+    beside the run.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file, self.begin, self.seen, self._over = file, time.perf_counter(), list[tuple[float, float, float]](), threading.Event()
@@ -74,7 +76,7 @@ def main(
     cohort: int = 100,
     rounds: Annotated[int, typer.Option(min=2 * EARLY)] = 1_000,
     method: str = "fedavg",
-    write: Annotated[bool, typer.Option(help="the table into benchmarks/results")] = True,
+    write: Annotated[bool, typer.Option(help="write the table to benchmarks/results")] = True,
 ) -> None:
     """Run the federation, and write the table."""
     with tempfile.TemporaryDirectory() as name:
@@ -90,7 +92,7 @@ def main(
         size = sum(file.stat().st_size for file in (folder / "runs" / "scale").rglob("*") if file.is_file()) / 1e6
         seconds = [json.loads(line)["seconds"] for line in (folder / "runs" / "scale" / "rounds.jsonl").read_text().splitlines()]
     early, late = sum(seconds[1:EARLY]) / (EARLY - 1), sum(seconds[-EARLY:-1]) / (EARLY - 1)
-    worked = [after[2] - before[2] for before, after in zip(watch.seen, watch.seen[1:], strict=False)]  # by round, from the second on
+    worked = [after[2] - before[2] for before, after in zip(watch.seen, watch.seen[1:], strict=False)]  # per round, from the second on
     rows = {
         "seconds to the end of round 1": f"{watch.seen[0][0]:.2f}",
         f"seconds per round, rounds 2 to {EARLY}": f"{early:.4f}",

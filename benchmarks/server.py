@@ -1,12 +1,17 @@
-"""Measure the server's half of a round, from the replies' bytes to the new model's, beside Flower's own FedAvg.
+"""Measure the server's part of a round, from the bytes of the replies to those of the new model, next to Flower's own
+FedAvg.
 
-    python benchmarks/server.py                         # on a quiet machine; --before CHECKOUT: an older version of fl-bn beside this one
+    python benchmarks/server.py                         # on a quiet machine
+    python benchmarks/server.py --before CHECKOUT       # measures an older version of fl-bn, too
 
-Every line of the table is measured in a process of its own with one thread: the same replies (FedAvg with BatchNorm: weights and running
-statistics, float32) are given to ``aggregate_train`` of ``BatchNormStrategy`` and of Flower's ``FedAvg``, as a list in memory, or streamed:
-each is made when it is asked for, and the time of its making is not counted. The floor is one read of the replies' bytes. Memory is the
-peak of the resident set above that before the call, in models (float32), without the replies' own bytes: of the list, or of two streamed
-replies (one is added while the next is made).
+Every line of the table is measured in a process of its own with one thread. ``aggregate_train`` of
+``BatchNormStrategy`` and of Flower's ``FedAvg`` get the same replies (FedAvg with BatchNorm: weights and running
+statistics, float32). The replies are a list in memory, or are streamed: each is made when it is asked for, and the
+time to make it is not counted. The floor is the time to read the replies' bytes once.
+
+Memory is the peak resident set, minus that before the call. Of streamed replies, the bytes of two are also
+subtracted, because one is added while the next is made; a list is in memory before the call. The unit is the size of
+one float32 model.
 """
 
 from __future__ import annotations
@@ -51,9 +56,9 @@ def wire(name: str) -> Any:
 
 
 class Replies:
-    """Make ``n`` replies of clients 0, 1, ... with 100 + client samples.
+    """Make the replies of clients 0 to ``n`` - 1; client i has 100 + i samples.
 
-    With ``whole`` all arrays are in one ArrayRecord, as Flower's FedAvg wants them.
+    With ``whole``, all arrays of a reply are in one ArrayRecord, the form that Flower's FedAvg needs.
     """
 
     def __init__(self, n: int, sections: dict[str, dict[str, Any]], header: Any, whole: bool) -> None:
@@ -142,14 +147,16 @@ def bytes_of(replies: Any) -> Iterator[Any]:
 
 
 def encoded(result: Any) -> list[bytes]:
-    """Return the bytes of the new model, as they are sent in the next round."""
+    """Return the bytes of the new model in the form in which they are sent in the next round."""
     arrays, _ = result
     assert arrays is not None
     return [array.data for array in arrays.values()]
 
 
 class Stages(dict[str, float]):
-    """Sum up seconds in the functions that read a reply, and that encode the new model; the rest is average and step."""
+    """Measure the seconds spent on reading replies and on encoding the new model; the rest of the call is averaging
+    and the server's step.
+    """
 
     def __init__(self) -> None:
         replies: Any = wire("replies")
@@ -187,7 +194,7 @@ def measured(which: str, n: int, name: str, how: str, before: Path | None) -> di
 def main(
     before: Annotated[Path | None, typer.Option(help="checkout of an older fl-bn, to be measured beside this one")] = None,
     output: Annotated[Path, typer.Option(help="folder for server.md")] = HERE / "results",
-    quick: Annotated[bool, typer.Option(help="the first case alone")] = False,
+    quick: Annotated[bool, typer.Option(help="measure only the first case")] = False,
     one: Annotated[str, typer.Option("--cell", hidden=True)] = "",
 ) -> None:
     """Measure all cases, and write the table."""
@@ -202,7 +209,7 @@ def main(
         floor = measured(FLOOR, n, name, how, before)["seconds"]
         for which in (FLOOR, OURS, *([BEFORE] if before else []), FLOWER):
             if which in (BEFORE, FLOWER) and n > 10:
-                continue  # they keep all replies: as many gigabytes
+                continue  # they keep all replies in memory, which takes too many gigabytes
             m = measured(which, n, name, how, before)
             row = [str(n), f"{name}, {m['own'] / 4:.1f} M", how, which, f"{m['seconds']:.3f}", f"{m['seconds'] - floor:.3f}"]
             row += [f"{m[stage]:.3f}" if stage in m else "" for stage in STAGES]

@@ -1,4 +1,4 @@
-"""Run Flower's simulation on Ray as a subprocess, for the programs here."""
+"""Run Flower's simulation on Ray as a subprocess, for the benchmarks in this folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def on_ray(config: RunConfig, cpus_per_client: float = 1.0) -> tuple[list[dict[str, Any]], float]:
-    """Run flower-simulation; return the lines of rounds.jsonl, and the seconds in all."""
+    """Run flower-simulation; return the lines of rounds.jsonl, and the seconds of the whole run."""
     with tempfile.TemporaryDirectory() as folder:
         values = {**config.to_mapping(), "output": folder, "name": "ray"}
         run_config = " ".join(f"{name}={json.dumps(value)}" for name, value in values.items())

@@ -1,10 +1,11 @@
-"""Time the start: of the command line, the imports, the first round of a run, and a cell of a sweep.
+"""Time how long things take to start: the command line, the imports, a run until its first round, and a cell of a
+sweep.
 
     python benchmarks/startup.py                       # writes benchmarks/results/startup.md
-    python benchmarks/startup.py --before COMMIT       # the same of another commit beside it, in the same run
+    python benchmarks/startup.py --before COMMIT       # measures another commit, too, for comparison
 
-Each figure is the median of several fresh processes on a warm disk cache. The floor is what torch takes: its import, and a step of
-``torch.optim.SGD``, which imports torch's compiler.
+Each figure is the median of several fresh processes with a warm disk cache. The floor is the time that torch alone
+takes: its import, and a step of ``torch.optim.SGD``, which imports torch's compiler.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ seed = {seeds}
 
 
 def seconds(tree: Path, *arguments: str) -> float:
-    """Return the wall clock of a fresh Python with the sources in ``tree``."""
+    """Return the wall-clock seconds of a fresh Python process that uses the sources in ``tree``."""
     begin = time.perf_counter()
     subprocess.run([sys.executable, *arguments], cwd=tree, env=_environment(tree), check=True, **SILENT)
     return time.perf_counter() - begin
 
 
 def first_round(tree: Path, folder: Path, name: str) -> float:
-    """Return the seconds from the command until round 1 is in rounds.jsonl; a run of two rounds is ended then."""
+    """Return the seconds from the command until round 1 is in rounds.jsonl; the run, of two rounds, is then killed."""
     keys = KEYS.format(rounds=2, folder=folder, name=name)
     begin = time.perf_counter()
     process = subprocess.Popen([sys.executable, *COMMAND, "run", "--run-config", keys], cwd=tree, env=_environment(tree), **SILENT)
@@ -61,7 +62,10 @@ def first_round(tree: Path, folder: Path, name: str) -> float:
 
 
 def cell(tree: Path, folder: Path) -> float:
-    """Return the seconds per cell of a sweep of ``CELLS`` one-round runs, one at a time, without those of the first two."""
+    """Return the seconds per cell of a sweep of one-round runs, one at a time.
+
+    The time of a sweep of 2 cells is subtracted from that of ``CELLS``, so that the sweep's start is not counted.
+    """
     whole = {}
     for cells in (2, CELLS):
         file = folder / f"startup{cells}.toml"

@@ -1,9 +1,11 @@
-"""Time a round beside a bare PyTorch loop: in one process, in several, and by Flower's simulation on Ray.
+"""Compare the time of a round with a bare PyTorch loop: in one process, in several, and by Flower's simulation on
+Ray.
 
     python benchmarks/throughput.py
 
-The bare loop does the same local steps on the same batches and averages the same tensors, with nothing around it: what is above it is the
-price of messages, checks, records and evaluation. Ray's rounds are counted without its start; one torch thread per process everywhere.
+The bare loop makes the same local steps on the same batches, averages the same tensors, and does nothing else. A
+round's extra time is the price of messages, checks, records and evaluation. Ray's start is not counted. Every process
+has one torch thread.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from fl_bn.run.config import RunConfig
 
 
 def bare_loop(config: RunConfig) -> float:
-    """Return the seconds of the rounds of plain FedAvg with BatchNorm, by hand."""
+    """Return the seconds of ``config.rounds`` rounds of plain FedAvg with BatchNorm in a loop written by hand."""
     torch.set_num_threads(1)
     clients = [client_samples(config, index)[0] for index in range(config.clients)]
     model = copy.deepcopy(source_model(config))
@@ -67,7 +69,7 @@ Variants = dict[str, dict[str, Any]]
 
 
 def ratios(config: RunConfig, variants: Variants, repeat: int) -> dict[str, float]:
-    """Return every variant's time as a multiple of the bare loop's, the median over ``repeat`` turns."""
+    """Return every variant's time divided by the bare loop's, the median over ``repeat`` turns."""
     found = {name: list[float]() for name in variants}
     for _ in range(repeat):
         bare = bare_loop(config)
@@ -77,9 +79,10 @@ def ratios(config: RunConfig, variants: Variants, repeat: int) -> dict[str, floa
 
 
 def above(config: RunConfig, variants: Variants, repeat: int) -> dict[str, float]:
-    """Return the milliseconds of every variant above the bare loop, per client and round, after the first ``config.rounds``.
+    """Return every variant's milliseconds per client and round beyond the bare loop's.
 
-    So the costs that come once, start and evaluation, are not in it.
+    The time of ``config.rounds`` rounds is subtracted from that of five times as many, so that costs which occur once
+    (start, evaluation) are not counted.
     """
     long = changed(config, {"rounds": 5 * config.rounds, "evaluate-every": 5 * config.rounds})
     found = {name: list[float]() for name in variants}
@@ -98,8 +101,8 @@ def changed(config: RunConfig, keys: Mapping[str, Any]) -> RunConfig:
 
 def main(
     rounds: int = 20,
-    repeat: Annotated[int, typer.Option(help="turns of all variants, of which the median counts")] = 3,
-    ray: Annotated[bool, typer.Option(help="Flower's simulation on Ray, too")] = True,
+    repeat: Annotated[int, typer.Option(help="turns of all variants; the median counts")] = 3,
+    ray: Annotated[bool, typer.Option(help="measure Flower's simulation on Ray, too")] = True,
     results: Path = Path(__file__).parent / "results" / "throughput.md",
 ) -> None:
     """Time all methods, and write the table."""

@@ -2,8 +2,8 @@
 
     python benchmarks/volume.py
 
-One round of each method is run; counted are the bytes of the arrays that the clients sent (5 times up) and received (a broadcast: once
-down), as in the paper. 1 MB = 1024 * 1024 bytes.
+One round of each method is run. The bytes of the arrays are counted as in the paper: what a client sent counts 5
+times; what it received counts once, because the server broadcasts it. 1 MB = 1024 * 1024 bytes.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""The walk through one round: the code that a FedAvg round on Flower enters, and how often a client's reply changes hands.
+"""Walk through one FedAvg round on Flower: the code that it enters, and how often a client's reply is passed on.
 
     python benchmarks/walk.py
-    PYTHONPATH=CHECKOUT python benchmarks/walk.py          # of another checkout of fl-bn: the public names used here are older than 0.1
+    PYTHONPATH=CHECKOUT python benchmarks/walk.py          # of another checkout of fl-bn, from version 0.1 on
 
-A run of two rounds in this process, with three clients of a small network. ``sys.setprofile`` watches its second round, from the train
-messages to the round's record. Counted are the files of fl_bn that the round enters, the lines of the functions that it calls there, and
-for one client:
+Three clients with a small network run two rounds in this process. ``sys.setprofile`` watches the second round, from
+the train messages to the round's record. Counted are the files of fl_bn that the round enters, the lines of the
+functions that it calls, and for one client:
 
-* decodings of a header: of the instruction at the client, and of the reply at the server,
-* returns of the reply: how often a function or generator of fl_bn hands it to its caller. First as a value, which is a ``Reply`` or what
-  the server decoded; then in any form, which is also Flower's message, its records, named arrays and lists of arrays.
+* decodings of a header: of the instruction at the client, and of the reply at the server;
+* returns of the reply: how often a function or generator of fl_bn returns or yields it to its caller. They are
+  counted first as a value (a ``Reply``, or the object that the server decoded), then in any form (also Flower's
+  message, its records, named arrays and lists of arrays).
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from fl_bn.methods import METHODS
 
 PACKAGE = Path(str(fl_bn.__file__)).parent
 CLIENTS, ROUNDS = 3, 2
-DECODED = "Decoded"  # the name of a decoded reply that is not yet checked, where there is such a value
-PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # of a function, and none themselves
-HEADER = "header_from"  # every decoding of a header ends in it
+DECODED = "Decoded"  # class of a decoded reply before its checks, in versions that have one
+PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # parts of a function, not counted as functions
+HEADER = "header_from"  # the function that every decoding of a header calls
 
 
 class Walk:
-    """Watches the code between ``begin`` and ``end``.
+    """Watches the code that runs between ``begin`` and ``end``.
 
     Attributes:
-        entered: how often each function of fl_bn was called.
-        returns: where a reply was returned, as ``(side, function, whether as a value)``, in order; of all clients.
-        headers: decodings of a header by side, of all clients.
+        entered: Function of fl_bn -> how often it was called.
+        returns: Every return of a reply as ``(side, function, whether as a value)``, in order, over all clients.
+        headers: Side -> number of headers decoded there, over all clients.
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ class Walk:
             return
         if event == "call":
             self.entered[code] += 1
-            if code.co_name == "_answer":  # of the grid: from here on the next client works
+            if code.co_name == "_answer":  # the grid's method: here the next client starts to work
                 self._side, self._replied, self._checked = "client", False, False
             if code.co_name == HEADER:
                 self.headers[self._side] += 1
@@ -83,7 +84,7 @@ class Walk:
             self._side = "server"
 
     def files(self) -> dict[str, tuple[int, int, int]]:
-        """Return by file: functions that the round calls, their lines, and the lines of the whole file."""
+        """Return file -> number of functions that the round calls, their lines, and the lines of the whole file."""
         found: dict[str, set[CodeType]] = {}
         for code in self.entered:
             found.setdefault(code.co_filename, set()).add(code)
@@ -95,8 +96,8 @@ def carries(value: Any, records: bool) -> bool:
     """Tell whether ``value`` is a reply, in any of its forms, or a collection of replies.
 
     Args:
-        value: what a function returned.
-        records: whether named arrays are a reply's. Once a reply is checked, they are the model's.
+        value: The value that a function returned.
+        records: Whether named arrays count as a reply. Once a reply is checked, they are the model's.
     """
     if isinstance(value, Message):
         return bool(value.metadata.reply_to_message_id)
@@ -113,7 +114,9 @@ def carries(value: Any, records: bool) -> bool:
 
 
 def flat(value: Any) -> list[Any]:
-    """Return ``value`` alone, or the entries of a tuple or list; those that are tuples, as one client's result is, by their own."""
+    """Return the entries of a tuple or list, with tuples among them replaced by their entries; any other value as a
+    list of one.
+    """
     if not isinstance(value, tuple | list):
         return [value]
     return [one for entry in value for one in (entry if isinstance(entry, tuple) else (entry,))]
@@ -124,7 +127,7 @@ def name_of(code: CodeType) -> str:
 
 
 def lines(file: Path, codes: set[CodeType]) -> tuple[int, int]:
-    """Return the lines of these functions, each line once, and of the file."""
+    """Return the number of lines of these functions, each line counted once, and of the file."""
     own: set[int] = set()
     for code in codes:
         numbers = [line for _, _, line in code.co_lines() if line is not None]
@@ -138,7 +141,7 @@ def network() -> nn.Module:
 
 
 def walked(method: str) -> Walk:
-    """Run the rounds, and watch the last."""
+    """Run the rounds, and watch the last one."""
     walk, how, draw = Walk(), METHODS[method](), torch.Generator().manual_seed(1)
     clients = [Samples(torch.randn(24, 6, generator=draw), torch.randint(3, (24,), generator=draw)) for _ in range(CLIENTS)]
     converted, settings = convert(network(), how), LocalTraining(batch_size=8, steps=2)
@@ -168,7 +171,7 @@ def walked(method: str) -> Walk:
 
 
 def main(
-    method: Annotated[str, typer.Option(help="of the round")] = "fedavg",
+    method: Annotated[str, typer.Option(help="method of the round")] = "fedavg",
     detail: Annotated[bool, typer.Option(help="also print every return of one client's reply, in order")] = False,
 ) -> None:
     walk = walked(method)

@@ -1,1 +1,1 @@
-"""Hold the ClientApp that Flower loads."""
+"""The ClientApp that Flower loads."""

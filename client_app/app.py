@@ -1,6 +1,6 @@
-"""Provide the ClientApp for ``flwr run .`` in this folder.
+"""The ClientApp for ``flwr run .`` in this folder, made by ``fl_bn.apps.client``.
 
-It is that of ``fl_bn.apps.client``. Run configs may name functions of the modules in this folder.
+Run configs may name functions in the modules of this folder.
 """
 
 from pathlib import Path

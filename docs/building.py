@@ -1,8 +1,8 @@
-"""What mkdocs does beside its own work when it builds the site (``mkdocs.yml``, ``hooks``).
+"""Hooks that mkdocs calls when it builds the site (``hooks`` in ``mkdocs.yml``).
 
-Pages link to files of the repository: ``../examples/pure_torch.py``. Those links work where the repository is browsed. The site has a
-copy of every such file at ``repository/PATH``, a page for Markdown and code, and the links lead there. A link to a file that does not
-exist is left as it is, and mkdocs refuses it.
+Pages link to files of the repository, such as ``../examples/pure_torch.py``. These links work where the repository is
+browsed. For the site, every linked file is copied to ``repository/PATH`` (Markdown and code become pages), and the
+links are changed to the copies. A link to a missing file is left unchanged, so that mkdocs reports it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DOCTEST = re.compile(r"^>>> .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def outside(text: str, change: Callable[[str], str]) -> str:
-    """``text`` with ``change`` applied to what is not in a fenced block."""
+    """Apply ``change`` to the parts of ``text`` outside fenced blocks."""
     parts, end = [], 0
     for block in FENCE.finditer(text):
         parts += [change(text[end : block.start()]), block[0]]
@@ -44,7 +44,9 @@ def outside(text: str, change: Callable[[str], str]) -> str:
 
 
 def target(link: str, source: str) -> str | None:
-    """The file or folder of the repository that ``link`` in its file ``source`` leads to; None where that is neither."""
+    """Return the file or folder of the repository that ``link`` in the file ``source`` leads to; None if it leads to
+    neither.
+    """
     if re.match(r"[a-z]+:", link):
         return None
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
@@ -54,20 +56,20 @@ def target(link: str, source: str) -> str | None:
 
 
 def home(path: str) -> str:
-    """Where the site has the file or folder ``path`` of the repository."""
+    """Return the site's address of ``path``, a file or folder of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return COPIES + path + (".md" if Path(path).suffix in CODE or (REPOSITORY / path).is_dir() else "")
 
 
 def source_of(uri: str) -> str:
-    """The file of the repository that the site's page ``uri`` is made from."""
+    """Return the file of the repository from which the site's page ``uri`` is made."""
     path = uri.removeprefix(COPIES)
     return f"docs/{uri}" if path == uri else path.removesuffix(".md") if Path(path.removesuffix(".md")).suffix in CODE else path
 
 
 def links(text: str, source: str) -> Iterator[str]:
-    """The files of the repository that a page links to."""
+    """Yield the files of the repository that a page links to."""
     found: list[str] = []
     outside(text, lambda part: found.extend(LINK.findall(part)) or part)  # type: ignore[func-returns-value]
     for link in found:
@@ -76,7 +78,9 @@ def links(text: str, source: str) -> Iterator[str]:
 
 
 def copied(config: MkDocsConfig, path: str) -> File:
-    """The file or folder ``path`` of the repository as a file of the site: code, and a folder of code, as a page."""
+    """Return the file or folder ``path`` of the repository as a file of the site; code, or a folder of code, becomes
+    a page.
+    """
     file = REPOSITORY / path
     if file.is_dir():
         shown = [f"## {code.relative_to(file)}\n\n{_fenced(code)}" for code in sorted(file.rglob("*")) if code.suffix in CODE]
@@ -91,7 +95,7 @@ def _fenced(code: Path) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds what the pages link to, and what that links to."""
+    """Add to the site the files that its pages link to, and the files that these link to."""
     pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     waiting, seen = [*pages, *ALWAYS], set[str]()
     while waiting:
@@ -106,7 +110,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leads links to files of the repository to their copies."""
+    """Change links to files of the repository into links to their copies."""
     here = page.file.src_uri
     source = source_of(here)
 
@@ -118,19 +122,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leads from every picture to itself in full size, for small screens."""
+    """Link every picture to its full size, for small screens."""
     return PICTURE.sub(r'<a href="\g<address>">\g<0></a>', html)
 
 
 class Docstrings(griffe.Extension):
     """Changes docstrings for the site.
 
-    Examples become code (``>>>`` would be a quotation in Markdown), and names of pages become links. Options of a method or an objective
-    have their meaning in one place, the call of ``option``. From there the site has them as a table, and their defaults in the signature.
+    Examples become code blocks (``>>>`` would be a quotation in Markdown), and names of pages become links. The
+    options of a method or an objective are described in one place, in the call of ``option``. From there the site
+    takes a table of the options, and their defaults for the signature.
     """
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Change one docstring, and the signature of a constructor of options."""
+        """Change one docstring and, for the constructor of an object with options, the signature."""
         if obj.docstring is None:
             return
         text = obj.docstring.value
@@ -148,7 +153,7 @@ class Docstrings(griffe.Extension):
 
 
 def _own_options(obj: griffe.Class) -> dict[str, Option]:
-    """Return the options among a class's own fields."""
+    """Return the options among the class's own fields."""
     if not obj.bases:
         return {}
     kind = getattr(importlib.import_module(obj.module.path), obj.name, None)
@@ -166,14 +171,14 @@ def _parameters(constructor: Any, options: Mapping[str, Option]) -> Iterator[gri
 
 
 def _with_section(text: str, title: str, options: Mapping[str, Option]) -> str:
-    """Put a section with the options before the first section of a docstring."""
+    """Insert a section that describes the options before the first section of a docstring."""
     section = [f"{title}:", *(f"    {name}: {_meaning(spec)}" for name, spec in options.items())]
     parts = re.split(r"^(?=(?:Returns|Raises|References):$)", text, maxsplit=1, flags=re.MULTILINE)
     return "\n\n".join([parts[0].rstrip(), "\n".join(section), *parts[1:]])
 
 
 def _meaning(spec: Option) -> str:
-    """Describe an option: its meaning, its values, and what None stands for."""
+    """Describe an option: its meaning, its values, and the meaning of None."""
     values = spec.values if isinstance(spec.values, str) else ", ".join(map(str, spec.values))
     default = spec.otherwise if spec.default is None else ""
     sentences = [spec.meaning, f"Values: {values}" if values else "", f"None: {default}" if default else ""]

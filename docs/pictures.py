@@ -1,9 +1,11 @@
-"""The pictures of the pages that explain what goes wrong with BatchNorm: ``python docs/pictures.py`` draws them anew (seconds, one core).
+"""Draw the pictures of the pages about BatchNorm's problems: ``python docs/pictures.py`` (seconds, one core).
 
-``what-goes-wrong.png``: points of ten clients as BatchNorm and FBN normalise them (experiment 003-F1), and the main job's accuracy
-(benchmarks/results/main-job/curves.csv). ``variance.png``: what plain averaging leaves of the variance. ``gradient.png``: how far the
-clients' gradients are from the centralised one. The last two have the main job's network and data, seed 0. The variance is that of a
-network trained on the union of the data, the gradient that of the initial weights.
+``what-goes-wrong.png``: points of ten clients, normalised by BatchNorm and by FBN (experiment 003-F1), and the
+accuracy of the main job (benchmarks/results/main-job/curves.csv). ``variance.png``: the share of the variance that
+plain averaging keeps. ``gradient.png``: how far the clients' gradients are from the centralised one.
+
+The last two use the main job's network and data, with seed 0. The variance is that of a network trained on the union
+of the data; the gradient is that at the initial weights.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ SHOWN = {
     "gn": ("#009E73", "group norm", -22),
     "fedavg": ("#D55E00", "BatchNorm (FedAvg)", 6),
 }
-"""Method -> colour (Okabe and Ito's, which colour-blind people tell apart), name, and where that stands above the curve's end (points)."""
+"""Method -> colour (Okabe and Ito's, safe for colour-blind people), name, and how far above the curve's end the name stands (points)."""
 SPLITS = {"IID": ("iid", 0.0), "two classes\neach": ("classes", 2.0), "one class\neach": ("classes", 1.0)}
 CLIENTS, BATCH, EPOCHS, SEED = 10, 64, 10, 0
 
@@ -59,7 +61,7 @@ def what_goes_wrong(path: Path) -> None:
 
 
 def _points(axes: Axes, points: Tensor, title: str) -> None:
-    """Points (clients, n, 2), in a colour for each client."""
+    """Draw points (clients, n, 2), with a colour for each client."""
     for colour, own in zip(matplotlib.colormaps["viridis"](np.linspace(0, 0.95, len(points))), points.numpy(), strict=True):
         axes.scatter(own[:, 0], own[:, 1], s=18, color=colour, alpha=0.75, lw=0)
     axes.set(xlim=(-3, 3), ylim=(-3, 3), title=title, xticks=[], yticks=[], xlabel="a colour is a client")
@@ -67,7 +69,7 @@ def _points(axes: Axes, points: Tensor, title: str) -> None:
 
 
 def _curves(axes: Axes) -> None:
-    """Test accuracy of the main job over rounds; band: one standard deviation of the seeds."""
+    """Draw the main job's test accuracy over rounds; the band is one standard deviation over the seeds."""
     with CURVES.open(newline="") as file:
         rows = list(csv.DictReader(file))
     for method, (colour, name, above) in SHOWN.items():
@@ -84,7 +86,9 @@ def _curves(axes: Axes) -> None:
 
 
 def variance(path: Path) -> None:
-    """Averaged variance / variance of the union, per channel: dots; BatchNorm layers side by side."""
+    """Draw the averaged variance divided by the variance of the union: a dot per channel, a column per BatchNorm
+    layer.
+    """
     with plt.rc_context(STYLE):
         figure, all_axes = plt.subplots(1, len(SPLITS), figsize=(11, 4), sharey=True, layout="constrained")
         for axes, (split, clients) in zip(all_axes, _clients(), strict=True):
@@ -104,7 +108,9 @@ def variance(path: Path) -> None:
 
 
 def gradient(path: Path) -> None:
-    """Root mean square of the clients' deviations over the norm of the centralised gradient, per split."""
+    """Draw for every split the root mean square of the clients' deviations, divided by the norm of the centralised
+    gradient.
+    """
     found = {}
     for split, clients in _clients():
         network = convert(_network(), methods.METHODS["fedtan"]())
@@ -125,7 +131,7 @@ def gradient(path: Path) -> None:
 
 
 def _clients() -> Iterator[tuple[str, list[Samples]]]:
-    """Every split's name, and each client's training data in it, shuffled."""
+    """Yield every split's name, with the shuffled training data of each client in that split."""
     data = load("digits")
     for split, (kind, parameter) in SPLITS.items():
         parts = partition(kind, data.y_train.numpy(), None, CLIENTS, parameter, SEED)
@@ -139,7 +145,7 @@ def _network() -> nn.Module:
 
 
 def _trained(clients: Sequence[Samples]) -> nn.Module:
-    """The network after ``EPOCHS`` on the union of the clients' data."""
+    """Return the network after ``EPOCHS`` epochs on the union of the clients' data."""
     network, x, y = _network().train(), to_input(torch.cat([own.x for own in clients])), torch.cat([own.y for own in clients])
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
     for _ in range(EPOCHS):
@@ -151,7 +157,10 @@ def _trained(clients: Sequence[Samples]) -> nn.Module:
 
 
 def _moments(clients: Sequence[Samples]) -> Mapping[str, list[Moments]]:
-    """Each client's moments of every BatchNorm layer's input, under the exact statistics of the union in the layers below."""
+    """Return layer -> each client's moments of that BatchNorm layer's input.
+
+    The layers below normalise with the exact statistics of the union.
+    """
     network = _trained(clients)
     recalibrate(network, clients)
     found = [statistics_pass(network, own, StatisticsPass("shared"), np.random.default_rng(SEED)) for own in clients]

@@ -1,4 +1,6 @@
-"""Several labels per sample, at four clients whose sensors are calibrated differently: FedBN, a network per client."""
+"""FedBN with several labels per sample: four clients whose sensors are calibrated differently, and a network for each
+client.
+"""
 
 from functools import partial
 
@@ -13,7 +15,7 @@ ROUNDS = 12
 
 
 def load_data():
-    """Made data: 20 features, 5 labels. Each client sees the features on a scale of its own."""
+    """Make random data: 20 features, 5 labels. Each client has the features on a scale of its own."""
     x, y = make_multilabel_classification(1200, n_features=20, n_classes=5, n_labels=2, random_state=0)
     x, y = torch.from_numpy(x).float() / 10, torch.from_numpy(y)
     return [(x[i::4] * (1 + i) + i, y[i::4]) for i in range(4)]
@@ -22,7 +24,7 @@ def load_data():
 def main():
     torch.manual_seed(0)
     data = load_data()
-    # SeededBatches: runs repeat bit for bit. A DataLoader does as well
+    # SeededBatches makes runs repeat bit for bit. A DataLoader works as well
     clients = [SeededBatches(x[60:], y[60:], batch_size=32) for x, y in data]
     net = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5))
     federation = Federation(net, methods.fedbn(), clients, task=MultiLabel(), optimizer=partial(AdamW, lr=0.003), local_epochs=2)

@@ -1,6 +1,7 @@
-"""Door 2: your own training loop. Mixed precision, AdamW, a cosine scheduler, gradient accumulation, a network of two outputs.
+"""Door 2: your own training loop, with mixed precision, AdamW, a cosine scheduler, gradient accumulation and a
+two-output network.
 
-fl-bn adds the lines marked "fl-bn"; how instructions and replies travel is up to you (here: a for loop).
+fl-bn needs only the lines marked "fl-bn". You decide how instructions and replies travel (in this file: a for loop).
 """
 
 import torch
@@ -30,7 +31,7 @@ class Net(nn.Module):
 
 
 def load_data():
-    """Five clients with two digits each, and test data."""
+    """Return five clients' data, of two digits each, and the test data."""
     x, y = load_digits(return_X_y=True)
     x, y = torch.from_numpy(x).float() / 16, torch.from_numpy(y)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
@@ -40,10 +41,10 @@ def load_data():
 
 
 def train(model, loader):
-    """One epoch, as you would write it without a federation."""
+    """Train one epoch, as you would without a federation."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(loader) // ACCUMULATE)
-    scaler = torch.amp.GradScaler(DEVICE, enabled=DEVICE == "cuda")  # bfloat16 on the CPU needs none
+    scaler = torch.amp.GradScaler(DEVICE, enabled=DEVICE == "cuda")  # bfloat16 on the CPU needs no scaler
     dtype, total = torch.float16 if DEVICE == "cuda" else torch.bfloat16, 0.0
     for number, (x, y) in enumerate(loader, 1):
         with torch.autocast(DEVICE, dtype):

@@ -14,7 +14,7 @@ ROUNDS = 12
 
 
 def load_data():
-    """A training loader per digit, and one test loader."""
+    """Return a training loader for each digit, and one test loader."""
     x, y = load_digits(return_X_y=True)
     x, y = torch.from_numpy(x).float() / 16, torch.from_numpy(y)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
@@ -37,7 +37,7 @@ def main():
     loaders, test = load_data()
     print(f"{'method':<8} {'accuracy':>8} {'loss':>8}")
     for method in (methods.fedavg(), methods.fbn()):
-        optimizer = partial(SGD, lr=0.05, momentum=0.9)  # anew for every client and round
+        optimizer = partial(SGD, lr=0.05, momentum=0.9)  # called anew for every client and round
         federation = Federation(make_net(), method, loaders, test=test, optimizer=optimizer, evaluate_every=ROUNDS)
         *_, last = federation.run(ROUNDS)  # a generator: the rounds run as you ask for their records
         print(f"{method.name:<8} {last.evaluation['accuracy']:>8.3f} {last.evaluation['loss']:>8.3f}")

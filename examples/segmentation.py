@@ -1,4 +1,6 @@
-"""Segmentation with a network of your own: discs and squares on noise, photographed by three cameras. Batches are dicts."""
+"""Segmentation with a network of your own: discs and squares on noise, seen by three different cameras. Batches are
+dicts.
+"""
 
 from functools import partial
 
@@ -25,7 +27,7 @@ class Shapes(Dataset):
                 far = np.hypot(rows - row, columns - column) if kind == 1 else np.maximum(abs(rows - row), abs(columns - column))
                 mask[far <= radius] = kind
         self.images = (self.masks - 0.7 + 0.3 * rng.normal(size=self.masks.shape)) * contrast + brightness
-        self.masks[:, 0] = self.masks[:, -1] = 255  # neither in the loss nor in the score
+        self.masks[:, 0] = self.masks[:, -1] = 255  # counted neither in the loss nor in the score
 
     def __len__(self):
         return len(self.masks)

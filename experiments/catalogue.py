@@ -1,12 +1,12 @@
-"""Find and run experiments. Each reproduces one table or figure of a paper, and has a file in ``experiments/definitions/``.
+"""Find and run experiments: each reproduces a table or figure of a paper, by a file in ``experiments/definitions/``.
 
 The file is named after the table or figure. It is a sweep file with one more table:
 
     [experiment]
     paper = "FixBN"
-    program = "programs/normalisation_error.py:run"    # only where the experiment is a function, and not a sweep
+    program = "programs/normalisation_error.py:run"    # only if the experiment is a function, not a sweep
 
-The function takes ``folder``, and any of ``small``, ``variant``, ``data`` and ``jobs``.
+The function takes ``folder``, and may take ``small``, ``variant``, ``data`` and ``jobs``.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Experiment:
     """Describe one experiment, which reproduces a table or figure of a paper.
 
     Attributes:
-        name: The name of the experiment, which is that of its file without suffix, as ``000-F3``.
+        name: The name of the experiment, that of its file without suffix, such as ``000-F3``.
         file: The file of the experiment.
         paper: The name of the paper.
         title: What the table or figure shows.
         variants: The names of the variants in the file.
-        program: The function of an experiment that is not a sweep, as ``programs/FILE.py:FUNCTION``; empty: it is a
+        program: The function of an experiment that is not a sweep, as ``programs/FILE.py:FUNCTION``; empty for a
             sweep.
     """
 
@@ -90,13 +90,13 @@ def _is_named(experiment: Experiment, name: str) -> bool:
 
 
 def perform_program(experiment: Experiment, variant: str, data: str, folder: Path, jobs: int = 1) -> None:
-    """Call the function of an experiment, and write a report of its results. Nothing is done where the report exists.
+    """Call the function of an experiment, and write a report of its results. If the report exists, do nothing.
 
-    The function gets those of ``small``, ``variant``, ``data`` and ``jobs`` for which it has a parameter.
+    Of ``small``, ``variant``, ``data`` and ``jobs``, the function gets the ones for which it has a parameter.
 
     Args:
         experiment: An experiment with a program.
-        variant: The variant; empty: the paper's own settings.
+        variant: The variant; empty for the paper's own settings.
         data: The folder of the data.
         folder: The folder for the results.
         jobs: The number of runs at a time.
@@ -112,7 +112,7 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
 
     called = program_of(experiment)
     folder.mkdir(parents=True, exist_ok=True)
-    limit_threads(1)  # more threads would only wait for each other, since the matrices are small
+    limit_threads(1)  # the matrices are small, so more threads would only wait for each other
     known: dict[str, Any] = {"small": variant == "small", "variant": variant, "data": data, "jobs": jobs}
     try:
         called(folder, **{name: value for name, value in known.items() if name in inspect.signature(called).parameters})
@@ -125,13 +125,13 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
 class Study:
     """Describe a program that measures each run of an experiment in several ways.
 
-    In the table of results, each way of measuring is a value on an axis of its own.
+    In the table of results, the ways are the values on an axis of their own.
 
     Attributes:
         plan: Takes the folder of the runs, the variant and the folder of the data, and returns the cells to run.
-        axis: The name of the axis of the ways.
+        axis: The name of the axis whose values are the ways.
         ways: The names of the ways.
-        measured: Takes a finished cell, and returns for each way the value that it measures.
+        measured: Takes a finished cell, and returns way -> the value that it measures.
     """
 
     plan: Callable[[Path, str, str], list[Cell]]
@@ -145,11 +145,11 @@ def study(experiment: Experiment, measure: str = "") -> Study:
 
     Args:
         experiment: The experiment.
-        measure: Another program, which measures the runs of the experiment; empty: the experiment's own. If the
-            experiment is a sweep, ``plan`` is not read from the program, but returns the cells of the sweep.
+        measure: Another program that measures the runs of the experiment; empty for the experiment's own. If the
+            experiment is a sweep, its cells are those of the sweep, and the program needs no ``plan``.
 
     Raises:
-        ConfigError: The file of the program lacks one of the four names.
+        ConfigError: The file of the program lacks one of the names that it needs.
     """
     module = _module(replace(experiment, program=measure or experiment.program))
 
@@ -165,7 +165,7 @@ def study(experiment: Experiment, measure: str = "") -> Study:
 
 
 def program_of(experiment: Experiment) -> Callable[..., Any]:
-    """Load the function of an experiment from a file in ``programs/``, beside the file of the experiment.
+    """Load the function of an experiment from a file in ``programs/``, a folder next to the experiment's file.
 
     Raises:
         ConfigError: The file or the function does not exist.
@@ -196,7 +196,7 @@ class Log:
     """Write a CSV file with one line for each experiment that was run.
 
     Args:
-        path: The file. It is made where it does not exist, else lines are appended.
+        path: The file. If it exists, lines are appended.
     """
 
     def __init__(self, path: Path) -> None:

@@ -10,10 +10,10 @@ The register is ``claims.toml`` beside the experiments:
     margin = 1.0
 
     [[claims]]
-    id = "000-T5"                               # the paper's own table or figure
+    id = "000-T5"                               # named after the paper's table or figure
     place = "Table 5; l. 211"
     claim = "FixBN is ahead of BN and of GN where clients have few classes"
-    experiment = "000-F3"                       # the experiment whose table tests the claim; if missing, the one named as the claim
+    experiment = "000-F3"                       # the experiment whose table tests the claim; default: the one named like the claim
     variant = "evidence"                        # the variant of that experiment
     steps = [32000, 16000, 16000]               # the paper's local steps per client, in each phase of the learning-rate schedule
     compare = [
@@ -25,10 +25,10 @@ The register is ``claims.toml`` beside the experiments:
 
 A comparison claims that the value of ``left`` is above that of ``right``. With ``near`` it claims that the two differ by at most the
 paper's own difference plus a margin. A side is a place of the table, ``[row, column]`` or ``[row, column, round]``. It may also be two
-places; its value is then that of the first minus that of the second. ``paper`` has the paper's two numbers. If only a figure shows
+places: then its value is the first place's value minus the second's. ``paper`` has the paper's two numbers. If only a figure shows
 them, ``figure`` names it, and ``about`` has the numbers as we read them off.
 
-    [[own]]                                     # a question of ours: why is a claim contradicted?
+    [[own]]                                     # a question of this project: why is a claim contradicted?
     id = "own-robust-updates"
     explains = "003-F4"
     variant = "evidence"
@@ -53,18 +53,18 @@ from fl_bn.support.names import unknown
 
 VARIANT = "evidence"  # the variant of an experiment that tests a claim, unless the claim names another
 FILE = "claims.toml"
-LEAST = 3  # the number of seeds that decide where the difference is larger than Rules.collapse
+LEAST = 3  # the number of seeds that decide if the difference is larger than Rules.collapse
 COMPARISON = ("left", "right", "near", "margin", "within", "metric", "paper", "about", "spread", "figure")
-Place = tuple[str, str, int]  # row, column and round; round 0: the round at which the table of the experiment measures
+Place = tuple[str, str, int]  # row, column and round; 0 stands for the round that the experiment's table shows
 Pair = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Side:
-    """Name one side of a comparison: a place of the table of results, or the difference of two places.
+    """Describe one side of a comparison: a place of the table of results, or the difference of two places.
 
     Attributes:
-        places: One place, or two: then the value of the side is that of the first minus that of the second.
+        places: One place, or two; the value of two places is the first one's minus the second one's.
     """
 
     places: tuple[Place, ...]
@@ -78,7 +78,7 @@ class Side:
     def column(self) -> str:
         """Return the name of the column, or ``COLUMN less COLUMN`` for two places in different columns.
 
-        Where a place names a round, ``, round N`` is appended to the column.
+        If a place names a round, ``, round N`` is appended to its column.
         """
         columns = dict.fromkeys(f"{column}, round {round}" if round else column for _, column, round in self.places)
         return " less ".join(columns)
@@ -94,12 +94,13 @@ class Comparison:
         left: The first side.
         right: The second side.
         near: Claim that the sides differ by at most the paper's own difference plus ``margin``.
-        margin: The margin of ``near``, in points of the metric; None: that of the rules.
-        within: Claim that the sides differ by at most so many points. Only questions of ours have this.
-        metric: The name of the compared metric; empty: that of the table.
-        paper: The paper's numbers for left and right; None: it does not print them.
-        about: The numbers for left and right, as we read them off a figure of the paper; None: not read off.
-        spread: The spread of the paper's two numbers, as it prints it; None: it prints none.
+        margin: The margin of ``near``, in points of the metric; None for that of the rules.
+        within: Claim that the sides differ by at most this number of points. Only this project's own questions may
+            have it.
+        metric: The name of the compared metric; empty for that of the table.
+        paper: The paper's numbers for left and right; None if it does not print them.
+        about: The numbers for left and right, read off a figure of the paper; None if they were not read off.
+        spread: The spread of the paper's two numbers, as the paper prints it; None if it prints none.
         figure: The figure of the paper that shows the numbers, if the paper does not print them.
     """
 
@@ -116,19 +117,19 @@ class Comparison:
 
     @property
     def numbers(self) -> Pair | None:
-        """Return the paper's two numbers, printed or read off; None where its figure shows no values."""
+        """Return the paper's two numbers, printed or read off; None if neither exists."""
         return self.paper or self.about
 
     @property
     def gap(self) -> float | None:
-        """Return the paper's own difference, left minus right; None where its numbers are unknown."""
+        """Return the paper's own difference, left minus right; None if its numbers are unknown."""
         return None if self.numbers is None else self.numbers[0] - self.numbers[1]
 
     def limit(self, margin: float) -> float | None:
-        """Return by how many points the sides may differ at most; None where the claim is that left is above right.
+        """Return the largest difference in points that the claim allows; None if it claims that left is above right.
 
         Args:
-            margin: The margin of the rules, used where the comparison has none of its own.
+            margin: The margin of the rules, used if the comparison has none of its own.
         """
         if self.near:
             return abs(self.gap or 0.0) + (margin if self.margin is None else self.margin)
@@ -145,29 +146,31 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Claim:
-    """Describe a claim of a paper, and how we test it.
+    """Describe a claim of a paper, and how this project tests it.
 
     The length of the paper's training is given in one of three units: ``steps``, ``epochs`` or ``samples``. If all
     three are empty, the claim is not about converged accuracy, and runs of any length test it.
 
     Attributes:
-        id: The id of the claim, which names a table or figure, as ``000-T5``.
+        id: The id of the claim, which names a table or figure, such as ``000-T5``.
         place: Where the paper makes the claim: the table or figure, and the lines of its text.
         claim: The claim in words.
-        experiment: The experiment whose table tests the claim; empty: the one with the claim's ``id`` as its name.
+        experiment: The experiment whose table tests the claim; empty: the experiment whose name is the claim's
+            ``id``.
         variant: The variant of that experiment.
-        differs: How our settings differ from the paper's, in words.
+        differs: How this project's settings differ from the paper's, in words.
         steps: The paper's local steps per client, in each phase of the learning-rate schedule.
         epochs: The paper's passes over a client's data, in each phase.
-        samples: The samples that a client of the paper trains on, in each phase; for batches of several sizes.
-        client_samples: The training samples of one of our clients; needed where our rounds are counted in epochs.
+        samples: The samples that a client of the paper trains on, in each phase; used if the batches have several
+            sizes.
+        client_samples: The training samples of a client in this project's runs; needed if they count local epochs.
         seeds: How many seeds decide a comparison; 0: the number in the rules.
-        resampled: The number of test samples per training sample, if every seed divides the same samples anew; 0:
-            all seeds have the same test samples.
+        resampled: The number of test samples per training sample, if every seed divides the same samples anew; 0: all
+            seeds have the same test samples.
         rates: The variant of the experiment that tries several learning rates; empty: none.
-        untestable: Why we cannot test the claim; empty: we can.
+        untestable: Why this project cannot test the claim; empty if it can.
         exact: The test of this project that reproduces the paper's numbers exactly; empty: none.
-        cause: Why our result differs from the paper's, in words.
+        cause: Why this project's result differs from the paper's, in words.
         compare: The comparisons that decide the claim.
     """
 
@@ -197,18 +200,18 @@ class Claim:
 
 @dataclass(frozen=True)
 class Own:
-    """Describe a question of ours: why does our result contradict a claim?
+    """Describe a question of this project: why does its result contradict a claim?
 
     Attributes:
         id: The id of the question, ``own-...``.
         explains: The id of the claim.
         asks: The question in words.
-        experiment: The experiment whose table answers the question; empty: the one with this ``id`` as its name.
+        experiment: The experiment whose table answers the question; empty: the experiment whose name is this ``id``.
         variant: The variant of that experiment.
         measure: The program that measures every run in several ways, as ``programs/FILE.py``; empty: none.
         resampled: The number of test samples per training sample, as in ``Claim``.
         yes: The answer if all comparisons held.
-        no: The answer if none held and one is contradicted.
+        no: The answer if none held and at least one is contradicted.
         compare: The comparisons that answer the question.
     """
 
@@ -235,10 +238,10 @@ class Rules:
 
     Attributes:
         seeds: How many seeds decide a comparison.
-        collapse: If the two sides differ by more than so many points, ``LEAST`` seeds decide.
-        share: The share of the paper's training length that our runs must have, in every phase of the schedule.
-        flat: Shorter runs count, too, if their curves gain fewer points than this in the last fifth of every phase.
-        margin: The points beyond the paper's own difference that still count as near.
+        collapse: If the two sides differ by more than this number of points, ``LEAST`` seeds decide.
+        share: The share of the paper's training length that a run must have, in every phase of the schedule.
+        flat: A shorter run counts, too, if its curve gains fewer points than this in the last fifth of every phase.
+        margin: How many points more than the paper's own difference still count as near.
     """
 
     seeds: int = 5
@@ -250,7 +253,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Register:
-    """Hold the rules, the claims and our questions, in the order of the file."""
+    """Hold the rules, the claims and this project's own questions, in the order of the file."""
 
     rules: Rules
     claims: tuple[Claim, ...]
@@ -297,21 +300,20 @@ def _claim(table: Mapping[str, Any]) -> Claim:
     made: Claim = _entry(Claim, table, where)
     if made.id.startswith("own-"):
         raise ConfigError(
-            f"{FILE}: {where}: the id of a claim must name a table or figure of the paper; move a question of ours to [[own]]"
+            f"{FILE}: {where}: the id of a claim must name a table or figure of the paper; move a question of this project to [[own]]"
         )
     if not (made.compare or made.untestable or made.exact):
-        raise ConfigError(f"{FILE}: {where} needs one of compare (comparisons), untestable (a reason) and exact (a test)")
+        raise ConfigError(f"{FILE}: {where} needs one of the keys 'compare' (comparisons), 'untestable' (a reason) and 'exact' (a test)")
     for one in made.compare:
         if one.within is not None:
-            raise ConfigError(
-                f"{FILE}: {where}: {one}: only questions of ours may have within: write near = true and a margin in its place"
-            )
+            raise ConfigError(f"{FILE}: {where}: {one}: 'within' is only for questions in [[own]]: write near = true and a margin instead")
         if (one.paper is None) == (not one.figure):
             raise ConfigError(
-                f'{FILE}: {where}: {one}: give the paper\'s numbers as paper = [LEFT, RIGHT], or figure = "N" if only a figure has them'
+                f'{FILE}: {where}: {one}: give the paper\'s numbers as paper = [LEFT, RIGHT], or figure = "N" if only a figure '
+                "has them, but not both"
             )
         if one.near and one.numbers is None and one.margin is None:
-            raise ConfigError(f"{FILE}: {where}: {one}: near needs the paper's two numbers (paper or about), or a margin")
+            raise ConfigError(f"{FILE}: {where}: {one}: 'near' needs the paper's two numbers ('paper' or 'about') or a 'margin'")
     return made
 
 
@@ -320,7 +322,7 @@ def _own(table: Mapping[str, Any]) -> Own:
     made: Own = _entry(Own, table, where)
     if not made.id.startswith("own-") or not made.compare:
         raise ConfigError(
-            f"{FILE}: {where}: a question of ours needs an id that begins with own-, and comparisons that answer it (compare)"
+            f"{FILE}: {where}: a question in [[own]] needs an id that begins with 'own-', and comparisons that answer it ('compare')"
         )
     return made
 

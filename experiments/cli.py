@@ -1,6 +1,6 @@
-"""Define the commands of ``fl-bn experiments``, which exist in a checkout of fl-bn's repository.
+"""Define the commands of ``fl-bn experiments``, which exist only in a checkout of fl-bn's repository.
 
-Each command imports what it needs itself, since an import of torch takes seconds.
+Each command imports what it needs itself, because importing torch takes seconds.
 """
 
 from __future__ import annotations

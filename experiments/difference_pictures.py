@@ -1,4 +1,4 @@
-"""Draw the differences that the papers report beside ours, on one axis, in one group per claim."""
+"""Draw the papers' differences and this project's on one axis, grouped by claim."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from fl_bn.report.pictures import Picture
 from fl_bn.run.palette import COLOURS, QUIET
 
-STATES = (COLOURS[2], COLOURS[4], QUIET, QUIET)  # colours of results for the claim, against it, undecided, and no test
+STATES = (COLOURS[2], COLOURS[4], QUIET, QUIET)  # colours of comparisons that held, are contradicted, are undecided, and are not at scale
 MARKS = ("o", "o", "o", "x")
 INK = "black"  # the colour of the paper's difference
-LINEAR = 10  # points up to which the axis is linear; beyond, it is logarithmic
+LINEAR = 10  # points; the axis is linear up to this value, and logarithmic beyond it
 TICKS = (-50, -20, -10, -5, 0, 5, 10, 20, 50)
 GAP = 1.6  # the height of a group's name, in lines
 
@@ -25,12 +25,12 @@ class Difference:
 
     Attributes:
         name: The comparison in words.
-        mean: Our difference.
-        half: Half of the width of our confidence interval; NaN: it is unknown.
-        state: The state of the comparison, as ``held``.
-        within: The largest difference that the claim allows; None: the claim is about an order.
-        paper: The paper's difference; None: the paper gives no numbers.
-        exact: Whether the paper prints its difference; else it was read off a figure.
+        mean: This project's difference.
+        half: Half the width of its confidence interval; NaN if unknown.
+        state: The state of the comparison, such as ``held``.
+        within: The largest difference that the claim allows; None if the claim is about an order.
+        paper: The paper's difference; None if the paper gives no numbers.
+        exact: Whether the paper prints its numbers; if not, they were read off a figure.
     """
 
     name: str

@@ -37,9 +37,9 @@ class Runs:
 
     Attributes:
         defined: All cells of the variant.
-        kept: The results of those cells that have one.
+        kept: The results of the cells that have one.
         settings: The settings of the table of results.
-        report: The report with the table of results; None: there are no results.
+        report: The report with the table of results; None if there are no results.
     """
 
     defined: tuple[Cell, ...]
@@ -55,10 +55,10 @@ class Runs:
 
     @property
     def hours_missing(self) -> float:
-        """Estimate the hours that the missing cells take on one core; NaN where no cell is finished.
+        """Estimate the hours that the missing cells take on one core; NaN if no cell is finished.
 
-        A missing cell takes as long as the median of the finished cells with the same settings and other seeds, or
-        of all finished cells where there is none.
+        A missing cell takes as long as the median of the finished cells with the same settings and other seeds. If
+        there are none, it takes as long as the median of all finished cells.
         """
         of: dict[tuple[object, ...], list[float]] = defaultdict(list)
         for kept in self.kept:
@@ -69,26 +69,26 @@ class Runs:
 
     @property
     def places(self) -> set[tuple[str, str]]:
-        """Return the (row, column) pairs of the table that there would be if all cells were finished."""
+        """Return the (row, column) pairs that the table would have if all cells were finished."""
         empty = [Kept(cell.config.name, cell.axes, own_config(cell.config), "", 0.0, ()) for cell in self.missing]
         report = report_of(self.settings, [one.shown() for one in (*self.kept, *empty)], "")
         return set(report.layout.groups)
 
     def values(self, side: Side, metric: str) -> dict[str, float]:
-        """Return the value of a side of a comparison, by seed.
+        """Return seed -> the value of a side of a comparison.
 
         Args:
-            side: One or two places; the value of two is that of the first minus that of the second.
-            metric: The metric; empty: that of the table.
+            side: One or two places; the value of two places is the first one's minus the second one's.
+            metric: The metric; empty for that of the table.
 
         Returns:
-            The values by seed. A seed for which a place has no finite value is left out.
+            Seed -> value. A seed is left out if one of the places has no finite value for it.
         """
         first, *others = [self._by_seed(place, metric) for place in side.places]
         return {seed: value - sum(other[seed] for other in others) for seed, value in first.items() if all(seed in o for o in others)}
 
     def short(self, side: Side, claim: Claim, rules: Rules) -> str:
-        """Return why the runs of ``side`` are too short to test ``claim``; empty: they are long enough, or missing."""
+        """Return why the runs of ``side`` are too short to test ``claim``; empty if they are long enough or missing."""
         groups = self.report.layout.groups if self.report else {}
         problems = (too_short(groups.get((row, column), ()), claim, rules) for row, column, _ in side.places)
         return next(filter(None, problems), "")
@@ -116,11 +116,11 @@ class Tested:
     Attributes:
         experiment: The experiment whose table tests the claim.
         claim: The claim.
-        runs: The results; None: the claim has no comparisons.
+        runs: The results; None if the claim has no comparisons.
         outcomes: The outcome of each comparison.
-        rates: The results at other learning rates; None: the claim names no variant for them.
-        own: Our questions about the claim, each with its results and the outcomes of its comparisons.
-        gpu_hours: The hours that the paper's own setting takes on a GPU; None: not measured.
+        rates: The results at other learning rates; None if the claim names no variant for them.
+        own: This project's questions about the claim, each with its results and the outcomes of its comparisons.
+        gpu_hours: The hours that the paper's own setting takes on a GPU; None if not measured.
     """
 
     experiment: Experiment
@@ -138,7 +138,7 @@ class Tested:
 
     @property
     def reasons(self) -> list[str]:
-        """Return why comparisons are undecided, or why the claim cannot be tested; empty where nothing was run."""
+        """Return why comparisons are undecided, or why the claim cannot be tested; empty if nothing was run."""
         return [self.claim.untestable] if self.claim.untestable else reasons(self.outcomes) if self.was_run else []
 
     @property
@@ -150,7 +150,7 @@ class Tested:
     def main(self) -> Outcome | None:
         """Return the comparison that represents the claim in the overview.
 
-        It is the first one with results, or else the first one; None where the claim has no comparisons.
+        It is the first one with results; without results, the first one; None if the claim has no comparisons.
         """
         ran = [one for one in self.outcomes if one.state != MISSING]
         return next(iter((*ran, *self.outcomes)), None)
@@ -161,7 +161,7 @@ class Tested:
         return self.claim.id.lower()
 
     def answer(self, own: Own, outcomes: Sequence[Outcome]) -> str:
-        """Return the answer to a question of ours, as ``judging.answer`` does."""
+        """Return the answer to one of this project's questions, by ``judging.answer``."""
         return answer(own, outcomes)
 
 
@@ -173,7 +173,7 @@ def gather(folder: Path, experiments: Path = FOLDER) -> list[Tested]:
         experiments: The folder with the register and the files of the experiments.
 
     Raises:
-        ConfigError: The register is wrong, it names an experiment, variant or place that does not exist, or a result
+        ConfigError: The register is wrong; it names an experiment, variant or place that does not exist; or a result
             does not fit the definition of its experiment.
     """
     register, gpu = read_register(experiments), gpu_hours(folder)
@@ -288,22 +288,22 @@ def definition(experiment: Experiment, variant: str, measure: str = "") -> tuple
 
 
 def sources(experiment: Experiment, measures: Mapping[tuple[str, str], Sequence[str]]) -> list[tuple[str, str]]:
-    """Return which results of an experiment are kept, one file for each.
+    """Return the variants and programs of an experiment whose results are kept. Each pair has a file of results.
 
     Args:
         experiment: The experiment.
         measures: The programs that measure runs in several ways, as ``measures()`` returns them.
 
     Returns:
-        Pairs of a variant and a program. The program is empty for the results of the runs themselves. The small
-        variant is left out.
+        Pairs of a variant and a program. The program is empty for the results of the runs themselves. The variant
+        ``small``, a quick trial of the experiment, is left out.
     """
     variants = dict.fromkeys((PAPER, *(name for name in experiment.variants if name != SMALL)))
     return [(variant, measure) for variant in variants for measure in ("", *measures.get((experiment.name, variant), ()))]
 
 
 def measures(folder: Path = FOLDER) -> dict[tuple[str, str], list[str]]:
-    """Return the programs that measure runs in several ways, by the names of the experiment and its variant."""
+    """Return (experiment, variant) -> the programs that measure its runs in several ways."""
     programs: dict[tuple[str, str], list[str]] = {}
     for one in read_register(folder).own:
         if one.measure:
@@ -318,7 +318,7 @@ def results_of(experiment: Experiment, variant: str, folder: Path, measure: str 
 
 
 def known_cells(experiment: Experiment, variant: str, folder: Path) -> dict[str, str]:
-    """Return the names of the cells of ``variant`` that have a committed result, each with the file of the result."""
+    """Return the cells of ``variant`` that have a committed result: name -> file of the result."""
     file = results_of(experiment, variant, folder)
     return {kept.name: str(file) for kept in load(file, cells_of(read(experiment.file, variant, ANY_DATA)))}
 
@@ -330,7 +330,7 @@ def compact(experiment: Experiment, variant: str, place: Path, data: str, folder
         experiment: The experiment.
         variant: The variant.
         place: The folder of the runs.
-        data: The folder of the data with which they were run.
+        data: The folder of the data that the runs used.
         folder: The folder that holds ``results``.
         measure: The program that measures each run in several ways; empty: none.
 
@@ -351,6 +351,6 @@ def compact(experiment: Experiment, variant: str, place: Path, data: str, folder
 
 
 def gpu_hours(folder: Path) -> Mapping[str, float]:
-    """Return the measured hours that each experiment takes on a GPU in the paper's own setting; empty: not measured."""
+    """Return experiment -> measured hours on a GPU in the paper's own setting; empty if none were measured."""
     file = folder / RESULTS / HOURS
     return json.loads(file.read_text(encoding="utf-8"))["hours"] if file.exists() else {}

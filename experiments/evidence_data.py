@@ -2,19 +2,19 @@
 
 Give TARGET to ``fl-bn experiments run`` as ``--data``.
 
-SOURCE holds archives as docs/data.md describes them (``cifar10.npz``, ``digits_*.npz``) and
+SOURCE holds the archives ``cifar10.npz`` and ``digits_*.npz``, which docs/data.md describes, and
 
-    cifar10_full.npz        CIFAR-10 whole, 50,000 + 10,000: x_train, y_train, x_test, y_test
-    office_caltech10_64.npz the same arrays, domain_train, domain_test, domain_names
-    abide_4sites.npz        the same with vectors, and the subjects' numbers sub_train, sub_test
+    cifar10_full.npz        the whole of CIFAR-10, 50,000 + 10,000 images: x_train, y_train, x_test, y_test
+    office_caltech10_64.npz the same arrays, and domain_train, domain_test, domain_names
+    abide_4sites.npz        the same arrays with vectors for images, and the subjects' numbers sub_train, sub_test
 
-TARGET gets the archives that a run reads unchanged, and
+TARGET gets copies of the archives that a run reads unchanged, and
 
-    office-caltech10/SITE.npz       one archive per domain, the split as in the source
-    abide/N/SITE.npz                N = 0..9: all subjects of a site in another order, so that another fifth is tested
-    abide-shift/HOW/N/SITE.npz      as abide/N, the sites' means moved: HOW is "removed" or "4-fold"
-    abide-which/LABELS/N/both.npz   the two largest sites in one archive; LABELS is "site" (which of the two) or "shuffled"
-    rates/...                       for trying learning rates: the training part alone, divided 4 : 1 anew by class;
+    office-caltech10/SITE.npz       one archive per domain, divided as in the source
+    abide/N/SITE.npz                N = 0..9: all subjects of a site in ten orders, so that different fifths are tested
+    abide-shift/HOW/N/SITE.npz      as abide/N with the sites' means changed: HOW is "removed" or "4-fold"
+    abide-which/LABELS/N/both.npz   the two largest sites in one archive; LABELS: "site" or "shuffled"
+    rates/...                       data for trying learning rates: the training part, divided 4 : 1 by class;
                                     for ABIDE the training subjects of order 0
 """
 
@@ -31,14 +31,14 @@ from numpy.typing import NDArray
 from fl_bn.data.connectomes import held_out
 
 ORDERS = 10
-SHIFTS = {"abide": 1.0, "abide-shift/removed": 0.0, "abide-shift/4-fold": 4.0}  # by folder: the factor on a site's distance from the mean
+SHIFTS = {"abide": 1.0, "abide-shift/removed": 0.0, "abide-shift/4-fold": 4.0}  # folder -> factor of a site's distance from the mean
 HELD_OUT = 0.2  # the share of the training samples on which learning rates are tried
 AS_THEY_ARE = ("cifar10.npz", "cifar10_full.npz", "digits_*.npz")
 Arrays = dict[str, NDArray[Any]]
 
 
 def main(source: Path, target: Path) -> None:
-    """Make the data of the ``evidence`` variants. Data whose source archives are missing are left out.
+    """Make the data of the ``evidence`` variants; leave out those whose source archives are missing.
 
     Args:
         source: The folder of the source archives; the module's docstring lists them.
@@ -58,7 +58,7 @@ def main(source: Path, target: Path) -> None:
 
 
 def by_domain(file: Path, target: Path) -> None:
-    """Write an archive for each domain in ``file``, and another one for trying learning rates."""
+    """Write two archives for each domain in ``file``: its data, and its data for trying learning rates."""
     arrays = read(file)
     for number, name in enumerate(arrays["domain_names"].tolist()):
         mine = {
@@ -74,7 +74,7 @@ def held_out_of_training(arrays: Arrays, seed: int) -> Arrays:
     """Divide the training samples anew: a fifth of every class becomes the test part.
 
     Args:
-        arrays: The arrays of an archive. Its test part is not used.
+        arrays: The arrays of an archive. Their test part is not used.
         seed: The seed of the division.
     """
     rng, x, y = np.random.default_rng(seed), arrays["x_train"], arrays["y_train"]
@@ -86,10 +86,10 @@ def held_out_of_training(arrays: Arrays, seed: int) -> Arrays:
 
 
 def by_site(file: Path, target: Path) -> None:
-    """Write all subjects of every site in ten orders, with the mean of the site as it is, removed and moved away.
+    """Write all subjects of every site in ten orders, for each factor of ``SHIFTS`` on the site's mean.
 
-    The mean of a site is that of all its subjects, whatever their labels. ``rates`` gets the training subjects of
-    order 0.
+    A factor multiplies the distance of the site's mean from the mean of all subjects. The mean of a site is that of
+    all its subjects, whatever their labels. The folder ``rates`` gets the training subjects of order 0.
     """
     arrays = read(file)
     names = arrays["domain_names"].tolist()
@@ -111,7 +111,7 @@ def by_site(file: Path, target: Path) -> None:
 
 
 def which_site(sites: list[Arrays], target: Path) -> None:
-    """Write the subjects of the two largest sites, with the site as their label, and with shuffled labels as a control."""
+    """Write the subjects of the two largest sites, labelled with their site, and with shuffled labels as a control."""
     pair = sorted(sites, key=lambda site: len(site["y"]))[-2:]
     x, y = np.concatenate([site["x"] for site in pair]), np.repeat([0, 1], [len(site["y"]) for site in pair])
     for order in range(ORDERS):

@@ -1,4 +1,7 @@
-"""Write EVIDENCE.md, its picture, and the table in README: each claim with the paper's difference, ours and a verdict."""
+"""Write EVIDENCE.md, its picture, and the table in README.md.
+
+They show for each claim the paper's difference, this project's, and a verdict.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +137,7 @@ def _line(one: Tested, link: str, verdict: str) -> str:
 
 
 def statement(one: Tested) -> Statement:
-    """Return what stands on a claim's own page above its report."""
+    """Return the text that stands above the report on a claim's own page."""
     words = [(title, text) for title, text in (("Where", one.claim.place), *_words(one), *_cells(one.runs)) if text]
     whys = [Answered(own.asks, one.answer(own, outcomes), _all(outcomes)) for own, _, outcomes in one.own]
     name = one.claim.of
@@ -147,9 +150,9 @@ def statement(one: Tested) -> Statement:
 
 
 def picture(claims: Sequence[Tested]) -> Picture | None:
-    """Return the picture of the papers' differences and ours, for all comparisons in points that have results.
+    """Return the picture of the papers' differences and this project's, for all comparisons in points with results.
 
-    None: there is no such comparison.
+    Without such a comparison, return None.
     """
     groups = {
         f"{one.claim.id}: {one.verdict}": [
@@ -199,7 +202,7 @@ def _words(one: Tested) -> tuple[tuple[str, str], ...]:
 
 
 def _decided(one: Tested, bold: bool = False) -> str:
-    """Return a text with the verdict, and with the reasons for which comparisons are undecided."""
+    """Return a text with the verdict, and with the reasons why comparisons are undecided."""
     said = f"Verdict: {one.verdict}."
     if one.claim.exact:
         return f"{f'**{said}**' if bold else said} The numbers are equal: `{one.claim.exact}`."
@@ -289,5 +292,5 @@ def _mean(values: Sequence[float], one: Outcome) -> str:
 
 
 def _digits(one: Outcome) -> int:
-    """Return how many digits to print after the decimal point: fewer for accuracy in points than for another metric."""
+    """Return how many decimals to print: fewer for accuracy in points than for another metric."""
     return 3 if one.comparison.metric else 1

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from experiments.claims import LEAST, Claim, Comparison, Own, Rules
 
 LEVEL = 0.05  # the level of the paired, two-sided t-test, and of the confidence intervals
-POWER = 0.8  # the power of the test for a detectable difference
+POWER = 0.8  # the probability with which the test must find a detectable difference
 HELD, AGAINST, OPEN, SMALL, MISSING = "held", "contradicted", "undecided", "not at scale", "not run yet"
 REPRODUCED, MOSTLY, CONTRADICTED, UNDECIDED = "reproduced", "mostly reproduced", "contradicted", "undecided"
 NOT_AT_SCALE, UNTESTABLE, NOT_RUN = "not at scale", "not testable here", "not run yet"
@@ -18,21 +18,21 @@ NOT_AT_SCALE, UNTESTABLE, NOT_RUN = "not at scale", "not testable here", "not ru
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold the values of one comparison, and test it.
+    """Hold the values of one comparison, and their test.
 
     With ``resampled``, the seeds divide the same samples anew. Their training parts overlap, so the seeds are not
-    independent. The variance is then corrected by the corrected resampled t-test of Nadeau and Bengio: Inference for
-    the Generalization Error, Machine Learning 52, 2003.
+    independent. The variance is then corrected as in the corrected resampled t-test of Nadeau and Bengio: Inference
+    for the Generalization Error, Machine Learning 52, 2003.
 
     Attributes:
         comparison: The comparison.
         left: The left side's value for each seed that both sides have, in points of the metric.
         right: The right side's values.
         needed: How many seeds decide the comparison.
-        collapse: If the difference is larger than so many points, ``LEAST`` seeds decide.
-        limit: The largest difference that the claim allows; None: the claim is that left is above right.
-        small: Why the runs are too short to test the claim; empty: they are long enough.
-        resampled: The number of test samples per training sample, as in ``Claim``; 0: seeds are independent.
+        collapse: If the difference is larger than this number of points, ``LEAST`` seeds decide.
+        limit: The largest difference that the claim allows; None if it claims that left is above right.
+        small: Why the runs are too short to test the claim; empty if they are long enough.
+        resampled: The number of test samples per training sample, as in ``Claim``; 0: the seeds are independent.
     """
 
     comparison: Comparison
@@ -63,7 +63,7 @@ class Outcome:
     @property
     def p(self) -> float:
         """Return the p-value of the paired, two-sided t-test that the difference is 0; NaN for fewer than two seeds."""
-        from scipy.special import stdtr  # type: ignore[import-untyped]  # imported here, since it is slow and others do not need it
+        from scipy.special import stdtr  # type: ignore[import-untyped]  # imported late, because it is slow and rarely needed
 
         if len(self.differences) < 2:
             return math.nan
@@ -82,7 +82,7 @@ class Outcome:
 
     @property
     def detectable(self) -> float:
-        """Return the smallest true difference that the test finds with ``POWER``, for this spread.
+        """Return the smallest true difference that the test finds with probability ``POWER``, for this spread.
 
         It is NaN for fewer than two seeds.
         """
@@ -95,9 +95,9 @@ class Outcome:
 
     @property
     def enough(self) -> bool:
-        """Return whether the number of seeds is enough to decide.
+        """Return whether there are enough seeds to decide.
 
-        It is ``needed``, or ``LEAST`` where the difference is larger than ``collapse``.
+        Enough are ``needed`` seeds, or ``LEAST`` if the difference is larger than ``collapse``.
         """
         n = len(self.differences)
         return n >= self.needed or (n >= LEAST and abs(self.mean) > self.collapse)
@@ -118,7 +118,7 @@ class Outcome:
     def tested(self) -> str:
         """Return the result of the statistical test: ``HELD``, ``AGAINST`` or ``OPEN``.
 
-        It ignores the length of the runs, and takes any number of seeds from two on.
+        It ignores the length of the runs, and needs only two seeds.
         """
         if len(self.differences) < 2:
             return OPEN
@@ -130,7 +130,7 @@ class Outcome:
 
     @property
     def too_coarse(self) -> bool:
-        """Return whether the seeds differ so much that a difference as small as the paper's, or as ``limit``, cannot be seen."""
+        """Return whether the seeds differ too much to show a difference as small as the paper's, or as ``limit``."""
         if self.limit is not None:
             return self.half > self.limit
         gap = self.comparison.gap
@@ -181,10 +181,10 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def answer(own: Own, outcomes: Sequence[Outcome]) -> str:
-    """Return the answer to a question of ours.
+    """Return the answer to one of this project's questions.
 
-    It is ``own.yes`` if all comparisons held, and ``own.no`` if none held and one is contradicted. Otherwise it is a
-    sentence with the counts.
+    It is ``own.yes`` if all comparisons held, and ``own.no`` if none held and at least one is contradicted. Otherwise
+    it is a sentence with the counts.
     """
     states = [one.state for one in outcomes]
     if all(state == MISSING for state in states):

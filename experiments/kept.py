@@ -1,7 +1,7 @@
 """Read and write committed results: one file of JSON lines per variant of an experiment, one line per finished cell.
 
 A line has the name of the cell, its values on the axes, the run-config keys that differ from the defaults, the commit
-of fl-bn, the seconds, and the evaluated rounds. The folder of the data is written as ``{data}`` in paths.
+of fl-bn, the seconds, and the evaluated rounds. In paths, ``{data}`` stands for the folder of the data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fl_bn.sweep.cells import OWN, ROUNDS_OTHERWISE, Cell
 from fl_bn.sweep.file import Sweep
 from fl_bn.task import CLASSIFICATION
 
-ANY_DATA = "{data}"  # the folder of the data in committed results, where it must be the same on all machines
+ANY_DATA = "{data}"  # stands for the folder of the data in committed results, so that they are the same on all machines
 CURVE = ("round", "loss", "per-domain", "drift", "min-var", *sorted(EVALUATION))
 DIGITS = 6
 
@@ -32,7 +32,7 @@ class Kept:
 
     Attributes:
         name: The name of the cell.
-        axes: The value of the cell on each axis.
+        axes: Axis -> the value of the cell.
         config: The run-config keys that differ from the defaults.
         commit: The commit of fl-bn that ran the cell.
         seconds: The duration of the run, in seconds.
@@ -56,7 +56,7 @@ class Kept:
 
 
 def keep(found: Iterable[Kept], defined: Sequence[Cell], file: Path) -> int:
-    """Add results to a file, or replace those of the same cells. The lines are in the order of ``defined``.
+    """Add results to a file; replace earlier results of the same cells. The lines are in the order of ``defined``.
 
     Args:
         found: The new results, of cells in ``defined``.
@@ -67,7 +67,7 @@ def keep(found: Iterable[Kept], defined: Sequence[Cell], file: Path) -> int:
         The number of results in the file.
 
     Raises:
-        ConfigError: A line of ``file`` is not of a cell in ``defined``, or has other settings.
+        ConfigError: A line of ``file`` belongs to no cell in ``defined``, or has other settings.
     """
     there = {kept.name: kept for kept in (*load(file, defined), *found)}
     lines = [there[cell.config.name].line() for cell in defined if cell.config.name in there]
@@ -78,7 +78,7 @@ def keep(found: Iterable[Kept], defined: Sequence[Cell], file: Path) -> int:
 
 
 def finished(ran: Sequence[Cell], defined: Sequence[Cell]) -> Iterator[Kept]:
-    """Yield the results of those cells that are finished.
+    """Yield the results of the cells that are finished.
 
     Args:
         ran: The cells with the folders of their runs.
@@ -101,15 +101,15 @@ def measured(
     measure: Callable[[Cell], Mapping[str, float]],
     there: Iterable[Kept] = (),
 ) -> Iterator[Kept]:
-    """Measure finished runs in several ways, and yield one result per run and way.
+    """Measure finished runs in several ways; yield one result per run and way.
 
     Args:
         ran: The cells with the folders of their runs.
         defined: The cells that ``in_ways`` returns: for each run, one per way.
         ways: The names of the ways.
-        measure: Takes a run, and returns the value of each way.
-        there: Earlier results. They are yielded again, without measuring, where the commit and the seconds of the
-            run are still the same.
+        measure: Takes a run, and returns way -> value.
+        there: Earlier results. If the commit and the seconds of a run are unchanged, its earlier results are yielded
+            again, without measuring.
     """
     before = {kept.name: kept for kept in there}
     for n, cell in enumerate(ran):
@@ -132,7 +132,7 @@ def in_ways(cells: Sequence[Cell], axis: str, ways: Sequence[str]) -> list[Cell]
 
     Args:
         cells: The runs.
-        axis: The name of the axis on which the ways stand.
+        axis: The name of the axis whose values are the ways.
         ways: The names of the ways.
     """
     return [
@@ -143,14 +143,14 @@ def in_ways(cells: Sequence[Cell], axis: str, ways: Sequence[str]) -> list[Cell]
 
 
 def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
-    """Return the results in ``file``, in its order; an empty list where the file does not exist.
+    """Return the results in ``file``, in its order; an empty list if the file does not exist.
 
     Args:
         file: The file.
         defined: The cells of the experiment.
 
     Raises:
-        ConfigError: A line cannot be read, is not of a cell in ``defined``, or has other settings than that cell.
+        ConfigError: A line cannot be read, belongs to no cell in ``defined``, or has other settings than its cell.
     """
     if not file.exists():
         return []
@@ -175,7 +175,7 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
 
 
 def own_config(config: RunConfig) -> dict[str, Value]:
-    """Return the run-config keys that differ from the defaults, without those that every sweep sets itself."""
+    """Return the run-config keys that differ from the defaults, without the keys that every sweep sets itself."""
     default = RunConfig().to_mapping()
     return {key: value for key, value in config.to_mapping().items() if value != default[key] and key not in OWN}
 
@@ -188,12 +188,12 @@ def _as_run(config: Mapping[str, Value], cell: Cell) -> dict[str, Value]:
 
 
 def cells_of(sweep: Sweep) -> list[Cell]:
-    """Return the cells of a sweep for comparing their definitions. Their folder does not exist."""
+    """Return the cells of a sweep in a folder that does not exist, to compare their definitions."""
     return sweep.cells(Path("/nowhere"))
 
 
 def _origin(cell: Cell) -> tuple[str, float]:
-    """Return the commit that ran the cell, and its seconds, including those before the run was resumed."""
+    """Return the commit that ran the cell, and its seconds, including the time before the run was resumed."""
     environment = json.loads((cell.path / "environment.json").read_text(encoding="utf-8"))
     seconds = max(float(cell.outcome().get("seconds", 0.0)), sum(row.get("seconds") or 0.0 for row in cell.rows()))
     return str(environment["commit"]), round(seconds, 1)

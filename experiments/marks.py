@@ -1,4 +1,4 @@
-"""Replace a part of a page that stands between two marks."""
+"""Replace the part of a page between two marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare the learning rate of a claim's runs with other rates, on samples held out of the training part."""
+"""Compare the learning rate of a claim's runs with other rates, on samples held out of the training data."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Tried:
 
     Attributes:
         name: The method, and its values on other axes.
-        accuracies: For each rate, the accuracy in percent of every seed whose run stayed finite.
-        claimed: The rate of the claim's runs; NaN: they have several.
+        accuracies: Rate -> the accuracy in percent of every seed whose run stayed finite.
+        claimed: The learning rate of the claim's runs; NaN if they have no rate in common.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Tried:
 
     @property
     def lost(self) -> float:
-        """Return by how many points the best rate is above the claim's rate; NaN: the claim's rate was not tried."""
+        """Return by how many points the best rate is above the claim's rate; NaN if the claim's rate was not tried."""
         return self.mean(self.best) - self.mean(self.claimed) if self.claimed in self.accuracies else math.nan
 
     def mean(self, rate: float) -> float:
-        """Return the mean accuracy in percent at ``rate``; minus infinity where no run stayed finite."""
+        """Return the mean accuracy in percent at ``rate``; minus infinity if no run stayed finite."""
         return fmean(self.accuracies[rate]) if self.accuracies[rate] else -math.inf
 
     def shown(self, rate: float) -> str:
@@ -51,11 +51,11 @@ class Tried:
 
 
 def tried(claim: Runs, rates: Runs) -> list[Tried]:
-    """Return the accuracies of every method at the tried rates, with the rate that the runs of the claim have.
+    """Return for every method its accuracies at the tried rates, and the rate of the claim's runs.
 
     Args:
-        claim: The runs of the claim. Those of the same method with the same values on the other axes are compared;
-            where there are none, all of the same method.
+        claim: The runs of the claim. The claim's rate is that of its runs with the same method and the same values on
+            the other axes. If there are none, it is that of all its runs with the same method.
         rates: The runs at several learning rates.
     """
     if rates.report is None:
@@ -74,7 +74,7 @@ def tried(claim: Runs, rates: Runs) -> list[Tried]:
 
 
 def in_words(methods: Sequence[Tried]) -> str:
-    """Return a sentence: for which methods the claim's rate was the best one, and how much better another rate was."""
+    """Return a text that tells for which methods the claim's rate was the best, and how much better other rates were."""
     best = [one.name for one in methods if one.lost == 0]
     worse = [f"{one.name} ({one.best:g}, by {one.lost:.1f})" for one in methods if one.lost > 0]
     unknown = [f"{one.name} ({one.best:g})" for one in methods if math.isnan(one.lost)]
@@ -85,6 +85,6 @@ def in_words(methods: Sequence[Tried]) -> str:
 
 
 def _rates(runs: Runs, place: Mapping[str, str]) -> set[float]:
-    """Return the learning rates of those runs whose values on their axes are the ones in ``place``."""
+    """Return the learning rates of the runs whose values on their axes are those in ``place``."""
     alike = [cell for cell in runs.defined if all(label(cell.axes[axis]) == of for axis, of in place.items() if axis in cell.axes)]
     return {cell.config.learning_rate for cell in alike}

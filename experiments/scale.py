@@ -1,9 +1,9 @@
 """Decide whether a run is long enough to test a claim about converged accuracy.
 
-A run is long enough if it has a certain share of the paper's local steps per client, in every phase of the schedule.
-It is also long enough if its curve is flat: if it gains less than a margin in the last fifth of every phase. A phase
-whose learning rate falls to nothing, as along a cosine, ends flat in any case. So flatness counts only if the last
-rate of the phase is at least a tenth of its first.
+A run is long enough if it has a certain share of the paper's training length per client, in every phase of the
+schedule. It is also long enough if its curve is flat: if it gains less than a margin in the last fifth of every
+phase. A phase whose learning rate falls to nothing, as along a cosine, always ends flat. So flatness counts only if
+the last rate of the phase is at least a tenth of its first.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fl_bn.report.cells import Cell
 from fl_bn.run.config import RunConfig
 from fl_bn.run.usage import Usage
 
-STEADY = 0.1  # the smallest share of a phase's first rate that its last rate may be, where flatness counts
-LAST = 0.2  # the last part of a phase, in which a flat curve gains little
+STEADY = 0.1  # flatness counts only if a phase's last rate is at least this share of its first
+LAST = 0.2  # the last share of a phase, in which a flat curve gains little
 
 
 def phases(config: RunConfig) -> list[int]:
@@ -32,11 +32,11 @@ def phases(config: RunConfig) -> list[int]:
 
 
 def too_short(cells: Sequence[Cell], claim: Claim, rules: Rules) -> str:
-    """Return how short runs are in comparison with the paper's; empty: they are long enough to test the claim.
+    """Return the share of the paper's training length that the runs have, if it is too small for a test; else empty.
 
     Args:
         cells: The runs at one place of the table, one per seed.
-        claim: The claim, which has the length of the paper's training.
+        claim: The claim, which gives the length of the paper's training.
         rules: The rules, which say how long is enough.
     """
     unit, paper = next(((name, of) for name in UNITS if (of := getattr(claim, name))), ("", ()))
@@ -86,4 +86,4 @@ def _samples(config: RunConfig, client_samples: float) -> float:
 
 
 UNITS = {"steps": _steps, "epochs": _epochs, "samples": _samples}
-"""The units of a paper's training length, each with a function that returns how much a client of ours does in a round."""
+"""Unit of a training length -> a function that returns how much of it a client of a run does in a round."""

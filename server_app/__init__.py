@@ -1,1 +1,1 @@
-"""Hold the ServerApp that Flower loads."""
+"""The ServerApp that Flower loads."""

@@ -1,4 +1,4 @@
-"""A legacy client, as older Flower apps have it. It is not changed."""
+"""A legacy client, as older Flower apps have it. ``before.py`` and ``after.py`` both use it unchanged."""
 
 from collections import OrderedDict
 

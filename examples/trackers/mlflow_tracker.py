@@ -1,9 +1,10 @@
-"""Every run in MLflow: the run config, metrics after every round, the model and the pictures at the end.
+"""Log every run to MLflow: the run config, metrics after every round, and the model and the pictures at the end.
 
     pip install mlflow
     PYTHONPATH=examples/trackers fl-bn run --run-config "callbacks='mlflow_tracker:MLflow'"
 
-MLflow writes where MLFLOW_TRACKING_URI says: a database (the default), a server, or, with MLFLOW_ALLOW_FILE_STORE=true, a folder.
+MLflow writes where MLFLOW_TRACKING_URI says: a database (the default), a server, or, with
+MLFLOW_ALLOW_FILE_STORE=true, a folder.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every run in Weights & Biases: the run config, metrics after every round, the pictures at the end.
+"""Log every run to Weights & Biases: the run config, metrics after every round, and the pictures at the end.
 
     pip install wandb
     WANDB_MODE=offline PYTHONPATH=examples/trackers fl-bn run --run-config "callbacks='wandb_tracker:WandB'"

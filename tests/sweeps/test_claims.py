@@ -94,15 +94,15 @@ def test_near_is_the_papers_own_gap_and_a_margin() -> None:
     ("compare", "more", "message"),
     [
         ([PLACE], {}, r"give the paper's numbers as paper = \[LEFT, RIGHT\], or figure"),
-        ([{**PLACE, "near": True, "figure": "3"}], {}, "near needs the paper's two numbers"),
-        ([{**PLACE, "paper": [1, 2], "within": 3}], {}, "only questions of ours may have within"),
+        ([{**PLACE, "near": True, "figure": "3"}], {}, "'near' needs the paper's two numbers"),
+        ([{**PLACE, "paper": [1, 2], "within": 3}], {}, "'within' is only for questions in"),
         ([{**PLACE, "paper": [1, 2], "figure": "3"}], {}, r"give the paper's numbers as paper = \[LEFT, RIGHT\], or figure"),
         ([{**PLACE, "paper": [1]}], {}, "a comparison is"),
         ([{**PLACE, "left": ["A"], "paper": [1, 2]}], {}, "a comparison is"),
         ([{**PLACE, "left": ["A", "x", -1], "paper": [1, 2]}], {}, "a comparison is"),
         ([{**PLACE, "paper": [1, 2], "than": 3}], {}, "key 'than'"),
         ([{**PLACE, "paper": [1, 2], "near": 1}], {}, "a comparison is"),
-        ([], {}, "needs one of compare .comparisons., untestable"),
+        ([], {}, "needs one of the keys 'compare' .comparisons., 'untestable'"),
         ([{**PLACE, "paper": [1, 2]}], {"id": "own-x"}, "must name a table or figure of the paper"),
         ([{**PLACE, "paper": [1, 2]}], {"step": [1]}, "key 'step': did you mean 'steps'"),
         ([{**PLACE, "paper": [1, 2]}], {"steps": [0]}, "steps must be of type"),
@@ -125,7 +125,7 @@ def test_a_wrong_register_is_named(tmp_path: Path) -> None:
     own = {"id": "own-x", "explains": "X-2", "asks": "?", "compare": [PLACE]}
     with pytest.raises(ConfigError, match="explains the claim 'X-2', which does not exist"):
         parse_register({**tables, "own": [own]})
-    with pytest.raises(ConfigError, match="needs an id that begins with own-"):
+    with pytest.raises(ConfigError, match="needs an id that begins with 'own-'"):
         parse_register({**tables, "own": [{**own, "id": "x", "explains": "X-1"}]})
     with pytest.raises(ConfigError, match="lacks a key"):
         parse_register({"claims": [{"id": "X-1", "untestable": "no"}]})

@@ -1,7 +1,9 @@
-"""What an operator meets beside crashes, done to a real federation: sites that go or come back wrong, clocks, certificates, disks, queues.
+"""Drills of an operator's daily troubles on a real federation: lost or wrong sites, clocks, certificates, disks,
+queues.
 
-The measure is that of ``drills``: the final model must be, bit for bit, that of a run in one process in which exactly the same replies
-were missing. Beside it, whoever has to act must be told, and everything that is said names sites, not Flower's numbers of nodes.
+A drill is a trouble caused on purpose. It passes if the final model is, bit for bit, that of a run in one process in
+which exactly the same replies were missing. The one who has to act must also be told, and every message must name
+sites, not Flower's node numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ SKEW = 300  # seconds
 
 
 def site_removed(case: Case) -> Outcome:
-    """A third site takes part, and is removed at a random moment of a FedBN run: it gets nothing more, and the others end the run."""
+    """Remove a third site at a random moment of a FedBN run: it must get no further message, and the other sites
+    finish the run.
+    """
     federation, guest = case.federation, f"north-{case.repetition}"
     with _guest(federation, guest):
         config = case.config("fedbn", name=f"removed-{case.repetition}", rounds=8, **{"retry-timeout": 10.0})
@@ -47,7 +51,9 @@ def site_removed(case: Case) -> Outcome:
 
 
 def certificate_expires(case: Case) -> Outcome:
-    """The server's certificate ends at a random moment of a run; it is renewed, either in mid-run (and the run resumed) or after it."""
+    """Let the server's certificate expire at a random moment of a run, and renew it: during the run, which is then
+    resumed, or after it.
+    """
     federation, method = case.federation, ("fedbn", "hbn")[case.repetition % 2]
     server = federation.kit / "server"
     config = case.config(method, name=f"expired-{case.repetition}", rounds=50, **{"checkpoint-every": 1})
@@ -72,7 +78,7 @@ def certificate_expires(case: Case) -> Outcome:
         outcome.expect("a start is refused", "expired" in _command("start", str(server)))
         if case.rng.random() < 0.5:
             outcome.what = "renewed in mid-run, server started again, run resumed"
-            wait_until("the first round", lambda: rounds_done(case, config) > 0, 120)  # else there is nothing to go on from
+            wait_until("the first round", lambda: rounds_done(case, config) > 0, 120)  # without it there is no checkpoint to resume from
             time.sleep(case.rng.uniform(0.0, 5.0))
         else:
             wait_until("the last round", lambda: (federation.result(config["name"]) / "model.safetensors").exists(), 300)
@@ -95,7 +101,7 @@ def certificate_expires(case: Case) -> Outcome:
 
 
 def two_at_once(case: Case) -> Outcome:
-    """Two runs submitted at the same moment: one after the other or, FedTAN both, beside each other."""
+    """Submit two runs at the same moment: they run one after the other or, two runs of FedTAN, side by side."""
     beside = case.repetition % 2 == 1
     method, other = ("fedtan", "fedtan") if beside else ("fedbn", "hbn")
     one = case.config(method, name=f"one-{case.repetition}")
@@ -131,7 +137,9 @@ def two_at_once(case: Case) -> Outcome:
 
 
 def disk_full_under_the_state(case: Case) -> Outcome:
-    """No room is left for the SuperLink's and the queue's state while a run goes on, and another one waits."""
+    """Let the disk that holds the state of the SuperLink and of the queue run full, while one run trains and another
+    waits.
+    """
     federation = case.federation
     server = federation.kit / "server"
     first = case.config("fedbn", name=f"first-{case.repetition}", rounds=8)
@@ -167,9 +175,11 @@ def disk_full_under_the_state(case: Case) -> Outcome:
 
 
 def clock_skew(case: Case) -> Outcome:
-    """A site comes back in mid-run with a clock five minutes ahead (which Flower refuses) or behind, and is set right later.
+    """Bring a site back during a run with a clock five minutes ahead (which Flower refuses) or behind; set the clock
+    right later.
 
-    The clock that its Python processes read (``skewed/sitecustomize.py``); TLS sees the true one.
+    Only the clock that the site's Python processes read is wrong (``skewed/sitecustomize.py``). TLS reads the true
+    clock.
     """
     ahead = case.rng.random() < 0.7
     config = case.config("fedbn", name=f"skew-{case.repetition}", rounds=8, **{"retry-timeout": 20.0})
@@ -194,8 +204,11 @@ def clock_skew(case: Case) -> Outcome:
 
 
 def old_version(case: Case) -> Outcome:
-    """A site comes back in mid-run with an old version of fl-bn: it is refused by name; with the server's version it is let in again."""
-    config = case.config("fedbn", name=f"version-{case.repetition}", rounds=20, **{"retry-timeout": 40.0})  # until the site is back
+    """Bring a site back during a run with an old version of fl-bn.
+
+    The server must refuse it by name, and must let it in again once it has the server's version.
+    """
+    config = case.config("fedbn", name=f"version-{case.repetition}", rounds=20, **{"retry-timeout": 40.0})  # time for the site to come back
     site, federation = case.rng.choice(case.federation.sites), case.federation
     packages = case.folder / "old-version"
     (packages / "fl_bn-0.0.9.dist-info").mkdir(parents=True, exist_ok=True)
@@ -225,7 +238,7 @@ DAILY: dict[str, Callable[[Case], Outcome]] = {
 
 @contextmanager
 def _guest(federation: Federation, name: str) -> Iterator[None]:
-    """A site more, the last one; whatever became of it meanwhile, it is gone afterwards."""
+    """Add the site ``name`` as the last one for the block; afterwards remove it, whatever the drill did to it."""
     federation.add_site(name)
     federation.sites.append(name)
     try:
@@ -239,7 +252,9 @@ def _guest(federation: Federation, name: str) -> Iterator[None]:
 
 @contextmanager
 def _changed(federation: Federation, site: str, environment: Mapping[str, str]) -> Iterator[None]:
-    """Stops ``site``, which then is started with ``environment``; afterwards it is started as ever, and is back."""
+    """Stop ``site``. The block may start it with ``environment``; afterwards start it as usual and wait until it is
+    back.
+    """
     part = f"sites/{site}"
     usual = federation.environment[part]
     federation.stop(part)
@@ -255,7 +270,7 @@ def _changed(federation: Federation, site: str, environment: Mapping[str, str]) 
 
 
 def _online(federation: Federation, *sites: str) -> None:
-    """Waits until ``sites`` are online, as ``fl-bn status`` sees it."""
+    """Wait until ``fl-bn status`` reports that all ``sites`` are online."""
     server = ServerFolder.read(federation.kit / "server")
 
     def here() -> bool:
@@ -268,7 +283,7 @@ def _online(federation: Federation, *sites: str) -> None:
 
 
 def _command(*words: str, timeout: float = 180.0) -> str:
-    """What ``fl-bn WORDS`` says, whatever its exit code."""
+    """Return the output of ``fl-bn WORDS``, whatever its exit code."""
     done = subprocess.run([*FL_BN, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
     return done.stdout + done.stderr
 

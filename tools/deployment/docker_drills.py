@@ -1,11 +1,13 @@
-"""Kills and cuts in docker-compose.yml's federation while it trains: what happened, how long it took, and was anything lost.
+"""Kill and cut off containers of docker-compose.yml's federation while it trains: what happened, how long it took,
+what was lost.
 
     python -m tools.deployment.docker_drills                                  # every drill twice, some 40 minutes on two cores
     python -m tools.deployment.docker_drills --repetitions 1 --only cut       # one of them
     python -m tools.deployment.docker_drills --output drills                  # drills.csv and drills.md
 
-The measure is that of tools/deployment/drills.py: the final model, and what each site keeps, must be bit for bit those of a run in one
-process in which exactly the same replies were missing; after a resume none may be missing. The image is built from this checkout first.
+The measure is that of tools/deployment/drills.py. The final model, and the tensors that each site keeps, must be bit
+for bit those of a run in one process in which exactly the same replies were missing. After a resume, no reply may be
+missing. The image is built from this checkout first.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ RESULTS = "/kit/server/results"
 
 
 class Snapshot:
-    """What was fetched from the containers, laid out as the kit of a federation of processes, for the comparisons of ``drills``."""
+    """The files fetched from the containers, laid out as the kit of a federation of processes, so that ``outcomes``
+    can compare them.
+    """
 
     sites = list(SITES)
 
@@ -57,7 +61,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Drill:
-    """One run that is to be disturbed."""
+    """One run that a drill will disturb."""
 
     federation: DockerFederation
     case: Case
@@ -66,11 +70,11 @@ class Drill:
 
     @property
     def site(self) -> int:
-        """Whom it hits: 1, 2 or 3."""
+        """The number of the site that the drill hits: 1, 2 or 3."""
         return 1 + self.case.repetition % 3
 
     def rounds(self) -> int:
-        """How many rounds the server has finished."""
+        """Return the number of rounds that the server has finished."""
         lines = self.federation.inside("serverapp", "sh", "-c", f"cat {RESULTS}/{self.config['name']}/rounds.csv || true")
         return sum(line[:1].isdigit() for line in lines.splitlines())
 
@@ -79,7 +83,7 @@ class Drill:
 
     @contextmanager
     def started(self) -> Iterator[subprocess.Popen[str]]:
-        """The run, at a random moment after its first round."""
+        """Start the run; yield its process at a random moment after its first round."""
         process = self.federation.start_run(flower_config(self.config))
         said: list[str] = []
         drain = threading.Thread(target=lambda: said.extend(process.stdout or ()), daemon=True)
@@ -99,10 +103,12 @@ class Drill:
                 process.wait()
             drain.join(5)
             for container in command("docker", "ps", "-q", "--filter", f"name={self.federation.project}_run_run").split():
-                command("docker", "rm", "--force", container, check=False)  # its log's reader; the run itself does not need it
+                command("docker", "rm", "--force", container, check=False)  # it only reads the run's log: the run itself goes on
 
     def goes_on(self, process: subprocess.Popen[str], what: str) -> None:
-        """The run must end by itself; what is missing of it must be missing in one process, too, for the same model."""
+        """Wait until the run ends by itself; compare it with a run in one process in which the same replies are
+        missing.
+        """
         try:
             code = process.wait(900)
         except subprocess.TimeoutExpired:
@@ -114,7 +120,9 @@ class Drill:
             compare_with_gaps(self.case, self.config, self.outcome)
 
     def resumes(self, what: str) -> None:
-        """Submitted again, it must end as if nothing had happened."""
+        """Submit the run again, from its last checkpoint if there is one; its result must be that of an uninterrupted
+        run.
+        """
         there = self.has_checkpoint()
         self.federation.run(flower_config({**self.config, "resume": "latest"} if there else self.config), timeout=900)
         self.outcome.what = f"{what}; resumed and completed" if there else f"{what}; no checkpoint yet, submitted anew"
@@ -128,7 +136,9 @@ class Drill:
 
 
 def supernode(drill: Drill) -> None:
-    """`docker kill` a SuperNode; `docker start` it at once: the SuperLink refuses it until it has missed the dead one."""
+    """`docker kill` a SuperNode, `docker start` it at once; the SuperLink refuses it until it notices that the killed
+    one is dead.
+    """
     name = f"supernode-{drill.site}"
     with drill.started() as process:
         container = drill.federation.container(name)
@@ -142,7 +152,7 @@ def supernode(drill: Drill) -> None:
 
 
 def crash(drill: Drill) -> None:
-    """A SuperNode's process dies; nobody but the engine starts it again."""
+    """Let a SuperNode's process die; the Docker engine alone starts it again."""
     name = f"supernode-{drill.site}"
     with drill.started() as process:
         command("docker", "exec", drill.federation.container(name), "sh", "-c", "kill -9 -1", check=False)
@@ -151,7 +161,7 @@ def crash(drill: Drill) -> None:
 
 
 def serverapp(drill: Drill) -> None:
-    """`docker kill` the ServerApp, `docker start` it, submit again with resume='latest'."""
+    """`docker kill` the ServerApp, `docker start` it, submit the run again with resume='latest'."""
     with drill.started():
         container = drill.federation.container("serverapp")
         command("docker", "kill", container)
@@ -161,7 +171,7 @@ def serverapp(drill: Drill) -> None:
 
 
 def superlink(drill: Drill) -> None:
-    """`docker kill` the SuperLink, `docker start` it: its state is in a database, so that the run goes on."""
+    """`docker kill` the SuperLink, `docker start` it: its state is in a database, so the run goes on."""
     with drill.started() as process:
         container = drill.federation.container("superlink")
         command("docker", "kill", container)
@@ -186,7 +196,7 @@ def cut(drill: Drill) -> None:
 
 
 def everything(drill: Drill) -> None:
-    """`docker kill` all containers, start them again, submit again with resume='latest'."""
+    """`docker kill` all containers, start them again, submit the run again with resume='latest'."""
     with drill.started():
         drill.federation.compose("kill")
         drill.federation.up()
@@ -213,14 +223,14 @@ def _restarts(federation: DockerFederation, service: str) -> int:
 
 
 def perform(federation: DockerFederation, name: str, repetition: int) -> Outcome:
-    """One repetition of a drill, on a healthy federation."""
+    """Do one repetition of a drill on a healthy federation."""
     federation.wait_healthy()
     with tempfile.TemporaryDirectory() as folder:
         snapshot: Any = Snapshot(federation, Path(folder) / "fetched")
         case = Case(snapshot, Path(folder), repetition, random.Random(f"docker {name} {repetition}"))
         method = "fedbn" if name in ("supernode", "crash") else METHODS[(repetition + list(DRILLS).index(name)) % 3]
         values = {"rounds": 5, "evaluate-every": 5, "round-timeout": 180.0, "name": f"{name}-seed{repetition}", "max-failed-rounds": 4}
-        values |= {"dataset": "digits", "data-path": ""}  # no file of this machine is in the containers
+        values |= {"dataset": "digits", "data-path": ""}  # the containers have no file of this machine
         outcome = Outcome(name, repetition, method, "")
         begin = time.monotonic()
         try:
@@ -248,13 +258,13 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=list(DRILLS), default=list(DRILLS))
     parser.add_argument("--output", default="", help="write OUTPUT.csv and OUTPUT.md")
-    parser.add_argument("--as-built", action="store_true", help="take the image as it is")
+    parser.add_argument("--as-built", action="store_true", help="use the existing image; build none")
     parser.add_argument("--compose", default="docker-compose", help="the compose command")
     given = parser.parse_args()
     if reason := no_docker():
         print(f"docker-compose.yml cannot be started here: {reason}", file=sys.stderr)
         return 2
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the runs in one process, some of which lose clients on purpose
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # silences the runs in one process: some lose clients on purpose
     outcomes: list[Outcome] = []
     with DockerFederation("fl-bn-drills", given.compose) as federation:
         if not given.as_built:

@@ -1,6 +1,6 @@
-"""docker-compose.yml, started for real by a test or a drill: build, start, run, fetch, remove.
+"""Start docker-compose.yml's federation for a test or a drill: build, start, run, fetch the results, remove.
 
-python -m tools.deployment.docker_federation "method='hbn' model='mlp' rounds=2 local-steps=2"     # all of it, with times
+python -m tools.deployment.docker_federation "method='hbn' model='mlp' rounds=2 local-steps=2"     # all steps, timed
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SERVICES = ("superlink", "serverapp", *(f"{role}-{i}" for i in (1, 2, 3) for rol
 
 
 class DockerFailed(RuntimeError):
-    """A command failed; the message has its last lines."""
+    """A command failed; the message ends with the last lines of its output."""
 
 
 def no_docker() -> str:
-    """Why docker-compose.yml cannot be started here; empty: it can."""
+    """Return the reason why docker-compose.yml cannot be started on this machine; empty if it can."""
     for program in ("docker", "docker-compose"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
@@ -39,7 +39,7 @@ def no_docker() -> str:
 
 
 def base_image() -> str:
-    """The image that the Dockerfile starts from."""
+    """Return the name of the image that the Dockerfile starts from."""
     lines = (ROOT / "deploy/docker/Dockerfile").read_text().splitlines()
     return next(line.removeprefix("ARG BASE=") for line in lines if line.startswith("ARG BASE="))
 
@@ -53,7 +53,10 @@ def _pulled(image: str) -> bool:
 
 
 def command(*words: str, timeout: float = 600.0, check: bool = True) -> str:
-    """stdout and stderr of a command in the repository. Raises DockerFailed for a non-zero exit or after ``timeout`` seconds."""
+    """Run a command in the repository; return its stdout and stderr.
+
+    Raises DockerFailed for a non-zero exit code or after ``timeout`` seconds.
+    """
     try:
         done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired as error:
@@ -65,9 +68,13 @@ def command(*words: str, timeout: float = 600.0, check: bool = True) -> str:
 
 
 class DockerFederation:
-    """The services, networks and volumes of one compose project named ``project``; leaving the ``with`` block removes all of them.
+    """The services, networks and volumes of the compose project ``project``; leaving the ``with`` block removes all
+    of them.
 
-    ``compose`` is the compose command, e.g. ``docker-compose`` or ``docker compose``. ``keep``: leave all as it is.
+    Args:
+        project: The name of the compose project.
+        compose: The compose command, e.g. ``docker-compose`` or ``docker compose``.
+        keep: Remove nothing when the block is left.
     """
 
     def __init__(self, project: str = "fl-bn-test", compose: str = "docker-compose", keep: bool = False) -> None:
@@ -92,12 +99,15 @@ class DockerFederation:
         self.compose("build", "kit", timeout=1800)
 
     def up(self) -> None:
-        """Starts everything; returns when every service is healthy. Raises DockerFailed after three minutes."""
+        """Start everything; return when every service is healthy. Raises DockerFailed after three minutes."""
         self.compose("up", "-d")
         self.wait_healthy()
 
     def wait_healthy(self, *services: str, within: float = 180.0) -> float:
-        """Seconds until all (or these) services are healthy. Raises DockerFailed after ``within`` seconds."""
+        """Return the seconds until ``services`` (without any: all services) are healthy.
+
+        Raises DockerFailed after ``within`` seconds.
+        """
         begin = time.monotonic()
         while ill := [name for name in services or SERVICES if self.health(name) != "healthy"]:
             if time.monotonic() - begin > within:
@@ -106,21 +116,21 @@ class DockerFederation:
         return time.monotonic() - begin
 
     def run(self, config: str, timeout: float = 600.0) -> str:
-        """The log of a run, submitted as a user does. Raises DockerFailed where it failed."""
+        """Submit a run as a user does; return its log. Raises DockerFailed if the run failed."""
         return self.compose("run", "--rm", "run", config, timeout=timeout)
 
     def start_run(self, config: str) -> subprocess.Popen[str]:
-        """The same, in the background."""
+        """Submit a run as a user does, but return its process at once."""
         words = [*self._compose, "run", "--rm", "run", config]
         return subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def fetch(self, folder: Path) -> Path:
-        """Copies all run directories into ``folder``."""
+        """Copy all run directories into ``folder``."""
         command("docker", "cp", f"{self.container('serverapp')}:/kit/server/results/.", str(folder))
         return folder
 
     def container(self, service: str) -> str:
-        """The id of a service's container, running or not. Raises DockerFailed where there is none."""
+        """Return the id of a service's container, running or not. Raises DockerFailed if the service has none."""
         found = self.compose("ps", "--all", "-q", service).split()
         if not found:
             raise DockerFailed(f"{service} has no container")
@@ -130,7 +140,7 @@ class DockerFederation:
         return dict(json.loads(command("docker", "inspect", "--format", "{{json .State}}", self.container(service))))
 
     def health(self, service: str) -> str:
-        """healthy, unhealthy, starting; or the container's status where it does not run."""
+        """Return healthy, unhealthy or starting; of a container that does not run, its status."""
         state = self.state(service)
         health = state.get("Health")
         return str(health["Status"]) if isinstance(health, dict) and state["Running"] else str(state["Status"])
@@ -146,7 +156,7 @@ class DockerFederation:
 
 
 def main(config: str, compose: str = "docker-compose") -> None:
-    """All of it once, printing how long each step takes."""
+    """Build, start, run ``config`` and fetch its results once; print how long each step takes."""
 
     def timed(step: str, begin: float) -> None:
         print(f"{step:<6} {time.monotonic() - begin:6.1f} s", flush=True)

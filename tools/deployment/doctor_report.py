@@ -1,9 +1,9 @@
-"""What ``fl-bn doctor`` says on six broken set-ups and a sound one, as Markdown.
+"""Print as Markdown what ``fl-bn doctor`` reports about six broken set-ups and a sound one.
 
     python -m tools.deployment.doctor_report > deploy/doctor.md
 
-The command itself runs, in a process of its own, on a real kit and against a server that shakes hands over TLS. Exit code 1 if a set-up
-is not found out, or the sound one is found ill.
+The real command runs in a process of its own, on a real kit and against a server that speaks TLS. The exit code is 1
+if the doctor misses a broken set-up or finds a fault in the sound one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ HEAD = """\
 # What `fl-bn doctor` says
 
 Made by `python -m tools.deployment.doctor_report > deploy/doctor.md`, which breaks a sound site in six ways, one at a time, and runs
-`fl-bn doctor kit/sites/A` on each. Of the broken ones only the lines that are not `ok` are shown. That a version is wrong is staged by the
-metadata of a Flower 1.31; all else is real: keys, certificates, a TLS server, sockets, files.
+`fl-bn doctor kit/sites/A` on each. Of the broken ones only the lines that are not `ok` are shown. The wrong version is
+staged: the metadata of a Flower 1.31. Everything else is real: keys, certificates, a TLS server, sockets, files.
 """
 
 
 def said(folder: Path, breaking: Callable[[Setup], None] = lambda setup: None) -> tuple[int, list[str]]:
-    """Exit code and lines of the doctor."""
+    """Return the doctor's exit code and the lines that it prints."""
     with made(folder, breaking) as setup:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(setup.pythonpath), os.environ.get("PYTHONPATH", "")])}
         argv = [program("fl-bn"), "doctor", str(Path("kit") / SITE)]
@@ -39,7 +39,7 @@ def said(folder: Path, breaking: Callable[[Setup], None] = lambda setup: None) -
 
 
 def found_out(code: int, lines: list[str], check: str, words: str) -> bool:
-    """Whether that check failed with these words, no other did, and the exit code says so."""
+    """Tell whether only ``check`` failed, its line has ``words``, and the exit code is 1."""
     failed = [line for line in lines if line.startswith("fail")]
     return code == 1 and len(failed) == 1 and failed[0].startswith(f"fail  {check}: ") and words in failed[0]
 

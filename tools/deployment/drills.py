@@ -1,7 +1,7 @@
-"""What can die or fail in a deployment, done to a real one: each drill returns what happened, and whether anything was lost.
+"""Drills on a real deployment: each causes one failure, and returns what happened and whether anything was lost.
 
-The measure is always the same: the final model must be, bit for bit, that of a run in one process in which exactly the same replies
-were missing; after a resume none may be missing.
+The measure is always the same. The final model must be, bit for bit, that of a run in one process in which exactly
+the same replies were missing. After a resume, no reply may be missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ METHODS = ("fedbn", "hbn", "fedtan")
 
 
 def kill_supernode(case: Case) -> Outcome:
-    """SIGKILL one SuperNode at a random moment of a FedBN run; it is started again, and has the layers it had."""
+    """SIGKILL one SuperNode at a random moment of a FedBN run; it is started again, and must have the layers that it
+    kept before.
+    """
     site = case.rng.choice(case.federation.sites)
     config = case.config("fedbn", **{"round-timeout": 150.0, "name": f"supernode-{case.repetition}"})
     before = len(starts(case.federation, site))
@@ -41,7 +43,10 @@ def kill_supernode(case: Case) -> Outcome:
 
 
 def kill_message(case: Case) -> Outcome:
-    """SIGKILL the process of a message at a random moment, ``case.times`` times in one run: asked again, nothing is lost but seconds."""
+    """SIGKILL the process of a message at a random moment, ``case.times`` times in one run.
+
+    The server asks the site again, so that the run loses time but no reply.
+    """
     site = case.federation.sites[1]
     config = case.config("fedbn", **{"rounds": 3 * case.times + 4, "evaluate-every": 1000, "name": f"message-{case.repetition}"})
     lost: list[float] = []
@@ -66,7 +71,7 @@ def kill_message(case: Case) -> Outcome:
 
 
 def kill_serverapp(case: Case) -> Outcome:
-    """SIGKILL the ServerApp at a random moment, resume: identical to an uninterrupted run."""
+    """SIGKILL the ServerApp at a random moment, and resume: the result must be identical to an uninterrupted run."""
     method = METHODS[case.repetition % len(METHODS)]
     config = case.config(method)
     with Running(case, config) as (run, moment):
@@ -79,7 +84,7 @@ def kill_serverapp(case: Case) -> Outcome:
 
 
 def kill_superlink(case: Case) -> Outcome:
-    """SIGKILL the SuperLink at a random moment; it is started again, and the run goes on, or is resumed."""
+    """SIGKILL the SuperLink at a random moment and start it again; the run goes on, or is resumed."""
     method = METHODS[case.repetition % len(METHODS)]
     config = case.config(method)
     with Running(case, config) as (run, moment):
@@ -95,7 +100,9 @@ def kill_superlink(case: Case) -> Outcome:
 
 
 def truncate_checkpoint(case: Case) -> Outcome:
-    """SIGKILL the ServerApp once it has two checkpoints, cut the newest one short at a random byte, resume; and again."""
+    """SIGKILL the ServerApp once it has two checkpoints, cut the newest one short at a random byte, resume;
+    ``case.times`` times.
+    """
     config = case.config("fedbn", rounds=2 * case.times + 3)
     outcome = Outcome("truncated checkpoint", case.repetition, "fedbn", "when there are two checkpoints", times=case.times)
     cut = 0
@@ -115,27 +122,32 @@ def truncate_checkpoint(case: Case) -> Outcome:
 
 
 def client_raises(case: Case) -> Outcome:
-    """One site's data cannot be read for a while: it is left out by name, and comes back."""
+    """Make one site's data unreadable for a while: the server must leave the site out by name, and use it again
+    later.
+    """
     return _in_a_mood(case, "raise", "a client that raises", "the network drive is gone", **{"round-timeout": 120.0})
 
 
 def client_hangs(case: Case) -> Outcome:
-    """One site's process hangs for ever: the round goes on at the deadline, and the site is there again later.
+    """Let one site's process hang: the round must go on at its deadline, and the site must take part again later.
 
-    With FedAvg, which leaves nothing at home: whether a reply that came too late was still computed then does not matter.
+    The method is FedAvg, which keeps no tensors at the sites: so it does not matter whether the hanging process still
+    finished its late reply.
     """
     return _in_a_mood(case, "hang", "a client that never answers", "no reply before the deadline", **{"round-timeout": 75.0})
 
 
 def disk_full_at_a_site(case: Case) -> Outcome:
-    """A site's state cannot be kept: neither is its reply sent, and the others go on."""
+    """Let the disk that holds a site's state run full: the site must then send no reply, and the other sites go on."""
     state = case.federation.kit / "sites" / case.federation.sites[1] / "state"
     config = case.config("fedbn", name=f"site-disk-{case.repetition}")
     return _episodes(case, config, "disk full at a site", "No space left on device", lambda: filled(state))
 
 
 def disk_full_at_the_server(case: Case) -> Outcome:
-    """The results' disk is full for a while: said in the log, and nothing is missing in the end."""
+    """Let the disk that holds the results run full for a while: the log must say so, and in the end no result may be
+    missing.
+    """
     config = case.config("fedbn", name=f"server-disk-{case.repetition}")
     results = case.federation.result("")
     return _episodes(case, config, "disk full at the server", "", lambda: filled(results))
@@ -172,8 +184,11 @@ def _in_a_mood(case: Case, mood: str, drill: str, reason: str, **values: Any) ->
 
 
 def _episodes(case: Case, config: dict[str, Any], drill: str, reason: str, trouble: Callable[[], AbstractContextManager[None]]) -> Outcome:
-    """A run in which there is ``trouble`` for a while, ``case.times`` times. Each lasts until a client is refused for ``reason``, or, where
-    that is empty, until the server says that there is no room for a checkpoint."""
+    """Run with ``trouble`` for a while, ``case.times`` times.
+
+    Each trouble lasts until the server refuses a client for ``reason`` or, if ``reason`` is empty, until the server
+    logs that it could not write a checkpoint.
+    """
     config = {**config, "rounds": 2 * case.times + 4, "evaluate-every": 1000}
     csv_file = case.federation.result(config["name"]) / "clients.csv"
 
@@ -200,7 +215,7 @@ def _episodes(case: Case, config: dict[str, Any], drill: str, reason: str, troub
 
 @contextmanager
 def filled(folder: Path) -> Iterator[None]:
-    """No byte is left on the file system of ``folder``, which must be a small one of its own."""
+    """Fill the file system of ``folder``, which must be a small one of its own, during the block."""
     if not os.path.ismount(folder):
         raise RuntimeError(f"{folder} must be a file system of its own (Federation(small_disks=True), as root)")
     filler = folder / "filler"
@@ -222,10 +237,20 @@ def rounds_done(case: Case, config: dict[str, Any]) -> int:
 
 
 class Running:
-    """A submitted run, and a random moment of it. Ends with the block. ``said``: the lines of ``fl-bn submit`` so far."""
+    """A block in which a submitted run trains. It begins at a random moment of the run, and kills ``fl-bn submit``
+    when it ends.
+
+    ``said`` has the lines that ``fl-bn submit`` has printed so far.
+    """
 
     def __init__(self, case: Case, config: dict[str, Any], wait: bool = True, until: int = 0) -> None:
-        """``until``: the round before which the moment is, but for 12 s; 0: the last one."""
+        """Set up the block.
+
+        Args:
+            wait: False begins the block at once, not at a random moment.
+            until: The moment is drawn before this round begins, and may be up to 12 s later; 0 stands for the last
+                round.
+        """
         self._case, self._config, self._wait, self._until = case, config, wait, until or config["rounds"]
         self.said: list[str] = []
 
@@ -250,7 +275,7 @@ class Running:
 
 
 def drained(process: subprocess.Popen[str], said: list[str]) -> threading.Thread:
-    """Puts the lines of ``process`` into ``said`` until it ends."""
+    """Start a thread that adds the lines of ``process`` to ``said`` until the process ends."""
     assert process.stdout is not None
     thread = threading.Thread(target=said.extend, args=(process.stdout,), daemon=True)
     thread.start()
@@ -258,7 +283,9 @@ def drained(process: subprocess.Popen[str], said: list[str]) -> threading.Thread
 
 
 def _checkpointed(case: Case, count: int, beyond: int = 0) -> Path | None:
-    """A run with ``count`` checkpoints, the newest of a round after ``beyond``."""
+    """Return the folder of a run with at least ``count`` checkpoints, the newest of a round after ``beyond``; None if
+    there is none yet.
+    """
     for folder in run_folders(case):
         found = sorted(int(path.stem.removeprefix("round-")) for path in (folder / "checkpoints").glob("round-*.safetensors"))
         if len(found) >= count and found[-1] > beyond:
@@ -271,7 +298,7 @@ def starts(federation: Federation, site: str) -> list[str]:
 
 
 def _resume(case: Case, config: dict[str, Any], outcome: Outcome, what: str = "") -> None:
-    """Submit again, from the last checkpoint or, where there was none yet, anew; then compare."""
+    """Submit the run again, from the last checkpoint or, if it has none yet, from the start; then compare."""
     if _checkpointed(case, 1):
         config, what = {**config, "resume": "latest"}, f"{what}resumed"
     else:
@@ -283,7 +310,12 @@ def _resume(case: Case, config: dict[str, Any], outcome: Outcome, what: str = ""
 
 
 def perform(federation: Federation, folder: Path, do: Callable[[Case], Outcome], drill: str, number: int, times: int = 1) -> Outcome:
-    """The drill ``do``, once; ``number`` decides its random moments. What goes wrong with the drill itself is an outcome, too."""
+    """Do the drill ``do`` once. An error in the drill itself becomes an outcome, too.
+
+    Args:
+        number: The repetition; its random moments are drawn from it.
+        times: How often the failure is caused, if it can be repeated in one run.
+    """
     begin, case = time.monotonic(), Case(federation, folder, number, random.Random(f"{drill} {number}"), times)
     try:
         outcome = do(case)

@@ -1,11 +1,13 @@
-"""Every drill of ``drills`` and ``daily_drills``, many times, at random moments; a table of outcomes. Mostly waiting for Flower's timeouts.
+"""Do every drill of ``drills`` and ``daily_drills`` many times, at random moments; print a table of outcomes.
 
-What can be done again in the same run (a client that raises, a full disk, ...) is done --times times in one; of the others each has a run
-of its own, and its moments are drawn from --seed and, for those after it, the numbers that follow. What the record has already is not
-done again: the same command goes on where it was stopped.
+Some failures can be repeated in one run (a client that raises, a full disk, ...): these are caused --times times in
+one run. The other drills are done --times times with a run each. The random moments are drawn from the repetition's
+number: --seed, --seed + 1, and so on. Drills that the record already has are left out, so the same command goes on
+where it was stopped. Most of the time is spent waiting for Flower's timeouts.
 
 python -m tools.deployment.kill_drills --times 20 --jobs 3 --output kill-drills
-python -m tools.deployment.kill_drills --times 20 --only removed,expired --record deploy/drills.csv --page deploy/drills.md
+python -m tools.deployment.kill_drills --times 20 --only removed,expired --record deploy/drills.csv --page
+deploy/drills.md
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ Row = dict[str, str]
 
 
 def worker(place: int, folder: Path, work: mp.Queue[Any], done: mp.Queue[Any]) -> None:
-    """Takes items from ``work`` until there is None. A federation serves until a drill goes wrong; its folder then stays."""
+    """Do the drills in ``work`` until it yields None.
+
+    One federation serves for several drills, until one goes wrong. Then a new federation is started, and the folder
+    of the old one stays.
+    """
     item, number = work.get(), 0
     while item is not None:
         number += 1
@@ -74,7 +80,7 @@ def as_it_should(row: Row) -> bool:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: one line per drill, with the kinds of outcome."""
+    """Return a Markdown table with one line per drill: how often it was done, and its kinds of outcome."""
     lines = ["| drill | times | as it should be | what happened | seconds (median) | load |", "|---|---:|---:|---|---:|---|"]
     for name in dict.fromkeys(row["drill"] for row in rows):
         mine = [row for row in rows if row["drill"] == name]
@@ -93,7 +99,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def generally(text: str) -> str:
-    """Without what differs from time to time: in brackets, and which site it was."""
+    """Remove what differs between repetitions: the text in brackets, and the name of the site."""
     for site in ("east", "west"):
         text = text.replace(f"site {site}", "a site")
     return re.sub(r"north-\d+", "north", text.partition(" (")[0])
@@ -106,7 +112,7 @@ def write_page(page: Path, rows: Sequence[Row]) -> None:
 
 
 def items_of(names: Sequence[str], times: int, seed: int, record: Sequence[Row]) -> list[Item]:
-    """What is to be done, without what ``record`` has."""
+    """Return the drills still to be done: those of ``names`` without those in ``record``."""
     often = [name for name in names if name in DRILLS and name not in ONE_PER_RUN]
     items = [(name, seed, times) for name in often]
     items += [(name, n, 1) for n in range(seed, seed + times) for name in names if name not in often]
@@ -117,11 +123,11 @@ def items_of(names: Sequence[str], times: int, seed: int, record: Sequence[Row])
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the first repetition")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first repetition")
     parser.add_argument("--jobs", type=int, default=1, help="federations at a time, each of some ten processes")
     parser.add_argument("--only", default=",".join(ALL), help="drills, separated by commas")
     parser.add_argument("--output", type=Path, default=Path("kill-drills"), help="folder for federations")
-    parser.add_argument("--record", type=Path, help="file of outcomes, which grows; default: outcomes.csv in that folder")
+    parser.add_argument("--record", type=Path, help="CSV file to which outcomes are added; default: outcomes.csv in --output")
     parser.add_argument("--page", type=Path, help="Markdown file that has the table, between two comments")
     chosen = parser.parse_args()
     chosen.output.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""A data set whose site can be in a mood: the file that FL_BN_MOOD names says ``raise`` or ``hang``; else it is an npz file."""
+"""A data set that fails on demand: if the file named by FL_BN_MOOD says ``raise`` or ``hang``, loading does; else it
+loads an npz file.
+"""
 
 from __future__ import annotations
 

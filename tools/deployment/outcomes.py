@@ -1,4 +1,4 @@
-"""What became of a drill, and how it is told: by comparing, bit for bit, with runs in one process."""
+"""Judge a drill (a failure caused on purpose): compare its run, bit for bit, with the same run in one process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,17 @@ NUMBER = re.compile(r"\bnodes? \d{9,}")
 
 @dataclass
 class Outcome:
-    """``identical``: to the uninterrupted run, or to one in which exactly the replies named in ``missing`` were missing; "" if it is
-    neither. ``times``: how often it was done within the run; ``missed``: what should have been said or done, and was not."""
+    """What became of a drill.
+
+    Attributes:
+        moment: When the failure was caused, in words.
+        what: What happened then, in words.
+        missing: The replies that the run did without, in words.
+        identical: The run that the result equals: the uninterrupted one, or one in which exactly the replies in
+            ``missing`` were missing. Empty if it equals neither.
+        times: How often the failure was caused within the run.
+        missed: What should have happened or been reported, but did not or was not.
+    """
 
     drill: str
     repetition: int
@@ -53,19 +62,25 @@ class Outcome:
         self.missed += [] if happened else [what]
 
     def expect_names(self, lines: Sequence[str]) -> None:
-        """No line speaks of a node by Flower's number."""
+        """Note every line that names a node by Flower's number."""
         self.missed += [f"a name in: {line.strip()}" for line in lines if NUMBER.search(line)]
 
     def conclude(self, wrong: Sequence[str], to: str) -> None:
-        """``wrong``: tensors that are not those of the run in one process."""
+        """Set ``identical`` to ``to`` if ``wrong``, the tensors that differ, is empty; else note some of these
+        tensors.
+        """
         self.identical = "" if wrong else to
         self.notes += [f"differs in {', '.join(wrong[:5])}"] if wrong else []
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run on a running federation; ``folder``: for the runs in one process that it is compared with; ``times``: how often what can be
-    done more than once in a run is done."""
+    """One repetition of a drill on a running federation.
+
+    Attributes:
+        folder: The folder for the runs in one process that the result is compared with.
+        times: How often the failure is caused, if it can be repeated in one run.
+    """
 
     federation: Federation
     folder: Path
@@ -75,7 +90,7 @@ class Case:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The digits as a file, which every process of a message reads faster than it makes them."""
+        """The data set digits as a file: each message's process reads it faster than it would make it."""
         path = self.folder / "digits.npz"
         if not path.exists():
             digits = load("digits-plain")
@@ -108,7 +123,7 @@ def rounds_of(folder: Path) -> int:
 
 
 def finished(case: Case, config: dict[str, Any]) -> Path:
-    """The newest run directory with a model, of this seed."""
+    """Return the newest run directory that has a model and was made with the seed of ``config``."""
     done = [path for path in run_folders(case) if (path / "model.safetensors").exists() and f"seed{config['seed']}" in path.name]
     return max(done, key=lambda path: (path / "model.safetensors").stat().st_mtime)
 
@@ -120,7 +135,7 @@ def compare(case: Case, config: dict[str, Any], outcome: Outcome) -> None:
 
 
 def compare_all(case: Case, configs: Sequence[dict[str, Any]], outcome: Outcome) -> None:
-    """Several runs, each by its name."""
+    """Compare several runs, each found by its name, with the same runs in one process."""
     wrong: list[str] = []
     for config in configs:
         deployed = case.federation.result(config["name"])
@@ -130,7 +145,9 @@ def compare_all(case: Case, configs: Sequence[dict[str, Any]], outcome: Outcome)
 
 
 def differences(case: Case, deployed: Path, reference: Path) -> list[str]:
-    """Tensors of the final model, and of the sites' own ones, that are not the same bits."""
+    """Return the names of the tensors that differ in any bit, in the final model and in the tensors that the sites
+    keep.
+    """
     if not (deployed / "model.safetensors").exists():
         return ["everything: there is no model"]
     wrong = differing(deployed / "model.safetensors", reference / "model.safetensors")
@@ -140,11 +157,15 @@ def differences(case: Case, deployed: Path, reference: Path) -> list[str]:
 
 
 def compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome, kept: tuple[bool, ...] = (False, True)) -> None:
-    """A reply may be missing because its client died before it kept the round's state, or after: one of ``kept`` must be what happened.
-    In a row of missing replies that is open for the first alone: at the others the client was gone already.
+    """Compare with runs in one process in which the same replies are missing.
 
-    A client that was not asked, since it was offline, is offline in the reference, too: an average over fewer clients is rounded otherwise
-    than one from which some were left out."""
+    A client can die before or after it kept the round's tensors, and either leaves its reply missing. So both are
+    tried (``kept``), and one of them must give the same bits. If the client's replies are missing in consecutive
+    rounds, only the first can have been kept: in the others the client was already gone.
+
+    A client that was not asked because it was offline is offline in the reference, too. An average over fewer clients
+    is rounded differently from one that leaves out some of the replies.
+    """
     deployed = case.federation.result(config["name"])
     gaps, away = gaps_of(deployed, config["clients"])
     shown = [f"client {client} in round {round}" for client, round in gaps]
@@ -171,7 +192,7 @@ def compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome, kept
 
 
 def gaps_of(folder: Path, clients: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(client, round) of every reply that was asked for and not used, and of every client that was not asked."""
+    """Return two lists of (client, round): replies that were asked for but not used, and clients that were not asked."""
     with (folder / "clients.csv").open() as file:
         used = {(int(row["client"]), int(row["round"])): bool(row["samples"]) and not row["refused"] for row in csv.DictReader(file)}
     every = [(client, round) for round in range(1, rounds_of(folder) + 1) for client in range(clients)]
@@ -180,7 +201,7 @@ def gaps_of(folder: Path, clients: int) -> tuple[list[tuple[int, int]], list[tup
 
 @contextmanager
 def offline(away: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """In runs in this process, each (client, round) of ``away`` is not there when that round begins."""
+    """Run the block with clients offline: each (client, round) of ``away`` is not connected when that round begins."""
     gone: set[int] = set()  # nodes, which are numbered from 1
 
     def wait_for(population: Population, least: int, round: int) -> None:
@@ -197,7 +218,9 @@ def offline(away: Sequence[tuple[int, int]]) -> Iterator[None]:
 
 
 def with_gaps(gaps: dict[tuple[int, int], bool]) -> ClientApp:
-    """The ClientApp, whose reply is missing for some (client, round): before it trained, or (True) after it kept its state."""
+    """Return a ClientApp that fails for the (client, round) in ``gaps``: False, before it trains; True, after it kept
+    its tensors.
+    """
     app = ClientApp()
 
     @app.train()

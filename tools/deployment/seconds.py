@@ -1,11 +1,13 @@
-"""Seconds per round of a deployment on this machine: three sites, TLS, real processes; and what each second is.
+"""Measure the seconds per round of a deployment on this machine (three sites, TLS, real processes), and what they are
+spent on.
 
     python -m tools.deployment.seconds --methods fedbn,hbn,fedtan --rounds 8
     python -m tools.deployment.seconds --methods hbn --evaluate-every 1,100      # what the evaluation's messages cost
     python -m tools.deployment.seconds --compose                                 # the containers of docker-compose.yml
 
-The message's way is read from the SuperNodes' logs: from ``Receiving`` to ``Sending`` (the site's own work: process, imports, training),
-the rest of the round is polling, the server, and the wire. Each model must be, bit for bit, that of the same run in one process.
+A site's own work (start of a process, imports, training) is the time from ``Receiving`` to ``Sending`` in its
+SuperNode's log. The rest of a round is spent on polling, in the server and on the wire. Each model must be, bit for
+bit, that of the same run in one process.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from fl_bn.support.flower_config import flower_config
 from tests.deployment.federation import SMALL, Federation, differing, in_process
 from tools.deployment.docker_federation import SITES, DockerFederation
 
-CONTAINER = re.compile(r"(?m)^supernode[^|]*\| +(\S+)T(\d\d:\d\d:\d\d)\.(\d{1,6})\d*Z")  # what compose puts before a line
+CONTAINER = re.compile(r"(?m)^supernode[^|]*\| +(\S+)T(\d\d:\d\d:\d\d)\.(\d{1,6})\d*Z")  # the prefix that compose adds to every line
 EVENT = re.compile(r"^(\S+ \S+) .*(Receiving|Sending): (\S+) message")
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One message at one site, ``begin`` to ``end`` (seconds of the clock)."""
+    """One message at one site; ``begin`` and ``end`` are seconds since the epoch."""
 
     kind: str
     begin: float
@@ -42,7 +44,10 @@ class Visit:
 
 
 def visits(log: str, since: float, zone: tzinfo | None = None) -> Iterator[Visit]:
-    """The messages of a SuperNode's log that came at ``since`` or later, in order. ``zone``: of its times; None: this machine's."""
+    """Yield the messages in a SuperNode's log that arrived at ``since`` or later, in their order.
+
+    ``zone``: the time zone of the log's times; None for this machine's.
+    """
     begin: tuple[str, float] | None = None
     for line in log.splitlines():
         if not (found := EVENT.match(line)):
@@ -87,10 +92,10 @@ def by_compose(configs: Iterable[dict[str, Any]], folder: Path) -> Rows:
 
 
 def measured(config: dict[str, Any], run: Path, whole: float, by_site: Sequence[Sequence[Visit]], folder: Path) -> dict[str, Any]:
-    """One row: medians over rounds 2, 3, ... of the run ``config`` in its folder ``run``."""
+    """Return one row about the run ``config`` in its folder ``run``: medians over its rounds from the second on."""
     lines = (run / "rounds.jsonl").read_text().splitlines()
     times = [record["seconds"] for record in map(json.loads, lines) if "seconds" in record and "client" not in record]
-    times = times[:-1] if config["evaluate-every"] > len(times) > 2 else times  # the last round is evaluated in any case
+    times = times[:-1] if config["evaluate-every"] > len(times) > 2 else times  # the last round is always evaluated, so it is left out
     load = round(os.getloadavg()[0])
     wrong = differing(run / "model.safetensors", in_process(config, folder / "reference") / "model.safetensors")
     rounds = config["rounds"]
@@ -114,8 +119,8 @@ def main() -> None:
     parser.add_argument("--methods", default="fedbn,hbn,fedtan")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--evaluate-every", default="1", help="one or more numbers, separated by commas")
-    parser.add_argument("--compose", action="store_true", help="as docker-compose.yml has it, not as processes of a kit")
-    parser.add_argument("--folder", type=Path, help="where the kit and the results stay; default: a folder that is removed")
+    parser.add_argument("--compose", action="store_true", help="measure docker-compose.yml's containers, not a kit's processes")
+    parser.add_argument("--folder", type=Path, help="folder that keeps the kit and the results; default: a temporary one")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = given.folder or Path(made)

@@ -1,8 +1,9 @@
-"""How hard a text is to read: ``python -m tools.documentation.reading FILE...`` prints words per sentence and Flesch's reading ease.
+"""Measure how hard a text is to read: ``python -m tools.documentation.reading FILE...``.
 
-Flesch, A new readability yardstick, Journal of Applied Psychology 1948: 206.835 - 1.015 words per sentence - 84.6 syllables per word. 60 to
-70 is plain English, below 30 a scientific paper. Syllables are counted as groups of vowels, which is close enough to compare two
-versions of a page.
+Prints the words per sentence and Flesch's reading ease: 206.835 - 1.015 * words per sentence - 84.6 * syllables per
+word (Flesch, A new readability yardstick, Journal of Applied Psychology 1948). 60 to 70 is plain English, below 30 a
+scientific paper. Syllables are counted as groups of vowels, which is accurate enough to compare two versions of a
+page.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The recordings in docs/start/watch.md: what a run prints on a terminal, in a pipe, interrupted, and resumed.
+"""Make the recordings in docs/start/watch.md: what a run prints on a terminal, in a pipe, when interrupted, and when
+resumed.
 
     python -m tools.documentation.recordings
 
-makes them anew, with real runs (a minute, one core). Each stands in the page below ``<!-- recorded: NAME -->``.
+The runs are real (a minute, one core). Each recording stands in the page below ``<!-- recorded: NAME -->``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ AT = 12  # the round in which the terminal is looked at, and Ctrl-C typed
 
 
 def recorded() -> dict[str, str]:
-    """Every recording by its name in the page."""
+    """Make all recordings; return name in the page -> text."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cut, came = on_a_terminal("run", "--run-config", CUT, type_at=f"round {AT}/", folder=folder)
@@ -42,7 +43,7 @@ def recorded() -> dict[str, str]:
 
 
 def replaced(page: str, recordings: dict[str, str]) -> str:
-    """``page`` with these recordings."""
+    """Return ``page`` with its recordings replaced by ``recordings`` (name -> text)."""
     for name, text in recordings.items():
         parts = _block(name).split(page)
         if len(parts) != 5:
@@ -52,7 +53,7 @@ def replaced(page: str, recordings: dict[str, str]) -> str:
 
 
 def of_page(page: str) -> dict[str, str]:
-    """The recordings in a page."""
+    """Return the recordings in a page: name -> text."""
     names = re.findall(r"^<!-- recorded: (\w+) -->$", page, re.MULTILINE)
     return {name: _block(name).split(page)[2].rstrip("\n") for name in names}
 

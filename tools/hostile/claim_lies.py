@@ -1,4 +1,6 @@
-"""Replies of the right form whose numbers say too much: counts, samples and steps that go together, and weights of any size."""
+"""Lies in replies of the right form: counts, samples and steps that agree with each other but are too large, and
+oversized weights.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ MOMENTS, STATISTICS = "fl-bn/moments", "fl-bn/statistics"
 
 
 class Boasts(Liar):
-    """Its counts are so many times the true ones, some of its numbers too, and a section's values."""
+    """A client that multiplies its counts, some of its other claims, and the values of a section by one random
+    factor.
+    """
 
     def __init__(self, rng: Rng) -> None:
         self.rng, self.what, self.reply = rng, "", RecordDict()
@@ -57,14 +61,18 @@ class Boasts(Liar):
 
 
 def boast(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """Check that a believed reply weighs no more than its samples and the largest inputs allow, and leaves a moderate model."""
+    """Play a round with a client that boasts.
+
+    If the server believes the reply, its counts may be no larger than its samples and the largest inputs allow. In
+    any case the model's numbers must stay moderate.
+    """
     liar = Boasts(rng)
     with listening() as said:
         try:
             ran = served(name, PlayingGrid(recorded(name), liar))
         except RunFailed as error:
             return liar.what, Outcome(BROKEN, f"the run of one round ended: {error}")
-        except Exception as error:  # whatever it is: the server must live
+        except Exception as error:  # the server must survive every reply
             return liar.what, Outcome(BROKEN, f"the server ended: {error!r}")
     outcome = judged(name, ran, said.lines)
     believed = any(client.client == LIAR for client in ran.record.accepted)
@@ -76,7 +84,10 @@ def boast(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 
 def _too_much(reply: RecordDict) -> str:
-    """Return what no client of 6 samples, whose inputs are at most ``FAR`` times the others', could have counted; empty: nothing."""
+    """Return the claims of ``reply`` that a client with 6 samples cannot make; empty if there are none.
+
+    Such a client's inputs are at most ``FAR`` times those of the other clients.
+    """
     counts = {name: plain(a) for name, a in reply.array_records.get("fl-bn/moments", ArrayRecord()).items() if name.endswith("count")}
     for name, honest_count in _counts(honest_reply=recorded("fbn").canned).items():
         if name in counts and float(counts[name].max(initial=0)) > FAR * honest_count:
@@ -86,7 +97,9 @@ def _too_much(reply: RecordDict) -> str:
 
 
 def _counts(honest_reply: dict[tuple[int, int], tuple[str, RecordDict]]) -> dict[str, float]:
-    """By tensor, the count of 6 samples: those of FBN's first batch, times 6 over its samples."""
+    """Return tensor name -> the count of a client with 6 samples: the count of FBN's first batch, times 6, divided by
+    the batch's samples.
+    """
     for (node, _), (asked, content) in honest_reply.items():
         if node == CLIENTS and asked == "train":
             batch = float(content.metric_records["fl-bn/metrics"]["batch"])  # type: ignore[arg-type]

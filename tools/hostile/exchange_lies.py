@@ -1,4 +1,6 @@
-"""The layer-wise exchange: a liar's requests as bytes, in any order and number, to a session; and in rounds in which the others train."""
+"""Lies in the layer-wise exchange: a liar's requests, changed or out of order, to a session alone and in rounds in
+which others train.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,17 @@ from tests.hostile.recorded import CLIENTS, SCENARIOS, Liar, LivingGrid, app_of,
 from tools.hostile import protobuf
 from tools.hostile.mutations import Rng, pick
 
-Heard = Callable[[Any], None]  # what takes an answer
+Heard = Callable[[Any], None]  # called with the answer to a request
 EDGES = [0.0, 1.0, -1.0, 1e6, 1e12, 4.6e18, 1e20, 1.6e38, 3e38, -3e38, 1e-45, float("nan"), float("inf")]
 COUNTS = [0, 1, 2, 5, 2**31, 2**53, 2**53 + 1, 2**63]
-STEEP = 1e4  # a cohort's gradients, in units of the largest honest one, or of 1: from larger ones every client would diverge
+STEEP = 1e4  # largest gradient in an answer, in units of the largest honest one (at least 1): larger ones make every client diverge
 
 
 @contextmanager
 def overheard(submit: Callable[..., None], leave: Callable[..., None] | None = None) -> Iterator[None]:
-    """Every session's ``submit`` and ``leave`` are these, which get the true ones as their first argument."""
+    """Replace ``submit`` and ``leave`` of every session during the block; the replacements get the true methods as
+    their first argument.
+    """
     true_submit, true_leave = Session.submit, Session.leave
     Session.submit = lambda *asked: submit(true_submit, *asked)  # type: ignore[method-assign]
     if leave is not None:
@@ -42,7 +46,7 @@ def overheard(submit: Callable[..., None], leave: Callable[..., None] | None = N
 
 @cache
 def requests() -> dict[int, list[Request]]:
-    """Of an honest round of FedTAN, by client."""
+    """Record the requests of an honest round of FedTAN: client -> requests."""
     found: dict[int, list[Request]] = {}
 
     def note(submit: Callable[..., None], session: Session, client: int, request: Request, deliver: Heard) -> None:
@@ -54,18 +58,20 @@ def requests() -> dict[int, list[Request]]:
     return found
 
 
-# requests as bytes, to a session
+# requests as bytes, sent to a session
 
 
 def lie_to_session(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """Some of the liar's requests are changed, left out, repeated or out of turn; the others must get usable answers to all of theirs."""
+    """Change, leave out, repeat or reorder some of the liar's requests; the other clients must get usable answers to
+    all of theirs.
+    """
     strategy = honest("fedtan").strategy
     believing = bool(rng.integers(2))
     average = strategy.exchanges.average if believing else SCENARIOS["fedtan robust"].defence.average
     samples = dict.fromkeys(range(CLIENTS), 6)
     session = Session(range(CLIENTS), strategy.exchanges.layers, average=average, policy="shrink", samples=samples, believing=believing)
     steps = max(map(len, requests().values()))
-    lies = {int(step) for step in rng.integers(steps + 1, size=1 if rng.integers(3) else 4)}  # the last one: when the others leave
+    lies = {int(step) for step in rng.integers(steps + 1, size=1 if rng.integers(3) else 4)}  # at ``steps`` the others leave
     what = ""
     with listening():
         for step in range(steps):
@@ -78,7 +84,7 @@ def lie_to_session(name: str, rng: Rng) -> tuple[str, Outcome]:
                 for data in calls:
                     ask(session, client, data, got[client])
             session.join_deadline = session.deadline = -1.0
-            session.expire()  # a request that never came is late now
+            session.expire()  # every missing request is now late
             for client in set(range(CLIENTS)) - {LIAR}:
                 if problem := unusable(requests()[client][step], got[client], believing):
                     return what, Outcome(BROKEN, f"client {client} in step {step}: {problem}: {session.failure}")
@@ -101,7 +107,7 @@ def lie_to_session(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 
 def ask(session: Session, client: int, data: bytes, got: list[Any]) -> None:
-    """As the service does with a stream's bytes."""
+    """Pass ``data`` to ``session`` as the exchange's service does with the bytes of a stream."""
     try:
         request = decode_request(data, session.layers)
     except Refused as refusal:
@@ -114,7 +120,7 @@ def ask(session: Session, client: int, data: bytes, got: list[Any]) -> None:
 
 
 def unusable(request: Request, got: list[Any], believing: bool) -> str:
-    """Why a client could not go on with what it got; empty if it could."""
+    """Return the reason why a client could not go on with the answer that it got; empty if it could."""
     if len(got) != 1 or not isinstance(answer := got[0], Answer):
         return f"it got {got}"
     if not bool(answer.values.isfinite().all()):
@@ -133,7 +139,7 @@ def unusable(request: Request, got: list[Any], believing: bool) -> str:
 
 
 def called(step: int, data: bytes, rng: Rng) -> tuple[str, list[bytes]]:
-    """What a liar asks for in the place of one request, in protobuf's bytes."""
+    """Return what the liar sends in place of one request: a description, and the requests as protobuf's bytes."""
     how = int(rng.integers(12))
     if how == 0:
         return "nothing", []
@@ -174,7 +180,7 @@ def called(step: int, data: bytes, rng: Rng) -> tuple[str, list[bytes]]:
 
 
 def any_request(rng: Rng) -> bytes:
-    """One of an honest round, at another time, or a layer's later call."""
+    """Return a random request of the honest round. In half of the cases, a layer's request gets a random call number."""
     request = pick(rng, requests()[int(rng.integers(CLIENTS))])
     message = encode_request(request)
     if message.WhichOneof("kind") == "local" and rng.integers(2):
@@ -186,7 +192,7 @@ def any_request(rng: Rng) -> bytes:
 
 
 def lie_in_a_round(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """One request of the liar's is another, or there is one more; the others train on, and the round changes the model."""
+    """Change one request of the liar, or add one, while the others train on; the round must still change the model."""
     lie, turn, what = int(rng.integers(sum(isinstance(r, Local) for r in requests()[LIAR]) + 3)), [0], [""]
 
     def submit(true: Callable[..., None], session: Session, client: int, request: Request, deliver: Heard) -> None:
@@ -211,7 +217,7 @@ def lie_in_a_round(name: str, rng: Rng) -> tuple[str, Outcome]:
             ran = served(name, LivingGrid(app_of(SCENARIOS[name]), Liar()))
         except RunFailed as error:
             return what[0], Outcome(BROKEN, f"the run of one round ended: {error}")
-        except Exception as error:  # whatever it is: the server must live
+        except Exception as error:  # the server must survive every request
             return what[0], Outcome(BROKEN, f"the server ended: {error!r}")
     return what[0], judged(name, ran, said.lines)
 

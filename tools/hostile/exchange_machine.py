@@ -1,4 +1,7 @@
-"""A session of honest clients and one liar: whatever it asks for, in any order and number, it alone is lost, or nobody is named wrongly."""
+"""State machine of an exchange's session with honest clients and one liar, who asks for anything in any order.
+
+Only the liar may be dropped, and no failure may name an honest client.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 class Exchange(RuleBasedStateMachine):
-    """Client ``liar`` does anything; the others join, send ``keys`` one after the other as they are answered, and leave."""
+    """The client ``liar`` does anything; the others join, send ``keys`` one by one as each is answered, and leave."""
 
     @initialize(
         clients=st.integers(3, 7),
@@ -63,7 +66,7 @@ class Exchange(RuleBasedStateMachine):
         self.honest = [client for client in range(clients) if client != self.liar]
         self.got: dict[int, list[Outcome]] = {client: [] for client in self.honest}
         self.left: set[int] = set()
-        self.patience = patience  # so many requests of the liar's are such as an honest client might send
+        self.patience = patience  # the liar's first requests, so many, are those of an honest client
         if met:
             self.the_liar_does_as_the_others(early=True, waits=False)
             self.all_honest_clients_go_on()
@@ -101,7 +104,12 @@ class Exchange(RuleBasedStateMachine):
 
     @rule(early=st.booleans(), waits=st.booleans())
     def the_liar_does_as_the_others(self, early: bool, waits: bool) -> None:
-        """``early``: as they do next; ``waits``: they take longer to get there than the deadline."""
+        """Send a request as an honest client would.
+
+        Args:
+            early: The request that the others send next, not the one that they sent last.
+            waits: Afterwards, let the exchange's deadline pass before the others go on.
+        """
         self.patience -= 1
         step = max(len(got) for got in self.got.values()) + early
         if step <= len(self.keys) + 1:
@@ -117,7 +125,9 @@ class Exchange(RuleBasedStateMachine):
     @precondition(lambda self: self.in_step())
     @rule()
     def time_passes(self) -> None:
-        """More than the deadline, while no honest client keeps another one waiting: they all train, or they all wait for the liar."""
+        """Let more time than the deadline pass, while either all honest clients train, or all of them wait for the
+        liar.
+        """
         before, self.session.deadline = self.session.deadline, -1.0
         self.session.expire()
         self.session.deadline = before
@@ -134,7 +144,7 @@ class Exchange(RuleBasedStateMachine):
     def only_the_liar_is_lost(self) -> None:
         assert set(self.session.dropped) <= {self.liar}, self.session.dropped
         if self.session.failure:
-            assert self.policy == "abort", self.session.failure  # two or more of three or more are honest: there is no tie
+            assert self.policy == "abort", self.session.failure  # most clients (2 or more of at least 3) are honest: no tie
             assert self.session.failure.startswith(f"client {self.liar}: ")
             assert "\n" not in self.session.failure
         for got in self.got.values():
@@ -146,7 +156,7 @@ class Exchange(RuleBasedStateMachine):
                     assert bool(outcome[0].values.isfinite().all())
 
     def teardown(self) -> None:
-        """In the end all honest clients have all their answers, and take part."""
+        """Check that in the end all honest clients have all their answers and take part."""
         if not hasattr(self, "session"):
             return
         self.session.leave(self.liar, "its stream broke")

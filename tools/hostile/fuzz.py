@@ -1,16 +1,26 @@
-"""Hostile messages by the thousand, hostile sequences of calls, and what became of each.
+"""Send hostile messages by the thousand and hostile sequences of calls, and judge what became of each.
 
     python -m tools.hostile.fuzz --mutations 100000 --sequences 10000 --seed 0 --summary fuzz.md
 
-A mutation is one case of one target: a *server* in whole rounds of every method, of which one client lies in one message or more; the same
-in *secure* rounds; an exchange's *session*, whose liar sends changed bytes, or requests in any order and number; a *meeting*, where the
-others train on meanwhile; a *client* of a server that lies; a *two-faced* server of SecAgg+, which tells one client something else, now or
-in an *earlier* round; an *own app*, with a strategy of one's own; and *claims*, whose counts, samples, steps and weights are many times the
-true ones. Honest messages are recorded from real runs (``recorded``). They are changed record by record (``mutations``), and where they lie
-as bytes: protobuf, JSON (``protobuf``) and NumPy's heads (``npy``). ``outcomes`` has what must hold.
+A mutation is one hostile case against one of these targets:
 
-A sequence is one run of a state machine of hypothesis: clients of an exchange, of which one does anything (``exchange_machine``), and
-clients of SecAgg+ whose server asks anything (``secure_machine``). What breaks is shrunk to the shortest sequence.
+- *server*: whole rounds of every method, in which one client lies in one message or more;
+- *secure*: the same in rounds with secure aggregation;
+- *session*: an exchange's session, whose liar sends changed bytes, or requests in any order and number;
+- *meeting*: rounds with an exchange, in which the others train on while one lies;
+- *client*: a client whose server lies;
+- *two-faced*: SecAgg+ whose server tells one client something else than the others;
+- *earlier*: the same, but it tells the lie in an earlier round;
+- *own app*: an app with a strategy of its own;
+- *claims*: a client's counts, samples, steps and weights are many times the true ones.
+
+Honest messages are recorded from real runs (``recorded``). They are changed record by record (``mutations``), or as
+bytes: protobuf and JSON (``protobuf``) and the headers of NumPy's arrays (``npy``). ``outcomes`` defines what must
+hold.
+
+A sequence is one run of a state machine of hypothesis: clients of an exchange, one of which does anything
+(``exchange_machine``), or clients of SecAgg+ whose server asks anything (``secure_machine``). A sequence that breaks
+something is shrunk to the shortest one that still does.
 
 The same seed gives the same cases.
 """
@@ -44,13 +54,13 @@ from tools.hostile.own_app_lies import METHODS_OF, lie_to_own_app
 from tools.hostile.secure_lies import KEEPING, two_faced, two_faced_before
 from tools.hostile.secure_machine import Clients
 
-LONGEST = 60  # seconds of one case, after which it hangs
-HUGE = 1024.0  # MB that one case may take: the largest message that the fuzzer makes has some 200, and the liar is in this process, too
+LONGEST = 60  # seconds; a case that takes longer counts as hanging
+HUGE = 1024.0  # MB that one case may take: the largest message has some 200, and the liar is in this process, too
 CHUNK = 200  # sequences that hypothesis draws from one seed
 CLIENTS_OF = ["fedavg", "fbn", "hbn", "fedbn unseen", "fedtan", "fbn maintained", "fbn bfloat16", "fbn secure"]
 
 Attack = Callable[[str, Rng], tuple[str, Outcome]]
-TARGETS: dict[str, tuple[Attack, list[str], float]] = {  # how, of which scenarios, and the share of all mutations
+TARGETS: dict[str, tuple[Attack, list[str], float]] = {  # the attack, its scenarios, and its share of all mutations
     "server": (lie_to_server, CANNED, 0.2),
     "session": (lie_to_session, ["fedtan"], 0.5),
     "client": (lie_to_client, sorted(CLIENTS_OF), 0.287),
@@ -63,20 +73,20 @@ TARGETS: dict[str, tuple[Attack, list[str], float]] = {  # how, of which scenari
 }
 
 
-MACHINES: dict[str, tuple[type[RuleBasedStateMachine], int, float]] = {  # which, its steps, and the share of all sequences
+MACHINES: dict[str, tuple[type[RuleBasedStateMachine], int, float]] = {  # the machine, its steps, and its share of all sequences
     "exchange": (Exchange, 30, 0.9),
     "secure clients": (Clients, 15, 0.1),
 }
 
 
 class Tally(NamedTuple):
-    counts: Counter[tuple[str, str]]  # by target and kind of outcome
+    counts: Counter[tuple[str, str]]  # (target, kind of outcome) -> number of cases
     broken: list[str]
-    peak: float  # MB that the process grew by
+    peak: float  # MB by which the process's peak memory grew
 
 
 class Case(NamedTuple):
-    """``name``: of the scenario; ``what``: was changed."""
+    """One mutation and its outcome. ``name``: the scenario; ``what``: what was changed."""
 
     target: str
     name: str
@@ -85,12 +95,12 @@ class Case(NamedTuple):
 
 
 class Hangs(BaseException):
-    """A case takes too long. Not an Exception, which a server may catch."""
+    """A case takes too long. It is not an Exception, because a server may catch those."""
 
 
 @contextmanager
 def bounded(seconds: int) -> Iterator[None]:
-    """Raises Hangs where the body takes longer."""
+    """Raise Hangs if the block takes longer than ``seconds``."""
 
     def end(*_: Any) -> None:
         raise Hangs
@@ -126,7 +136,7 @@ def run_case(seed: int, number: int, only: Sequence[str] = ()) -> Case:
 
 
 def warm_up(only: Sequence[str] = ()) -> None:
-    """Have what honest runs are recorded in memory, before memory is measured."""
+    """Load the recordings of honest runs before memory is measured."""
     with listening():
         for name in {name for target in asked(only, TARGETS) if target != "own app" for name in TARGETS[target][1]}:
             if not SCENARIOS[name].meets:
@@ -143,7 +153,9 @@ def fuzz(
     only: Sequence[str] = (),
     told: Callable[[int, Counter[tuple[str, str]]], None] = lambda done, counts: None,
 ) -> Tally:
-    """Cases ``first``, ``first`` + 1, ... of ``seed``, ``mutations`` of them, or as many as fit into ``seconds``."""
+    """Run the cases ``first``, ``first`` + 1, ... of ``seed``: ``mutations`` of them, or as many as fit into
+    ``seconds``.
+    """
     warm_up(only)
     before, end = peak_memory(), time.monotonic() + seconds
     counts, broken = Counter[tuple[str, str]](), list[str]()
@@ -165,7 +177,10 @@ def sequences(
     told: Callable[[int, Counter[str]], None] = lambda done, counts: None,
     shrinks: bool = True,
 ) -> tuple[Counter[str], list[str]]:
-    """Run ``number`` sequences: how many of each machine, and those that break, the shortest ones if ``shrinks``."""
+    """Run ``number`` sequences. Return the number for each machine, and the sequences that broke something.
+
+    ``shrinks``: look for the shortest sequence that breaks it.
+    """
     counts, broken = Counter[str](), list[str]()
     names = asked(only, MACHINES)
     with listening():
@@ -179,7 +194,7 @@ def sequences(
                 drawn_from = 1_000_000 * first_seed + chunk
                 if problem := run_machine(machine, steps, size, drawn_from, lambda name=name: counts.update([name]), shrinks):
                     broken.append(f"seed {first_seed}, chunk {chunk}, {name}: {problem}")
-                    counts[name] = before + size  # without those that were tried to find the shortest
+                    counts[name] = before + size  # without the sequences tried in the search for the shortest one
                 chunk += 1
                 told(sum(counts.values()), counts)
     return counts, broken
@@ -188,7 +203,7 @@ def sequences(
 def run_machine(
     machine: type[RuleBasedStateMachine], steps: int, number: int, drawn_from: int, begun: Callable[[], None], shrinks: bool = True
 ) -> str:
-    """What broke, with the sequence that does it; empty if nothing did."""
+    """Return what broke, with the sequence that breaks it; empty if nothing did."""
 
     class Counted(machine):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
@@ -211,7 +226,7 @@ def run_machine(
             )
     except Hangs:
         return f"it took longer than {LONGEST * 10} s"
-    except Exception as error:  # whatever a machine meets is a finding
+    except Exception as error:  # every exception is a finding
         return f"{error!r}\n" + "\n".join(getattr(error, "__notes__", []))
     return ""
 
@@ -232,7 +247,7 @@ def table(tally: Tally) -> str:
 
 
 class Progress:
-    """One line now and then on stderr."""
+    """Print a line to stderr every 30 seconds."""
 
     def __init__(self, wanted: int, what: str) -> None:
         self.wanted, self.what, self.begin, self.said = wanted, what, time.monotonic(), time.monotonic()
@@ -250,8 +265,8 @@ def main() -> int:
     parser.add_argument("--mutations", type=int, default=100_000)
     parser.add_argument("--sequences", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first mutation: processes may share a seed, or go on")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop mutations after so long")
+    parser.add_argument("--first", type=int, default=0, help="number of the first mutation, so that processes can share a seed")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no new mutation after this many seconds")
     parser.add_argument("--only", nargs="+", default=[], choices=[*TARGETS, *MACHINES], help="these targets and machines")
     parser.add_argument("--summary", type=Path, help="a file for the table and for what broke")
     chosen = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A server of whose clients one lies, and a client of a server that lies: one case of each, run and judged."""
+"""Run and judge one case of a server with a lying client, or of a client with a lying server."""
 
 from __future__ import annotations
 
@@ -25,17 +25,22 @@ ERRORS = (
     "ClientTooSmall",
     "OtherVersion",
     "Refused",
-)  # of a client that says what is wrong
+)  # kinds of errors by which a client says what is wrong
 
 
 class Lies(Liar):
-    """Some of its messages, by ``turns``, are lies; ``others``: content of other messages, of its own or of other rounds, to replay."""
+    """A client that lies in the messages whose numbers are in ``turns``.
+
+    Args:
+        others: Contents to send in place of its own: from other messages, other clients or other runs.
+        in_bytes: Whether it may also change messages as bytes.
+    """
 
     def __init__(self, rng: Rng, turns: set[int], others: list[RecordDict], in_bytes: bool) -> None:
         self.rng, self.turns, self.others, self.in_bytes = rng, turns, others, in_bytes
         self.what, self.reorder = "", False
         self._extra: list[Message] = []
-        self._spoilt = list[Message]()  # to be changed as bytes
+        self._spoilt = list[Message]()  # messages that ``delivered`` changes as bytes
 
     def answer(self, message: Message, turn: int, asked: str, content: RecordDict) -> Message:
         reply = self._answer(message, turn, asked, content)
@@ -86,14 +91,16 @@ class Lies(Liar):
     def delivered(self, reply: Message) -> Message:
         if not any(reply is one for one in self._spoilt):
             return reply
-        before, self.what = self.what, f"{self.what} bytes "  # said before: it may raise
+        before, self.what = self.what, f"{self.what} bytes "  # noted first, because the change may raise
         what, changed = protobuf.in_bytes(reply, self.rng)
         self.what = f"{before} bytes of {what} "
         return changed
 
 
 def replays(name: str) -> list[RecordDict]:
-    """What a liar may send in place of its own: its messages of other kinds, other clients' and other runs'."""
+    """Return the contents that a liar may send in place of its own: all messages of the recorded run, and some of
+    another method's run.
+    """
     other = "fbn" if name != "fbn" else "hbn"
     return [content for _, content in recorded(name).canned.values()] + [content for _, content in recorded(other).canned.values()][:10]
 
@@ -112,22 +119,24 @@ def lie_to_server(name: str, rng: Rng) -> tuple[str, Outcome]:
         except RunFailed as error:
             gave_up = scenario.secure and any("nothing changes, since the masks did not cancel" in line for line in said.lines)
             return liar.what, Outcome(GIVEN_UP if gave_up else BROKEN, f"the run of one round ended: {error}")
-        except Exception as error:  # whatever it is: the server must live
+        except Exception as error:  # the server must survive every reply
             return liar.what, Outcome(BROKEN, f"the server ended: {error!r}")
         return liar.what, judged(name, ran, said.lines)
 
 
-# a client of a server that lies
+# a client whose server lies
 
 
 def rendezvous() -> RecordDict:
-    """What asks a client to meet the others; nobody listens there."""
+    """Return the instruction that asks a client to meet the others for an exchange. Nobody listens at its address."""
     told = {"exchange": "grpc", "exchange-token": "0" * 64, "exchange-address": "127.0.0.1:1", "exchange-authority": b""}
     return RecordDict({"fl-bn/config": ConfigRecord({**told, "exchange-timeout": 2.0, "exchange-patience": 1.0})})
 
 
 def lie_to_client(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """One instruction, changed; afterwards the client must still answer the honest one, which is tried in one case of four."""
+    """Change one instruction to a client; afterwards the client must still answer the honest one, which one case in
+    four tries.
+    """
     exchanges = [one for one in recorded(name).exchanges if one[0] != "query.rendezvous"]
     asked, instruction, _ = pick(rng, exchanges)
     if rng.integers(20) == 0:
@@ -143,7 +152,7 @@ def lie_to_client(name: str, rng: Rng) -> tuple[str, Outcome]:
         message = Message(content, LIAR + 1, kind, ttl=600.0, group_id="1")
         try:
             part, message = protobuf.in_bytes(message, rng)
-        except Exception as error:  # noqa: BLE001  (Flower's own process for this message ends)
+        except Exception as error:  # noqa: BLE001  (in a deployment, only Flower's process for this message ends)
             return what, Outcome(REFUSED, f"{UNREADABLE}: {type(error).__name__}")
         what += part
         if not isinstance(message, Message) or not message.has_content() or message.metadata.message_type != kind:
@@ -173,6 +182,8 @@ def lie_to_client(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 
 def elsewhere(content: RecordDict) -> bool:
-    """Whether a meeting would be at another address than this machine's: nothing leaves it in a test."""
+    """Tell whether the instruction names an address other than ``127.0.0.1:1``: a test must not connect to another
+    machine.
+    """
     config = content.config_records.get("fl-bn/config")
     return config is not None and not str(config.get("exchange-address", "127.0.0.1:1")).startswith("127.0.0.1:1")

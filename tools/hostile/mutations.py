@@ -1,4 +1,6 @@
-"""What is changed in a message: records, fields, names, arrays and their bytes. New values are hostile, or near the honest ones."""
+"""Change a message: its records, fields, names, arrays and their bytes. New values are hostile, or close to the
+honest ones.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def hostile(rng: Rng, config: bool) -> Any:
 
 
 def near(value: Any, rng: Rng) -> Any:
-    """Something of the same kind."""
+    """Return a changed value of the same kind."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | bytes | list):
         return value
     if isinstance(value, int):
@@ -104,7 +106,7 @@ def extra_field(content: RecordDict, rng: Rng) -> None:
 
 
 def other_kind(content: RecordDict, rng: Rng) -> None:
-    """A config record where metrics are expected, or the other way about."""
+    """Send a config record in place of metrics, or metrics in place of a config record."""
     if found := fields(content):
         name = pick(rng, found)
         values = dict(content[name])
@@ -133,7 +135,7 @@ def change_array(content: RecordDict, rng: Rng) -> None:
 
 
 def plain(array: Array) -> np.ndarray:
-    """Its values; zeros where an earlier change left none that can be read."""
+    """Return the array's values; zeros if an earlier change made them unreadable."""
     try:
         return array_from(array.data, "") if array.stype == "numpy.ndarray" else np.zeros(4, np.float32)
     except WireError:
@@ -149,7 +151,7 @@ def values(array: Array, rng: Rng) -> Array:
         if flat.dtype.kind == "f":
             flat[where] = flat[where] * 1.5 if rng.integers(3) == 0 else pick(rng, big)
         else:
-            flat[where] = np.array(pick(rng, INTS) % 2**64, np.uint64).astype(flat.dtype)  # wraps round where it does not fit
+            flat[where] = np.array(pick(rng, INTS) % 2**64, np.uint64).astype(flat.dtype)  # wraps round if the value does not fit
     return Array(new)
 
 

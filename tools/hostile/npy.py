@@ -1,4 +1,6 @@
-"""Arrays as bytes: heads of ``.npy`` files that NumPy's parsers may raise anything on, and values at the edges of every dtype."""
+"""Change arrays as bytes: headers of ``.npy`` files on which NumPy's parsers may raise anything, and values at the
+limits of every dtype.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ DESCRS: list[Any] = [
     b"<f4",
 ]
 FORTRANS: list[Any] = [True, False, 1, 0, None, "x", []]
-RAW = [  # in place of the whole dict
+RAW = [  # sent in place of the header's whole dict
     "",
     "x",
     "None",
@@ -69,14 +71,16 @@ RAW = [  # in place of the whole dict
 
 
 class Npy(NamedTuple):
-    """An array's bytes taken apart. ``head``: the text of its dict."""
+    """The parts of an array's bytes. ``head``: the text of the header's dict."""
 
     version: tuple[int, int]
     head: str
     body: bytes
 
     def bytes(self, claimed: int | None = None) -> bytes:
-        """Put together again; ``claimed``: what it tells of its head's length."""
+        """Put the parts together again. ``claimed``: the length that the header is said to have; None for the true
+        one.
+        """
         head = self.head.encode("latin1", "replace") + b"\n"
         size = min(len(head) if claimed is None else claimed, 2**32 - 1)
         length = size.to_bytes(4, "little") if self.version[0] > 1 else min(size, 2**16 - 1).to_bytes(2, "little")
@@ -84,7 +88,7 @@ class Npy(NamedTuple):
 
 
 def taken_apart(data: bytes) -> Npy | None:
-    """None for what is no honest array."""
+    """Take the bytes of an array apart; None if they are not those of an honest array."""
     if data[:6] != b"\x93NUMPY" or data[6:7] != b"\x01":
         return None
     end = 10 + int.from_bytes(data[8:10], "little")
@@ -96,7 +100,7 @@ def pick(rng: Rng, values: list[Any]) -> Any:
 
 
 def shapes(honest: tuple[int, ...], rng: Rng) -> Any:
-    """A shape, or what stands in its place."""
+    """Return a shape, or a value of another type in its place."""
     n = math.prod(honest)
     choices: list[Any] = [
         honest,
@@ -133,7 +137,7 @@ def shapes(honest: tuple[int, ...], rng: Rng) -> Any:
 
 
 def changed(data: bytes, rng: Rng) -> bytes:
-    """The bytes of an array with another head, and a body that goes with it, or does not."""
+    """Return the bytes of an array with another header, and a body that fits it or does not; or with extreme values."""
     if (honest := taken_apart(data)) is None:
         return data + b"x"
     how = int(rng.integers(12))
@@ -148,7 +152,7 @@ def changed(data: bytes, rng: Rng) -> bytes:
         told = dict(ast.literal_eval(honest.head))
         shape, before = tuple(told["shape"]), np.dtype(told["descr"])
     except (ValueError, TypeError, SyntaxError, KeyError, RecursionError, MemoryError):
-        return honest._replace(head=pick(rng, RAW)).bytes()  # it was changed before
+        return honest._replace(head=pick(rng, RAW)).bytes()  # an earlier change made the header unreadable
     body = honest.body
     if how <= 5:
         told["descr"] = pick(rng, DESCRS)
@@ -167,11 +171,11 @@ def changed(data: bytes, rng: Rng) -> bytes:
 
 
 def fitting(told: dict[str, Any], body: bytes) -> bytes:
-    """As many bytes as the head asks for, where that is not too many: what lies behind a parser's first checks is reached so."""
+    """Return a body of the length that the header claims, if that is not too long: it passes a parser's first checks."""
     try:
         dtype = np.dtype([tuple(one) for one in told["descr"]] if isinstance(told["descr"], list) else told["descr"])
         wanted = math.prod(told["shape"]) * dtype.itemsize
-    except Exception:  # noqa: BLE001  (whatever NumPy says of such a dtype)
+    except Exception:  # noqa: BLE001  (NumPy may raise anything for such a dtype)
         return body
     if not isinstance(wanted, int) or not 0 <= wanted <= 2**20:
         return body
@@ -179,7 +183,7 @@ def fitting(told: dict[str, Any], body: bytes) -> bytes:
 
 
 def edges(dtype: np.dtype[Any], size: int, rng: Rng) -> bytes:
-    """A body of values at the edges of ``dtype``: one of them everywhere, or in one place."""
+    """Return a body with a value at the limits of ``dtype``, either everywhere or in one place."""
     if dtype.kind == "f":
         info = np.finfo(dtype)
         values = [info.max, info.min, info.tiny, -info.tiny, info.smallest_subnormal, info.eps, 0.0, -0.0, np.inf, -np.inf, np.nan]

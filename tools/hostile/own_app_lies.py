@@ -1,4 +1,4 @@
-"""A Flower app of one's own, with a strategy of one's own, of whose clients one lies."""
+"""Lie as one client of an app with a strategy of its own."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tools.hostile.lies import Lies
 from tools.hostile.mutations import Rng, pick
 
 METHODS_OF = ["fbn", "fedbn", "fedavg"]
-TURNS = 6  # more than a client has in one round
+TURNS = 6  # more messages than a client gets in one round
 
 
 class OwnGrid(InProcessGrid):
-    """Real clients, of which that of ``node`` lies."""
+    """Real clients; the one on ``node`` lies."""
 
     def __init__(self, app: ClientApp, node: int, liar: Lies) -> None:
         super().__init__(app, CLIENTS, {})
@@ -55,7 +55,7 @@ def lie_to_own_app(name: str, rng: Rng) -> tuple[str, Outcome]:
             result = strategy.start(grid, num_rounds=1, timeout=30)
         except RunFailed as error:
             return liar.what, Outcome(BROKEN, f"node {node} ended the run: {error}")
-        except Exception as error:  # whatever it is: the server must live
+        except Exception as error:  # the server must survive every reply
             return liar.what, Outcome(BROKEN, f"the server ended: {error!r}")
     others = [c for c in records[-1].clients if c.client != node - 1 and c.refused]
     if others or not records[-1].aggregated:

@@ -1,7 +1,8 @@
-"""Messages as bytes: protobuf and JSON changed where they lie, and the objects that Flower takes a message apart into.
+"""Change messages as bytes: their protobuf and JSON, and the objects into which Flower takes a message apart.
 
-A client that does not run Flower's SuperNode may send any bytes as the objects of its reply. Flower puts them together in the server's
-process, when the server pulls the reply; the SuperLink between them looks at an object's name and length alone.
+A client that does not run Flower's SuperNode may send any bytes as the objects of its reply. Flower puts the objects
+together in the server's process, when the server pulls the reply. The SuperLink between them checks only an object's
+name and length.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def fields_of(data: bytes) -> list[Field] | None:
-    """None where they are no protobuf."""
+    """Return the fields of a protobuf message; None if ``data`` is not protobuf."""
     found, at = list[Field](), 0
     try:
         while at < len(data):
@@ -77,7 +78,9 @@ def flipped(data: bytes, rng: Rng) -> bytes:
 
 
 def changed_protobuf(data: bytes, rng: Rng) -> bytes:
-    """One field of a message, or of a message in it, is another: left out, twice, moved, of another number, type, size or value."""
+    """Change one field of a message, or of a message inside it: omit, repeat or move it, or change its number, type,
+    size or value.
+    """
     fields = fields_of(data)
     if not fields or rng.integers(12) == 0:
         return pick(rng, [flipped(data, rng), data[: int(rng.integers(len(data) + 1))], data + rng.bytes(9), b"", data * 2])
@@ -96,13 +99,13 @@ def changed_protobuf(data: bytes, rng: Rng) -> bytes:
     elif how == 3:
         other = int(pick(rng, [0, 1, 2, 5]))
         fields[at] = (number, other, 7 if other == 0 else b"\x01" * {1: 8, 2: 3, 5: 4}[other])
-    elif how == 4 and wire == 2:  # a length that is not there
+    elif how == 4 and wire == 2:  # a length that does not match the value
         return put_together(fields[:at]) + varint(number << 3 | 2) + varint(pick(rng, VARINTS)) + value
     elif how == 5:
-        depth = varint(number << 3 | 3) * int(pick(rng, [1, 200, 5000]))  # groups that never end
+        depth = varint(number << 3 | 3) * int(pick(rng, [1, 200, 5000]))  # groups that are opened but never closed
         return put_together(fields[:at]) + depth
     elif how == 6 and wire == 2:
-        for _ in range(int(pick(rng, [2, 120]))):  # the field in itself
+        for _ in range(int(pick(rng, [2, 120]))):  # nests the field in itself
             value = put_together([(number, 2, value)])
         fields[at] = (number, wire, value)
     elif wire == 0:
@@ -139,9 +142,10 @@ def changed_json(data: bytes, rng: Rng) -> bytes:
 
 
 def in_bytes(message: Message, rng: Rng) -> tuple[str, Message]:
-    """``message`` as the server gets it from Flower, with one of the objects that it is made of changed: which, and the message.
+    """Change one of the objects of ``message``; return what was changed, and the message as the server gets it from
+    Flower.
 
-    Raises whatever Flower does with such objects.
+    Raises whatever Flower raises on such objects.
     """
     what = ""
 
@@ -155,8 +159,10 @@ def in_bytes(message: Message, rng: Rng) -> tuple[str, Message]:
 
 
 def opened(message: Message, change: Callable[[dict[str, bytes]], None]) -> Message:
-    """``message``, taken apart into objects and put together again by Flower, after these were changed by identity."""
-    from flwr.common.inflatable import get_all_nested_objects  # Flower's own, and elsewhere in later versions
+    """Take ``message`` apart into Flower's objects, let ``change`` alter them (object id -> bytes), and let Flower
+    put them together.
+    """
+    from flwr.common.inflatable import get_all_nested_objects  # private to Flower, and in another module in later versions
     from flwr.common.inflatable_utils import inflate_object_from_contents
 
     identity = message.object_id

@@ -1,10 +1,10 @@
-"""Random run configs: what becomes of each, and whether it should have.
+"""Run random run configs, and judge how each one ends.
 
     python -m tools.hostile.run_configs --cases 2000 --seed 0
 
-Runs every config for real on tiny data, in one process, and prints how many ended how. A config may be refused (one sentence before the
-run), fail (one sentence after rounds that nothing could be made of), or train. It may not end in a traceback, of the server or of a
-client, hang, or end well without a round that changed anything.
+Runs every config for real on tiny data, in one process, and prints how many ended in which way. A config may be
+refused (one sentence before the run), may fail (one sentence after rounds that changed nothing), or may train. It may
+not end in a traceback of the server or of a client, hang, or succeed without a round that changed the model.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from tests.experiment.small_data import small_config
 
 Values = dict[str, Any]
 KEYS = RunConfig.keys()
-SENTENCES = (ConfigError, Unconvertible, FileNotFoundError, FileExistsError)  # as fl-bn run shows them: a line
+SENTENCES = (ConfigError, Unconvertible, FileNotFoundError, FileExistsError)  # errors that fl-bn run shows as one line
 GOOD, BAD = ("refused", "failed", "trained", "measured"), ("traceback", "empty", "hangs")
 PATIENCE = 120  # seconds
 TRIES = 20
 EXCHANGE_WAITS: Values = {"exchange-timeout": 1.0, "exchange-join-timeout": 1.0}
 
-# Keys whose large values are allowed and would take long, or leave this machine: only what ends soon, and what must be refused.
+# Keys whose valid values may take long or connect to other machines: only values that end soon or must be refused are drawn.
 TAME: dict[str, list[Any]] = {
     "rounds": [0, 1, 2, 3, -1],
     "clients": [1, 2, 3, 5, 8, 0, -3, 47, 48, 49, 10_000_000],
@@ -101,7 +101,7 @@ TEXTS = [
 
 @dataclass(frozen=True)
 class Case:
-    """One config, what became of it (of GOOD or BAD), and the sentence or traceback that it ended with."""
+    """One config, how it ended (one of GOOD or BAD), and the sentence or traceback that it ended with."""
 
     values: Values
     outcome: str
@@ -109,7 +109,7 @@ class Case:
 
 
 def choices(name: str) -> list[Any]:
-    """What the key's own list of values allows; none where it has no list."""
+    """Return the values that the key lists as allowed; none if it has no such list."""
     key = KEYS[name]
     return [part for part in key.shown.split(", ") if type(key.default) is str and key.accepts(part)]
 
@@ -129,7 +129,7 @@ def some_value(name: str, rng: random.Random, tame: bool) -> Any:
 
 
 def fitting_value(name: str, rng: random.Random, tame: bool) -> Any:
-    """One that the key by itself takes: what is refused then is refused for what the keys make together."""
+    """Return a value that the key accepts by itself, so that a refusal can only come from how the keys combine."""
     for _ in range(TRIES):
         if takes(name, value := some_value(name, rng, tame)):
             return value
@@ -145,10 +145,13 @@ def takes(name: str, value: Any) -> bool:
 
 
 def some_config(rng: random.Random, tame: bool = True) -> Values:
-    """A few keys of random values; now and then a key that there is not. ``tame``: accepted values end soon.
+    """Return a few keys with random values; now and then with a key that does not exist.
 
-    Of half of the configs each value fits its key. A fifth of all random values does not, so that of several keys one mostly ends the
-    others' part in a test; and which of a few cases train then hangs on which keys there are.
+    In half of the configs, every value fits its key. Otherwise a fifth of the values do not fit, so that a config of
+    several keys is mostly refused for one of them, and the other keys are not tested.
+
+    Args:
+        tame: Draw only values whose runs end soon.
     """
     values: Values = {}
     draw = fitting_value if rng.random() < 0.5 else some_value
@@ -163,15 +166,15 @@ def some_config(rng: random.Random, tame: bool = True) -> Values:
 
 
 def counting(values: Values, keys: Collection[str]) -> Values:
-    """Return ``values`` without those of ``keys`` that their run would ignore, and be refused for."""
+    """Return ``values`` without the entries in ``keys`` that have no effect, for which the run would be refused."""
     use = Usage()
-    with suppress(Exception):  # refused for something else, which the run says
+    with suppress(Exception):  # refused for another reason, which the run reports
         use.config(values)
     return {key: value for key, value in values.items() if key not in use.ignored or key not in keys}
 
 
 def base(folder: Path) -> Values:
-    """A config that trains in a fraction of a second, with short waits for methods that exchange."""
+    """Return a config that trains in a fraction of a second, with short waits for methods that exchange."""
     small: Values = {**small_config(folder), "clients": 3, "rounds": 2, "partition": "iid", "method": "fedavg", "pictures": False}
     waits = {"wait-timeout": 0.0, "retry-timeout": 0.0, "round-timeout": 20.0, **EXCHANGE_WAITS}
     return small | waits | {"output": str(folder / "runs")}
@@ -182,7 +185,7 @@ class Hangs(BaseException):
 
 
 class Listener(logging.Handler):
-    """Keeps what is said of exceptions."""
+    """Keeps the log messages that have a traceback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +198,7 @@ class Listener(logging.Handler):
 
 @contextmanager
 def observed() -> Iterator[tuple[Listener, list[RoundRecord]]]:
-    """What is logged of exceptions, and every round's record, inside the block; which ends after PATIENCE seconds."""
+    """Collect logged tracebacks and the record of every round inside the block; raise Hangs after PATIENCE seconds."""
     listener, records, on_round = Listener(), list[RoundRecord](), RunDirectory.on_round
     same = environment()
 
@@ -209,7 +212,7 @@ def observed() -> Iterator[tuple[Listener, list[RoundRecord]]]:
     before, quiet, shown = signal.signal(signal.SIGALRM, late), LOGGER.propagate, list(LOGGER.handlers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunDirectory, "on_round", spy)
-        patch.setattr("fl_bn.run.run_directory.environment", lambda: same)  # takes as long as a round
+        patch.setattr("fl_bn.run.run_directory.environment", lambda: same)  # reading the environment takes as long as a round
         LOGGER.handlers[:], LOGGER.propagate = [listener], False
         signal.alarm(PATIENCE)
         try:
@@ -221,7 +224,7 @@ def observed() -> Iterator[tuple[Listener, list[RoundRecord]]]:
 
 
 def parsed(values: Values) -> Case:
-    """What reading the config and making its objects comes to; nothing runs."""
+    """Read the config and make its objects, without a run; return the outcome."""
     try:
         config = RunConfig.from_mapping(values)
         config.build_method(), config.local_training(), config.defence(), config.secure(), config.round_policy(), config.to_mapping()
@@ -233,7 +236,7 @@ def parsed(values: Values) -> Case:
 
 
 def ran(values: Values, run: Callable[[Mapping[str, Any]], object] = run_in_process) -> Case:
-    """What becomes of a run of ``values``."""
+    """Run ``values``; return the outcome."""
     with observed() as (listener, records):
         try:
             run(RunConfig.from_mapping(counting(values, EXCHANGE_WAITS)).to_mapping())
@@ -252,25 +255,27 @@ def ran(values: Values, run: Callable[[Mapping[str, Any]], object] = run_in_proc
 
 
 def well(values: Values, records: list[RoundRecord]) -> str:
-    """Of a run that ended well: it trained, or measured if that was all it was asked."""
+    """Judge a run that ended without an error: "trained"; "measured" if it was only asked to measure; else "empty"."""
     if any(record.aggregated for record in records if record.phase != "measure"):
         return "trained"
     return "measured" if values.get("rounds") == 0 and any(record.aggregated for record in records) else "empty"
 
 
 def sentence(values: Values, outcome: str, error: BaseException) -> Case:
-    """``error``'s message; none, or several lines of it, are as bad as a traceback."""
+    """Return the case that ended with ``error``: an empty or overlong message, or one with a traceback, is as bad as
+    a traceback.
+    """
     text = str(error)
     return Case(values, outcome if text.strip() and "Traceback" not in text and len(text) < 3000 else "traceback", text)
 
 
 def cases(count: int, seed: int, folder: Path) -> Iterator[Case]:
-    """``count`` runs in ``folder``, which becomes the current one."""
+    """Run ``count`` configs in ``folder``, which becomes the working directory."""
     os.chdir(folder)
     for number in range(count):
         rng = random.Random(f"{seed} {number}")
         values = base(folder) | some_config(rng)
-        yield ran(counting(values, values) if number % 2 else values)  # else most would end with a key without effect
+        yield ran(counting(values, values) if number % 2 else values)  # otherwise most would be refused for a key without effect
         if number % 50 == 49:
             forget()
 
@@ -279,7 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no new run after this many seconds")
     told = parser.parse_args()
     counts, begin = Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,6 @@
-"""Secure aggregation by a server with two faces: it tells one client something else than the others, so that their masks hide less."""
+"""Secure aggregation with a two-faced server: it tells one client something else than the others, so that the masks
+hide less.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.hostile.outcomes import BROKEN, GIVEN_UP, REFUSED, SAME, Outcome, lis
 from tests.hostile.recorded import CLIENTS, SCENARIOS, Liar, LivingGrid, app_of, cloned, recorded, served
 from tools.hostile.mutations import Rng, pick, plain
 
-TOLD = {  # what may be told differently: the record, the field, and the values that it becomes
+TOLD = {  # fields that may be told differently: field -> its record, and its other values
     "secagg-update-weight": ("config", [1, 2, 2**53]),
     "secagg-statistics-weight": ("config", [1, 2, 2**53]),
     "secagg-samples-weight": ("config", [1, 2, 2**53]),
@@ -33,18 +35,23 @@ ARRAYS = "one number of what went down"
 
 
 class TwoFaced(LivingGrid):
-    """The clients of nodes ``odd`` are told another value of ``field``. ``told``: whether any was, in the sum that is being made; ``ever``:
-    in any sum; ``mixed``: the clients of sums that hold those who were told one thing and those who were told another."""
+    """A grid that tells the clients on the nodes ``odd`` another value of ``field``.
+
+    Attributes:
+        told: Whether it told another value in the sum that is being made.
+        ever: Whether it told another value in any sum.
+        mixed: The clients of each sum that has clients of both kinds: some were told one value, some the other.
+    """
 
     def __init__(self, name: str, odd: set[int], field: str, value: Any, only: int = 0) -> None:
         super().__init__(app_of(SCENARIOS[name]), Liar())
-        self.only = only  # the round in which something else is told; 0: each
+        self.only = only  # the round in which another value is told; 0: every round
         self.odd, self.field, self.value = odd, field, value
         self.told = self.ever = False
         self.mixed = list[list[int]]()
 
     def sum(self, *of: Any, **options: Any) -> Sum:
-        """``secure_sum``, and who is in it."""
+        """Call ``secure_sum``, and note whose parts are in the sum."""
         self.told = False
         total = secure_sum(*of, **options)
         nodes = {part.client.node for part in total.parts}
@@ -54,7 +61,7 @@ class TwoFaced(LivingGrid):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at every sum that is made."""
+        """Watch every sum that is made inside the block."""
         with mock.patch.object(secure_rounds, "secure_sum", self.sum):
             yield
 
@@ -82,7 +89,7 @@ class TwoFaced(LivingGrid):
 
 
 def two_faced(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """A round of which no sum may come about that holds clients of both kinds."""
+    """Play a round in which the server tells clients different values; no sum may have clients of both kinds."""
     victim = LIAR + 1
     odd = {victim} if rng.integers(2) else set(range(1, CLIENTS + 1)) - {victim}
     field = pick(rng, [*TOLD, ARRAYS])
@@ -94,7 +101,7 @@ def two_faced(name: str, rng: Rng) -> tuple[str, Outcome]:
             ran = served(name, grid)
         except RunFailed as error:
             return said_to, Outcome(GIVEN_UP, str(error))
-        except Exception as error:  # whatever it is: the server must live
+        except Exception as error:  # the server must survive every reply
             return said_to, Outcome(BROKEN, f"the server ended: {error!r}")
     if grid.mixed:
         return said_to, Outcome(BROKEN, f"a sum of clients {grid.mixed[0]}, who were told different things")
@@ -106,11 +113,15 @@ def two_faced(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 
 KEEPING = ["fedbn secure", "silobn secure", "hbn secure"]
-SHAPES = ["learning-rate", ARRAYS]  # what makes a state another one
+SHAPES = ["learning-rate", ARRAYS]  # fields that change the tensors that a client keeps
 
 
 def two_faced_before(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """One client, or all others, are told something else in round 1, and all the same in round 2, whose sum holds clients of one kind."""
+    """Tell one client, or all but one, another value in round 1; the sum of round 2 may not have clients of both
+    kinds.
+
+    In round 2 all clients are told the same.
+    """
     victim = LIAR + 1
     odd = {victim} if rng.integers(2) else set(range(1, CLIENTS + 1)) - {victim}
     field = pick(rng, SHAPES)
@@ -131,7 +142,7 @@ def two_faced_before(name: str, rng: Rng) -> tuple[str, Outcome]:
             ran = served(name, grid, rounds=2)
         except RunFailed as error:
             return said_to, Outcome(GIVEN_UP, str(error))
-        except Exception as error:  # whatever it is: the server must live
+        except Exception as error:  # the server must survive every reply
             return said_to, Outcome(BROKEN, f"the server ended: {error!r}")
     if together:
         return said_to, Outcome(BROKEN, f"a sum of nodes {together[0]}, who were told different things in round 1")
@@ -143,7 +154,7 @@ def two_faced_before(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 
 def anything_sent(name: str, rng: Rng) -> tuple[str, str, int]:
-    """A section, a tensor and a place of what goes down in a training round."""
+    """Return a section, a tensor and a place in it, at random from the tensors that the server sends for training."""
     trained = [content for kind, content, _ in recorded(name).exchanges if kind.startswith("train")]
     asked = [content for content in trained if "fl-bn/weights" in content.array_records]
     content = pick(rng, asked)

@@ -1,4 +1,7 @@
-"""SecAgg+ at clients of a server that asks anything, in any order: they answer in order, once, and never for more than one sum."""
+"""State machine of SecAgg+: clients whose server asks anything, in any order.
+
+The clients must answer the stages in order, each once, and never for more than one sum.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tools.hostile import protobuf
 from tools.hostile.lies import ERRORS
 from tools.hostile.mutations import CHANGES
 
-NODES = (1, 2, 3)  # that this server asks; it has names of more
+NODES = (1, 2, 3)  # nodes that this server asks; it also knows others
 STAGES = (Stage.SETUP, Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS, Stage.UNMASK)
 OF_FL_BN = ["fl-bn/config", "fl-bn/header"]  # records of an instruction
 HONEST = {Key.SAMPLE_NUMBER: 3, Key.SHARE_NUMBER: 3, Key.THRESHOLD: 2, Key.CLIPPING_RANGE: 8.0}
@@ -46,7 +49,9 @@ OTHERWISE: list[tuple[str, Any]] = [
 
 @contextmanager
 def hidden_errors() -> Iterator[list[str]]:
-    """Inside, the kinds of errors that a client's gate keeps from the server are added to the list: its own log has them."""
+    """Inside the block, collect in the yielded list the kinds of errors that a client's gate hides from the server
+    and only logs.
+    """
     found: list[str] = []
 
     def note(severity: int, text: str, *values: object) -> None:
@@ -60,7 +65,7 @@ def hidden_errors() -> Iterator[list[str]]:
 class Clients(RuleBasedStateMachine):
     """Three clients whose owners require secure aggregation; the machine is their server."""
 
-    CLEAR: tuple[str, ...] = ("train", "evaluate", "query.statistics", "query.kept")  # what no such client answers in the clear
+    CLEAR: tuple[str, ...] = ("train", "evaluate", "query.statistics", "query.kept")  # messages that such a client must not answer unmasked
 
     @initialize()
     def begin(self) -> None:
@@ -68,8 +73,8 @@ class Clients(RuleBasedStateMachine):
         training = [(kind, content) for kind, content, _ in recorded("fbn secure").exchanges if kind.startswith("train")]
         self.templates = {kind.split()[1]: content for kind, content in training if content["fl-bn/header"]["phase"] == "train"}  # type: ignore[call-overload,index]
         self.keys: dict[int, list[bytes]] = {}
-        self.shares: dict[int, dict[int, bytes]] = {}  # by source: by destination
-        self.answered: dict[int, list[str]] = {node: [] for node in NODES}  # stages, since the last set-up
+        self.shares: dict[int, dict[int, bytes]] = {}  # source -> destination -> share
+        self.answered: dict[int, list[str]] = {node: [] for node in NODES}  # node -> stages answered since its last set-up
         self.wrong = ""
 
     # what the server knows, and what it would ask if it were honest
@@ -135,7 +140,9 @@ class Clients(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 4))
     def all_are_asked_as_is_right(self, steps: int) -> None:
-        """One stage, or more, of an honest server, from where the first client is."""
+        """Ask the next stages, ``steps`` of them, as an honest server does, starting at the stage of the first
+        client.
+        """
         for _ in range(steps):
             done = self.answered[NODES[0]]
             stage = STAGES[len(done) % 4] if tuple(done) == STAGES[: len(done)] else Stage.SETUP
@@ -204,7 +211,7 @@ class Clients(RuleBasedStateMachine):
 
     @rule(node=st.sampled_from(NODES), stage=st.sampled_from(STAGES), seed=st.integers(0, 2**32), in_bytes=st.booleans())
     def anything(self, node: int, stage: str, seed: int, in_bytes: bool) -> None:
-        """The stage's message with changed records, or changed bytes."""
+        """Ask a stage with changed records, or with changed bytes."""
         rng, content = np.random.default_rng(seed), self.content(stage, self.request(stage, node))
         if in_bytes:
             try:

@@ -1,1 +1,1 @@
-"""Hold the experiments that are functions, and the programs that measure finished runs (``experiments/catalogue.py``)."""
+"""The experiments that are functions, and the programs that measure finished runs (``experiments/catalogue.py``)."""

@@ -1,6 +1,6 @@
-"""Measure the test accuracy of a finished run on the three classes with the lowest accuracy, and on the others.
+"""Measure a finished run's test accuracy on the three classes with the lowest accuracy, and on the other classes.
 
-If each client holds one class, a robust rule that leaves out a client's gradients leaves out its class.
+If each client holds one class, a robust rule that leaves out a client's gradients also leaves out the client's class.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ WAYS = ("all", "three known least", "the others")
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return for each way the test accuracy (0..1) in the last round, as a mean over its classes."""
+    """Return the test accuracy (0..1) in the last round over all classes, the three lowest, and the others.
+
+    Each is a mean over its classes.
+    """
     accuracies = sorted(cell.rows()[-1][PER_CLASS[CLASS]])
     return dict(zip(WAYS, (fmean(accuracies), fmean(accuracies[:LEAST]), fmean(accuracies[LEAST:])), strict=True))

@@ -1,4 +1,4 @@
-"""Update BatchNorm's statistics and the weights in turns: the naive workaround in section 3.3 of the FixBN paper.
+"""Update BatchNorm's statistics and the weights alternately: the naive workaround in section 3.3 of the FixBN paper.
 
 Paper: Zhong, Chen, Chao: Making Batch Normalization Great in Federated Deep Learning (seed 000). Each round has one
 local step, in three parts:
@@ -7,7 +7,8 @@ local step, in three parts:
     (b) Every client makes a step on its weights. BatchNorm normalises by the averaged statistics, as in evaluation.
     (c) The server averages the weights.
 
-The settings are in ``experiments/definitions/000-S33.toml``. Its row BN is FedAvg, trained by the same code.
+The settings are in ``experiments/definitions/000-S33.toml``. The row BN in that file is FedAvg, trained by the same
+code.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ STREAM, BATCH, AUGMENT = 0x5333, 0, 1  # seeds that make these draws independent
 
 
 class Accuracy(NamedTuple):
-    """Hold the test accuracy (percent) of one run after ``round`` rounds. Each is a row of ``decoupling.csv``."""
+    """Hold the test accuracy (percent) of one run after ``round`` rounds: a row of ``decoupling.csv``."""
 
     method: str
     seed: int
@@ -81,10 +82,9 @@ def run(folder: Path, variant: str = "small", data: str = "data") -> list[Accura
 
 
 def accuracies(config: RunConfig) -> Iterator[tuple[int, float]]:
-    """Train as ``config`` says, and yield the number and the test accuracy (0..1) of every evaluated round.
+    """Train as ``config`` says; yield the number and the test accuracy (0..1) of every evaluated round.
 
-    In rounds in which the method freezes the statistics, they are updated before the round instead
-    (``update_statistics``).
+    In rounds in which the method freezes the statistics, ``update_statistics`` updates them before the round.
     """
     target, method, settings = device(config), config.build_method(), config.local_training()
     parts = [assembly.client_samples(config, client)[:2] for client in range(config.clients)]
@@ -108,10 +108,10 @@ def accuracies(config: RunConfig) -> Iterator[tuple[int, float]]:
 
 @torch.no_grad()
 def update_statistics(server: Server, models: Sequence[nn.Module], clients: Sequence[Samples], config: RunConfig, number: int) -> None:
-    """Make part (a) of a round: each client updates the running statistics by one batch, and the server averages them.
+    """Do part (a) of a round: each client updates the running statistics by one batch, and the server averages them.
 
     Args:
-        server: The server, whose shared statistics are replaced. Its weights stay.
+        server: The server, whose shared statistics are replaced. Its weights stay the same.
         models: The model of each client.
         clients: The training samples of each client.
         config: The run config.

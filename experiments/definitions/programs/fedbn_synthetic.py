@@ -1,20 +1,20 @@
-"""Reproduce FedBN's synthetic study: the training losses of FedBN and FedAvg where clients' features differ.
+"""Reproduce FedBN's synthetic study: the training losses of FedBN and FedAvg when the clients' features differ.
 
 Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
 appendix F, figure 9.
 
-There are two clients with points in 10 dimensions. Points of label 0 are drawn from N(-1, S), points of label 1
-from N(1, S). The covariance S is the identity at the first client, and another matrix at the second. A network with
-one hidden layer (Linear 100, BatchNorm, ReLU, Linear) learns the label. Each round has one full-batch step, after
-which the weights are averaged.
+There are two clients with points in 10 dimensions. Points of label 0 are drawn from N(-1, S), points of label 1 from
+N(1, S). The covariance S is the identity at the first client, and another matrix at the second. A network with one
+hidden layer (Linear 100, BatchNorm, ReLU, Linear) learns the label. Each round has one full-batch step, after which
+the weights are averaged.
 
 ``PAPER`` has the paper's settings. For half of the second client's points, S has values off the diagonal. There are
 600 steps on the cross-entropy, at a learning rate of 1e-5. Weights and biases start from N(0, 10^2). The paper does
-not give the values off the diagonal (here 0.5), the numbers of points and of seeds, the size of the batch, and the
-place of BatchNorm: we chose them.
+not give the values off the diagonal (0.5 in this file), the numbers of points and of seeds, the size of the batch,
+and the place of BatchNorm: these are this project's choices.
 
-``SMALL`` has settings of ours. At the second client, the coordinates are correlated, and each is scaled differently.
-The loss is the squared error, the learning rate 0.05, and the initial weights are torch's.
+``SMALL`` has settings of this project. At the second client, the coordinates are correlated, and each is scaled
+differently. The loss is the squared error, the learning rate 0.05, and the initial weights are torch's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COMPARED = ("fedavg", "fedbn")
 
 
 class Loss(NamedTuple):
-    """Hold the training loss of one run after ``step`` rounds. Each is a row of ``fedbn_synthetic.csv``.
+    """Hold the training loss of one run after ``step`` rounds: a row of ``fedbn_synthetic.csv``.
 
     It is the mean over the clients of the loss on all their data, in evaluation mode.
     """
@@ -69,8 +69,8 @@ class Setting:
         samples: The number of samples of a client.
         steps: The number of rounds. Each has one step.
         rate: The learning rate.
-        make: Draws the samples of a client, from their number, the shift of the client and a random generator.
-        task: The task, which has the loss.
+        make: Draws the samples of a client; takes their number, the shift of the client and a random generator.
+        task: The task, which defines the loss.
         outputs: The number of outputs of the network.
         deviation: The standard deviation of the initial weights and biases; None: torch's initial values.
     """
@@ -90,8 +90,8 @@ def run(folder: Path, small: bool = True, shift: float = 1.0) -> list[Loss]:
 
     Args:
         folder: The folder of the files.
-        small: Run ``SMALL``, in place of ``PAPER``.
-        shift: How far the features of the second client differ from those of the first; 0: not at all, as a control.
+        small: Run ``SMALL`` instead of ``PAPER``.
+        shift: How far the features of the second client differ from those of the first; 0, for a control: not at all.
 
     Returns:
         The rows of the CSV file.
@@ -152,11 +152,11 @@ PAPER = Setting(10, 1000, 600, 1e-5, mixture, CLASSIFICATION, 2, deviation=10.0)
 
 
 def losses(name: str, clients: Sequence[Samples], setting: Setting, seed: int) -> list[float]:
-    """Train one run, and return the clients' mean training loss before the first round and after each round.
+    """Train one run; return the clients' mean training loss before the first round and after each round.
 
     The loss is measured after the averaging, in evaluation mode, as in the authors' published code. In training mode,
-    BatchNorm would use the statistics of the batch, which here are those of all data. The effect of the averaged
-    statistics would not be seen.
+    BatchNorm would use the statistics of the batch, which in this study has all of a client's data. Then the averaged
+    statistics would have no effect on the loss.
 
     Args:
         name: The name of the method.

@@ -1,12 +1,12 @@
-"""Reproduce FedBN's toy problem: what averaging a weight does when the clients' features differ in scale.
+"""Reproduce FedBN's toy problem: what averaging a weight does if the clients' features differ in scale.
 
 Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
 section 1, figures 1 and 2.
 
-Labels are y = cos(w_true x) + noise, and the model is cos(w x). Each client sees x times a scale of its own, so
+Labels are y = cos(w_true x) + noise, and the model is cos(w x). Each client sees x multiplied by its own scale, so
 clients have the same labels, but different features. With BatchNorm, the model is cos(w x / gamma), where gamma is
-the standard deviation of the client's features. The paper does not give the number of samples, w_true, the scales
-and the noise: we chose them.
+the standard deviation of the client's features. The paper does not give the number of samples, w_true, the scales and
+the noise: these are this project's choices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEARNT = 3.0  # the largest weight that is searched: gradient descent from a sma
 
 
 class Client(NamedTuple):
-    """Hold the features ``x`` and the labels ``y`` of a client, each of shape (N,), and ``gamma``, the deviation of ``x``."""
+    """Hold a client's features ``x`` and labels ``y``, each of shape (N,), and the standard deviation ``gamma`` of ``x``."""
 
     x: Array
     y: Array
@@ -69,8 +69,8 @@ def harmonised(folder: Path) -> dict[str, list[float]]:
         folder: The folder in which ``fedbn_toy.csv`` and ``fedbn_toy.png`` are written.
 
     Returns:
-        For ``without BN`` and for ``with BN``, three numbers: the best weight of each of the two clients, and the
-        clients' mean loss at the mean of these weights.
+        For ``without BN`` and ``with BN``, three numbers: the best weights of the two clients, and the clients' mean
+        loss at the mean of these weights.
     """
     both, grid, found = clients(), np.linspace(LOW, HIGH, POINTS), dict[str, list[float]]()
     lines: list[tuple[str, int, float, float]] = []
@@ -103,9 +103,9 @@ def surface(folder: Path) -> dict[str, float]:
         folder: The folder in which ``fedbn_surface.csv`` and ``fedbn_surface.png`` are written.
 
     Returns:
-        The error of the first client at three places: at its own best weight and gamma (``own``), at the mean of
-        both clients' best weights and its own gamma (``mean w, own gamma``), and at the means of both (``mean w, mean
-        gamma``).
+        The error of the first client at three places: its own best weight and its own gamma (``own``); the mean of
+        both clients' best weights and its own gamma (``mean w, own gamma``); the mean weight and the mean gamma
+        (``mean w, mean gamma``).
     """
     both = clients()
     own, gammas = both[0], [client.gamma for client in both]

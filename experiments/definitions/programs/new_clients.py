@@ -4,8 +4,8 @@ Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch 
 appendix G and table 17. The new clients have MNIST with changes as in Morpho-MNIST.
 
 Under FedBN, a new client takes the mean of the trained clients' affine parameters, and the statistics of its own
-samples. FedAvg and FedProx are tested with the shared model. We also test them with the statistics of the new
-client, which the paper does not. The settings are in ``experiments/definitions/001-T17.toml``.
+samples. FedAvg and FedProx are tested with the shared model. This study also tests them with the statistics of the
+new client, which the paper does not do. The settings are in ``experiments/definitions/001-T17.toml``.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def _newcomers(name: str, path: str, image_size: int) -> tuple[Newcomer, ...]:
 
 
 def _digits(name: str, path: str) -> Dataset:
-    """Return digits that are bright on a dark ground, as the changes need.
+    """Return digits that are bright on a dark background, as the changes need.
 
-    They are MNIST's where ``name`` is digits-five, which contains MNIST; else they are the data of the run itself.
+    If ``name`` is digits-five, these are its MNIST digits; else they are the data of the run itself.
     """
     if not name.startswith("digits-five"):
         return load(name, path)

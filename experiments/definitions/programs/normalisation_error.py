@@ -1,19 +1,19 @@
-"""Measure how far the points that a method normalises are from centrally normalised ones: figures 1 and 2 of FBN.
+"""Measure how far normalised points are from centrally normalised ones: figures 1 and 2 of the FBN paper.
 
-Paper: Guerraoui et al.: Overcoming the Challenges of Batch Normalization in Federated Learning (seed 003), sections
-3 and 4.
+Paper: Guerraoui et al.: Overcoming the Challenges of Batch Normalization in Federated Learning (seed 003), sections 3
+and 4.
 
-There is no network, only points of the plane. Each of ten clients has a mean; the means stand on a circle of radius
-10. In each of 100 rounds, every client draws 30 points of variance 1. A share ``similarity`` of them is drawn around
-the means of all clients, and the others around the client's own mean. The running statistics start at mean 0 and
-variance 1, with a momentum of 0.1. The error of a method is the Euclidean distance between its normalised points
-and those that BatchNorm gives on all points of the round, averaged over points and rounds. The methods:
+There is no network, only points of the plane. Each of ten clients has a mean; the means lie on a circle of radius 10.
+In each of 100 rounds, every client draws 30 points of variance 1. A share ``similarity`` of them is drawn around the
+means of all clients, and the others around the client's own mean. The running statistics start at mean 0 and variance
+1, with a momentum of 0.1. The error of a method is the Euclidean distance between its normalised points and those
+that BatchNorm gives on all points of the round, averaged over points and rounds. The methods:
 
     naive    normalises by the statistics of the client's own batch
-    fixbn    as naive for half of the rounds, then by the averaged running statistics, which are frozen
+    fixbn    does the same for half of the rounds, then normalises by the averaged running statistics, now frozen
     fbn      normalises by the shared statistics of the round before, with the corrected variance (Algorithm 2)
 
-The paper does not give the values of the four levels of heterogeneity in figure 2c. Here they are levels of its
+The paper does not give the values of the four levels of heterogeneity in figure 2c. This file uses levels of its
 figure 3.
 """
 
@@ -41,7 +41,7 @@ from fl_bn.roles import batch_norms
 from fl_bn.run.palette import COLOURS, STYLE
 
 CLIENTS, POINTS, RADIUS, ROUNDS = 10, 30, 10.0, 100
-MOMENTUM = 0.1  # of the running statistics; the paper's beta
+MOMENTUM = 0.1  # momentum of the running statistics; the paper's beta
 SIMILARITY = (1.0, 0.3, 0.01, 0.0)
 CENTRALISED, NAIVE, FIXBN, FBN = "centralised", "naive", "fixbn", "fbn"
 METHODS_SHOWN = (NAIVE, FIXBN, FBN)
@@ -60,9 +60,8 @@ class Normalised(NamedTuple):
     """Hold the points of the last round, and the errors over all rounds.
 
     Attributes:
-        points: The normalised points of each method, of shape (clients, n, 2), and the points before normalisation
-            under the name ``raw``.
-        error: The error of each method.
+        points: Method -> its normalised points, of shape (clients, n, 2); ``raw`` -> the points before normalisation.
+        error: Method -> its error.
     """
 
     points: dict[str, Tensor]
@@ -74,7 +73,7 @@ def run(folder: Path, small: bool = True, seed: int = 0) -> list[Error]:
 
     Args:
         folder: The folder for ``normalisation_error.csv``, ``normalisation_error.png`` and ``normalised_points.png``.
-        small: Make one repetition, in place of five.
+        small: Make one repetition instead of five.
         seed: The seed of the draws.
 
     Returns:

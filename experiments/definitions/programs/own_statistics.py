@@ -1,8 +1,8 @@
-"""Compare the test accuracy of a finished run under its running statistics and under exact ones.
+"""Compare the test accuracy of a finished run with its running statistics and with exact ones.
 
-Clients of FedBN and SiloBN keep their statistics at home. They gather them while they train their own weights, but
-are tested with the averaged weights. Exact statistics are measured with the averaged weights: on the training samples
-of the client, or on those of all clients where the method shares statistics.
+Clients of FedBN and SiloBN keep their statistics at home. They gather the statistics while they train their own
+weights, but are tested with the averaged weights. Exact statistics are measured with the averaged weights: on the
+client's training samples or, if the method shares statistics, on those of all clients.
 """
 
 from __future__ import annotations

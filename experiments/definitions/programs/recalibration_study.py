@@ -1,7 +1,7 @@
 """Compare FedAvg's accuracy before and after re-calibration of the statistics, at several levels of label skew.
 
 FedAvg averages the running means and the running variances separately. The averaged variance lacks the spread of the
-clients' means. The statistics also belong to the local models, not to the averaged one. Re-calibration keeps the
+clients' means. Besides, the statistics belong to the local models, not to the averaged one. Re-calibration keeps the
 weights, and replaces the statistics by the exact ones of all clients' data. The gain in accuracy is what the wrong
 statistics cost. The remaining distance to centralised training is due to the weights.
 """
@@ -45,9 +45,9 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
     """Run the study, and write ``recalibration.csv`` and ``recalibration.png``.
 
     Args:
-        folder: The folder of the files. The runs are in ``runs`` there; finished runs are not repeated.
-        variant: ``small``: digits, 10 rounds; ``evidence``: the subset of CIFAR-10 in ``data``; ``cause``: as
-            ``evidence``, and each run a second time with one local step per round; else digits, 100 rounds.
+        folder: The folder of the files. The runs are in its folder ``runs``; finished runs are not repeated.
+        variant: ``small``: digits, 10 rounds. ``evidence``: the subset of CIFAR-10 in ``data``. ``cause``: as
+            ``evidence``, and each run a second time with one local step per round. Any other: digits, 100 rounds.
         data: The folder of the data.
         jobs: The number of runs at a time.
 
@@ -70,7 +70,8 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
 def plan(folder: Path, variant: str, data: str) -> list[Cell]:
     """Return the cells of the study: one run per seed and label skew.
 
-    For the variant ``cause`` there is a second run each, with the same number of steps, but one step per round.
+    For the variant ``cause``, each run is made a second time, with the same number of local steps, but one step per
+    round.
     """
     cifar = {**CIFAR, "data-path": f"{data}/cifar10.npz"}
     keys = {"small": DIGITS, "evidence": cifar, "cause": cifar}.get(variant, {**DIGITS, "rounds": 100})
@@ -87,7 +88,7 @@ def plan(folder: Path, variant: str, data: str) -> list[Cell]:
 
 
 def recalibrated(cell: Cell) -> list[Result]:
-    """Re-calibrate a finished run, unless that was done before, and return its accuracy after each pass."""
+    """Re-calibrate a finished run, unless that was done before; return its accuracy after each pass."""
     again = Cell(planned(cell.path, {}))
     if again.outcome().get("status") != "finished":
         run_cell(again)

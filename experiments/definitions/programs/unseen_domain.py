@@ -1,12 +1,12 @@
-"""Train on all domains of digits but one, and adapt the model to the domain left out, in every way of ``fl-bn adapt``.
+"""Train on all domains of digits but one; adapt the model to the domain left out, in every way of ``fl-bn adapt``.
 
 Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
 appendix G. This is done for each method, each domain and each seed. The domains, the network and the settings are
 those of the five-domain task (``experiments/definitions/001-T11.toml``), with one client per remaining domain. The
-variant ``evidence`` is the variant ``shared`` on the domains of ``DIGITS``.
+variant ``evidence`` has the settings of the variant ``shared``, and the domains in ``DIGITS``.
 
-Two methods are left out. FedAvg trains the same weights and affine parameters as SiloBN, bit for bit, since running
-statistics take no part in training. With new statistics, the two are the same model. FixBN fails here: at this
+Two methods are left out. FedAvg trains the same weights and affine parameters as SiloBN, bit for bit, because running
+statistics take no part in training. With new statistics, both give the same model. FixBN fails in this study: at the
 constant learning rate, its frozen half reaches 26 % on the known domains of the small variant (mean over domains and
 seeds).
 """
@@ -30,7 +30,7 @@ from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import Cell, run_cells
 
 SEEDS = (0, 1, 2)
-BATCH = 64  # of test-batch
+BATCH = 64  # the batch size of the adaptation test-batch
 DIGITS = ("chars74k-street-for-SVHN", "USPS", "chars74k-font-for-SynthDigits", "MNIST-M", "MNIST")
 METHODS = {"FedBN": "fedbn", "SiloBN": "silobn"}
 SHIFTS = ("none", "invert", "contrast", "noise", "background")
@@ -50,13 +50,13 @@ WAYS = (KNOWN, BEFORE, *HOW)
 
 
 class Row(NamedTuple):
-    """Hold one accuracy of one run. Each is a row of ``adaptations.csv``.
+    """Hold one accuracy of one run: a row of ``adaptations.csv``.
 
     Attributes:
         held_out: The domain that was left out in training.
         method: The method.
         seed: The seed.
-        how: The way in which the model was adapted to the domain left out; ``before``: it was not adapted; ``known
+        how: The way in which the model was adapted to the domain left out. ``before``: it was not adapted. ``known
             domains``: the accuracy is on the domains of the training.
         accuracy: The accuracy in percent.
         note: A remark on the adaptation; empty: none.
@@ -74,9 +74,9 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
     """Run the study, and write ``adaptations.csv``, ``table.csv``, ``table.md`` and ``unseen_domain.png``.
 
     Args:
-        folder: The folder of the files. The runs are in ``runs`` there; finished runs are not repeated.
-        variant: ``small``: generated domains; ``shared`` and ``evidence``: a small network on the digit domains in
-            ``data``; else the paper's setting.
+        folder: The folder of the files. The runs are in its folder ``runs``; finished runs are not repeated.
+        variant: ``small``: generated domains. ``shared`` and ``evidence``: a small network on the digit domains in
+            ``data``. Any other: the paper's setting.
         data: The folder of the data.
         jobs: The number of runs at a time.
 
@@ -111,7 +111,7 @@ def plan(folder: Path, variant: str, data: str) -> list[Cell]:
                 config = Usage().config({**keys, **own, "output": str((folder / "runs").resolve())})
                 cells.append(Cell(config, {"method": name, "held out": domain, "seed": seed}))
     for cell in cells:
-        cell.finished()  # raises ConfigError before the first run where the folder holds other runs
+        cell.finished()  # if the folder holds other runs, this raises ConfigError before the first run
     return cells
 
 
@@ -137,7 +137,9 @@ def measured(cell: Cell) -> dict[str, float]:
 
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return the lines of a table with the accuracy in percent, for each domain left out, for their mean, and by method.
+    """Return the lines of a table of accuracies in percent, by domain left out and method.
+
+    The last lines have the mean over the domains.
 
     A cell is the mean over the seeds, with their standard deviation in brackets. The first line has the titles.
     """

@@ -1,4 +1,4 @@
-"""Compare the accuracy of FedAvg's weights under the statistics of one client, averaged ones and exact ones."""
+"""Compare the accuracy of FedAvg's weights with three kinds of statistics: one client's, averaged and exact ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Sets the clock of every Python process that has this folder in PYTHONPATH: by FL_BN_SKEW seconds.
+"""Move the clock of every Python process that has this folder in PYTHONPATH by FL_BN_SKEW seconds; drills use it.
 
-For drills: ``datetime.now``, by which Flower signs and dates messages. Not ``time.time``, by which gRPC tells its C core when a call
-ends, in true time. libfaketime would do it below Python, but makes ``time.sleep`` of Python 3.11 fail; namespaces of Linux know no other
-wall clock.
+Only ``datetime.now`` and ``utcnow`` are moved, by which Flower signs and dates messages. ``time.time`` stays true,
+because gRPC passes it to its C core as the deadline of a call. libfaketime would move the clock below Python, but it
+makes ``time.sleep`` of Python 3.11 fail. Linux namespaces cannot change the wall clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REAL = datetime.datetime
 
 
 class AnyDatetime(type):
-    """What C code makes counts as one, too."""
+    """Make ``isinstance`` accept the true ``datetime`` objects, which C code creates."""
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, REAL)
