@@ -1,4 +1,4 @@
-"""Conversion of a torch model: its BatchNorm layers become those of a method."""
+"""Conversion of a torch model: its BatchNorm layers become the layers of a method."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAVEL = (torch.float16, torch.float32, torch.float64)
 
 
 def convert(model: nn.Module, method: Method) -> nn.Module:
-    """Copy a model and replace its BatchNorm layers, found by type, by those of ``method``.
+    """Copy a model and replace its BatchNorm layers, found by type, by the layers of ``method``.
 
     A model that cannot be federated is refused here, before its tensors are averaged wrongly.
 
@@ -140,8 +140,8 @@ def _replacement(module: nn.Module, method: Method) -> nn.Module:
     own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
     if extra := [name for name, _ in own if name not in known]:
         raise ValueError(
-            f"beside BatchNorm's own tensors it holds {', '.join(map(repr, extra))}, which would be lost with it: move them to a "
-            "layer of their own"
+            f"beside BatchNorm's own tensors it holds {', '.join(map(repr, extra))}, which replacing the layer would lose: move them to a "
+            "module of their own"
         )
     new = method.layer(layer)
     for key in ("weight", "bias"):  # keep the layer's own parameter, not a copy, because another layer may share it

@@ -26,7 +26,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from fl_bn.roles import RECOMPUTE, STATED, Role, fake_quantizes, roles
 
 Holder = TypeVar("Holder")
-MOST_STEPS = 200  # steps of the power iteration from the last vectors; more are needed only if two singular values are nearly equal
+MOST_STEPS = 200  # of the power iteration from the previous vectors; more are needed only if two singular values are nearly equal
 
 
 def copied(holder: Holder) -> Holder:
@@ -72,7 +72,7 @@ def derivation(module: nn.Module) -> str:
 
 
 def to_pickle(model: nn.Module) -> nn.Module:
-    """Make a network of ``model`` that can be pickled.
+    """Return ``model`` in a form that can be pickled.
 
     Returns:
         ``model`` itself, or a copy if it has parametrized layers: torch makes their classes at run time, and
@@ -108,9 +108,9 @@ def is_parametrized_class(module: nn.Module) -> bool:
 
 
 def results(module: nn.Module) -> frozenset[str]:
-    """Return the attributes of ``module`` that a hook of torch's computes before every forward pass.
+    """Return the names of the attributes of ``module`` that one of torch's hooks computes before every forward pass.
 
-    They are no state of the module.
+    Such an attribute is not part of the module's state.
     """
     hooks = module._forward_pre_hooks.values()
     named = {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
@@ -175,18 +175,18 @@ def _quantise(module: Any) -> None:
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool = False) -> None:
-    """Load tensors into ``model`` by ``load_state_dict``, as a state_dict of the newest version.
+    """Load tensors into ``model`` by ``load_state_dict``, and state the version that ``model``'s own state_dict has.
 
-    Modules that read older forms look at the version in a state_dict, and some refuse a state_dict without
-    one (torchvision's MNASNet).
+    A module that can read older formats looks for the version in the state_dict. Some modules refuse a
+    state_dict without a version (torchvision's MNASNet).
 
     Args:
         model: changed in place.
-        tensors: by the names of its state_dict.
-        strict: whether all of them must be there.
+        tensors: the tensors, by their names in the model's state_dict.
+        strict: whether ``tensors`` must have all names of the state_dict, and no others.
 
     Raises:
-        RuntimeError: torch's, for a name or shape that does not fit.
+        RuntimeError: torch's error for a name or a shape that does not fit.
     """
     state: Any = OrderedDict(tensors)
     state._metadata = getattr(model.state_dict(), "_metadata", None)
@@ -194,11 +194,11 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool =
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """Map the names of ``model``'s state_dict to those of the network inside its wrappers.
+    """Map the names of ``model``'s state_dict to the names that the network has without its wrappers.
 
     Returns:
-        The name without ``module.`` of DataParallel and DistributedDataParallel, and without ``_orig_mod.``
-        of ``torch.compile``, by the full name. A module that its owner called ``module`` keeps its name.
+        Full name -> name without ``module.`` of DataParallel and DistributedDataParallel, and without
+        ``_orig_mod.`` of ``torch.compile``. A module that its owner called ``module`` keeps its name.
     """
     return {name: _plain(model, name) for name in model.state_dict()}
 

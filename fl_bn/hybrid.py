@@ -1,4 +1,4 @@
-"""HBN's normalisation of a training batch: the plain formula, and the same on torch's fused BatchNorm kernels.
+"""HBN's normalisation of a training batch: in plain operations, and by torch's fused BatchNorm kernels.
 
 Per channel, over the ``n`` values of a batch with mean ``mu`` and variance ``var``, ``a = sigmoid(logit)`` and the shared ``M`` and ``V``:
 
@@ -14,7 +14,7 @@ BatchNorm's own backward kernel, called with the mean ``m``, an inverse deviatio
 
     q u (g - S / n - (x - m) q^2 D / n)
 
-With ``q = sqrt(a) r`` and ``u = weight / sqrt(a)`` this is ``dx`` but for a constant per channel, because ``a (mu - m) = (1 - a) (m - M)``:
+With ``q = sqrt(a) r`` and ``u = weight / sqrt(a)`` this is ``dx`` up to a constant per channel, because ``a (mu - m) = (1 - a) (m - M)``:
 
     dx = kernel - (1 - a) (dm + 2 dv (m - M)) / n
 """
@@ -50,15 +50,15 @@ def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) ->
 def normalise(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
     """Normalise a batch with the mixture of its own moments and the shared ones, on torch's fused kernels.
 
-    All tensors but ``x`` have one dtype, float32 or float64. The gradient flows through ``batch``, and can be
-    differentiated again. Inside ``torch.func`` and ``torch.compile`` use ``plain`` instead.
+    All tensors but ``x`` have one dtype, float32 or float64. The gradient for ``x`` takes into account that
+    ``batch`` depends on ``x``. It can be differentiated again. Inside ``torch.func`` and ``torch.compile`` use ``plain`` instead.
 
     Args:
         x: a batch (B, C, *).
         affine: weight and bias, (C,) each, or None.
         logit_C: mixing logits, before the sigmoid.
         shared: shared mean and variance, (C,) each.
-        batch: mean and biased variance of ``x``, (C,) each, without a graph.
+        batch: mean and biased variance of ``x``, (C,) each, detached from autograd's graph.
         eps: added to the variance before the square root.
 
     Returns:
@@ -68,7 +68,7 @@ def normalise(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tenso
 
 
 def plain(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
-    """Compute what ``normalise`` does from plain operations, through which torch can differentiate and trace.
+    """Compute the same as ``normalise``, in plain operations that torch can trace and differentiate.
 
     ``torch.func``, ``torch.compile`` and second derivatives need this.
 
@@ -77,7 +77,7 @@ def plain(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], 
         affine: weight and bias, (C,) each, or None.
         logit_C: mixing logits, before the sigmoid.
         shared: shared mean and variance, (C,) each.
-        batch: mean and biased variance of ``x``, (C,) each, with their graph.
+        batch: mean and biased variance of ``x``, (C,) each, still in autograd's graph.
         eps: added to the variance before the square root.
 
     Returns:
@@ -141,7 +141,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _second_order(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-    """Compute the gradient, with a graph of its own, from the plain formula."""
+    """Compute the gradient by ``plain``, so that it can be differentiated again."""
     own: list[Any] = [tensor if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors]
     x, weight_C, bias_C, logit_C, shared_mean_C, shared_var_C = own
     y = plain(x, (weight_C, bias_C), logit_C, (shared_mean_C, shared_var_C), channel_moments(x), ctx.eps)

@@ -20,8 +20,8 @@ class Kind:
 
     Attributes:
         then: names of the submodules that the layer calls on its output, in this order.
-        convert: makes torch's BatchNorm, with these submodules, of a layer. None if the layer is a BatchNorm
-            of torch already.
+        convert: turns such a layer into torch's BatchNorm, with these submodules. None if the layer's class is
+            already a subclass of torch's BatchNorm.
     """
 
     then: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ def register_batch_norm(kind: type[nn.Module], then: Sequence[str] = (), convert
     """
     if not issubclass(kind, _BatchNorm) and convert is None:
         raise ValueError(
-            f"{kind.__name__} is no subclass of torch's BatchNorm: give convert, a function that makes a BatchNorm of such a layer"
+            f"{kind.__name__} is no subclass of torch's BatchNorm: pass convert=, a function that turns such a layer into a BatchNorm"
         )
     _BY_TYPE[kind] = Kind(tuple(then), convert)
 

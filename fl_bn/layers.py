@@ -36,11 +36,11 @@ class Unconvertible(ValueError):
 
 
 class Composed(nn.Module):
-    """Let ``composed`` put this class in front of another layer's class. Abstract.
+    """Base of the classes that ``composed`` combines with the class of a replaced layer. Abstract.
 
     Attributes:
-        way: the class in front, which decides how the layer computes.
-        kind: the class behind, which is that of the replaced layer.
+        way: the first base class, which decides how the layer computes.
+        kind: the second base class: the class of the replaced layer.
     """
 
     way: ClassVar[type[Composed]]
@@ -57,7 +57,7 @@ _COMPOSED: dict[tuple[type[Any], type[Any]], type[Any]] = {}
 
 
 def composed(way: type[Any], kind: type[Any]) -> type[Any]:
-    """Return the class that computes as ``way`` does and is a subclass of both ``way`` and ``kind``. It is the same one every time."""
+    """Return a subclass of ``way`` and ``kind`` that computes as ``way`` does. Equal arguments give the same class."""
     if (way, kind) not in _COMPOSED:
         body = {"__module__": way.__module__, "way": way, "kind": kind}
         _COMPOSED[way, kind] = type(way.__name__, (way, kind), body)
@@ -115,7 +115,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
     @property
     def held(self) -> bool:
-        """Tell whether the layer's owner has frozen its affine parameters. The shared statistics are then frozen, too."""
+        """Return False: as in torch, freezing the affine parameters does not freeze the statistics. Subclasses may differ."""
         return False
 
 
@@ -126,7 +126,7 @@ class FrozenBatchNorm(OwnBatchNorm):
 
 
 class _SharedNorm(OwnBatchNorm):
-    """Share what layers with a way of normalising of their own have in common. Abstract: a subclass defines ``normalised``.
+    """Base of the layers that normalise training batches in another way than torch. Abstract: a subclass defines ``normalised``.
 
     Attributes:
         then: names of submodules that the layer calls on its output, in this order, such as an activation.
@@ -242,8 +242,8 @@ class HybridBatchNorm(_SharedNorm):
         """Normalise ``x`` (B, C, *) with the mixture in training, with the shared statistics in evaluation.
 
         Raises:
-            ValueError: a training batch has one value per channel, or ``x`` has another shape than the layer
-                takes.
+            ValueError: a training batch has only one value per channel, or the layer does not take the shape
+                of ``x``.
         """
         self.check_input(x)
         if not self.training:
@@ -312,12 +312,13 @@ class Followed(Composed):
 
 
 def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
-    """Let ``layer``, in place, call on its output the submodules that ``source`` calls on its own.
+    """Let ``layer`` call the submodules ``then`` of ``source`` on its output, as ``source`` does.
 
     Args:
-        layer: the new layer.
-        source: the layer that it replaces. Its submodules become those of ``layer``.
-        then: names of the submodules, in this order.
+        layer: the new layer. It is changed in place.
+        source: the layer that ``layer`` replaces.
+        then: names of the submodules of ``source``, in the order of the calls. They become submodules of
+            ``layer``, too.
 
     Raises:
         Unconvertible: ``source`` has no such submodule.
@@ -327,7 +328,7 @@ def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
     for name in then:
         if not isinstance(getattr(source, name, None), nn.Module):
             raise Unconvertible(
-                f"{type(source).__name__} has no submodule {name!r}, but register_batch_norm names it in then: correct the name"
+                f"{type(source).__name__} has no submodule {name!r}, which register_batch_norm(then={list(then)}) names: correct the name"
             )
         setattr(layer, name, getattr(source, name))
     if not isinstance(layer, _SharedNorm):
@@ -439,7 +440,7 @@ def eagerly(function: F_) -> F_:
 
 
 class Observation:
-    """Record the inputs of one layer. A copy of the layer has no observer, neither in memory nor in a pickle."""
+    """Record the inputs of one layer. Copying or pickling the layer leaves its observer out."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.roles import named_modules
+from fl_bn.support.modules import named_modules
 
 MARK = "stays_in_evaluation_mode"
 
@@ -55,7 +55,7 @@ def frozen_affine(model: nn.Module) -> set[str]:
 def held_layers(model: nn.Module) -> set[str]:
     """Return the names of the BatchNorm layers whose statistics the owner of ``model`` has frozen.
 
-    These are the layers that stay in evaluation mode while the model trains, and those of ``frozen_affine``.
+    These are the layers that stay in evaluation mode while the model trains, and the layers that ``frozen_affine`` returns.
     ``model`` is not changed.
     """
     modules = named_modules(model)

@@ -23,8 +23,8 @@ The run config's keys are collected from registries, dicts from name to construc
 ``OBJECTIVES``, ``SERVER_OPTIMIZERS``), and from the values that every run has: local training, rounds,
 exchange, secure aggregation (``fl_bn.run.run_keys.VALUES``).
 
-A constructor does only what its caller names, and a run config is a recipe that trains well. If the two need
-different defaults, ``option(..., run=...)`` states the run config's beside the constructor's:
+A constructor's default changes nothing unless the caller asks for it. A run config's default is chosen to
+train well. If the two differ, ``option(..., run=...)`` states the run config's default:
 
 >>> @dataclass(frozen=True)
 ... class Schedule(Options):
@@ -52,8 +52,8 @@ from fl_bn.support.names import expected, names_of, nearest, short
 
 Value = str | int | float | bool
 Values = str | Collection[str]
-LARGEST = 3.4e38  # of float32
-OPTION = "option"  # where a field's metadata have it
+LARGEST = 3.4e38  # the largest number of float32, rounded down
+OPTION = "option"  # the key under which a dataclass field's metadata hold its ``Option``
 REQUIRED = MISSING  # as an option's default: the constructor has none, only the run config has
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,13 +62,13 @@ Chosen = TypeVar("Chosen", bound="Options")
 
 @dataclass(frozen=True)
 class Used:
-    """State the condition under which an option counts. If it does not hold, a value for the option is refused.
+    """Condition under which an option has an effect. If it is not met, a value for the option is refused.
 
     Attributes:
-        where: The condition in words, behind "only".
-        holds: Tells whether a run config meets it; the config's values are read by key.
-        of: The keys that it depends on.
-        others: Further conditions, which must be met, too.
+        where: The condition in words that can follow "only".
+        holds: Tells whether a run config meets the condition. It reads the config's values by their keys.
+        of: The run-config keys that the condition depends on.
+        others: Further conditions that must be met, too.
     """
 
     where: str
@@ -97,15 +97,15 @@ def method_where(words: str, holds: Callable[[Any, Any], bool], *of: str) -> Use
     """Return a condition on the method that the run config builds.
 
     Args:
-        words: The condition in words, behind "only".
-        holds: Tells whether a method and the run config meet it.
-        of: The keys that it depends on, beside the method.
+        words: The condition in words that can follow "only".
+        holds: Tells whether a method and the run config meet the condition.
+        of: The run-config keys that the condition depends on, beside ``method``.
     """
     return Used(words, lambda config: holds(config.build_method(), config), ("method", *of))
 
 
 def parses(parse: Callable[[str], object]) -> Callable[[str], bool]:
-    """Return a check of texts: they are right if ``parse`` takes them without a ValueError."""
+    """Return a function that tells whether ``parse`` accepts a text: it raises no ValueError."""
 
     def check(text: str) -> bool:
         try:
@@ -130,7 +130,7 @@ _NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
 
 
 def range_of(text: str) -> Callable[[Any], bool]:
-    """Return the check of a range of finite numbers.
+    """Return a function that tells whether a number is finite and within a range.
 
     Args:
         text: ``>= 1``, ``> 0``, ``0..9`` (both ends included), ``(0, 1]``, a number, or several of them: ``0
@@ -185,10 +185,10 @@ class Key:
         return self.values if isinstance(self.values, str) else ", ".join(self.values)
 
     def check(self, value: Any) -> Value:
-        """Return ``value`` in the key's type; an int becomes a float if the key is one.
+        """Check a value of the key and return it. An int becomes a float if the key's type is float.
 
         Raises:
-            ValueError: It is of another type, is out of range, or cannot be written to a file or sent.
+            ValueError: The value is of another type, is out of range, or cannot be written to a file or sent.
         """
         kind = type(self.default)
         if type(value) is not kind and not (kind is float and type(value) is int):
@@ -204,7 +204,7 @@ CONTROL = re.compile("[\\x00-\\x1f\\x7f\\ud800-\\udfff]")
 
 
 def _unfit(value: Any, kind: type) -> str:
-    """Return what a value must be to be written to a file and sent; empty if it is that."""
+    """Return what a value must be so that it can be written to a file and sent; empty if the value is that already."""
     if kind is float and not abs(value) <= LARGEST:
         return "a finite number"
     if kind is int and not -(2**63) <= value < 2**63:
@@ -215,7 +215,7 @@ def _unfit(value: Any, kind: type) -> str:
 
 
 def _out_of_range(called: str, value: object, values: Values, help: str, like: Collection[str] = ()) -> str:
-    """Return the message of a value out of range. It says what special values mean, as the option's help does after "; "."""
+    """Return the message for a value out of range. It repeats the special values, which the option's help lists after "; "."""
     if not isinstance(values, str):
         return expected(called, value, values)
     wrong = next((part for part in names_of(value) if part not in like), "") if isinstance(value, str) else ""
@@ -282,17 +282,17 @@ class Option:
             raise ValueError(_out_of_range(called, value, self.values, self.help, self.like))
 
     def as_key(self, name: str) -> Key:
-        """Return the run config's key of this option; the key's value ``unset`` stands for the default.
+        """Return the run-config key of this option. The key's value ``unset`` stands for the constructor's default.
 
         Args:
-            name: The key.
+            name: The key's name.
         """
         if name not in self._keys:
             self._keys[name] = self._as_key(name)
         return self._keys[name]
 
     @functools.cached_property
-    def _keys(self) -> dict[str, Key]:  # every run config asks, and a sweep makes hundreds of these
+    def _keys(self) -> dict[str, Key]:  # every run config asks for the keys, and a sweep makes hundreds of run configs
         return {}
 
     def _as_key(self, name: str) -> Key:
@@ -303,7 +303,7 @@ class Option:
 
     @property
     def left_out(self) -> str:
-        """Return what holds if the option is not given."""
+        """Return, in words, the value that is used if the option is not given."""
         return self.otherwise or _shown(self.default)
 
 
@@ -337,9 +337,9 @@ def option(
         key: The run-config key. Default: the class's prefix and the field's name.
         unset: The key's value that stands for the constructor's default, as None does in code: a run config
             has no None.
-        otherwise: What holds if the option is unset, if the default does not say it.
+        otherwise: What holds if the option is unset, in words. Empty: the constructor's default.
         like: Names that may be part of a text, for "did you mean".
-        used: The condition under which the option counts. None: whenever its class is used.
+        used: The condition under which the option has an effect. None: whenever its class is used.
         run: The run config's default, if it is not the constructor's.
         read: Converts the key's value to the field's value, if the two are of different kinds.
     """
@@ -363,12 +363,12 @@ def _field(default: Any, spec: Option) -> Any:
 
 
 def shared(kind: type, name: str, default: Any, read: Callable[[Any], Any] | None = None) -> Any:
-    """Return a field that reads the key of another class's option: one declaration, two readers.
+    """Return a field whose value comes from the run-config key of another class's option.
 
     Args:
         kind: The class that declares the option.
-        name: The option's field there.
-        default: The constructor's default here.
+        name: The option's field in ``kind``.
+        default: The constructor's default in the class that gets the field.
         read: Converts the key's value to the field's value. None: they are the same.
     """
     return _field(default, replace(_keyed(kind, name), default=default, read=read))
@@ -379,7 +379,7 @@ def declared(kind: type, name: str) -> Any:
 
     Args:
         kind: The class that declares the option.
-        name: The option's field there.
+        name: The option's field in ``kind``.
     """
     spec = _keyed(kind, name)
     return _field(spec.in_run, spec)
@@ -391,11 +391,11 @@ def _keyed(kind: type, name: str) -> Option:
 
 
 class Options:
-    """Check the values of a class's options when it is made: the base of options classes.
+    """Base of options classes. Making an object checks the values of its options.
 
     Attributes:
-        name: The name of their owner in errors.
-        prefix: The beginning of their keys in the run config. None: the name.
+        name: The name in errors of the method or part that has the options.
+        prefix: The beginning of the options' keys in the run config. None: the name.
     """
 
     name: ClassVar[str] = ""
@@ -410,7 +410,7 @@ class Options:
 
 @functools.cache
 def own_options(kind: type) -> dict[str, Option]:
-    """Return the options of a dataclass, by field."""
+    """Return the options of a dataclass, by the names of their fields."""
     return {spec.name: spec.metadata[OPTION] for spec in fields(kind) if OPTION in spec.metadata}
 
 
@@ -437,7 +437,7 @@ def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Cal
 
 
 def options_by_key(constructor: object) -> dict[str, tuple[str, Option]]:
-    """Return run-config key -> field and option of a constructor; empty if it has no options."""
+    """Return run-config key -> (name of the field, option) for a constructor; empty if it has no options."""
     kind = constructor if isinstance(constructor, type) and is_dataclass(constructor) else getattr(constructor, "options", None)
     return {} if kind is None else _by_key(kind)
 
@@ -455,10 +455,10 @@ def _key(kind: Any, name: str, spec: Option) -> str:
 
 
 def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **computed: Any) -> T:
-    """Make a value from the run config: each option has its key's value.
+    """Call a constructor with options from the run config: each option has the value of its key.
 
     Args:
-        constructor: The value's class, or a function decorated by ``takes``.
+        constructor: A dataclass with options, or a function decorated by ``takes``.
         value_of: Returns the run config's value of a key.
         computed: Fields that are not options, or that several keys decide together.
     """
@@ -482,7 +482,7 @@ def keys_of(registry: Mapping[str, object]) -> dict[str, Key]:
     return dict(_keys_of(tuple(registry.items())))
 
 
-@functools.lru_cache(maxsize=64)  # every run config asks, and a sweep makes hundreds of these
+@functools.lru_cache(maxsize=64)  # every run config asks for the keys, and a sweep makes hundreds of run configs
 def _keys_of(registry: tuple[tuple[str, object], ...]) -> dict[str, Key]:
     takers: dict[str, dict[str, Option]] = {}
     for name, constructor in registry:
@@ -500,7 +500,7 @@ def same_key(*keys: Key) -> None:
     """Check that declarations of one key agree.
 
     Raises:
-        ValueError: They differ in default or values.
+        ValueError: Two declarations differ in the default or in the allowed values.
     """
     for other in keys[1:]:
         if (other.default, other.shown) != (keys[0].default, keys[0].shown):

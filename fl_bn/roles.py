@@ -3,8 +3,8 @@
 A test by name ("bn" in key) misses BatchNorm inside ``nn.Sequential`` and torchvision's ``downsample.1``. It
 silently turns FedBN into FedAvg.
 
-Buffers that are no statistics have four roles: shared, kept, recomputed and constant. Known kinds of modules
-have a default. Any other floating-point buffer is shared. ``set_buffer_roles`` states another role.
+A buffer that is no statistic has one of four roles: shared, kept, recomputed or constant. The buffers of known
+kinds of modules have a default role. Any other floating-point buffer is shared. ``set_buffer_roles`` states another role.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from fl_bn.support.modules import named_modules
 from fl_bn.support.names import expected, names_of, nearest
 
 
@@ -235,7 +236,7 @@ def parse_buffer_roles(text: str) -> dict[str, str]:
 def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
     """Yield name, module, key and tensor of every buffer whose role a user may state.
 
-    These are all buffers but statistics and counters of norm layers.
+    These are all buffers of the state_dict but the statistics and counters of norm layers.
     """
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -246,8 +247,9 @@ def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tenso
 def state_constants(model: nn.Module) -> None:
     """Give the role CONSTANT, in place, to buffers that hold infinity or NaN, such as an attention mask of -inf.
 
-    No result of training holds such numbers, so such a buffer is not averaged. Left as they are: buffers with a
-    known or stated role, and those of torch.ao's observers, which are infinite only until the first batch.
+    Training does not produce such numbers, so such a buffer must not be averaged. Two kinds of buffers keep their
+    role: those with a known or stated role, and those of torch.ao's observers, which are infinite only until the
+    first batch.
     """
     for _, module, key, tensor in _free_buffers(model):
         known = key in vars(module).get(STATED, {}) or _known(module, key) is not None or observes(module)
@@ -279,7 +281,7 @@ def _some(names: list[str], most: int = 8) -> str:
 
 
 def inputs_like(model: nn.Module) -> Tensor:
-    """Return a tensor on the device and of the dtype that ``model``'s inputs take.
+    """Return a tensor that has the device and the dtype that ``model`` expects of its inputs.
 
     Integer and complex parameters give no hint of the inputs.
 
@@ -325,16 +327,3 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
         The layers in the order of ``named_modules``.
     """
     return {name: module for name, module in named_modules(model).items() if isinstance(module, _BatchNorm)}
-
-
-def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return what ``model.named_modules()`` yields, in the same order and in a third of the time."""
-    found: dict[nn.Module, str] = {}
-    waiting: list[tuple[str, nn.Module]] = [("", model)]
-    while waiting:
-        name, module = waiting.pop()
-        if module not in found:
-            found[module] = name
-            prefix = f"{name}." if name else ""
-            waiting += [(prefix + key, part) for key, part in reversed(module._modules.items()) if part is not None]
-    return {name: module for module, name in found.items()}

@@ -194,7 +194,7 @@ def clientapp(site: SiteFolder) -> Command:
 
     This program needs no key, so it may run as another user than the SuperNode.
     """
-    options = {"--appio-api-address": site.clientappio, "--policy": site.policy}
+    options = {"--appio-api-address": site.clientappio, "--policy": site.policy, "--audit": site.audit_log}
     return Command("clientapp", (sys.executable, "-P", str(APP_HOST), *_flat(options)), _environment(site.state_dir), site.path)
 
 

@@ -39,6 +39,7 @@ LONGEST = (
     "tests/sweeps/test_experiments.py",
     "tests/hostile/test_lying_server.py",
     "tests/hostile/test_declared.py",
+    "tests/examples/test_flower_apps.py",
     "tests/examples/test_quickstart.py",
     "tests/methods/test_objective_oracles.py",
 )

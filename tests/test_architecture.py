@@ -45,6 +45,8 @@ EXPORTED = {"convert": "conversion"}
 FLOWER_PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}  # for all of fl_bn/flower
 FLOWER_LEGACY = {  # public, too, but of Flower's older API: the files that still need it
     "fl_bn/flower/numpy_client.py": {"flwr.client"},
+    "fl_bn/flower/own/legacy_client.py": {"flwr.client"},
+    "fl_bn/flower/own/legacy_server.py": {"flwr.common", "flwr.server", "flwr.server.strategy"},
     "fl_bn/flower/secagg/workflow.py": {"flwr.common", "flwr.server", "flwr.server.strategy"},
     "fl_bn/flower/secagg/client.py": {"flwr.common"},
     "fl_bn/flower/secagg/stages.py": {"flwr.common"},
@@ -58,6 +60,7 @@ FLOWER_PRIVATE = "fl_bn/flower/compat.py"  # the one file that may name anything
 FLOWER = {  # the files outside fl_bn/flower that use Flower, and all of it that they may
     "fl_bn/apps/server.py": {"flwr.app", "flwr.serverapp"},
     "fl_bn/apps/client.py": {"flwr.app", "flwr.clientapp"},
+    "fl_bn_site/leaving.py": {"flwr.app"},
     "fl_bn_site/app_host.py": {"flwr.app"},
     "fl_bn_site/supernode.py": {"flwr.app"},
 }

@@ -145,7 +145,7 @@ def position(measured: Measured) -> dict[str, float]:
 
 
 def nearest(measured: Measured, regimes: Sequence[Regime]) -> Nearest:
-    """Find the regime whose position is nearest to that of a federation. Of equally near ones, it is the first."""
+    """Find the regime whose position is nearest to the position of a federation; the first of equally near ones."""
     here, there = position(measured), [position(regime.measured) for regime in regimes]
     lengths = {axis: max(at[axis] for at in there) - min(at[axis] for at in there) for axis in here}
 

@@ -46,7 +46,7 @@ class Advice:
         return self.rungs[-1].kept[0] if self.rungs else ""
 
     def clients(self) -> Rows:
-        """Return the rows of the table of clients: the name of a number, its value here, and in the nearest regime."""
+        """Return the rows of the table of clients: a quantity, its value for the user's clients, and in the nearest regime."""
         return [(name, _of(self.measured, name), _of(self.nearest.regime.measured, name)) for name in SHOWN]
 
     def methods(self) -> Rows:
@@ -102,7 +102,7 @@ def write(advice: Advice, folder: Path) -> list[Path]:
 
     Args:
         advice: The advice.
-        folder: The folder, which is made where it does not exist.
+        folder: The folder, which is made if it does not exist.
 
     Returns:
         The paths of the two files.

@@ -37,7 +37,7 @@ def make_app(folder: Path | None = None) -> ServerApp:
 
 
 def in_a_sentence(record: logging.LogRecord) -> bool:
-    """Log an error that is a sentence for the user without the traceback that Flower adds."""
+    """Remove Flower's traceback from the log of an error that is a sentence for the user. Return True: log every record."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, RunFailed | ConfigError):
         record.msg, record.args, record.exc_info = "the run ended: %s", (error,), None

@@ -1,7 +1,7 @@
 """Check a run: its config, the model's normalisation layers, the data, and the batches that are drawn from them.
 
-torch and Flower are imported inside the functions, so that the doctor can still speak where they are missing or
-of a wrong version.
+torch and Flower are imported inside the functions, so that ``fl-bn doctor`` works even if they are missing
+or of a wrong version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fl_bn.run.config import RunConfig
 
 LABELS = "check that labels count from 0, and that the largest label is right; go on if a class is only rare"
-FEW = 4  # the variance of fewer samples says little
+FEW = 4  # the variance of fewer samples is mostly noise
 
 
 def run_config(values: Mapping[str, Any]) -> tuple[Finding, RunConfig | None]:
@@ -95,7 +95,7 @@ def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
         values: Keys of the run config.
 
     Returns:
-        ``values`` with the keys; unchanged where they name a data set already.
+        ``values`` with the keys; unchanged if they name a data set already, or if the site has no data of its own.
 
     Raises:
         ValueError: The data are damaged, or in a form that cannot be read.
@@ -159,7 +159,7 @@ def as_the_app(node: Mapping[str, Any]) -> None:
 def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Samples, tuple[int, ...]]:
     """Return the samples as the ClientApp takes them.
 
-    A site without data of its own takes the first share: the server tells it its place only with a run.
+    A site without data of its own takes the share of client 0, since the server tells it its own index only in a run.
     """
     from fl_bn.run.assembly import OwnData, client_samples, partition_of
 
@@ -173,10 +173,10 @@ def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, ru
     Args:
         train: The training samples.
         test: The test samples.
-        counts: Training samples per class; empty where labels are no classes.
+        counts: Training samples per class; empty if labels are no classes.
         own: Where the site's own data are; empty: it has none.
         run: The data set of the run.
-        counted: Whether the number of classes follows from these very labels.
+        counted: Whether the number of classes was taken from the largest of these labels.
     """
     held = ", ".join(f"{label}: {count}" for label, count in enumerate(counts) if count)
     missing = [str(label) for label, count in enumerate(counts) if not count]

@@ -1,4 +1,4 @@
-"""Run checks that never raise: what goes wrong in a check is its finding."""
+"""Run checks without raising: an error in a check becomes its finding."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fl_bn.support.finding import Finding
 
 
 def guard(check: str, look: Callable[[], Finding]) -> Finding:
-    """Return the finding of ``look``. If it raises, that check alone has failed, and the others are still made."""
+    """Return the finding of ``look``. If it raises, return a failure, so that the other checks can still be made."""
     return next(guard_each(check, lambda: [look()]))
 
 
 def guard_each(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of ``look``. If it raises, the check ends with a failure."""
+    """Yield the findings of ``look``. If it raises, yield a failure as the last one."""
     try:
         yield from look()
     except Exception as error:  # one broken check must not stop the others
@@ -26,7 +26,7 @@ def guard_each(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Fi
 
 
 def reason(error: Exception) -> str:
-    """Return ``error`` in words: without numbers and tuples, and with the name of its file if it has one."""
+    """Return the text of ``error``; for an OSError without its number, but with the name of the file if it has one."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__

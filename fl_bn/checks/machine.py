@@ -85,7 +85,7 @@ def gpu(device: str, where: str) -> Finding:
 
     Args:
         device: The device, as in the run config.
-        where: Who asks for it.
+        where: Where the user names the device, for the finding.
     """
     import torch
 
@@ -113,13 +113,13 @@ def gpu(device: str, where: str) -> Finding:
             "fail",
             "gpu",
             f"{request}, but torch sees {f'only {count}' if count else 'no'} GPU{'s' if count > 1 else ''}{f' ({why})' if why else ''}",
-            "name one that is there (counted from 0), or auto or cpu; if it should be there, see whether nvidia-smi shows it",
+            "name a GPU that exists (counted from 0), or auto or cpu; if this one should exist, see whether nvidia-smi shows it",
         )
     torch.ones(1, device=f"cuda:{index}").sum().item()
     free, total = torch.cuda.mem_get_info(index)
     text = f"{request}: {torch.cuda.get_device_name(index)}, {free / GB:.1f} of {total / GB:.1f} GB free"
     if free < LITTLE:
-        return Finding("warn", "gpu", text, "end what else uses it (nvidia-smi shows that), or name another device")
+        return Finding("warn", "gpu", text, "end other programs that use it (nvidia-smi lists them), or name another device")
     return Finding("ok", "gpu", text)
 
 
@@ -127,8 +127,8 @@ def memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> 
     """Check how much memory Linux could give to a new process, in a container too.
 
     Args:
-        proc: Where the kernel tells of the machine.
-        group: Where the kernel tells of the container.
+        proc: The folder in which the kernel describes the machine.
+        group: The folder in which the kernel describes the container.
     """
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     free, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
@@ -149,7 +149,7 @@ def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Fi
     Args:
         check: The name of the check.
         folder: The folder.
-        mounts: Where the kernel lists file systems.
+        mounts: The file in which the kernel lists file systems.
     """
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     shown = str(folder) if existing == folder else f"{folder} (not made yet; {existing} was tried)"
@@ -167,7 +167,7 @@ def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Fi
         return Finding(
             "warn",
             check,
-            f"{text}; but it is {LOST[kind]} ({kind}) and is lost with it",
+            f"{text}; but it lies in {LOST[kind]} ({kind}), and is lost with it",
             "name a folder on a disk, or mount a volume there",
         )
     if free < LITTLE:
@@ -186,7 +186,7 @@ def _write_and_remove(folder: Path) -> None:
 
 
 def _file_system(folder: Path, mounts: Path) -> str:
-    """Return the kind of the file system of ``folder``, e.g. ``ext4``; empty where Linux does not say."""
+    """Return the kind of the file system of ``folder``, e.g. ``ext4``; empty if Linux does not say."""
     try:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:

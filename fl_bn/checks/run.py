@@ -27,7 +27,7 @@ def diagnose(overrides: str = "") -> Iterator[Finding]:
         overrides: Keys of the run config.
 
     Yields:
-        What each check finds. Whatever is wrong is a finding, and raises nothing.
+        The findings of each check. Anything that is wrong is a finding; nothing is raised.
     """
     yield from this_machine()
     yield from guard_each("run config", lambda: _run_here(overrides))
@@ -49,7 +49,7 @@ def run(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def parse(overrides: str) -> dict[str, Any] | Finding:
-    """Return the keys that ``overrides`` sets; a finding where they cannot be read."""
+    """Return the keys that ``overrides`` sets, or a finding if they cannot be read."""
     from fl_bn.run.config import ConfigError
     from fl_bn.run.overrides import parse_overrides
 

@@ -1,4 +1,4 @@
-"""Define the commands ``fl-bn data list`` and ``fl-bn data check``. They import what they need themselves."""
+"""Define the commands ``fl-bn data list``, ``check`` and ``columns``. They import what they need only when they run."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def write(name: str, folder: Path) -> None:
         raise FileExistsError(f"{folder} exists already, and was not changed: choose another name, or remove it first")
     package = package_of(name)
     if iskeyword(package) or find_spec(package) is not None:
-        raise ValueError(f"the app's package would be called {package}, as something in this environment is: choose another name")
+        raise ValueError(f"the app's package would be called {package}, which is the name of another module or a keyword: choose another")
     template = files("fl_bn").joinpath("templates/app")
     for source, made in ((template, folder), (template / "package", folder / package)):
         made.mkdir()
@@ -63,6 +63,7 @@ def write(name: str, folder: Path) -> None:
 def package_of(name: str) -> str:
     """Return the name of the app's package.
 
-    It is one of the app's own, since Flower's processes for several apps may have them all on one path.
+    Each app has a package name of its own, because a Flower process may have the packages of several apps on one import
+    path.
     """
     return name.replace("-", "_")

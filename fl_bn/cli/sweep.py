@@ -1,6 +1,6 @@
 """Define the commands ``fl-bn sweep`` and ``fl-bn report``, and ``carry_out``, which every command with a sweep calls.
 
-Functions import what they need themselves, since an import of torch takes seconds.
+Functions import what they need only when they run, since an import of torch takes seconds.
 """
 
 from __future__ import annotations

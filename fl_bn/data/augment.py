@@ -22,9 +22,9 @@ from fl_bn.support.names import check_name
 
 PADDING = 4  # pixels, of crop-flip
 FIXBN_PADDING = 2  # of crop-flip-2
-DEGREES = 30.0  # at most, either way, of flip-rotate
+DEGREES = 30.0  # largest angle of flip-rotate, to either side
 SCALE = (0.08, 1.0)  # share of the area that resized-crop keeps
-RATIO = (3 / 4, 4 / 3)  # width by height of what it keeps
+RATIO = (3 / 4, 4 / 3)  # width by height of the part that resized-crop keeps
 
 Augmentation = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, Tensor]]
 Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -104,8 +104,8 @@ def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor,
 def resized_crop(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Cut out a random box and enlarge it to the whole (bilinearly), then ``flip``: ImageNet.
 
-    The box has 8 to 100 % of the area, and proportions of 3:4 to 4:3. Both are torchvision's draws. A side
-    that would be too long is cut to the image's.
+    The box has 8 to 100 % of the area, and proportions of 3:4 to 4:3. Both are drawn as in torchvision. A side
+    that would be longer than the image's is cut to it.
     """
     area, log_ratio = rng.uniform(*SCALE, len(x)), rng.uniform(math.log(RATIO[0]), math.log(RATIO[1]), len(x))
     height, width = x.shape[2:]
@@ -136,7 +136,7 @@ def segmentation(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor
 def _sampled(x: Tensor, affine: np.ndarray[tuple[int, ...], np.dtype[np.float64]], mode: str) -> Tensor:
     """Read each image at the coordinates that ``affine`` (B, 2, 3) computes for its pixels, in -1..1.
 
-    Pixels outside the image are black.
+    Outside the image, pixels are black if ``mode`` is "nearest"; else the image's border is repeated.
     """
     theta = torch.from_numpy(affine).to(x.device, torch.float32)
     grid = functional.affine_grid(theta, list(x.shape), align_corners=False)

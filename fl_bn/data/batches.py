@@ -23,12 +23,12 @@ def epoch_batches(n: int, batch_size: int, rng: np.random.Generator, least: int 
     Args:
         n: number of samples.
         batch_size: at least 2.
-        rng: for the order.
-        least: the fewest samples: 2, or 1 without batch statistics.
+        rng: draws the order.
+        least: the fewest samples that a client may have: 2, or 1 if training uses no batch statistics.
         drop_last: leave out a smaller last batch.
 
     Returns:
-        Index arrays of ``batch_size``.
+        One array of indices per batch.
 
     Raises:
         ClientTooSmall: ``n`` is below ``least``, or with ``drop_last`` below ``batch_size``.
@@ -72,10 +72,10 @@ def draw_batches(
     Args:
         n: number of samples.
         batch_size: at least 2.
-        rng: for the order.
+        rng: draws the orders.
         epochs: number of passes, or 0.
         steps: number of local steps, or 0.
-        least: the fewest samples: 2, or 1 without batch statistics.
+        least: the fewest samples that a client may have: 2, or 1 if training uses no batch statistics.
         drop_last: leave out a smaller last batch of a pass.
 
     Returns:
@@ -106,7 +106,7 @@ def check_size(n: int, least: int = 2) -> None:
 
     Args:
         n: number of samples.
-        least: 1 without batch statistics.
+        least: the fewest samples that a client may have: 2, or 1 if training uses no batch statistics.
 
     Raises:
         ClientTooSmall: ``n`` is below ``least``.

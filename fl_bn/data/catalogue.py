@@ -1,6 +1,6 @@
 """Catalogue of the data sets, with their terms and the places of their files. docs/data.md and ``fl-bn data`` show it.
 
-The terms are those of the publishers as generally known, in a line. Only the publishers' own are binding.
+The terms of use are summarised in a line, as far as they are generally known. Only the publishers' own texts are binding.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class CatalogueEntry:
     """Description of one data set.
 
     Attributes:
-        title: in words.
-        terms: of use, in words.
-        citation: of the publication.
-        how: how the files get here.
-        tree: the files that belong into ``data-path``.
+        title: title of the data set.
+        terms: terms of use, in words.
+        citation: authors and year of the publication.
+        how: how the files come to the user's machine.
+        tree: the files that must lie in ``data-path``.
         source: the publisher's address.
-        samples: their number, training and test together. Several if editions differ; none if it is unknown.
-        split: how many of them to train and to test on, in words.
+        samples: number of samples, training and test together. Several numbers if editions differ; none if it is unknown.
+        split: how many samples are for training and for testing, in words.
         size: shape of a sample.
         note: further remarks.
     """
@@ -264,7 +264,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
 
 
 def page() -> str:
-    """Write the generated part of docs/data.md."""
+    """Return the generated part of docs/data.md."""
     return "\n\n".join(_section(name, entry) for name, entry in CATALOGUE.items())
 
 

@@ -27,14 +27,14 @@ from fl_bn.support.extras import need
 from fl_bn.support.finding import Finding
 from fl_bn.support.names import expected
 
-FEATURES = 5995  # of ABIDE's 110 regions
+FEATURES = 5995  # correlations between ABIDE's 110 regions
 
 
 def check_files(name: str, path: str = "") -> list[Finding]:
     """Check the files of data set ``name`` below ``path``.
 
     Args:
-        name: of the data set.
+        name: name of the data set.
         path: the folder of its files; ``data`` if empty.
 
     Returns:
@@ -47,7 +47,7 @@ def check_files(name: str, path: str = "") -> list[Finding]:
         raise ValueError(expected("dataset", name, DATASETS, ", or your own function as package.module:function"))
     findings: list[Finding] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LargeData)  # a finding below, or not loaded
+        warnings.simplefilter("ignore", LargeData)  # a finding tells the size, or the data are not loaded
         try:
             findings.extend(_check_of(name)(name, path))
         except DataNotFound as error:
@@ -103,20 +103,20 @@ def _counts(name: str, samples: int) -> Iterator[Finding]:
 
 def _public(name: str, path: str) -> Iterator[Finding]:
     need(f"data set {name!r}", "torchvision")
-    from torchvision import datasets  # here, not above: a second of import that other data sets need not pay
+    from torchvision import datasets  # imported here because it takes a second, and other data sets do not need it
 
     kind: Any = getattr(datasets, name.upper())
     root = Path(path or ROOT)
     arguments: list[dict[str, Any]] = [{"split": s} for s in ("train", "test")] if name == "svhn" else [{"train": t} for t in (True, False)]
     try:
         splits = [kind(root, download=False, **argument) for argument in arguments]
-    except (OSError, RuntimeError) as error:  # not there, or there and packed
+    except (OSError, RuntimeError) as error:  # the files are missing, or are packed archives
         missing = [str(file) for file in files_of(kind, root) if not file.is_file()]
         if missing:
             raise DataNotFound(f"there is no {' and no '.join(missing)} (a run downloads it where there is internet)") from error
         if not name.startswith(("cifar", "mnist")):
             raise ValueError(f"{root}: torchvision cannot read the files of {name}: {error}") from error
-        yield Finding("warn", "files", f"the archives in {root} are not unpacked", "nothing: the first run does it, and checks their sums")
+        yield Finding("warn", "files", f"the archives in {root} are not unpacked", "nothing: the first run unpacks and checks them")
         return
     sizes = [len(split.data) for split in splits]
     yield Finding("ok", "files", f"{sizes[0]:,} + {sizes[1]:,} samples {tuple(splits[0].data[0].shape)} of {CLASSES[name.upper()]} classes")
@@ -144,7 +144,7 @@ def _memory(size: int, when: str) -> Finding:
     text = f"{size / 2**30:.1f} GiB in every process {when}"
     large = size / 2**30 >= LARGE
     return (
-        Finding("warn", "memory", text, "see that the machine has it, or choose a smaller image-size")
+        Finding("warn", "memory", text, "make sure that the machine has so much memory, or choose a smaller image-size")
         if large
         else Finding("ok", "memory", text)
     )
@@ -163,7 +163,7 @@ def _cityscapes(name: str, path: str) -> Iterator[Finding]:
 
 
 def _csv(name: str, path: str) -> Iterator[Finding]:
-    """Read all files of a table; also print the keys with which a run is for sites of such files."""
+    """Read all files of a table. The last finding has the keys of a run whose sites have such files."""
     data = load_csv(path, 0)
     for file in csv_files(path):
         rows = read_rows(file, data.columns)
@@ -187,7 +187,7 @@ def _abide(name: str, path: str) -> Iterator[Finding]:
         if length == FEATURES:
             yield Finding("ok", "files", text)
         else:
-            yield Finding("warn", "files", text, f"expected {FEATURES:,}, of 110 regions; go on if all sites are so")
+            yield Finding("warn", "files", text, f"expected {FEATURES:,} numbers, of 110 regions; go on if all sites have this length")
 
 
 def _digits_five(name: str, path: str) -> Iterator[Finding]:

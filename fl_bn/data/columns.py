@@ -15,7 +15,7 @@ from fl_bn.data.record import DataNotFound
 from fl_bn.support.names import expected, short, unknown
 
 FILE = "columns.toml"
-MISSING_CELLS = ("", "na", "n/a", "nan", "null", "?")  # in small letters; a category of that name is a category
+MISSING_CELLS = ("", "na", "n/a", "nan", "null", "?")  # in small letters; a cell that is a listed category or class counts as that
 REFUSE, DROP, FILL, ZEROS = "refuse", "drop", "fill", "zeros"
 MISSING, UNKNOWN = (REFUSE, DROP, FILL), (REFUSE, DROP, ZEROS)
 DELIMITERS = (",", ";", "\t", "|")
@@ -39,13 +39,14 @@ class Columns:
         classes: texts of the target's cells by label; empty for a target that is a number.
         target_scale: constants of a target that is a number.
         numeric: constants of each numeric column, in the order of the network's inputs.
-        categorical: categories of each categorical column, which follow: one input of 0 or 1 for each category.
+        categorical: categories of each categorical column. The network has an input of 0 or 1 for each category, after the
+            numeric columns.
         ignore: names of columns that are not used.
         group: name of a column whose equal cells stay on one side of the split (a patient's); empty for none.
         missing: one of ``MISSING``: what becomes of a row with a missing cell.
         unknown: one of ``UNKNOWN``: what becomes of a row with a category that is not listed.
         test_share: share of a file's rows to test on.
-        seed: of the split into training and test rows.
+        seed: seed of the split into training and test rows.
         delimiter: character between cells.
     """
 
@@ -74,7 +75,7 @@ class Columns:
 
     @property
     def digest(self) -> str:
-        """Return 16 hexadecimal digits that differ between any two descriptions, whatever their comments and layout."""
+        """Return a hash of the description, 16 hexadecimal digits. Comments and layout of the file do not change it."""
         ordered = {"numeric": list(asdict(self)["numeric"].items()), "categorical": list(self.categorical.items())}
         return hashlib.sha256(json.dumps(asdict(self) | ordered).encode()).hexdigest()[:16]
 
@@ -103,7 +104,7 @@ def read_columns(folder: Path) -> Columns:
 
 
 def columns_of(values: Mapping[str, Any]) -> Columns:
-    """Make the description of the content of a columns.toml.
+    """Make the description of the columns from the content of a columns.toml.
 
     Raises:
         ValueError: a value is missing, unknown or out of range.
@@ -143,7 +144,7 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
     if twice := [name for name in roles if roles.count(name) > 1]:
         raise ValueError(f"column {twice[0]!r} is listed twice: a column is the target, numeric, categorical or ignored")
     if columns.group in roles:
-        raise ValueError(f"column {columns.group!r} is the group and has another place, too: the network must not see who a row is of")
+        raise ValueError(f"column {columns.group!r} is the group, but is also listed in another place: list it only as the group")
     return columns
 
 
@@ -166,7 +167,7 @@ def _text(what: str, value: Any) -> str:
 
 
 def _texts(what: str, values: Any, least: int) -> tuple[str, ...]:
-    """Return the texts of a list; whole numbers are texts of their digits."""
+    """Return the texts of a list. A whole number in the list becomes the text of its digits."""
     if not isinstance(values, list) or len(values) < least or not all(type(value) in (str, int) for value in values):
         few = f" of at least {least}" if least else ""
         raise ValueError(f"{what} must be a list{few}, of texts as they stand in the cells, but is {short(values)}")

@@ -23,9 +23,9 @@ from fl_bn.data.listing import TEST_SHARE, warn_if_large
 from fl_bn.data.public import ROOT
 from fl_bn.data.record import DataNotFound
 
-SITES = ("NYU", "USM", "UM", "UCLA")  # of the published files; those of FedBN
+SITES = ("NYU", "USM", "UM", "UCLA")  # the sites of the published files that FedBN uses
 WINDOW, STRIDE = 32, 1  # time points; a scan shorter than a window is one window
-EMPTY_REGION = "#3455"  # of the published 111 columns, the one that names no region
+EMPTY_REGION = "#3455"  # the one of the 111 published columns that is no region
 CLASSES = {"2": 0, "1": 1}  # DX_GROUP: 2 is a control, 1 autism
 _STREAM = 0xAB1DE  # sets these draws apart from others that start from the same seed
 
@@ -96,8 +96,8 @@ def load_abide(path: str, image_size: int) -> Measurements:
       vectors ``x`` (n, features). An optional ``subject`` (n,) tells which rows belong to one person; or
     * a file ``SITE.csv`` for each site: a label and the vector's numbers per line, without a header.
 
-    A fifth of each site's subjects, of either label, are the test split. All windows of a subject are on one
-    side. Accuracy counts windows, without a vote among those of one subject.
+    At each site, a fifth of the subjects of either label form the test split. All windows of a subject are on one
+    side. Accuracy counts single windows; the windows of a subject do not vote.
 
     Args:
         path: the folder of the files; ``data`` if empty.
@@ -131,10 +131,10 @@ def load_abide(path: str, image_size: int) -> Measurements:
 
 
 def held_out(labels: list[int], site: int) -> set[int]:
-    """Choose the subjects of the test split: a fifth of each label, and at least one of two or more.
+    """Choose a site's subjects for the test split: a fifth of the subjects of each label, but at least one of two or more.
 
     Returns:
-        Their positions in ``labels``.
+        The positions of the chosen subjects in ``labels``.
     """
     rng = np.random.default_rng(np.random.SeedSequence([_STREAM, site]))
     tested: set[int] = set()
@@ -194,7 +194,7 @@ def read_series(file: Path) -> Floats:
     with file.open(encoding="utf-8-sig") as stream:
         header = stream.readline()
     try:
-        series = np.loadtxt(file, ndmin=2)  # a header begins with #, which is a comment to it
+        series = np.loadtxt(file, ndmin=2)  # the header begins with #, so loadtxt skips it as a comment
     except ValueError as error:
         raise ValueError(f"{file}: expected a header and a line of numbers per time point, but {error}") from error
     names = header.split()

@@ -53,7 +53,7 @@ class TableData(Measurements):
 
     Attributes:
         columns: the description of the columns.
-        notes: a sentence for each file of which rows were left out or cells had no value.
+        notes: a sentence for each file with rows that were left out or cells without a value.
     """
 
     columns: Columns = Columns("")
@@ -112,9 +112,7 @@ def load_csv(path: str, image_size: int) -> TableData:
     test = np.concatenate(splits)
     if not test.any():
         alike = f" in one {columns.group}" if columns.group and len(tables[0].y) > 1 else ""
-        raise TableError(
-            files[0], f"expected rows to train on and others to test on, but there {_rows(len(y))}{alike}, and no other: add rows"
-        )
+        raise TableError(files[0], f"expected rows to train on and others to test on, but there {_rows(len(y))}{alike} in all: add rows")
     domain = torch.repeat_interleave(torch.arange(len(files)), torch.tensor([len(table.y) for table in tables]))
     several = len(files) > 1
     parts = [torch.from_numpy(chosen) for chosen in (~test, test)]
@@ -135,7 +133,7 @@ def load_csv(path: str, image_size: int) -> TableData:
 
 
 def csv_files(path: str) -> list[Path]:
-    """List the files that ``path`` names: those of a folder in the order of their names, or in the given order.
+    """List the CSV files that ``path`` names. The files of a folder are in the order of their names.
 
     Raises:
         DataNotFound: there is no such file, or the folder has none.
@@ -160,17 +158,17 @@ def csv_files(path: str) -> list[Path]:
 
 
 def _columns(files: Sequence[Path]) -> Columns:
-    """Read the one description of all files.
+    """Read the columns.toml that describes all files.
 
     Raises:
-        ValueError: files of two folders have different ones.
+        ValueError: the files lie in folders whose columns.toml differ.
     """
     found = {folder: read_columns(folder) for folder in dict.fromkeys(file.parent for file in files)}
     first, columns = next(iter(found.items()))
     for folder, other in found.items():
         if other.digest != columns.digest:
             raise ValueError(
-                f"{folder / FILE} differs from {first / FILE}, so a cell would be another number at another site: give all sites one {FILE}"
+                f"{folder / FILE} differs from {first / FILE}, so equal cells would become different numbers: give all sites one {FILE}"
             )
     return columns
 
@@ -247,12 +245,12 @@ def _checked_header(file: Path, line: int, header: list[str], columns: Columns) 
 
 
 class _Leave(Exception):
-    """Leave a row out."""
+    """Signal that a row is left out. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class _Cells:
-    """Make numbers of the cells of one file's rows."""
+    """Convert the cells of one file's rows to numbers, and count the rows left out and the cells without a value."""
 
     file: Path
     columns: Columns
@@ -330,7 +328,7 @@ def split(rows: Rows, columns: Columns) -> NDArray[np.bool_]:
     """Draw the test rows of one file.
 
     Returns:
-        Whether each row is a test row (N,). No row is one if there is only one, or one group.
+        Whether each row is a test row (N,). If there is only one row, or only one group, it has no test row.
     """
     owners = np.array(rows.groups) if rows.groups else np.arange(len(rows.y))
     # A group may have rows of several classes, so groups are drawn from all together.

@@ -45,8 +45,8 @@ def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None
         name: one of ``DATASETS``, or a function of your own as "package.module:function".
         path: the files of ``npz`` or ``csv``, the folder of ``folder``, of ``csv`` or of a published data set (``data`` if empty),
             or the argument of your own function. docs/data.md lists the files of each set.
-        image_size: in pixels; others are resized bilinearly with antialiasing. 0: the native size, or that of
-            the papers for a set of many sizes.
+        image_size: pixels along each side. Images of another size are resized bilinearly with antialiasing. 0: the
+            native size, or the papers' size for a set of many sizes.
         modules: modules that may hold a function of your own. None: any.
 
     Raises:
@@ -56,8 +56,8 @@ def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None
     return _load(name, path, image_size, modules)
 
 
-# A function of its own, because the cache of load() would hold one entry per spelling of the arguments. A few sets suffice, as one
-# process rarely works on more.
+# The cache is not on load(), where it would hold one entry per way of writing the arguments (by position or by name). A few sets
+# suffice, as one process rarely works on more.
 @lru_cache(maxsize=4)
 def _load(name: str, path: str, image_size: int, modules: Modules | None) -> Dataset:
     if name not in DATASETS and ":" not in name:
@@ -75,6 +75,6 @@ def to_input(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
     Args:
         x: uint8 images, which become -1..1, or measurements (floats), which keep their values.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     return x.to(dtype) if x.is_floating_point() else images_to_input(x, dtype)

@@ -24,7 +24,7 @@ from fl_bn.data.record import Dataset, images_to_tensor, resize
 
 DOMAINS = ("china", "flower")
 SIZE = 20  # pixels: small enough for a CPU, large enough for two poolings
-TEST_SAMPLES = 360  # of 1,797: a fifth, as even over the classes as can be
+TEST_SAMPLES = 360  # a fifth of 1,797, from all classes in proportion
 _SEED = 20
 _LEVELS = 16  # scikit-learn's digits count the inked pixels of a 4x4 cell
 
@@ -130,7 +130,7 @@ def _scikit_file(*parts: str) -> Path:
 def _bilinear_tenths(before: int, after: int) -> NDArray[np.int64]:
     """Return the bilinear weights (after, before) in tenths.
 
-    They are integers, as 8 > 20 pixels puts every centre on a tenth.
+    They are integers, because enlarging 8 pixels to 20 puts every centre on a tenth.
     """
     weights = np.zeros((after, before), dtype=np.int64)
     for i in range(after):

@@ -22,9 +22,9 @@ from fl_bn.data.npz import load_npz
 from fl_bn.data.public import ROOT, load_public
 from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor, resize
 
-SIZE = 28  # pixels of digits-five where image_size is 0, as in FedBN
+SIZE = 28  # pixels of digits-five if image_size is 0, as in FedBN
 SPLITS = ("train", "test")
-TRAINING = (4, 5)  # of a domain's samples FedBN trains on four in five: 7,438 of 9,298 of USPS, which publishes 7,291 to train on
+TRAINING = (4, 5)  # share that FedBN trains on: for USPS 7,438 of 9,298 samples (its published split has 7,291)
 _STREAM = 0xD161  # sets this draw apart from others that start from the same seed
 MNIST_M = ("mnist_m_train", "mnist_m_train_labels.txt", "mnist_m_test", "mnist_m_test_labels.txt")
 SYNTH = ("synth_train_32x32.mat", "synth_test_32x32.mat")
@@ -79,7 +79,7 @@ def load_synth_digits(path: str, image_size: int) -> Dataset:
     """Load ``synth-digits`` (3, 32, 32): 479,400 + 9,553 rendered digits, from the two published MATLAB files.
 
     Raises:
-        DataNotFound: they are not below ``path``.
+        DataNotFound: the files are not below ``path``.
         ValueError: a file has another form.
     """
     name = "synth-digits"
@@ -93,7 +93,7 @@ def read_mat(file: Path, image_size: int) -> tuple[Tensor, Tensor]:
 
     It holds ``X`` (H, W, 3, N) and ``y`` (N, 1), in which the digit 0 may have the label 10.
     """
-    from scipy.io import loadmat  # type: ignore[import-untyped]  # here, not above: others need not pay for the import
+    from scipy.io import loadmat  # type: ignore[import-untyped]  # imported here because other data sets do not need it
     from scipy.io.matlab import MatReadError  # type: ignore[import-untyped]
 
     try:
@@ -117,7 +117,7 @@ class Source:
     """Describe a possible source of one domain.
 
     Attributes:
-        domain: its name.
+        domain: name of the domain.
         found: ``found(folder)`` tells whether the files are there.
         load: ``load(folder, image_size)`` reads them.
     """
@@ -147,7 +147,7 @@ def _find(load: Callable[[str, int], Dataset], domain: str, subfolder: str, need
     return Source(domain, lambda folder: (root(folder) / needs[0]).exists(), lambda folder, size: load(str(root(folder)), size))
 
 
-# For each domain, the first source whose files exist is used. The domain's name tells a stand-in.
+# For each domain, the first source whose files exist is used. The domain's name tells whether another data set stands in.
 SVHN = _published("SVHN", "SVHN", "SVHN", ("train_32x32.mat", "test_32x32.mat"))
 USPS = _published("USPS", "USPS", "USPS", ("usps.bz2", "usps.t.bz2"))
 MNIST = _published("MNIST", "MNIST", "", ("MNIST/raw",))

@@ -1,6 +1,6 @@
-"""Draft of a columns.toml from CSV files: what each column seems to be, to be read and corrected by a person.
+"""Draft of a columns.toml from CSV files: what each column seems to be. A person must read and correct it.
 
-The draft holds categories and rounded means of the very files that it is made from. They leave the files' site with it.
+The draft contains categories and rounded means of the files. Sending it to other sites discloses them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fl_bn.data.columns import DELIMITERS, DROP, Columns, Scale, columns_of, is_
 from fl_bn.data.csv_files import NUMBER, TableError, csv_files, read_rows, split
 from fl_bn.support.names import nearest, short
 
-MOST_CATEGORIES = 50  # a column of more texts is names or numbers of persons, say, and is ignored
+MOST_CATEGORIES = 50  # a column with more different texts (names of persons, say) is ignored
 
 
 def draft(path: str, target: str, *, regression: bool = False, delimiter: str = ",") -> str:
@@ -38,7 +38,7 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
 
     Raises:
         DataNotFound: there is no such file.
-        ValueError: a file is no CSV, or has no such column, or no column can be learnt from.
+        ValueError: a file is no CSV, the column ``target`` is missing, or no column is left to learn from.
     """
     if delimiter not in DELIMITERS:
         raise ValueError(f"delimiter must be one of {', '.join(map(repr, DELIMITERS))}, but got {delimiter!r}")
@@ -70,7 +70,7 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
 
 
 def _cells(files: Sequence[Path], delimiter: str) -> dict[str, set[str]]:
-    """Return the different cells that have a value, by column of all files, in the first file's order."""
+    """Return column -> the different values in its cells, over all files. Cells without a value are left out."""
     found: dict[str, set[str]] = {}
     for file in files:
         try:
@@ -115,6 +115,6 @@ def _scales(files: Sequence[Path], columns: Columns) -> dict[str, Scale]:
 
 
 def _rounded(scale: Scale) -> dict[str, float]:
-    """Round a scale to two digits of its deviation, and its mean to the same place."""
+    """Round the deviation of a scale to two significant digits, and its mean to the same decimal place."""
     place = 1 - math.floor(math.log10(scale.std))
     return {"mean": round(scale.mean, place), "std": round(scale.std, place)}

@@ -26,14 +26,14 @@ def load_folder(path: str, image_size: int) -> Dataset:
 
     The label of a class is the position of its name in ``path/classes.txt`` (one name per line). Without that
     file, it is the position among the sorted names of all class folders of both splits. A class folder may be
-    empty or missing, but not missing in classes.txt.
+    empty, or missing in a split. If there is a classes.txt, it must list every class folder.
 
     **Sites of one run must share one classes.txt.** Without it, sites with different folders number their
-    classes differently. If one site has cat and dog, and another dog and fox, label 0 is cat here and dog
-    there. The model is then trained on contradictory labels, without any error.
+    classes differently. If one site has cat and dog, and another dog and fox, label 0 is cat at the first
+    site and dog at the second. The model is then trained on contradictory labels, without any error.
 
     With ``image_size`` 0 all images must share one square size. Otherwise the largest centred square of each
-    is resized to it. Images stay grey (1 channel) if all are grey, else all have 3. Transparency is dropped,
+    image is resized to ``image_size``. Images stay grey (1 channel) if all are grey, else all have 3. Transparency is dropped,
     and pixels are used as stored. Hidden files and folders (``.name``) are skipped. Every other file of a
     class folder must be an image.
 
@@ -108,12 +108,12 @@ def read_picture(file: Path) -> Picture:
             if image.mode.startswith(_DEEP):
                 raise ValueError(
                     f"its pixels have more than 8 bits (Pillow's mode {image.mode}), which have no standard scale: save it with "
-                    "8, or write a data function, package.module:function"
+                    "8 bits, or write a data function, package.module:function"
                 )
             if "transparency" in image.info:
                 return np.asarray(image.convert("RGBA").convert("RGB"))
             return np.asarray(image if image.mode == "L" else image.convert("RGB"))
-    # Damaged files: Pillow's decoders let all of these through.
+    # For damaged files, Pillow's decoders raise any of these.
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise ValueError(
             f"{file}: expected an image that Pillow reads, but {error}; remove it, or hide it by a name that begins with a dot"

@@ -54,7 +54,7 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
     (regression), or 0 or 1 (N, K) (multi-label). Samples are either
 
     * floats (N, ...) of any shape, which the network receives unchanged, in float32: the function scales
-      them. They are never resized, so ``image_size`` must be 0 or theirs (1 for a table). Or
+      them. They are never resized, so ``image_size`` must be 0 or the size that they have (1 for a table). Or
     * uint8 images (N, H, W) or (N, H, W, C), square, with 1 or 3 channels; resized to ``image_size`` unless
       that is 0.
 
@@ -63,7 +63,7 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
     Args:
         name: "package.module:function".
         path: the function's argument.
-        image_size: in pixels, or 0.
+        image_size: pixels along each side. 0: the size of the data.
         modules: modules that may hold the function. None: any.
 
     Raises:

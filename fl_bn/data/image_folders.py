@@ -34,8 +34,8 @@ class FolderLayout:
     """Layout of a set on the disk.
 
     Attributes:
-        files: makes the list of its files from a path.
-        size: pixels per side of its images if image_size is 0.
+        files: makes the list of the set's files from a path.
+        size: pixels per side of the images if image_size is 0.
         how: how images of other sizes are resized.
     """
 
@@ -64,8 +64,8 @@ def domain_folders(
     (``split``).
 
     Args:
-        name: of the set.
-        path: its folder.
+        name: name of the set.
+        path: folder of the set.
         domains: names of the domains.
         classes: names of the classes.
         lists: names of a domain's lists for training and test, in the root or a folder in it, with ``{}`` for

@@ -25,12 +25,12 @@ from fl_bn.data.record import DataNotFound, Dataset, images_to_tensor
 Fit = Literal["crop", "stretch"]
 Item = TypeVar("Item")
 LARGE = 4.0  # GiB from which a warning is due
-TEST_SHARE = 0.2  # of each class of each domain, where nobody published a split
+TEST_SHARE = 0.2  # share of each class of each domain to test on, if no split is published
 _STREAM = 0x5B117  # sets these draws apart from others that start from the same seed
 
 
 class LargeData(UserWarning):
-    """Warn that a data set takes much memory, because all of it is held there."""
+    """Warn that a data set takes much memory, because all of it is held in memory."""
 
 
 class Image(NamedTuple):
@@ -52,7 +52,7 @@ class Listing:
     """List the files of a data set, in two splits.
 
     Attributes:
-        name: of the set.
+        name: name of the set.
         train: the training images.
         test: the test images.
         classes: names of the classes, by label.
@@ -75,18 +75,18 @@ def find_root(name: str, path: str, needs: Sequence[str], tops: Sequence[str] = 
     """Find the folder of a set: the first of ``path`` and its folders ``tops`` that holds all of ``needs``.
 
     Args:
-        name: of the set, for the message.
-        path: ``data`` if empty.
+        name: name of the set, for the message.
+        path: the user's ``data-path``; ``data`` if empty.
         needs: files and folders of the set.
         tops: possible names of the folder that an archive unpacks to.
 
     Raises:
-        DataNotFound: there is none. The message names the missing files of the folder that has most.
+        DataNotFound: no folder holds all of ``needs``. The message names what the most complete one lacks.
     """
     base = Path(path or ROOT)
     roots = [base, *(base / top for top in tops)]
     missing = [[need for need in needs if not (root / need).exists()] for root in roots]
-    best = min(range(len(roots)), key=lambda i: (len(missing[i]), -i))  # of equals the published folder
+    best = min(range(len(roots)), key=lambda i: (len(missing[i]), -i))  # if several lack as many, the last of tops
     if missing[best]:
         raise DataNotFound(
             f"dataset {name!r}: {roots[best]} lacks {', '.join(missing[best])} (data-path {path or ROOT!r}; a relative path starts at the "
@@ -178,8 +178,8 @@ def read_listing(listing: Listing, image_size: int, how: Fit) -> Dataset:
 
     Args:
         listing: the list.
-        image_size: S.
-        how: "crop" takes the largest centred square of each, "stretch" distorts the whole image.
+        image_size: S, the pixels along each side.
+        how: "crop" takes the largest centred square of each image, "stretch" distorts the whole image.
 
     Raises:
         ValueError: a file is no image.
@@ -221,13 +221,13 @@ def read_all(items: Sequence[Item], shape: Sequence[int], dtype: torch.dtype, re
     """Read all items, in as many threads as torch has.
 
     Args:
-        items: for example files.
-        shape: of one result.
-        dtype: of the result.
-        read: makes a tensor of that shape of one item.
+        items: what to read, for example N files.
+        shape: shape of the tensor of one item.
+        dtype: dtype of the result.
+        read: reads one item and returns a tensor of ``shape``.
 
     Returns:
-        (N, *shape).
+        A tensor (N, *shape).
     """
     out = torch.empty((len(items), *shape), dtype=dtype)
 

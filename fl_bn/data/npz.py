@@ -25,7 +25,7 @@ def load_npz(path: str, image_size: int) -> Dataset:
 
     Args:
         path: the archives, separated by commas.
-        image_size: in pixels. 0: the largest size of all images. If some images are in colour, the grey ones
+        image_size: pixels along each side. 0: the largest size of all images. If some images are in colour, the grey ones
             get three equal channels.
 
     Raises:

@@ -23,7 +23,7 @@ Indices = NDArray[np.int64]
 Labels = NDArray[np.integer]
 
 KINDS = ("iid", "classes", "table", "dirichlet", "similarity", "domain", "domain-dirichlet", "natural")
-BY_DOMAIN = ("domain", "domain-dirichlet", "natural")  # kinds of which a client has data of one domain
+BY_DOMAIN = ("domain", "domain-dirichlet", "natural")  # kinds that give each client data of one domain only
 PARAMETRISED = ("classes", "table", "dirichlet", "similarity", "domain-dirichlet")  # kinds that have a parameter
 BY_LABEL = PARAMETRISED  # kinds that need one label per sample
 SIZES = ("natural", "equal")
@@ -67,8 +67,9 @@ def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
 
     Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``. With 2 these are disjoint pairs in order,
     as in the authors' published code; with 4 every class is at two clients; with 10 all classes are at all
-    clients. Every class is divided equally among its ``k / 2`` clients. In the supplement's table of 6
-    classes, the fourth row has eight of a sixth each; here it has six, like the others.
+    clients. Every class is divided equally among its ``k / 2`` clients. In the supplement's table for 6
+    classes, the fourth row has eight entries of 1/6, which add up to more than 1. This function gives that client six
+    classes, like the others.
 
     Raises:
         ValueError: there are not 5 clients and 10 classes, or ``k`` is another number.
@@ -90,15 +91,15 @@ def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
 def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min_samples: int = 2) -> list[Indices]:
     """Divide each class in proportions drawn from a symmetric Dirichlet distribution (label skew).
 
-    A draw with a client of fewer than ``min_samples`` is repeated, up to ten draws in all. Then the last draw
-    is repaired: random samples move, one by one, from the largest client to those that are too small. With
+    A draw that leaves a client fewer than ``min_samples`` samples is repeated, up to ten draws in all. Then the last draw
+    is repaired: random samples move, one by one, from the largest client to clients that are too small. With
     many clients and strong skew almost every draw fails, and the repair moves few samples.
 
     Args:
         labels: (N,).
-        clients: their number.
+        clients: number of clients.
         concentration: above 0. The smaller, the stronger the skew.
-        seed: of the draws.
+        seed: seed of the draws.
         min_samples: the fewest samples of a client. The default, 2, is the least that has a variance.
 
     Raises:
@@ -132,8 +133,8 @@ def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min
 
 
 def _repaired(parts: list[Indices], min_samples: int, rng: np.random.Generator) -> list[Indices]:
-    """Move random samples from the largest part, of equals the first, until each part has ``min_samples``."""
-    largest = [(-len(part), i) for i, part in enumerate(parts)]  # a heap; entries of parts that have changed since are stale
+    """Move random samples, one at a time, from the part that is largest then, until each part has ``min_samples``."""
+    largest = [(-len(part), i) for i, part in enumerate(parts)]  # a heap; an entry is outdated if its part has changed since
     heapq.heapify(largest)
     for small in (i for i in range(len(parts)) if len(parts[i]) < min_samples):
         while len(parts[small]) < min_samples:
@@ -155,10 +156,9 @@ def similarity(labels: Labels, clients: int, similarity: float, seed: int) -> li
 
     Args:
         labels: (N,).
-        clients: their number.
-        similarity: the share, from 0, when each client has as few classes as possible, to 1, a random
-            division.
-        seed: of the draws.
+        clients: number of clients.
+        similarity: the share from the pool. 0: each client has as few classes as possible. 1: a random division.
+        seed: seed of the draws.
 
     Raises:
         ValueError: ``similarity`` is not in [0, 1].
@@ -182,7 +182,8 @@ def similarity(labels: Labels, clients: int, similarity: float, seed: int) -> li
 def by_domain(domains: Labels, clients: int, seed: int) -> list[Indices]:
     """Give each client one domain, and divide a domain at random and equally among its clients.
 
-    Client ``i`` gets domain ``i`` modulo their number, so the clients per domain differ by one at most.
+    Client ``i`` gets domain ``i`` modulo the number of domains, so the numbers of clients per domain differ by
+    one at most.
 
     Raises:
         ValueError: there are fewer clients than domains, or a client gets no sample.
@@ -268,10 +269,10 @@ def partition(
         kind: one of ``KINDS``.
         labels: (N,). Masks (N, H, W) are accepted by kinds that need no labels.
         domains: (N,), for the kinds in ``BY_DOMAIN``.
-        clients: their number.
+        clients: number of clients.
         parameter: the number of classes per client ("classes", "table"), the concentration ("dirichlet",
             "domain-dirichlet") or the similarity. Other kinds ignore it.
-        seed: of the draws.
+        seed: seed of the draws.
         sizes: "natural", or "equal" to cut all parts to one size (``equal_sizes``).
 
     Raises:
@@ -309,8 +310,8 @@ def label_counts(labels: Labels, parts: list[Indices], classes: int) -> Indices:
     """Count the samples of each class at each client.
 
     Returns:
-        (clients, classes). For masks, the number of pixels, without those of value 255. For values and sets
-        of labels, where no sample has one class, (clients, 0).
+        (clients, classes). For masks, the number of pixels; pixels of value 255 do not count. For values and
+        sets of labels, where samples have no single class, the shape is (clients, 0).
     """
     if labels.dtype.kind == "f" or labels.ndim == 2:
         return np.zeros((len(parts), 0), dtype=np.int64)

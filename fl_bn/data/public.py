@@ -33,7 +33,7 @@ def load_public(kind: str, path: str, image_size: int) -> Dataset:
         DataNotFound: files are missing and cannot be downloaded.
     """
     need(f"data set {kind.lower()!r}", "torchvision")
-    from torchvision import datasets  # here, not above: a second of import that other data sets need not pay
+    from torchvision import datasets  # imported here because it takes a second, and other data sets do not need it
 
     read = getattr(datasets, kind)
     root = Path(path or ROOT)
@@ -53,7 +53,7 @@ def files_of(kind: Any, root: Path) -> list[Path]:
 
 def _split(kind: Any, root: Path, *, train: bool) -> Any:
     """Load one split as torchvision's object. Its files are downloaded unless they are below ``root``."""
-    # SVHN has a third split, and so names them.
+    # SVHN has a third split, so torchvision takes the split's name.
     arguments: dict[str, Any] = {"split": "train" if train else "test"} if kind.__name__ == "SVHN" else {"train": train}
     try:
         return kind(root, download=True, **arguments)
@@ -70,5 +70,5 @@ def _arrays(split: Any, image_size: int) -> tuple[Tensor, Tensor]:
     """Return images (N, C, H, H) and labels (N,) of one of torchvision's objects."""
     images, labels = np.asarray(split.data), split.labels if hasattr(split, "labels") else split.targets
     if type(split).__name__ == "SVHN":
-        images = images.transpose(0, 2, 3, 1)  # torchvision keeps this one, and no other, as (N, C, H, W)
+        images = images.transpose(0, 2, 3, 1)  # torchvision stores only SVHN as (N, C, H, W)
     return resize(images_to_tensor(images), image_size), torch.from_numpy(np.asarray(labels).astype(np.int64))

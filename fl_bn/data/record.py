@@ -30,7 +30,7 @@ class Dataset:
     All users in a process share the tensors: do not write into them.
 
     Attributes:
-        name: of the set.
+        name: name of the set.
         x_train: uint8 (N, C, H, H).
         y_train: labels, int64 (N,) in ``[0, classes)``; sets of labels, int64 0 or 1 (N, classes); or finite
             values, float32 (N,) or (N, classes).
@@ -134,8 +134,8 @@ def to_input(images_uint8: Tensor, dtype: torch.dtype = torch.float32) -> Tensor
     tensor([-1.,  1.])
 
     Args:
-        images_uint8: of any shape.
-        dtype: of the result.
+        images_uint8: images, a tensor of any shape.
+        dtype: dtype of the result.
 
     Returns:
         A tensor of the same shape.
@@ -154,7 +154,7 @@ def targets(where: str, key: str, y: NDArray[np.generic], samples: int) -> Tenso
 
     Args:
         where: source of the array, for the message.
-        key: its name, for the message.
+        key: name of the array, for the message.
         y: (N,) or (N, K).
         samples: N.
 
@@ -183,10 +183,10 @@ def targets(where: str, key: str, y: NDArray[np.generic], samples: int) -> Tenso
 
 
 def check_alike(where: str, *parts: Tensor) -> None:
-    """Check that all targets of a data set have one kind, dtype and size of a sample.
+    """Check that all ``parts`` of a data set's targets have the same kind, dtype and number of values per sample.
 
     Raises:
-        ValueError: they differ.
+        ValueError: two parts differ.
     """
     forms = {(y.dtype, y.shape[1:]): f"{kind_of(y)}, {y.dtype} (N{''.join(f', {n}' for n in y.shape[1:])})" for y in parts}
     if len(forms) > 1:
@@ -196,7 +196,7 @@ def check_alike(where: str, *parts: Tensor) -> None:
 def outputs(where: str, *parts: Tensor) -> int:
     """Return how many outputs a network needs for these targets.
 
-    It is the largest label plus one, the number of labels of a set, or the number of values of a sample.
+    That is the largest label plus one; for sets of labels, the number of labels; for values, the values per sample.
 
     Raises:
         ValueError: see ``check_alike``.
@@ -245,7 +245,7 @@ def resize(images: Tensor, image_size: int) -> Tensor:
 
     Args:
         images: (N, C, H, H).
-        image_size: in pixels. 0 keeps the size.
+        image_size: pixels along each side. 0 keeps the size.
 
     Returns:
         (N, C, image_size, image_size).

@@ -1,7 +1,7 @@
-"""Domains made of one data set: each has samples under one feature shift, as from another camera or scanner.
+"""Domains made from one data set: each has samples under one feature shift, as if from another camera or scanner.
 
-Labels stay, and the look of the images changes. This is the setting of FedBN without its five data sets. A
-limit to the samples per domain, as in that paper, is here, too.
+Labels stay, and the look of the images changes. This is the setting of FedBN without its five data sets. This
+file also limits the samples per domain, as that paper does.
 
 Legend: N samples, C channels, H height, W width.
 """
@@ -22,8 +22,8 @@ from fl_bn.data.record import Dataset
 
 Shift = Callable[[Tensor, np.random.Generator], Tensor]
 
-NOISE = 40.0  # standard deviation of the noise, of 255
-TINT = ((220, 30, 0), (40, 120, 40), (0, 30, 60))  # of 256: the parts of red, green and blue in each new colour
+NOISE = 40.0  # standard deviation of the noise, for pixels of 0..255
+TINT = ((220, 30, 0), (40, 120, 40), (0, 30, 60))  # parts of red, green and blue in each new colour, in 256ths
 _BINOMIAL = (1, 4, 6, 4, 1)
 _CHUNK = 512  # images at a time, as integers take more memory than bytes
 _STREAM, _SHARES, _LIMIT = 0x5417F, 0, 1  # set these draws apart from others that start from the same seed
@@ -40,7 +40,7 @@ def invert(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def contrast(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Reduce the contrast to a third, about a brightness of two thirds: fog."""
+    """Reduce the contrast to a third, around a brightness of two thirds, as fog does."""
     return (170 + (x.int() - 128) // 3).to(torch.uint8)
 
 
@@ -56,10 +56,10 @@ def noise(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def blur(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Smooth twice by the binomial 1-4-6-4-1 along both axes, with repeated edges."""
+    """Smooth twice by the binomial kernel 1-4-6-4-1 along both axes, with repeated edges."""
     kernel = torch.tensor(_BINOMIAL, dtype=torch.float64)
     kernel = torch.outer(kernel, kernel).expand(x.shape[1], 1, -1, -1)
-    smooth = x.double()  # whole numbers of 256 * 256 * 255: exact, so the same on every machine
+    smooth = x.double()  # whole numbers, which float64 holds exactly, so the result is the same on every machine
     for _ in range(2):
         padded = functional.pad(smooth, (2, 2, 2, 2), mode="replicate")
         smooth = torch.floor((functional.conv2d(padded, kernel, groups=x.shape[1]) + 128) / 256)
@@ -67,13 +67,13 @@ def blur(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def pixels(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Halve the resolution: every second row and column, twice."""
+    """Halve the resolution: repeat every second row and column in place of the next one."""
     rows, columns = (torch.arange(size) // 2 * 2 for size in x.shape[2:])
     return x[:, :, rows][:, :, :, columns]
 
 
 def edges(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Draw the edges, dark on white: the difference of each pixel from those to its right and below."""
+    """Draw the edges, dark on white: the difference of each pixel from its right and its lower neighbour."""
     padded = functional.pad(x.double(), (0, 1, 0, 1), mode="replicate")
     here = padded[:, :, :-1, :-1]
     change = (padded[:, :, :-1, 1:] - here).abs() + (padded[:, :, 1:, :-1] - here).abs()
@@ -81,7 +81,7 @@ def edges(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def colour(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Mix each colour of all three by ``TINT``: a warm, reddish light."""
+    """Mix the three colours by ``TINT``, as in a warm, reddish light."""
     mixed = torch.einsum("oc,nchw->nohw", torch.tensor(TINT, dtype=torch.int64), x.long())
     return (mixed // 256).clamp_(0, 255).to(torch.uint8)
 
@@ -92,9 +92,9 @@ def background(x: Tensor, rng: np.random.Generator) -> Tensor:
     It is MNIST-M's recipe (``digits``).
 
     Raises:
-        ValueError: images are larger than the photographs, 427 pixels.
+        ValueError: images are larger than the photographs, which are 427 pixels high.
     """
-    from sklearn.datasets import load_sample_images  # here, not above: a second of import that others need not pay
+    from sklearn.datasets import load_sample_images  # imported here because it takes a second, and other shifts do not need it
 
     photographs = load_sample_images().images
     height, width = x.shape[2:]
@@ -130,24 +130,24 @@ IN_COLOUR = {"colour", "background"}  # with one of these, grey images get three
 
 
 def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
-    """Make a domain for each of ``names``: domain i's images are under shift i.
+    """Make a domain for each of ``names``: the images of domain i get shift i.
 
     The training samples are divided among the domains at random, equally and without overlap (the sizes
     differ by one at most). Every domain has the whole test split, under its own shift. These domains replace
-    those of the set. The same arguments give the same images everywhere. A domain's test images do not depend
+    the set's own. The same arguments give the same images everywhere. A domain's test images do not depend
     on the other domains.
 
     Args:
         dataset: uint8 images.
         names: different names of ``SHIFTS``.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
         ValueError: there is no name, an unknown one or one given twice, a data set without images, or more
             domains than samples.
     """
     if not names or len(set(names)) < len(names) or (set(names) - set(SHIFTS)):
-        raise ValueError(f"shifts must be different ones of {', '.join(SHIFTS)}, at least one, but got {', '.join(names) or 'none'}")
+        raise ValueError(f"shifts must be at least one of {', '.join(SHIFTS)}, each only once, but got {', '.join(names) or 'nothing'}")
     if dataset.x_train.dtype != torch.uint8:
         raise ValueError(
             f"dataset {dataset.name!r}: shifts change images, but these are measurements ({dataset.x_train.dtype}): use no shifts"
@@ -178,7 +178,7 @@ def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
 
 @dataclass(frozen=True)
 class Limit:
-    """Limit the training samples of each domain, or of all samples without domains.
+    """Limit of the training samples of each domain, or of the whole set if it has no domains.
 
     Attributes:
         per_domain: the most samples of a domain; 0 for no limit.
@@ -210,9 +210,9 @@ class Limit:
 
 
 def limited(dataset: Dataset, limit: Limit, seed: int) -> Dataset:
-    """Keep as many training samples of each domain, or of all without domains, as ``limit`` allows.
+    """Keep as many training samples as ``limit`` allows: of each domain, or of the whole set if it has no domains.
 
-    They are drawn at random, whatever their classes, and keep their order. The test split stays whole.
+    The samples are drawn at random, whatever their classes, and keep their order. The test split stays whole.
     """
     domains = dataset.domain_train
     if not limit.limits:

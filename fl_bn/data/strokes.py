@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.nn import functional
 
 SCALE = 4  # enlargement at which images are changed
-THINNING, THICKENING = 0.7, 1.0  # of half of the mean thickness
-STRENGTH, RADIUS = 3.0, 7.0  # of a swelling: the exponent, and pixels per root of the mean thickness, twice
-FRACTURES, WIDTH, EXTENSION, WINDOW = 3, 1.5, 0.5, 2  # how many; pixels wide, beyond the stroke, and about the centre for its direction
+THINNING, THICKENING = 0.7, 1.0  # as shares of half the mean thickness
+STRENGTH, RADIUS = 3.0, 7.0  # of a swelling: the exponent, and its diameter in pixels divided by the root of the mean thickness
+FRACTURES, WIDTH, EXTENSION = 3, 1.5, 0.5  # how many per image; their width, and their length beyond each side of the stroke, in pixels
+WINDOW = 2  # pixels around a point whose centre line gives the direction of the stroke
 
 Mask = NDArray[np.bool_]
 Array = NDArray[np.float64]
@@ -49,7 +50,7 @@ class Figure:
     @classmethod
     def of(cls, inside: Mask) -> Figure:
         """Measure the figure of the bright pixels ``inside`` (H, W)."""
-        from scipy import ndimage  # type: ignore[import-untyped]  # here, not above: others need not pay for the import
+        from scipy import ndimage  # type: ignore[import-untyped]  # imported here because only these shifts need it
 
         depth = ndimage.distance_transform_edt(inside)
         return cls(inside, depth, inside & (depth == ndimage.maximum_filter(depth, size=3)))
@@ -80,7 +81,10 @@ def thick(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def swelling(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Enlarge the stroke around a random point of the centre line: pixels near it are read from nearer to it."""
+    """Enlarge the stroke around a random point of the centre line.
+
+    Each pixel near the point gets the value of a pixel that is nearer to the point.
+    """
 
     def swell(figure: Figure, rng: np.random.Generator) -> Mask:
         centre = figure.place(rng)

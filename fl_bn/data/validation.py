@@ -19,7 +19,7 @@ class HeldOut:
     """Hold a data set with validation samples.
 
     Attributes:
-        data: its test split holds the validation samples.
+        data: the data set. Its test split holds the validation samples.
         parts: every client's indices of the remaining training split.
     """
 
@@ -30,14 +30,15 @@ class HeldOut:
 def hold_out(data: Dataset, parts: list[Indices], share: float, seed: int) -> HeldOut:
     """Hold out ``share`` of every client's training samples, rounded, and replace the test split by them.
 
-    The samples are drawn at random, for each client separately, so those of one client do not depend on the
-    others. A client keeps at least two samples. The result has no sample of the test split.
+    The samples are drawn at random, for each client separately, so the samples of one client do not
+    depend on the other clients. A client keeps at least two samples. The result has no sample of the old test
+    split.
 
     Args:
         data: the whole data set.
         parts: every client's indices of the training split.
         share: between 0 and 1.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
         ValueError: no client has a sample to hold out.

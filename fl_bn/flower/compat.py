@@ -13,7 +13,8 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -156,6 +157,46 @@ def fill(record: Any, items: Mapping[str, Any]) -> None:
 def simulates(grid: Any) -> bool:
     """Tell whether ``grid`` is that of Flower's simulation, whose clients share the workers of one machine."""
     return type(grid).__name__ == "InMemoryGrid"
+
+
+def has_client_fn(app: Any) -> bool:
+    """Tell whether a ClientApp was made with a ``client_fn``, as Flower's older API has it. It takes no other functions."""
+    return getattr(app, "_call", None) is not None
+
+
+def names_in_flower(thing: Any) -> list[str]:
+    """Return the names of a function of Flower's, or of the classes of Flower's that an object has; none if it has nothing of Flower's."""
+    known = [one for one in (thing, *type(thing).__mro__) if str(getattr(one, "__module__", "")).startswith("flwr.")]
+    return [one.__name__ for one in known if hasattr(one, "__name__")]
+
+
+def mods_of(app: Any) -> list[Any]:
+    """Return the mods around all functions of a ClientApp; none where this version of Flower keeps them elsewhere."""
+    return list(getattr(app, "_mods", []))
+
+
+def mods_around(app: Any, name: str) -> list[Any]:
+    """Return the mods around one function of a ClientApp, such as ``train.default``; none if it cannot be told."""
+    found = list[Any]()
+    function: Any = getattr(app, "_registered_funcs", {}).get(name)
+    while {"_mod", "_ffn"} <= set(getattr(getattr(function, "__code__", None), "co_freevars", ())):
+        inside = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
+        found.append(inside["_mod"])
+        function = inside["_ffn"]
+    return found
+
+
+@contextmanager
+def registering(app: Any, mods: list[Any]) -> Iterator[None]:
+    """Register functions of a ClientApp inside, with ``mods`` around them in place of those of the app."""
+    before = mods_of(app)
+    if before:
+        app._mods = mods
+    try:
+        yield
+    finally:
+        if before:
+            app._mods = before
 
 
 def copy_of(name: str) -> ModuleType:

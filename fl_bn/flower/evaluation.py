@@ -106,7 +106,7 @@ class EvaluationsAtClients:
         """
         if not instructions:
             return None
-        if any(config_of(message.content)["save"] for message in instructions):
+        if any(config_of(message.content).get("save") for message in instructions):
             self.save_models([copy_of(message, kind=SAVE) for message in instructions], send)
         nodes = {client.node for client in clients}
         messages = [copy_of(message, kind="train") for message in instructions if message.metadata.dst_node_id in nodes]

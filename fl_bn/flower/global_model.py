@@ -38,12 +38,13 @@ class GlobalModel:
     def __init__(self, strategy: BatchNormStrategy) -> None:
         self._strategy, self._none, self._said = strategy, False, set[str]()
 
-    def at(self, number: int, tensors: Named) -> ArrayRecord | None:
+    def at(self, number: int, tensors: Named, counted: bool = False) -> ArrayRecord | None:
         """Return the arrays after a round; None where there is no global model, for the reason in the log.
 
         Args:
             number: the round, or 0 before the first: every client starts with these tensors.
             tensors: the shared tensors, by name.
+            counted: whether the strategy has counted the batches of this round already.
         """
         shared, method = self._strategy.shared, self._strategy.method
         state, role = shared.model.state_dict(), roles(shared.model)
@@ -59,7 +60,7 @@ class GlobalModel:
             others |= average
         if number and (kept := [name for name in others if role[name] is Role.KEPT]):
             self._say(KEPT % (kept[0], len(kept)))
-        batches = self._strategy.batches_trained + (batches_trained([self._strategy.record]) if number else 0)  # with this round's
+        batches = self._strategy.batches_trained + (0 if counted or not number else batches_trained([self._strategy.record]))
         return arrays_of(shared.whole({**tensors, **others}, batches, others))
 
     def _average(self, number: int) -> Mapping[str, object] | None:
@@ -75,8 +76,10 @@ class GlobalModel:
             average = {**average_kept(population.grid, clients, strategy.shared, number, rounds, run_id, overheard, refused.update)}
         if not average:
             self._none = True
-            why = "A secure sum shows the layers of nobody" if strategy.secure else next(
-                (f"{rounds.called.client(index)}: {reason}" for index, reason in sorted(refused.items())), "No client is here"
+            why = (
+                "A secure sum shows the layers of nobody"
+                if strategy.secure
+                else next((f"{rounds.called.client(index)}: {reason}" for index, reason in sorted(refused.items())), "No client is here")
             )
             log(logging.WARNING, NO_MODEL, number, strategy.method.name, why)
             return None

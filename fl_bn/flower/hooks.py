@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 
 from flwr.app import Message
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    Result,
+    Strategy,
+)
 
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.log import log
+from fl_bn.flower.own.mods import NOISE, ONE_RECORD
 from fl_bn.flower.population import Client, RunFailed
+from fl_bn.methods import Method
+from fl_bn.roles import Role
 from fl_bn.support.client_names import ClientNames
 
+WRAPPERS = (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+)
 SECURE = ("aggregate_train", "aggregate_evaluate")  # hooks whose replies nobody sees in a secure sum
 
 
@@ -48,6 +66,26 @@ def check_secure(strategy: Strategy) -> None:
             f"{type(strategy).__name__} overrides {called[0]}, but with secure aggregation the server sees no client's reply, so this "
             "hook is never called: take it away, or switch secure aggregation off"
         )
+
+
+def check_unwrapped(strategy: Strategy, method: Method) -> None:
+    """Check that none of Flower's differential privacy strategies calls the hooks of ``strategy``.
+
+    Such a wrapper clips the arrays of a reply as one list, in the order of the model's, and adds noise to all
+    that ``aggregate_train`` returns: to BatchNorm's variances, too. Moments, which FBN and HBN report, have no
+    place in that list.
+
+    Raises:
+        RunFailed: one does.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if owner is not strategy and isinstance(owner, WRAPPERS):
+            kind = next(kind.__name__ for kind in WRAPPERS if isinstance(owner, kind))
+            negative = ", and its noise would make BatchNorm's variances negative" if method.shares(Role.STATISTIC) else ""
+            raise RunFailed(f"{kind} cannot wrap {type(strategy).__name__}: {ONE_RECORD}{negative}; {NOISE}")
+        frame = frame.f_back
 
 
 def addressed(messages: Iterable[Message], clients: Sequence[Client], hook: str, called: ClientNames) -> tuple[list[Message], list[Client]]:

@@ -37,7 +37,7 @@ from fl_bn.flower.app.recovery import Recovery
 from fl_bn.flower.compat import simulated
 from fl_bn.flower.evaluation import EvaluationsAtClients
 from fl_bn.flower.grid_transport import EvaluateFn, GridTransport
-from fl_bn.flower.hooks import RunResult, check_secure
+from fl_bn.flower.hooks import RunResult, check_secure, check_unwrapped
 from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.flower.log import log, say_round
 from fl_bn.flower.population import Client, Population, RunFailed
@@ -149,6 +149,8 @@ class BatchNormStrategy(Strategy):
             config: values for every message.
             grid: Flower's grid.
         """
+        if self.population is None:  # a loop of Flower's, and not ``start``
+            check_unwrapped(self, self.method)
         self.shared.load(self.inward(arrays))
         instruction = self.server.begin(server_round)
         self.clients_of(grid).wait_for(self.rounds.min_cohort, server_round)
@@ -242,7 +244,9 @@ class BatchNormStrategy(Strategy):
             log(logging.INFO, line, server_round, len(have_models), len(everyone))
         self.evaluating = self.evaluators_of(server_round, have_models, len(everyone))
         self.told = everyone if save else self.evaluating
-        messages = self.messages("evaluate", instruction, self.told, {"save": save}, self._their_config(config, instruction))
+        messages = self.messages(
+            "evaluate", instruction, self.told, {"save": save} if save else {}, self._their_config(config, instruction)
+        )
         self.starts.add(messages, self.told, self.recovery.keeps)
         return messages
 

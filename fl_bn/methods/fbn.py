@@ -9,8 +9,8 @@ for unequal batches.
 
 By default the shared statistics follow slowly (``methods.tracking``): by ``tracking`` per round, whatever the
 number of local steps. They follow more slowly as the learning rate falls, because the weights then move less.
-With several local steps, only the first batch of a round is seen by the shared weights. The others belong to
-a local model.
+With several local steps, only the first batch of a round passes through the shared weights. The later ones pass
+through weights that the client has changed.
 
 Symbols: b (beta) -> momentum, K n -> count of the pooled moments, E -> steps.
 """
@@ -26,7 +26,7 @@ from fl_bn.moments import Running, ema, pool
 from fl_bn.options import Options, option, takes
 
 BOUNDED_SCALE = 0.3
-"""Deviation of every BatchNorm layer's input at the start if gradients are clipped. A fresh network has about this deviation.
+"""Standard deviation of every BatchNorm layer's input at the start if gradients are clipped. In a fresh network it is about this, too.
 
 At a scale of 1, a step of the same rate changes the network's outputs a tenth as much, and FBN learns more slowly. At 0.3 without clipping,
 it diverges with one class per client and several steps: docs/methods/fbn.md.
@@ -69,9 +69,10 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 def fbn(options: FBNOptions) -> Method:
     """Make FBN.
 
-    ``tracking`` is the weight at the first round's learning rate and at the scale at the start of a run
-    (``methods.tracking``). Gradients are centred (``federation.centring``). If they are clipped, too, the
-    scale at the start is ``BOUNDED_SCALE``. With ``momentum`` the method is Algorithm 2, and neither holds.
+    ``tracking`` is the weight of a round's moments in the shared statistics, at the learning rate of the first round
+    and at the scale that a run starts with (``methods.tracking``). Gradients are centred (``federation.centring``).
+    If they are clipped, too, the scale at the start is ``BOUNDED_SCALE``. With ``momentum`` the method is
+    Algorithm 2: gradients are not centred, and the scale at the start is not set.
     """
     report, own = REPORTS[options.report], options.momentum is None
     return Method(

@@ -8,7 +8,7 @@ In the backward pass, the gradients of these moments are averaged over the cohor
 call, ``exchange(key, local, count)``. The average of the models after that step, weighted by batch sizes, is
 the centralised model. Steps 2, 3, ... use each client's own batches.
 
-If all clients of the cohort are rows of one batched program (``OneProgram``), no exchange is needed. The
+If all clients of the cohort are rows of one ``torch.func.vmap`` (``OneProgram``), no exchange is needed. The
 moments are means over the rows, and the gradients of the sum of the clients' losses are those of Algorithm 3.
 
 There are two schedules with equal results. ``paper`` exchanges means, then variances about the common mean,
@@ -51,7 +51,7 @@ class OneProgram:
     """Substitute for an exchange if the clients of the cohort are the rows of one ``torch.func.vmap``.
 
     Attributes:
-        clients: number of rows. Their batches have one size.
+        clients: number of rows. All rows have batches of the same size.
     """
 
     clients: int
@@ -112,7 +112,7 @@ class CohortBatchNorm(_SharedNorm):
 
     Attributes:
         schedule: ``merged`` or ``paper``.
-        share_gradients: the gradients of the moments are averaged over the cohort, too (Algorithm 3).
+        share_gradients: whether the gradients of the moments are averaged over the cohort, too (Algorithm 3).
         live: the link to the exchange; None outside of one.
     """
 
@@ -147,8 +147,8 @@ class CohortBatchNorm(_SharedNorm):
         """Normalise ``x`` with the moments of the cohort's batches.
 
         Raises:
-            ValueError: a pass has no gradients, or activation checkpointing repeats a layer that ran more
-                than once.
+            ValueError: a forward pass runs without gradients, or activation checkpointing repeats a layer that ran
+                more than once.
         """
         if in_backward():  # activation checkpointing repeats the pass, with the answer of the exchange before
             if len(live.answers) != 1:
@@ -255,8 +255,8 @@ class _Normalise(torch.autograd.Function):
 def exchanging(model: nn.Module, exchange: Exchange | OneProgram) -> Iterator[None]:
     """Open ``exchange`` for the layers of ``model``, for Algorithm 1's first local step.
 
-    Inside the block, forward and backward pass are those of the cohort's batch. At its end the exchange is
-    closed.
+    Inside the block, forward and backward pass compute what one model on all batches of the cohort would. At the
+    end of the block the exchange is closed.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CohortBatchNorm)}
     for name, layer in layers.items():

@@ -15,7 +15,7 @@ and not drawn again. So it is for training from the start: pre-trained weights w
 The paper does not cover networks without residual branches. They keep a multiplier and a bias in place of
 every BatchNorm, with rule 1 (classifier) and rule 2 (L = 0: no factor).
 
-In a network whose parts start at 0, the layers below the classifier move from the second step on.
+As the classifier starts at 0, the first step changes no layer below it.
 
 Symbols: L -> branches, m -> weighted layers of a branch.
 """

@@ -9,8 +9,8 @@ its batch's statistics and the global ones (equation 9). The mixing logits are t
 optimiser and never leave their client.
 
 The global statistics lag behind the weights. Before an evaluation they are replaced by statistics of the
-weights that are evaluated: ``exact``, those of the union of all data, or ``hybrid``, those that training
-normalises with (``Refresh``).
+weights that are evaluated. ``exact`` measures the statistics of the union of all data. ``hybrid`` measures the
+mixtures that training normalises with (``Refresh``).
 
 Each ablation of Table 6 is an option: ``separate=False`` (1), ``merge="average"`` (2), and for ``mixing``:
 ``"shared"`` (3), ``"batch"`` (4) and ``"half"`` (5).
@@ -46,7 +46,7 @@ from fl_bn.roles import Role
 TRACKING, PARTIAL = 0.05, 0.01
 """Default of ``tracking`` with full and with partial participation."""
 SCALE = 0.3
-"""Deviation of every BatchNorm layer's input at the start. A fresh network has about this deviation.
+"""Standard deviation of every BatchNorm layer's input at the start. In a fresh network it is about this, too.
 
 At a scale of 1, a step of the same rate changes the network's outputs a tenth as much. HBN then lost ten points in 25 rounds on ordinary
 data: docs/concepts/statistics.md.
@@ -54,7 +54,7 @@ data: docs/concepts/statistics.md.
 ONE_SIDED = 100.0
 """A mixing logit whose sigmoid is exactly 1 in float64. The sigmoid of its negative is too small to change any statistic."""
 MIXING = {"learned": None, "half": 0.0, "batch": ONE_SIDED, "shared": -ONE_SIDED}
-"""The logits of every way of mixing. None: they are learned, from 0 on."""
+"""The mixing logits for every value of ``mixing``. None: they start at 0 and are learned."""
 MERGES = ("unbiased", "average")
 
 
@@ -116,8 +116,9 @@ def combine(reports: LayerReports, tracking: float, lam: float | None, merge: st
 def hbn(options: HBNOptions) -> Method:
     """Make HBN.
 
-    ``tracking`` is the weight at the scale at the start of a run (``methods.tracking``), and gradients are
-    centred (``federation.centring``). ``lam`` is the weight of equation 11, and gradients are not centred.
+    ``tracking`` is the weight of a round's moments at the scale that a run starts with (``methods.tracking``).
+    Gradients are then centred (``federation.centring``). If ``lam`` is given, it is the weight of equation 11,
+    and gradients are not centred.
     ``lower_layers`` is explained at ``StatisticsPass``; the paper's code has ``hybrid``.
 
     ``evaluate="exact"`` fits ``lam=1``, when the global statistics follow the weights at once. BatchNorm of

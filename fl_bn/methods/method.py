@@ -62,8 +62,8 @@ class Refresh(Enum):
 
     Attributes:
         NOTHING: the statistics of training are evaluated.
-        EXACT: passes in evaluation mode. Pass p makes the statistics of layers 1..p those of the union of all data.
-        HYBRID: one pass in training mode, of the moments that every layer normalises with.
+        EXACT: passes in evaluation mode. After pass p, layers 1..p have the statistics of the union of all data.
+        HYBRID: one pass in training mode. It measures the mean and variance that every layer normalises with.
         REPORTED: no pass. The reports of the round's clients are combined.
     """
 
@@ -87,7 +87,7 @@ class StatisticsPass:
     Attributes:
         lower_layers: the statistics with which the layers below normalise during the pass. ``shared``: as in
             evaluation. Combining the clients' moments is then exact in every layer. ``hybrid``: as in
-            training. It is then exact in the first layer only.
+                training. Combining them is then exact in the first layer only.
         samples: the size of a seeded random subset. 0: all samples.
         measured: ``inputs``: the moments of the layers' inputs. ``normalisers``: the mean and variance with
             which a training batch is normalised (``Refresh.HYBRID``).
@@ -115,7 +115,7 @@ class StatisticsPass:
 
 @dataclass(frozen=True)
 class LayerReports:
-    """Hold the clients' reports on one layer, and what else the server's rule needs to combine them.
+    """Hold the clients' reports on one layer, with the other values that the server's rule needs to combine them.
 
     Attributes:
         shared: the statistics that the server sent in this round.
@@ -124,7 +124,7 @@ class LayerReports:
         steps: the number of training batches per client, averaged with the clients' activations as weights.
         average: the rule that combines n clients' values.
         pace: the round's learning rate divided by that of the first round.
-        scale: the deviation of the layer's input at the start of the run, if the server set it
+        scale: the standard deviation of the layer's input at the start of the run, if the server set it
             (``federation.unit_scale``). Otherwise 1.
     """
 
@@ -178,7 +178,7 @@ class Method:
         local: roles of tensors that never leave their client and survive between its rounds.
         report: the statistics that clients report after training.
         combine: computes a layer's new shared statistics from the clients' reports.
-        phase: ``(round, rounds) -> Phase``, the calendar of the run. Rounds count from 1.
+        phase: ``(round, rounds) -> Phase``: the phase of each round. Rounds count from 1.
         refresh: the statistics-only exchange before an evaluation, for shared statistics that lag behind the
             weights (HBN).
         refreshed_by: the clients in that exchange: ``all``, or the round's ``cohort``.
@@ -190,9 +190,9 @@ class Method:
         frozen: roles of tensors that do not change in frozen rounds.
         frozen_rate: the highest learning rate in rounds with frozen statistics, as a share of the rate
             before. See ``learning_rate``.
-        scale: the deviation of every BatchNorm layer's input at the start of training
-            (``federation.unit_scale``). It needs shared statistics at the start. None: the network's own
-            deviations stay.
+        scale: the standard deviation that every BatchNorm layer's input gets at the start of training
+            (``federation.unit_scale``). This needs shared statistics at the start. None: the inputs of the
+            network's layers keep their own deviations.
         bounded_scale: ``scale`` for a loop that limits how far a client may move the weights, see
             ``bounded``.
         bounded_frozen_rate: ``frozen_rate`` for such a loop.
@@ -265,15 +265,15 @@ class Method:
     def learning_rate(self, schedule: Callable[[int, int], float], round: int, rounds: int) -> float:
         """Return the learning rate of ``round``.
 
-        It is the schedule's. While the statistics are frozen, it is at most ``frozen_rate`` times the highest
+        It is the rate of the schedule. While the statistics are frozen, it is at most ``frozen_rate`` times the highest
         rate of the rounds before the freeze. So a schedule that has already dropped as far is not reduced
         again. If the statistics are frozen from round 1 on, no round is before the freeze, and the schedule
         holds.
 
         Args:
             schedule: ``(round, rounds) -> learning rate``.
-            round: from 1.
-            rounds: of the whole run.
+            round: the round, counted from 1.
+            rounds: the number of rounds of the run.
         """
         rate = schedule(round, rounds)
         if self.frozen_rate == 1 or not self.freezes_statistics(self.phase(round, rounds)):
@@ -296,8 +296,9 @@ class Method:
     def bounded(self) -> Method:
         """Return the method for a loop that clips gradients.
 
-        Clipping bounds how far a step moves the weights. Gradients must be centred for it. Without centring a
-        smaller scale does harm, and frozen rounds at the full learning rate end at the accuracy of guessing.
+        Clipping bounds how far a step moves the weights, so ``bounded_scale`` and ``bounded_frozen_rate`` count.
+        They count only if gradients are centred. Without centring a smaller scale does harm, and frozen rounds at
+        the full learning rate end at the accuracy of guessing.
         """
         scale = self.bounded_scale if self.bounded_scale is not None and self.centre else self.scale
         share = self.bounded_frozen_rate if self.bounded_frozen_rate is not None and self.centres(Phase.FROZEN) else self.frozen_rate
@@ -334,7 +335,7 @@ def freeze(
     (``federation.centring``) and reduce the learning rate (``Method.learning_rate``).
 
     Args:
-        method: as it is in the rounds before.
+        method: the method of the rounds before the freeze.
         after: last round before the freeze. Default: half of the rounds.
         what: roles that freeze. FixBN's Table H freezes the affine parameters as well, or these alone. Frozen
             affine parameters are in no optimiser.
@@ -353,9 +354,9 @@ def freeze(
     if not what or not what <= {Role.STATISTIC, Role.AFFINE}:
         raise ValueError(f"only the statistics, the affine parameters or both can freeze, but got {set(what)}")
     if after is not None and after < 0:
-        raise ValueError(f"freeze after must be a round >= 0, but got {after}")
+        raise ValueError(f"freeze-after must be a round >= 0, but got {after}")
     if Role.STATISTIC in what and method.refresh is not Refresh.NOTHING and method.report is StatisticsReport.NOTHING:
-        raise ValueError(f"{method.name} has no shared statistics in training, so it cannot freeze them: leave out freeze after")
+        raise ValueError(f"{method.name} has no shared statistics in training, so it cannot freeze them: leave freeze-after out")
     return replace(
         method,
         phase=partial(_freeze_phase, method.phase, after),
@@ -396,7 +397,7 @@ def _freeze_phase(before: Callable[[int, int], Phase], after: int | None, round:
 
 
 def attacked(method: Method, attack: str | Attack, f: int, on: str = "both", strength: float = 0.0) -> Method:
-    """Let the last ``f`` clients of a run with ``method`` be Byzantine: they know all honest replies, and collude.
+    """Return ``method`` for a run whose last ``f`` clients are Byzantine: they know all honest replies, and collude.
 
     The other arguments are those of ``robust.attacks.Adversary``.
 

@@ -1,12 +1,12 @@
 """Static BN: batch statistics in training, without tracking. The statistics of evaluation are measured on demand.
 
 HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients, Diao, Ding,
-Tarokh, ICLR 2021, section 3 (sBN). There the clients report them once, after training, with batch statistics
-in the layers below.
+Tarokh, ICLR 2021, section 3 (sBN). In the paper the clients report them once, after training, with batch
+statistics in the layers below.
 
-That is exact in the first layer only. Here the clients measure as often as there are BatchNorm layers, each
-time with the pooled statistics of the pass before: pass p makes layers 1..p those of the union of all data.
-Training never uses them.
+That is exact in the first layer only. In this project the clients measure as often as there are BatchNorm
+layers, each time with the pooled statistics of the pass before. After pass p, layers 1..p have the statistics of
+the union of all data. Training never uses them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Pace at which shared statistics follow the weights, if training normalises with them (FBN, and half of HBN).
 
-They are constants of a round, so the gradient ignores that they will later cancel its step (Batch
-Normalization, Ioffe and Szegedy, ICML 2015, section 2). If they followed at once, the scale of activations
-would grow from round to round, and the accuracy would fall. So they follow slowly, and the more slowly the
-more a layer's scale has grown since ``federation.unit_scale`` set it. At ``LIMIT`` times the first scale they
-stop, and from there on the gradient includes the effect of its steps.
+The statistics are constants in a round, so the gradient ignores that later statistics will cancel its step
+(Batch Normalization, Ioffe and Szegedy, ICML 2015, section 2). If the statistics followed the weights at once,
+the scale of activations would grow from round to round, and the accuracy would fall. So they follow slowly. The
+more a layer's scale has grown since ``federation.unit_scale`` set it, the more slowly they follow. At ``LIMIT``
+times the first scale they stop. From there on the gradient includes the effect of its steps.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from fl_bn.moments import Moments, Running, ema
 from fl_bn.options import Used, option
 
 LIMIT = 1.5
-"""Growth of a layer's deviation, the geometric mean over its living channels, at which its statistics stop."""
+"""Factor by which a layer's standard deviation may grow before its statistics stop.
+
+The layer's deviation is the geometric mean over the channels that are not dead.
+"""
 DEAD = 1e-12
 """Share of the layer's median variance below which a channel counts as dead (behind a ReLU, or constant). It has no meaningful scale."""
 
 
 def slowdown(shared: Running, scale: float = 1.0) -> float:
-    """Return the factor by which a layer's statistics follow more slowly as its scale grows.
+    """Return the factor from 0 to 1 that slows a layer's statistics down as the layer's scale grows.
 
     Returns:
         1 up to a deviation of ``scale``, then falling with the logarithm of the deviation, to 0 at ``LIMIT``
@@ -43,7 +46,7 @@ def follow(shared: Running, measured: Moments, tracking: float, scale: float = 1
         shared: the statistics before.
         measured: the pooled moments of the round.
         tracking: size of the step, in (0, 1], before ``slowdown``.
-        scale: deviation of the layer's input at the start of the run.
+        scale: standard deviation of the layer's input at the start of the run.
 
     Returns:
         The new statistics in float64.
@@ -55,9 +58,9 @@ def tracking(default: float | None, otherwise: str = "", *, instead: str) -> Any
     """Declare the option ``tracking`` of FBN and HBN.
 
     Args:
-        default: None if the method chooses it.
-        otherwise: the default in words, if it is None.
-        instead: key of the option that replaces it when set.
+        default: the option's default. None: the method chooses it.
+        otherwise: the method's choice in words, if ``default`` is None.
+        instead: key of the option that replaces ``tracking`` when it is set.
     """
     return option(
         default,

@@ -29,7 +29,7 @@ def with_projection(model: nn.Module, features: int) -> nn.Module:
 
     Args:
         model: its head must be a linear layer.
-        features: outputs of the projection's second layer.
+        features: number of outputs of the projection's second layer.
 
     Returns:
         ``model``.

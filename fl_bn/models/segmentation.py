@@ -15,7 +15,7 @@ from fl_bn.support.names import expected
 PREFIX = "deeplabv3plus-"
 ENCODERS = {"mobilenetv2": "mobilenet_v2", **{name: name for name in ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")}}
 PACKAGE = "segmentation_models_pytorch"  # an optional extra
-MULTIPLE = 16  # of the sides of an image: the encoder's output stride
+MULTIPLE = 16  # the sides of an image are multiples of it: the encoder's output stride
 
 
 def is_segmentation(name: str) -> bool:
@@ -33,7 +33,7 @@ def deeplabv3plus(name: str, classes: int, channels: int, image_size: int) -> nn
     Args:
         name: "deeplabv3plus-" and an encoder.
         classes: number of classes.
-        channels: of an image.
+        channels: number of channels of an image.
         image_size: one side of the images, to check it. 0: images are not square.
 
     Raises:

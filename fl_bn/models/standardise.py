@@ -28,7 +28,7 @@ def standardised(model: nn.Module, name: str, channels: int) -> nn.Module:
     Args:
         model: the network.
         name: one of ``STANDARDS``, or ``none`` for no change.
-        channels: of the images.
+        channels: number of channels of the images.
 
     Returns:
         ``model``.

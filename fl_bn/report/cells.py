@@ -37,7 +37,7 @@ class Cell:
         name: The name of the run's folder.
         axes: The value of the run on each axis.
         config: The run config, with kebab-case keys.
-        status: ``finished`` or ``failed``; ``unreadable`` or ``damaged`` where its files are.
+        status: ``finished`` or ``failed``; ``unreadable`` or ``damaged`` if its files are.
         error: Why the run failed or cannot be read; empty: it is finished.
         rows: The lines of ``rounds.jsonl``, one per round.
         layers: The diagnostics: for each quantity and layer, its value by round. The layer of a quantity of the whole
@@ -128,7 +128,7 @@ class Cell:
         return [100 * _number(value) for value in shares]
 
     def travelled(self, x: str) -> dict[int, float] | None:
-        """Return the position on the horizontal axis ``x`` after each round, as the bytes so far; None: it is unknown."""
+        """Return round -> position on the horizontal axis ``x``, for example the bytes so far; None: it is unknown."""
         total, positions = 0.0, dict[int, float]()
         for row in self.rows:
             step = _step(x, row, self.config)

@@ -19,7 +19,7 @@ def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
 
     Args:
         cells: The runs.
-        each: Return the runs per domain, too; else only those of the mean.
+        each: Return the runs per domain, too; else only the runs of the mean.
 
     Returns:
         The new runs. If ``each``, they have one more axis, ``domain``.

@@ -97,7 +97,7 @@ def problem_text(problem: Problem) -> str:
 def number(table: Table, entry: Entry) -> tuple[str, str, str]:
     """Return the parts of an entry: the mean ``45.2``, the deviation ``(0.3)``, and the number of seeds ``2 of 3``.
 
-    The number of seeds is empty where it is the one in the caption. An entry without values has only a text.
+    The number of seeds is empty if the caption states the same number. An entry without values has only a text.
     """
     if not entry.values:
         return entry.instead, "", ""

@@ -22,7 +22,7 @@ class Entry:
     Attributes:
         values: The finite values, one per seed.
         runs: The number of seeds that were run, with and without a value.
-        instead: The text that is shown where there is no value.
+        instead: The text that is shown if there is no value.
         paper: The paper's number, as it prints it; empty: none.
     """
 
@@ -275,7 +275,7 @@ def _wrong(cell: Cell, metric: str, at: str) -> str:
 
 
 def _best(entries: Mapping[str, Mapping[str, Entry]], column: str, layout: Layout) -> list[str]:
-    """Return the rows with the best number in a column; an empty list where there are fewer than two rows to compare.
+    """Return the rows with the best number in a column; an empty list if there are fewer than two rows to compare.
 
     Rows that [report] lists under ``apart`` do not count.
     """

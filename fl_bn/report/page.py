@@ -33,7 +33,7 @@ class Figure:
     Attributes:
         name: The name of the picture, which is also its anchor.
         caption: The text below it.
-        svg: The picture as an ``<svg>`` element with its alternative text. It is made here, so it is not escaped.
+        svg: The picture as an ``<svg>`` element with its alternative text. fl-bn makes it, so it is not escaped.
     """
 
     name: str

@@ -56,7 +56,7 @@ def read_program(folder: Path, id: str = "") -> Program:
     """Read the results of a program from its folder.
 
     Raises:
-        ConfigError: The folder is not that of a program.
+        ConfigError: The folder is not the folder of a program.
     """
     try:
         text = (folder / FILE).read_text(encoding="utf-8")

@@ -60,7 +60,7 @@ class Settings:
         title: The heading.
         rows: The axis of the rows; empty: the axis ``method``, or else the first one.
         columns: The axes of the columns; None: all axes other than ``rows``.
-        metric: The metric of the table; empty: that of the runs' task.
+        metric: The metric of the table; empty: the metric of the runs' task.
         at: The round whose metric counts: ``last``, or ``best`` for the best one.
         x: The quantities on the horizontal axes of curves, of ``X``.
         against: The numeric axes of the sweep against which to draw the metric.
@@ -136,7 +136,7 @@ def parse_settings(tables: Mapping[str, Any], name: str, text: str) -> Settings:
 
     Args:
         tables: The tables.
-        name: The title where the file has none.
+        name: The title if the file has none.
         text: The text of the file, which the settings keep.
 
     Raises:

@@ -37,7 +37,7 @@ def write_report(folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
         The paths of the files.
 
     Raises:
-        ConfigError: ``folder`` is not that of a sweep, none of its runs has begun, [report] has an unknown key or a
+        ConfigError: ``folder`` is not the folder of a sweep, none of its runs has begun, [report] has an unknown key or a
             wrong value, or a format is unknown.
     """
     if unknown := [name for name in formats if name not in ALL]:
@@ -111,7 +111,7 @@ def read(folder: Path, id: str = "") -> Report:
         id: A prefix that makes the ids of the report unique on a page.
 
     Raises:
-        ConfigError: ``folder`` is not that of a sweep, or its settings are wrong, as ``write_report`` says.
+        ConfigError: ``folder`` is not the folder of a sweep, or its settings are wrong, as ``write_report`` says.
     """
     return report_of(read_settings(folder), read_cells(folder), folder.resolve().name, id)
 

@@ -147,7 +147,7 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
 
     Args:
         config: The run's config.
-        domain: A domain of the run's data; empty, as ``data``: the domain that the run held out.
+        domain: A domain of the run's data. If this and ``data`` are empty: the domain that the run held out.
         data: Other data: npz:PATH, folder:PATH, the name of a data set, or package.module:function; empty: none.
 
     Raises:
@@ -167,7 +167,7 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
             "with the client's own data"
         )
     if config.dataset == SITES:
-        raise ConfigError(f"the domain {name!r} is unknown here, since the run's data are at its sites: give --data")
+        raise ConfigError(f"the run's data are at its sites, so the domain {name!r} cannot be loaded on this machine: give --data")
     try:
         part = only_domain(assembly.dataset(replace(config, hold_out="", validation_share=0.0)), name)
     except ConfigError:
@@ -178,7 +178,7 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
 
 
 def ways(run: Adaptation, text: str) -> list[str]:
-    """Read names of ways of adapting, separated by commas; ``all`` stands for those that the run allows.
+    """Read names of ways of adapting, separated by commas; ``all`` stands for all ways that the run allows.
 
     Raises:
         ConfigError: A way is unknown, or the run does not allow it.
@@ -236,7 +236,7 @@ def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, fold
         outcomes: The results.
         client: The new client.
         config: The run config.
-        folder: The folder, which is made where it does not exist.
+        folder: The folder, which is made if it does not exist.
     """
     task = assembly.task(config, client.test.y)
     metric, scale = task.metric, task.scale()

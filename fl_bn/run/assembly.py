@@ -387,7 +387,7 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     """
     try:
         data = load(own.dataset, own.path, config.image_size)
-    except TableError as error:  # its text has a cell of the data, and what a client raises is told to the server
+    except TableError as error:  # its text contains a cell of the data, and a client's errors are sent to the server
         LOGGER.error("%s", error)
         where = "".join((f", line {error.line}" if error.line else "", f", column {error.column!r}" if error.column else ""))
         raise ConfigError(f"this client's own file {error.file.name}{where}, is refused: its log has the reason") from None
@@ -415,7 +415,8 @@ def _check_columns(config: RunConfig, data: Dataset) -> None:
     """Check that a site's CSV files are read as all other sites' are.
 
     Raises:
-        ConfigError: The run has no columns-digest or another one, or has one for data without columns.
+        ConfigError: The run's columns-digest is missing, is not that of the site's columns.toml, or is given for data
+            without a columns.toml.
     """
     digest = data.columns.digest if isinstance(data, TableData) else ""
     wanted = config.columns_digest
@@ -429,7 +430,7 @@ def _check_columns(config: RunConfig, data: Dataset) -> None:
         )
     if digest != wanted:
         here = f"this client's has {digest}" if digest else f"this client's own data, {data.name!r}, have none"
-        raise ConfigError(f"the run is for a columns.toml of the digest {wanted}, but {here}: give all sites one columns.toml")
+        raise ConfigError(f"the run is for a columns.toml with the digest {wanted}, but {here}: give all sites one columns.toml")
     if isinstance(data, TableData):
         check_rows(data)
 
@@ -456,8 +457,8 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
 
     Args:
         node: The node config of the client. Its ``partition-id`` is the index.
-        config: The run config. If it has ``client-nodes``, the index is the place of ``node_id`` there. For a site
-            whose key was renewed since, it is the place of its name in ``client-names``.
+        config: The run config. If it has ``client-nodes``, the index is the position of ``node_id`` in them. For a
+            site whose key was renewed since, it is the position of its name in ``client-names``.
         node_id: Flower's id of the client's node.
 
     Raises:

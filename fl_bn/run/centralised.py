@@ -141,7 +141,7 @@ def _optimizer(settings: LocalTraining, parameters: list[nn.Parameter], rate: fl
 
 
 def _batches(config: RunConfig, local: LocalRound) -> tuple[Merged | IndexBatches, Sequence[IndexBatches]]:
-    """Return the batches of a round, and the batches of each client (or of all data together) they are made of."""
+    """Return the batches of a round, and the batches of each client (or of all data together) that they are made of."""
     number, cohort = local.instruction.round, max(1, round_half_up(config.fraction * config.clients))
     if config.update == "gradients":
         chosen = sample_cohort(range(config.clients), cohort, random.Random(f"{config.seed}/{number}"))

@@ -206,7 +206,7 @@ class RunConfig(RunKeys):
         return self._attacked(method)
 
     def _bounds_paths(self) -> bool:
-        """Return whether gradients are clipped where several local steps could lead too far from the shared weights."""
+        """Return whether gradients are clipped, so that several local steps do not lead too far from the shared weights."""
         corrects = (objective := self.build_objective()).on and objective.travels
         return self.clip != "none" and (self.clip != "auto" or (self.optimizer == "sgd" and not corrects))
 
@@ -230,7 +230,9 @@ class RunConfig(RunKeys):
             exchange = replace(self.exchange_settings(), certificates=None) if self.method in FEDTAN else ExchangeSettings()
             check_secure(secure, method, self._rounds(exchange), self.defence())
             if self.unseen_client:
-                raise ConfigError("with unseen-client, clients send the layers that they keep unencrypted: set one of the two to false")
+                raise ConfigError(
+                    "unseen-client makes clients send their own layers without encryption: set unseen-client or secure-aggregation to false"
+                )
 
     def secure(self) -> SecureAggregation | None:
         """Make the settings of secure aggregation; None: the run does not use it."""
@@ -263,7 +265,7 @@ class RunConfig(RunKeys):
             raise ConfigError(f"join-rounds must name rounds 1..{self.rounds}, since rounds={self.rounds}, but got {wrong[0]}")
         first = self.clients - sum(round > 1 for round in joins.values())
         if first < 1:
-            raise ConfigError(f"join-rounds must leave a client to start with of clients={self.clients}, but got {self.join_rounds!r}")
+            raise ConfigError(f"join-rounds must leave at least one of clients={self.clients} to start with, but got {self.join_rounds!r}")
         if self.clients_at_start > first:
             those = "clients" if first == self.clients else "the clients that join-rounds leaves to start with"
             raise ConfigError(f"clients-at-start must not exceed {those}, {first}, but got {self.clients_at_start}")
@@ -274,7 +276,7 @@ class RunConfig(RunKeys):
             raise ConfigError(f"min-cohort must not exceed a cohort, {size} of {of}, but got {self.min_cohort}")
 
     def _cohort_at_start(self) -> int:
-        """Return the number of clients in the smallest cohort that is planned, which is that of round 1."""
+        """Return the number of clients in the cohort of round 1, which is the smallest planned cohort."""
         first = self.clients_at_start or self.clients - sum(round > 1 for round in joins_of(self.join_rounds).values())
         return max(1, round_half_up(self.fraction * first))
 

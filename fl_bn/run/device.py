@@ -23,7 +23,7 @@ def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.de
         node: The node config; None: there is none.
 
     Raises:
-        ConfigError: The name is not that of a device, or torch does not see this GPU.
+        ConfigError: The name is not the name of a device, or torch does not see this GPU.
     """
     chosen = _device(config, node)
     if chosen.type == "cuda":

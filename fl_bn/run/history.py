@@ -29,7 +29,7 @@ AFTER = (
     *(f"bytes-{way}-{section}" for way in ("down", "up") for section in SECTIONS),
 )  # fmt: skip
 DIAGNOSTIC_COLUMNS = ("round", "layer", "client", "quantity", "value")
-PER_CLASS = {CLASS: "per-class"}  # the names in rounds.jsonl of series that are not called as their metrics
+PER_CLASS = {CLASS: "per-class"}  # the names of series in rounds.jsonl that differ from the names of their metrics
 Row = dict[str, Value | None]
 
 

@@ -20,7 +20,8 @@ PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")
 def parse_overrides(text: str) -> dict[str, Any]:
     """Read run-config keys from a text such as ``rounds=10 method='hbn'``, or from a TOML file.
 
-    The syntax is that of ``flwr run --run-config``. But here, a part that cannot be read is an error, and not ignored.
+    The syntax is that of ``flwr run --run-config``. Unlike Flower, this function does not ignore a part that it cannot
+    read.
 
     Args:
         text: The pairs, or the path of a file that ends in ``.toml``.

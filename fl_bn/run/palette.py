@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-INK = "#1d1e21"  # of text and axes; a report's page replaces it by its text colour, so that pictures can be read on a dark page
+INK = "#1d1e21"  # colour of text and axes; a report's page replaces it by its text colour, so that pictures can be read on a dark page
 # Okabe and Ito's colours, without the yellow, in an order in which neighbours differ in brightness; all show on white and on black
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", INK, "#9B59B6", "#CC79A7", "#8A7A2F")
-SHADES = (*COLOURS, "#A8A8A8")  # of areas, which have no dashes or markers to tell them apart: ten, for ten classes
+SHADES = (*COLOURS, "#A8A8A8")  # colours of areas, which have no dashes or markers to tell them apart: ten, for ten classes
 LINES: Sequence[Any] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 MARKERS = "osD^vPX*<>"
-QUIET = "#6b6f76"  # of secondary things: limits, remarks, lines to compare with
-MAP, DIFFERENCE = "viridis", "RdBu"  # of heat maps: of values (even steps of brightness), of differences (blue is better)
+QUIET = "#6b6f76"  # colour of secondary things: limits, remarks, lines to compare with
+MAP, DIFFERENCE = "viridis", "RdBu"  # colour maps of heat maps: for values (even steps of brightness), for differences (blue is better)
 STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 130, "font.size": 9,
     "axes.axisbelow": True, "legend.frameon": False, "axes.prop_cycle": f"cycler('color', {list(COLOURS)})",

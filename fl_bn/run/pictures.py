@@ -217,7 +217,7 @@ def _stacked(axes: Axes, table: np.ndarray, names: Sequence[str], what: str) -> 
         axes: The panel.
         table: The heights of the parts, of shape (clients, names).
         names: The names of the parts, which are written in parts that have room.
-        what: What the heights count.
+        what: What a name stands for, ``class`` or ``domain``: the title of the legend.
     """
     clients, rows = table.shape
     few = rows <= len(SHADES)

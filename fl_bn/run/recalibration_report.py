@@ -51,6 +51,6 @@ def passes_in_words(passes: Sequence[Pass], clients: int) -> list[str]:
     if any(one.clients < clients for one in passes):
         fewest = min(one.clients for one in passes)
         lines.append(
-            f"**not all clients were measured** (of {clients} at least {fewest}): these are the statistics of the others, run it again"
+            f"**not all clients were measured** (in one pass {fewest} of {clients}): the statistics lack the missing ones. Run it again"
         )
     return lines

@@ -1,4 +1,4 @@
-"""Read which node each site has now, where a ServerApp is deployed by a kit."""
+"""Read which node each site has now, if a kit has deployed the ServerApp."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from fl_bn.support.flower_config import NODES
 
 
 def registered_nodes() -> dict[int, str]:
-    """Return the sites' names by node, as the SuperLink has them now; empty where this process is not told.
+    """Return node -> name of its site, as the SuperLink has them now.
 
-    ``fl-bn register`` writes the file, also when ``fl-bn kit`` changes a site while a run goes on.
+    They are in the file that the environment variable ``FL_BN_NODES`` names. ``fl-bn register`` writes it, also when
+    ``fl-bn kit`` changes a site while a run goes on. If there is no file, the result is empty.
     """
     file = os.environ.get(NODES, "")
     try:

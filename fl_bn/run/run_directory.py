@@ -146,7 +146,7 @@ class RunDirectory(Callback):
             strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
 
     def on_start(self, running: Running) -> None:
-        """Give the callbacks that follow the records of a run that continues."""
+        """Give later callbacks the records that a resumed run has already."""
         self._running = running
         running.history = tuple(self.records)
 
@@ -246,7 +246,7 @@ class RunDirectory(Callback):
             self._say_how_to_go_on(path, "interrupted" if isinstance(error, KeyboardInterrupt) else "the run failed")
 
     def _absent(self) -> dict[int, str]:
-        """Return by client why it takes no part in the run."""
+        """Return client -> the reason why it takes no part in the run."""
         population = None if self.strategy is None else self.strategy.population
         return {} if population is None else population.absent
 
@@ -293,8 +293,8 @@ class RunDirectory(Callback):
     def _save_model(self, strategy: BatchNormStrategy) -> None:
         """Save the shared model as it was evaluated last, without the tensors that stay at the clients.
 
-        The names of tensors are those of the network before its conversion. Methods that replace BatchNorm by other
-        layers (gn, ln, FedWon, ...) have those of the converted network.
+        Tensors have their names in the network before its conversion. If the method replaces BatchNorm by other layers (gn,
+        ln, FedWon, ...), tensors have their names in the converted network.
         """
         assert self.path is not None
         metadata = {"method": self.config.method, "model": self.config.model, "rounds": str(min(len(self.records), self.config.rounds))}
@@ -308,7 +308,7 @@ class RunDirectory(Callback):
 
 
 def as_typed(path: Path) -> str:
-    """Return a path as text to paste into a shell, relative to the current folder where it is inside."""
+    """Return a path as text to paste into a shell. It is relative to the current folder if it is inside that folder."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 

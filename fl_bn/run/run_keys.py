@@ -1,7 +1,7 @@
 """Declare the general run-config keys: all that are not options of one method, objective or server optimiser.
 
 Options of methods, objectives and server optimisers are declared in their own classes. So are the options of the
-classes in ``VALUES``, which every run has; for these, a line here gives only the place of the key in docs/config.md,
+classes in ``VALUES``, which every run has; for these, a line in this file gives only the place of the key in docs/config.md,
 its attribute and its type. ``[tool.flwr.app.config]`` of pyproject.toml has all keys with their defaults. Values are
 overridden by ``flwr run . --run-config "rounds=10 method='hbn'"``, and in the same way by ``fl-bn run``.
 """

@@ -142,7 +142,7 @@ def _composition(config: RunConfig) -> list[str]:
 
 
 def _before_and_after(records: Sequence[RoundRecord], task: Task) -> list[str]:
-    """Say what local training made of the clients' networks, in the last round in which they tested them."""
+    """Return a line with the clients' metric before and after local training, in the last round that has both."""
     for record in reversed(records):
         if told := [client for client in record.accepted if math.isfinite(client.before) and math.isfinite(client.after)]:
             before = task.format_metric(sum(client.before for client in told) / len(told))
@@ -156,7 +156,7 @@ def _before_and_after(records: Sequence[RoundRecord], task: Task) -> list[str]:
 
 
 def _chosen(config: RunConfig) -> list[str]:
-    """Say what was chosen by the evaluations, and on which samples."""
+    """Return lines on what the evaluations chose (the best model, an early end), and on which samples."""
     if not (config.keep_best or config.early_stop):
         return []
     kept = ["- the model of the best evaluation is in `best.safetensors`"] if config.keep_best and config.output else []

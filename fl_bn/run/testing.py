@@ -1,4 +1,4 @@
-"""Test the model of a run on all test data, and on those of each domain."""
+"""Test the model of a run on all test data, and on the test data of each domain."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ class ClientNames:
     Attributes:
         names: the sites' names, by client index.
         nodes: Flower's node ids, by client index.
-        registered: Returns the sites' names by the nodes that they have now. A site whose key was renewed has
-            another node than at the start of the run.
+        registered: Returns node -> name of the site that has it now. A site whose key was renewed has another node
+            than at the start of the run.
     """
 
     names: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class ClientNames:
         return self.names[index] if 0 <= index < len(self.names) else ""
 
     def client(self, index: int) -> str:
-        """Name a client.
+        """Return the words for a client: the name of its site, or its number.
 
         >>> ClientNames().client(2), ClientNames(("east", "west")).client(1)
         ('client 2', 'site west')
@@ -42,7 +42,7 @@ class ClientNames:
         return f"site {name}" if (name := self.site(index)) else f"client {index}"
 
     def clients(self, indices: Iterable[int]) -> str:
-        """Name several clients.
+        """Return the words for several clients.
 
         >>> ClientNames().clients([0, 2]), ClientNames(("east", "west")).clients([0, 1])
         ('clients 0, 2', 'sites east, west')
@@ -53,7 +53,7 @@ class ClientNames:
         return f"{what} {', '.join(self.site(index) if named else str(index) for index in some)}"
 
     def node(self, node: int) -> str:
-        """Name a node of Flower.
+        """Return the words for a node of Flower: the name of its site, or its id.
 
         >>> ClientNames(("east", "west"), (17, 4)).node(4), ClientNames().node(4)
         ('site west', 'node 4')
@@ -62,9 +62,9 @@ class ClientNames:
         return f"site {name}" if name else f"node {node}"
 
     def client_of(self, node: int) -> int | None:
-        """Return the client whose node this is: at the start of the run, or since its site's key was renewed.
+        """Return the client that has this node: from the start of the run, or since its site's key was renewed.
 
-        None: it is no client's.
+        None: no client has it.
 
         >>> renewed = ClientNames(("east", "west"), (17, 4), lambda: {17: "east", 9: "west", 5: "north"})
         >>> [renewed.client_of(node) for node in (17, 4, 9, 5)]

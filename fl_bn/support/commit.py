@@ -26,8 +26,8 @@ def commit_of(folder: Path) -> str:
 def commit() -> str:
     """Return the commit of this package.
 
-    It is in the file ``COMMIT``, which is part of images and travels with runs. Without that file, it is the
-    checkout's.
+    It is in the file ``COMMIT``, which is part of images and travels with runs. Without that file, git tells
+    the commit of the checkout.
     """
     file = PACKAGE / COMMIT
     return str(tomllib.loads(file.read_text()).get("commit", "")) if file.exists() else commit_of(PACKAGE)

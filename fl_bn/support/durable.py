@@ -86,7 +86,7 @@ def append(path: Path, line: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable, as far as the file system can."""
+    """Make the names of the files in ``folder`` durable, if the file system can do so."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -98,7 +98,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Make ``folder`` and those above it, durably."""
+    """Make ``folder``, and the folders above it, durably."""
     if not folder.is_dir():
         _make(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -110,7 +110,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, 
 
     Args:
         path: The file.
-        tensors: By name.
+        tensors: The tensors, by name.
         about: What the file holds, as metadata.
 
     Raises:
@@ -143,7 +143,7 @@ def in_order(data: bytes) -> bytes:
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a file of ``save_tensors``.
+    """Read a file that ``save_tensors`` has written.
 
     Args:
         path: The file.

@@ -26,14 +26,14 @@ class NotInstalled(ImportError, ValueError):
 
 
 def lacking(what: str, *modules: str) -> str:
-    """Say which packages are missing, and how to install them.
+    """Return a sentence that says which packages are missing, and how to install them.
 
     Args:
-        what: What needs the packages: the subject of the sentence.
+        what: The thing that needs the packages, as the subject of the sentence.
         modules: Modules of the packages, which are keys of ``EXTRAS``.
 
     Returns:
-        One sentence. Empty if all are installed.
+        The sentence. Empty if all packages are installed.
     """
     absent = [name for name in modules if find_spec(name) is None]
     return sentence(what, absent) if absent else ""
@@ -50,7 +50,7 @@ def need(what: str, *modules: str) -> None:
 
 
 def sentence(what: str, absent: list[str]) -> str:
-    """Say what to install where the modules ``absent``, keys of ``EXTRAS``, are missing."""
+    """Return a sentence that says what to install if the modules ``absent``, keys of ``EXTRAS``, are missing."""
     extras = ",".join(dict.fromkeys(EXTRAS[name] for name in absent))
     packages = " and ".join(name.replace("_", "-") for name in absent)
     return f"{what} needs {packages}, which {'are' if len(absent) > 1 else 'is'} not installed: pip install 'fl-bn[{extras}]'"

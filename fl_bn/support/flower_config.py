@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 Scalar = str | int | float | bool
-SERVER = "FL_BN_SERVER"  # in the environment of a deployed ServerApp: the server's folder
-NODES = "FL_BN_NODES"  # the same: the file with the node that each site has now
+SERVER = "FL_BN_SERVER"  # environment variable of a deployed ServerApp: the server's folder
+NODES = "FL_BN_NODES"  # environment variable of a deployed ServerApp: the file that says which node each site has now
 
 
 def flower_config(values: Mapping[str, Scalar]) -> str:
     """Write ``key=value`` pairs for Flower's --node-config and --run-config.
 
     Raises:
-        ValueError: Flower's form cannot hold a text.
+        ValueError: A text has characters that Flower's form cannot hold.
     """
     return " ".join(f"{name}={_scalar(name, value)}" for name, value in values.items())
 

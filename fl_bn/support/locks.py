@@ -63,6 +63,6 @@ def take(path: Path, lockless: Callable[[], None] = lambda: None) -> IO[str]:
 
 
 def release(lock: IO[str], path: Path) -> None:
-    """Unlock the file at ``path`` that ``take`` returned, and remove it."""
+    """Release ``lock``, which ``take`` returned for the file at ``path``, and remove that file."""
     path.unlink(missing_ok=True)
     lock.close()

@@ -1,6 +1,6 @@
 """Connections of this machine with itself.
 
-gRPC sends them, too, through the proxy that an environment variable names, and by default excludes no host.
+By default, gRPC sends even these through the proxy that an environment variable names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ HERE = ("127.0.0.0/8", "::1", "localhost")  # as gRPC understands them
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is this machine alone, so that no other machine can listen."""
+    """Return whether ``host`` is a loopback address, so that no traffic leaves this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -32,8 +32,8 @@ def excepted(variables: Mapping[str, str]) -> list[str]:
 
 
 def with_exceptions(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that excludes this machine, too, for programs that are not ours.
+    """Return the environment variable by which gRPC in other programs reaches this machine without a proxy.
 
-    Only gRPC reads it, so nothing changes for other software.
+    It keeps the exceptions in ``variables``. Only gRPC reads it, so nothing changes for other software.
     """
     return {EXCEPTIONS[0]: ",".join(dict.fromkeys([*excepted(variables), *HERE]))}

@@ -26,20 +26,20 @@ def names_of(text: str) -> tuple[str, ...]:
 
 
 def unknown(what: str, name: object, known: Collection[str], where: str = "") -> str:
-    """Write an error for an unknown key, line or table: with the nearest name, or with all if none is near."""
+    """Return the message for an unknown key, line or table. It has the nearest known name, or all if none is near."""
     near = nearest(name, known)
     return f"unknown {what} {short(name)}{where}" + (near or f" (known: {', '.join(known)})")
 
 
 def expected(what: str, name: object, known: Collection[str], others: str = "", hidden: Collection[str] = ()) -> str:
-    """Write an error for a name that is not among ``known``.
+    """Return the message for a name that is not among ``known``.
 
     Args:
         what: the thing that the name should name.
         name: the given name.
         known: the accepted names.
         others: other accepted values, in words.
-        hidden: names of these, which are only suggested if they are near.
+        hidden: names of the other accepted values. The error does not list them, but suggests a near one.
     """
     return f"{what} must be one of {', '.join(known)}{others}, but got {short(name)}{nearest(name, [*known, *hidden])}"
 

@@ -33,7 +33,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 class Refused(ValueError):
-    """Signal that a run config names a module that it may not name here."""
+    """Signal that a run config names a module that it may not name on this machine."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ def function(what: str, name: str, modules: Modules | None = None) -> Callable[.
     """Import a function by its name.
 
     Args:
-        what: the thing that it makes, for the message.
+        what: the thing that the function makes, for the message.
         name: "package.module:function".
-        modules: modules that may hold it. None: any.
+        modules: modules that may hold the function. None: any.
 
     Raises:
-        Refused: ``modules`` do not allow its module, or the one that defines it.
+        Refused: ``modules`` do not allow the module in the name, or the module that defines the function.
         ValueError: the name has another form, or there is no such function.
-        Exception: importing its module raised it.
+        Exception: any error that importing the module raises.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not all(part.isidentifier() for part in [*module_name.split("."), function_name]):

@@ -24,7 +24,7 @@ class WireError(ValueError):
 
 
 class Absent(WireError):
-    """Signal that a client could not take part, as it reports itself."""
+    """Signal that a client reports that it could not take part."""
 
 
 def check_samples(samples: int) -> None:

@@ -121,7 +121,7 @@ class Score:
 
 
 Scores = dict[Setting, Score]
-BY_OPTION = {  # keys of the axes, and a key that all runs need alike
+BY_OPTION = {  # run-config keys that the grid sets itself, each with the option that decides it, or with the reason
     ("method",): "the methods are --methods",
     ("partition-parameter",): "its values are --heterogeneity",
     ("byzantine", "declared-byzantine"): "the numbers of attackers are --byzantine",
@@ -244,7 +244,7 @@ def write(grid: Grid, scores: Scores, title: str, output: Path, partition: str =
         grid: The axes.
         scores: The scores of the settings.
         title: The title of the tables and pictures.
-        output: The folder, which is made where it does not exist.
+        output: The folder, which is made if it does not exist.
         partition: The run-config key ``partition``, by which the heat maps name the axis of heterogeneity.
     """
     output.mkdir(parents=True, exist_ok=True)

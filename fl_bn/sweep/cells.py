@@ -218,7 +218,7 @@ def run_cells(
     """Run the cells that are not finished, in worker processes.
 
     If a worker process dies, for example for lack of memory, only the cell that it ran has failed. The worker
-    processes end with this process, even by SIGKILL.
+    processes end with this process, even if SIGKILL ends it.
 
     Args:
         cells: The cells. Finished ones are left out.
@@ -289,7 +289,7 @@ def _warn_of_turns(jobs: int, cells: Sequence[Cell]) -> None:
 
 
 def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:
-    """Return how many cells to run at a time: ``jobs``, or fewer where cells ask for worker processes of their own.
+    """Return how many cells to run at a time: ``jobs``, or fewer if cells ask for worker processes of their own.
 
     Together, the cells then have no more processes than this machine has cores.
     """

@@ -1,6 +1,6 @@
 """Run the cells of a sweep on the nodes of a Ray cluster. Each cell is one Ray task, in one process of a node.
 
-Every node needs fl-bn and the data at the same paths as here. The folder of the sweep may be on a disk that all nodes
+Every node needs fl-bn and the data at the same paths as this machine. The folder of the sweep may be on a disk that all nodes
 share. If it is not, the task writes to the disk of its node, and sends the folder of the run back.
 """
 
@@ -83,7 +83,7 @@ def run_cells(
 ) -> dict[str, str]:
     """Run the cells that are not finished on the nodes of a Ray cluster.
 
-    A cell whose node is lost is run on another node: from its checkpoint where the folder is shared, else anew. A cell
+    A cell whose node is lost is run on another node: from its checkpoint if the folder is shared, else anew. A cell
     whose process dies twice on living nodes has failed.
 
     A run takes ``threads`` x ``workers`` CPUs of its node; ``workers=0`` counts as one.
@@ -92,7 +92,7 @@ def run_cells(
         cells: The cells. Finished ones are left out.
         jobs: The most runs at a time; 0: as many as the CPUs and GPUs of the nodes allow.
         progress: Called about twice a second with the number of finished rounds and of all rounds. The rounds of
-            running cells are known only where the folder is shared.
+            running cells are known only if the folder is shared.
         running: Called about twice a second with the cells that run.
         address: The address of the cluster's head node, HOST:PORT; empty: the one in RAY_ADDRESS, else the cluster of
             this machine, else a new cluster of this machine only.

@@ -58,7 +58,9 @@ def comparison(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[
     for keys in (base, *(variant.overrides for variant in variants)):
         refuse_decided("fl-bn compare", keys, {"method": "the methods are --methods"})
     if any("seed" in variant.overrides for variant in variants):
-        raise ConfigError("seed cannot be a variant's own: all variants have the same seeds; their number is --seeds")
+        raise ConfigError(
+            "a variant cannot set seed, since all variants have the same seeds: leave seed out, and set their number by --seeds"
+        )
     labels = [variant.label for variant in variants]
     if len(set(labels)) < len(labels):
         raise ConfigError(f"every variant must be given once, but got {labels}")

@@ -86,14 +86,14 @@ class Where:
 
         Args:
             at: The labels of the combination on the axes.
-            keys: Its run-config keys. They are looked up for an axis that is a single value in this variant.
+            keys: The run-config keys of the combination. An axis that is a single value in this variant is one of them.
         """
         return all(at.get(axis, str(keys.get(axis))) == value for axis, value in self.at.items())
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Describe a sweep, of a sweep file, of ``fl-bn compare`` or of ``fl-bn attack-grid``.
+    """Describe a sweep: that of a sweep file, of ``fl-bn compare`` or of ``fl-bn attack-grid``.
 
     Its runs are all combinations of values on the axes.
 
@@ -223,7 +223,7 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
 
     Args:
         tables: The content of the file.
-        name: The title of the sweep, where the file has none.
+        name: The title of the sweep, if the file has none.
         variant: The name of a variant in the file; empty: the file without any variant.
         data: The folder for which ``{data}`` stands.
         overrides: Run-config keys that override those of the file.
@@ -342,19 +342,19 @@ def _axis(axis: str, values: Any) -> Axis:
 
 
 def refuse_decided(command: str, keys: Mapping[str, Any], instead: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Refuse keys that a command decides for each of its runs.
+    """Refuse keys that a command sets itself for each of its runs.
 
     Args:
         command: The command, as it is typed.
         keys: The keys that were given to it.
-        instead: Further keys that it decides, each with what to do instead.
+        instead: Further keys that the command sets itself, each with what to do instead.
 
     Raises:
         ConfigError: One of them is among ``keys``.
     """
     advice = {**INSTEAD, **instead}
     if taken := [key for key in keys if key in advice]:
-        raise ConfigError(f"{taken[0]} is for {command} to decide, for each of its runs: leave it out ({advice[taken[0]]})")
+        raise ConfigError(f"{command} sets {taken[0]} for each of its runs itself: leave it out ({advice[taken[0]]})")
 
 
 def _without(keys: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ MEAN_IOU, CLASS = "mean-iou", "accuracy-class-"
 class Classification(Task):
     """Task with one of C classes per sample.
 
-    Outputs are scores (B, C), targets int64 labels (B,). The loss is cross-entropy. The metrics are the
-    accuracy over all samples, ``accuracy``, and that over each class, ``accuracy-class-0`` and so on.
+    Outputs are scores (B, C), targets int64 labels (B,). The loss is cross-entropy. The metrics are
+    ``accuracy``, over all samples, and ``accuracy-class-0`` and so on, over the samples of one class each.
 
     >>> from fl_bn import Classification
     >>> state = Classification().state()
@@ -85,7 +85,7 @@ class Segmentation(Classification):
     takes = (MASKS,)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Compute the mean cross-entropy over labelled pixels, or 0 without any (torch's would be NaN)."""
+        """Compute the mean cross-entropy over labelled pixels; 0 if no pixel has a label, where torch gives NaN."""
         return F.cross_entropy(output, targets, ignore_index=IGNORE, reduction="sum") / (targets != IGNORE).sum().clamp(min=1)
 
     def count(self, targets: Tensor) -> int:

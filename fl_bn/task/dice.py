@@ -18,7 +18,7 @@ from fl_bn.task.task import SHARE, Range
 
 DICE = "dice"
 SMOOTH = 1e-5
-"""Added above and below the fraction: a class that is neither predicted nor there has an overlap of 1."""
+"""Added to numerator and denominator: a class that is neither predicted nor in the mask then has an overlap of 1."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Dice(Segmentation):
 
     An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus ``cross_entropy``
     times its cross-entropy. p is a class's probability at a labelled pixel, y is 1 where it is the label.
-    ``dice`` is that mean for predictions, with sums over all data and not over an image.
+    The metric ``dice`` is the same mean, of predicted classes, with sums over all data in place of one image.
 
     >>> import torch
     >>> from fl_bn import Dice
@@ -60,7 +60,7 @@ class Dice(Segmentation):
         """Compute the mean loss over the images, of scores (B, C, ...) and masks (B, ...).
 
         Raises:
-            ValueError: There is no class to learn.
+            ValueError: The network has outputs for fewer than two classes.
         """
         first = self._first(output.shape[1])
         labelled = targets != IGNORE
@@ -86,7 +86,7 @@ class Dice(Segmentation):
         return {DICE: float((2 * hits / sizes)[sizes > 0].mean())} | super().metrics(sums)
 
     def _first(self, classes: int) -> int:
-        """Return the first class that counts."""
+        """Return the index of the first class that counts in loss and ``dice``."""
         if classes < 2:
             raise ValueError(f"task dice: the network needs an output for every class, background included, but has {classes}")
         return 0 if self.background else 1

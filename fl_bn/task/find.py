@@ -1,4 +1,4 @@
-"""Tasks by name: those of ``TASKS``, and a task of your own as "package.module:function"."""
+"""Tasks by name: the tasks in ``TASKS``, and a task of your own as "package.module:function"."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class MetricState:
         count: number of samples, or of labelled pixels for masks.
         sums: the task's sums, by name.
         objects: the task's metric objects, by name, with the batches of this state.
-        parts: of a union, the count of each part and the values of its metric objects.
+        parts: (count, values of the metric objects) of each part, if this state is a union; else empty.
     """
 
     def __init__(self, task: Task, total: float = 0.0, count: int = 0, sums: Mapping[str, Tensor] | None = None) -> None:
@@ -112,7 +112,7 @@ class MetricState:
             ValueError: the task has metric objects, which have no sums.
         """
         if self.objects:
-            raise ValueError(f"task {self.task.name}: {', '.join(self.objects)} cannot be added up: objects have no sums to send")
+            raise ValueError(f"task {self.task.name}: {', '.join(self.objects)} cannot be sent: metric objects have no sums")
         numbers = {"total": torch.tensor(self.total, dtype=torch.float64), "count": torch.tensor(self.count)}
         return numbers | {f"sums/{name}": value.cpu() for name, value in self.sums.items()}
 
@@ -124,7 +124,7 @@ class MetricState:
 
 
 def weighted_mean(values: Sequence[tuple[int, float]]) -> float:
-    """Return the mean of values with weights. Values that are not finite do not count; NaN without any other."""
+    """Return the weighted mean of the finite values among pairs (weight, value); NaN if no value is finite."""
     finite = [(weight, value) for weight, value in values if math.isfinite(value)]
     total = sum(weight for weight, _ in finite)
     return sum(weight * value for weight, value in finite) / total if total else math.nan

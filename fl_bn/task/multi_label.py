@@ -47,7 +47,7 @@ class MultiLabel(Task):
         return F.binary_cross_entropy_with_logits(output, targets.to(output.dtype))
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
-        """Count hits, misses and false alarms per label, and the labels' logits in bins."""
+        """Count hits, misses and false alarms of each label, and make a histogram of each label's logits."""
         output, y = alike(self.name, output, targets)
         y, labels = y.long(), output.shape[1]
         predicted = (output > 0).long()

@@ -21,7 +21,7 @@ Own = TypeVar("Own", bound="Task")
 
 @runtime_checkable
 class MetricObject(Protocol):
-    """Describe a metric over any number of batches: torchmetrics' objects, or one of your own."""
+    """Metric over any number of batches: an object of torchmetrics, or one of your own."""
 
     def update(self, preds: Any, target: Any, /) -> None:
         """Add a batch: the prediction, as ``Task.output`` returns it, and the targets."""

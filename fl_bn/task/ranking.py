@@ -40,10 +40,13 @@ class ClassificationAUC(Classification):
     # The exact area needs the order of all scores, which no sum of fixed size holds. So the log odds of a class are counted in bins,
     # and samples of one bin count as equal. A bin is 1/51 wide near 0, and 2 % of the log odds where these are large, up to 11,000.
     BINS: ClassVar[int] = 1024
-    LARGEST: ClassVar[float] = 10.0  # of the inverse hyperbolic sine of log odds
+    LARGEST: ClassVar[float] = 10.0  # the bins end where the inverse hyperbolic sine of the log odds is -10 and 10
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
-        """Count the confusion matrix, and for each class the log odds in bins (C, 2, BINS): of other samples, and of its own."""
+        """Count the confusion matrix, and make histograms (C, 2, BINS) of the log odds of each class.
+
+        At index 0 are the samples of other classes, at index 1 those of the class itself.
+        """
         classes = output.shape[1]
         height = log_odds(output.double()).asinh() + self.LARGEST
         binned = (height * (self.BINS / (2 * self.LARGEST))).nan_to_num().long().clamp(0, self.BINS - 1)
@@ -63,12 +66,12 @@ class ClassificationAUC(Classification):
 def log_odds(scores: Tensor) -> Tensor:
     """Compute the log odds of every class, ``log(p / (1 - p))`` of its softmax probability ``p``.
 
-    They are exact where ``p`` is as near to 1 as to round to it.
+    They are exact even where ``p`` rounds to 1.
 
     Args:
         scores: (B, C), at least two classes.
     """
     whole, best = scores.logsumexp(1, keepdim=True), scores.argmax(1, keepdim=True)
-    others = whole + torch.log1p(-(scores - whole).exp())  # of a class with p up to 1/2; the best one's follow
+    others = whole + torch.log1p(-(scores - whole).exp())  # exact for p up to 1/2; the best class, whose p may be larger, follows
     second = scores.scatter(1, best, -torch.inf).logsumexp(1, keepdim=True)
     return scores - others.scatter(1, best, second)

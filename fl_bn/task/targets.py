@@ -22,7 +22,9 @@ def kind_of(targets: Tensor) -> str:
 
 
 def alike(task: str, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Reshape (B, 1) to (B,) if the other tensor is (B,). No other shapes are broadcast.
+    """Give outputs and targets one shape: if one of them is (B, 1) and the other (B,), both become (B,).
+
+    No other shapes are broadcast.
 
     Args:
         task: the task's name, for the message.

@@ -36,7 +36,7 @@ class Task(ABC):
     0.5
 
     Attributes:
-        name: in the run config and in messages.
+        name: the task's name in the run config and in messages.
         metric: name of the metric in tables and pictures.
         higher_is_better: whether a higher value of ``metric`` is better.
         ranges: least and greatest value of every metric. A name that ends in "-" stands for a series,
@@ -178,7 +178,7 @@ class Task(ABC):
         """Select the prediction in a network's output, for ``loss`` and ``sums``.
 
         It is the entry ``output_key`` of a tuple or dict. Without one, it is the first entry of a tuple, the
-        only entry of a dict, or that called logits or out. A task whose loss needs more than the prediction
+        only entry of a dict, or its entry called logits or out. A task whose loss needs more than the prediction
         overrides this.
 
         Args:
@@ -216,7 +216,7 @@ class Task(ABC):
         """Return 100 for a metric between 0 and 1, which tables and pictures show in percent, else 1.
 
         Args:
-            metric: its name. Empty: ``cls.metric``.
+            metric: the metric's name. Empty: ``cls.metric``.
         """
         return 100.0 if cls.declared().get(metric or cls.metric) == SHARE else 1.0
 
@@ -235,7 +235,7 @@ def _other_arguments(model: nn.Module, inputs: Mapping[Any, Any]) -> str:
     """Return the arguments of the network's ``forward``, if ``inputs`` cannot be its keyword arguments; else nothing."""
     try:
         takes = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # a forward in C has none
+    except (TypeError, ValueError):  # a forward written in C has no signature
         return ""
     try:
         takes.bind(**{str(key): value for key, value in inputs.items()})

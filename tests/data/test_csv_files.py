@@ -194,7 +194,7 @@ def test_a_cell_is_refused_by_file_line_and_column(rows: list[str], line: int, c
         (HEADER + ",zip\n", 1, "zip", "columns.toml does not list this column; add it to ignore there, or to a table"),
         (HEADER + ",age\n", 1, "age", "expected every column once"),
         (HEADER.replace(",", ";") + "\n", 1, "outcome", "it looks as if cells were separated by ';': set delimiter in columns.toml"),
-        (HEADER + "\n1,40,1,no,a,well\n", 0, "", "expected rows to train on and others to test on, but there is 1 row, and no other"),
+        (HEADER + "\n1,40,1,no,a,well\n", 0, "", "expected rows to train on and others to test on, but there is 1 row in all"),
         (b"\xff\xfe", 0, "", "expected text in UTF-8, but invalid start byte at byte 0"),
     ],
 )
@@ -226,7 +226,7 @@ def test_one_row_and_a_missing_class_at_one_of_several_sites(tmp_path: Path) -> 
 
 def test_all_rows_of_one_person_cannot_be_divided(tmp_path: Path) -> None:
     file = site(tmp_path, rows=[row.replace(row[0], "1", 1) for row in ROWS], ignore=[], group="id")
-    with pytest.raises(TableError, match="there are 5 rows in one id, and no other"):
+    with pytest.raises(TableError, match="there are 5 rows in one id in all"):
         load_csv(str(file), 0)
 
 
@@ -246,7 +246,7 @@ def test_all_rows_of_one_person_cannot_be_divided(tmp_path: Path) -> None:
         ({"numeric": {"age": {"mean": "fifty"}}}, "mean of numeric column 'age' must be a finite number, but is 'fifty'"),
         ({"numeric": {}, "categorical": {}}, "expected columns to learn from"),
         ({"numeric": {"outcome": {}}}, "column 'outcome' is listed twice"),
-        ({"group": "age"}, "column 'age' is the group and has another place, too"),
+        ({"group": "age"}, "column 'age' is the group, but is also listed in another place"),
         ({"categorical": {"smoker": []}}, "categorical column 'smoker' must be a list of at least 1"),
         ({"missing": "mean"}, "missing must be one of 'refuse', 'drop', 'fill', but got 'mean'"),
         ({"unknown": "fill"}, "unknown must be one of 'refuse', 'drop', 'zeros', but got 'fill'"),

@@ -122,7 +122,7 @@ def test_domains_of_before_are_forgotten_and_masks_stay() -> None:
 def test_wrong_shifts_are_refused() -> None:
     data = made_up()
     for names in ([], ["invert", "invert"], ["sepia"]):
-        with pytest.raises(ValueError, match=r"shifts must be different ones of none, invert"):
+        with pytest.raises(ValueError, match=r"shifts must be at least one of none, invert"):
             shifted(data, names, 0)
     with pytest.raises(ValueError, match="2 shifts need as many training samples, but there are 1"):
         shifted(made_up(1), ["none", "blur"], 0)

@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from fl_bn.flower.compat import find
+from fl_bn_site.audit import append, files_in
 from fl_bn_site.certificates import make_authority
 from fl_bn_site.commands import commands
 from fl_bn_site.folders import SiteFolder
@@ -96,6 +97,18 @@ def test_the_supernode_does_not_read_what_the_site_keeps(site: Path) -> None:
     assert not may(KEY, "read", site / "state/local-layers")
     assert may(APP, "read", site / "state/local-layers")
     assert may(KEY, "write", site / "node")
+
+
+@root_only
+def test_the_supernode_neither_reads_nor_changes_the_audit_log(site: Path) -> None:
+    log = SiteFolder.read(site).audit_log
+    append(log, {"run": "1"})
+    for path in (log, *log.iterdir()):
+        os.chown(path, APP, APP)
+    (lines,) = files_in(log)
+    assert not any(may(KEY, what, path) for what in ("read", "write") for path in (lines, log / "head"))
+    assert may(APP, "write", lines)
+    assert not may(STRANGER, "read", lines)
 
 
 @root_only

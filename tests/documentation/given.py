@@ -34,7 +34,7 @@ def module(path: Path) -> ModuleType:
 
 def flower_quickstart() -> tuple[Names, After]:
     """Flower's PyTorch quickstart: both apps, the network, the data and the training loop. Afterwards the apps run, for real."""
-    task = module(ROOT / "examples" / "quickstart_flower" / "after" / "task.py")
+    task = module(ROOT / "examples" / "quickstart_flower" / "after" / "quickstart" / "task.py")
 
     def data(context: Context) -> Any:
         return task.load_data(context.node_config["partition-id"], context.node_config["num-partitions"])
@@ -77,14 +77,20 @@ def finished_run() -> tuple[Names, After]:
 
 
 def numpy_client() -> tuple[Names, After]:
-    """Flower's older API: a client class with ``fit``."""
+    """Flower's older API: a ``client_fn`` and a ``server_fn``. Afterwards the apps run, for real."""
     folder = str(ROOT / "examples" / "numpy_client")
     sys.path.insert(0, folder)
     try:
-        client = module(ROOT / "examples" / "numpy_client" / "client.py")
+        before, client = module(ROOT / "examples" / "numpy_client" / "before.py"), module(ROOT / "examples" / "numpy_client" / "client.py")
     finally:
         sys.path.remove(folder)
-    return {"app": ClientApp(), "make_client": client.make_client}, lambda names: None
+        sys.modules.pop("client", None)
+
+    def run(names: Names) -> None:
+        config: Any = {"num-server-rounds": 1}
+        names["server_app"](InProcessGrid(names["client_app"], 3, config), Context(1, 0, {}, RecordDict(), config))
+
+    return {"client_fn": before.client_fn, "server_fn": before.server_fn, "Net": client.make_net}, run
 
 
 GIVEN: dict[str, Callable[[], tuple[Names, After]]] = {

@@ -19,7 +19,7 @@ from tests.documentation.pages import PAGES, ROOT, SITE, blocks, inline_code, na
 from tests.extension.package import registries_kept
 from tests.listed import listed
 
-LANGUAGES = {"python", "bash", "toml", "text"}
+LANGUAGES = {"python", "bash", "toml", "text", "diff"}
 SLOW = re.compile(r"^(from|import) (accelerate|lightning|monai|opacus)\b", re.MULTILINE)  # of the extra loops, which slow tests alone need
 SHELL = [page for page in PAGES if any(block.language in ("bash", "") for block in blocks(page))]
 

@@ -22,27 +22,28 @@ from fl_bn.roles import batch_norms
 from tests.listed import listed
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart_flower"
+PACKAGE = "quickstart"  # a top-level client_app would be another app's, where two run in one place
 METHODS = {"fixbn": "FixBN", "fedbn": "FedBN", "hbn": "HBN", "fbn": "FBN", "fedtan": "FedTAN"}
 CONFIG: dict[str, Any] = {"num-server-rounds": 3, "fraction-train": 1.0, "local-epochs": 1, "lr": 0.02}
 
 
 def source(folder: str, file: str, method: str = "fixbn") -> str:
-    text = (QUICKSTART / folder / file).read_text()
+    text = (QUICKSTART / folder / PACKAGE / file).read_text()
     return text.replace("FixBN(", f"{METHODS[method]}(").replace("import FixBN", f"import {METHODS[method]}").replace("fixbn", method)
 
 
 @contextmanager
 def app_in(folder: Path) -> Iterator[tuple[Any, Any]]:
     """The ServerApp and the ClientApp of a folder, imported as Flower imports them."""
-    names = ("task", "client_app", "server_app")
-    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in names}  # this project's own apps
+    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == PACKAGE}  # benchmarks/quickstart.py
     sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
     try:
-        yield tuple(importlib.import_module(name).app for name in names[:0:-1])
+        yield tuple(importlib.import_module(f"{PACKAGE}.{name}").app for name in ("server_app", "client_app"))
     finally:
         sys.path.remove(str(folder))
-        for name in names:
-            sys.modules.pop(name, None)
+        for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+            del sys.modules[name]
         sys.modules.update(ours)
 
 
@@ -58,9 +59,10 @@ def ran(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[int, dict[str,
 @pytest.fixture
 def written(tmp_path: Path) -> Any:
     def write(method: str, *, without: str = "") -> Path:
-        for file in ("task.py", "client_app.py", "server_app.py"):
+        (tmp_path / PACKAGE).mkdir(exist_ok=True)
+        for file in ("__init__.py", "task.py", "client_app.py", "server_app.py"):
             lines = source("after", file, method).splitlines(keepends=True)
-            (tmp_path / file).write_text("".join(line for line in lines if not without or not line.startswith(without)))
+            (tmp_path / PACKAGE / file).write_text("".join(line for line in lines if not without or not line.startswith(without)))
         return tmp_path
 
     return write
@@ -95,14 +97,14 @@ def test_an_app_without_the_line_is_told_which(written: Any, capsys: pytest.Capt
 
 def test_a_client_with_another_method_is_told(written: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder = written("fixbn")
-    (folder / "client_app.py").write_text(source("after", "client_app.py", "fbn"))
+    (folder / PACKAGE / "client_app.py").write_text(source("after", "client_app.py", "fbn"))
     with pytest.raises(RunFailed, match="another model, method or version"):
         ran(folder, capsys)
 
 
 def test_another_strategy_s_message_is_named(written: Any, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     folder = written("fixbn")
-    (folder / "server_app.py").write_text(source("before", "server_app.py"))
+    (folder / PACKAGE / "server_app.py").write_text(source("before", "server_app.py"))
     assert ran(folder, capsys) == {}  # Flower's own strategies go on without replies
     assert "start one of fl_bn.flower's in server_app.py" in caplog.text
 
@@ -111,7 +113,7 @@ def moved_in_frozen_rounds(folder: Path, capsys: pytest.CaptureFixture[str], mon
     """Whether a client's statistics moved in its training, for every client and frozen round of six rounds."""
     moved: list[bool] = []
     with app_in(folder) as (server, client):
-        module = sys.modules["client_app"]
+        module = sys.modules[f"{PACKAGE}.client_app"]
         own = module.train_fn
 
         def train_fn(net: Any, *args: Any) -> float:

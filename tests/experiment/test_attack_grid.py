@@ -79,7 +79,7 @@ def test_axes_that_are_none(axis: str, text: str, message: str) -> None:
 
 def test_a_key_that_the_grid_decides_is_refused() -> None:
     for key in ("output", "method", "attack", "update-rule", "max-failed-rounds"):
-        with pytest.raises(ConfigError, match=f"^{key} is for fl-bn attack-grid to decide, for each of its runs: leave it out "):
+        with pytest.raises(ConfigError, match=f"^fl-bn attack-grid sets {key} for each of its runs itself: leave it out "):
             grid_sweep(GRID.settings(), [0], {key: "x"}, "a grid")
     assert grid_sweep(GRID.settings(), [0], {"rounds": 3}, "a grid").keys["rounds"] == 3  # control
 

@@ -131,7 +131,7 @@ def test_sites_with_their_own_files_train_under_one_description(tmp_path: Path, 
     description.write_text(description.read_text().replace('"a"', '"c"').replace('"b"', '"a"').replace('"c"', '"b"'))  # b is 0 here
     load.__globals__["_load"].cache_clear()
     client_samples.cache_clear()
-    with pytest.raises(ConfigError, match="the run is for a columns.toml of the digest .*, but this client's has"):
+    with pytest.raises(ConfigError, match="the run is for a columns.toml with the digest .*, but this client's has"):
         client_samples(config, 1, own)
 
 

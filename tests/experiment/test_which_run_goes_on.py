@@ -141,7 +141,7 @@ def test_latest_is_the_newest_unfinished_run_with_this_config(tmp_path: Path) ->
 
 
 def test_where_there_is_nothing_to_go_on_with_the_runs_that_could_be_are_named(values: Values) -> None:
-    assert "resume='latest' needs one of the unfinished runs with checkpoints in" in refused(values, resume="latest")
+    assert "resume='latest' found no run to resume among the unfinished runs with checkpoints in" in refused(values, resume="latest")
     assert "none (checkpoint-every makes them)" in refused(values, resume="latest")
     run(values, name="done")
     stopped(values | {"name": "half"}, 3)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import Strategy
+from ray import cloudpickle
 from torch import Tensor
 
 from fl_bn.federation.local import Samples
@@ -230,3 +231,14 @@ def test_a_hook_that_a_secure_sum_never_calls_is_refused() -> None:
     strategy = counting(FedAvgBNStrategy)(net(), Rounds(CLIENTS), secure=SecureAggregation())
     with pytest.raises(ValueError, match="Mine overrides aggregate_train, but with secure aggregation the server sees no client's reply"):
         strategy.start(InProcessGrid(own_app("fedavg"), CLIENTS, {}))
+
+
+@listed("name", ["hbn", "fedbn"])
+def test_an_app_that_was_pickled_answers_with_the_same_bits(name: str) -> None:
+    """As Flower's ``run_simulation`` sends it to Ray: the functions of ``answer`` by value, with copies of all that they name."""
+    app = own_app(name)
+    tensors, result = ran(OWN[name](net()), app)
+    pickled, other = ran(OWN[name](net()), cloudpickle.loads(cloudpickle.dumps(app)))
+    assert equal(tensors, pickled)
+    assert result.evaluate_metrics_clientapp == other.evaluate_metrics_clientapp
+    assert not equal(tensors, ran(OWN[name](net(3)), app)[0])  # control

@@ -103,7 +103,7 @@ def test_what_is_registered_must_be_there() -> None:
     register_batch_norm(Activated, then=["act"])
     with pytest.raises(Unconvertible, match="Activated has no submodule 'act'"):
         convert(network(Activated(4)), METHODS["fbn"]())
-    with pytest.raises(ValueError, match="Foreign is no subclass of torch's BatchNorm: give convert"):
+    with pytest.raises(ValueError, match="Foreign is no subclass of torch's BatchNorm: pass convert="):
         register_batch_norm(Foreign)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import time
 import tomllib
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 
 from fl_bn.flower.compat import DEPLOYED, NEWEST
+from tests.examples.test_flower_apps import SHOWN
 from tests.integration.runs import bits, differences, tiny
 from tests.integration.test_ray import as_on_ray, run_config
 from tests.newest.conftest import Newest
 from tests.packaging.test_new import accuracies
 from tests.packaging.wheels import copied
+from tools.documentation.conversions import APPS
 
 pytestmark = [pytest.mark.newest, pytest.mark.timeout(600)]
 APP = ("fl_bn", "fl_bn_site", "server_app", "client_app", "pyproject.toml", "setup.py", "README.md", "LICENSE")
@@ -98,6 +101,13 @@ def test_a_new_app_runs_with_a_superlink_and_two_supernodes(app: Path, newest: N
             process.wait(30)
     logs = "\n".join(file.read_text() for file in tmp_path.glob("*.log"))
     assert len(accuracies(re.sub(r"\x1b\[\d+m", "", said))) == 1, said + logs
+
+
+@pytest.mark.parametrize("name", [*SHOWN])
+def test_a_converted_app_runs(name: str, newest: Newest, tmp_path: Path) -> None:
+    shutil.copytree(APPS / name / "after", tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    said = newest.run("flwr", "run", ".", "--stream", "--run-config", SHOWN[name][0], folder=tmp_path / name)
+    assert [line for line in SHOWN[name][1] if line not in said] == [], said
 
 
 def wait_for(log: Path, text: str, times: int, patience: float = 120) -> None:

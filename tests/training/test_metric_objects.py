@@ -57,7 +57,7 @@ def test_over_several_domains_they_are_the_mean_weighted_by_samples() -> None:
         assert union[name] == pytest.approx(weighted)
         assert union[name] != pytest.approx((parts[0][name] + parts[1][name]) / 2, rel=1e-3)  # control
         assert (MetricState.union([parts[1]]) + parts[0])[name] == pytest.approx(weighted)
-    with pytest.raises(ValueError, match="auc, f1 cannot be added up: objects have no sums to send"):
+    with pytest.raises(ValueError, match="auc, f1 cannot be sent: metric objects have no sums"):
         union.tensors()
 
 

@@ -40,10 +40,12 @@ from fl_bn.federation.schema import KEPT
 from fl_bn.federation.values import Reply
 from fl_bn.flower.app.client_app import HELLO, RENDEZVOUS, STATISTICS
 from fl_bn.flower.app.client_state import StateStore, store_of
+from fl_bn.flower.compat import mods_of, registering
 from fl_bn.flower.handlers import Request, kept_layers, read, reply_to
 from fl_bn.flower.layerwise.exchange_address import ExchangeAddresses, connect
 from fl_bn.flower.layerwise.transcript import question
 from fl_bn.flower.own.metrics import EXAMPLES
+from fl_bn.flower.own.mods import allowed, check_handlers, check_mods
 from fl_bn.flower.wire.codec import header_of
 from fl_bn.flower.wire.fields import Form
 from fl_bn.flower.wire.gate import OWN_METRICS, Gate, admit_own
@@ -57,6 +59,8 @@ from fl_bn.task import CLASSIFICATION, Task
 
 Batches = Callable[[Context], Iterable[Any]]
 """Returns the training batches of the client with this Flower context: a DataLoader, for example."""
+Models = Callable[[Context], nn.Module]
+"""Returns the unconverted network of the client with this Flower context."""
 
 
 class OwnRound:
@@ -271,6 +275,8 @@ def answer(
 ) -> None:
     """Let ``app`` answer the server's queries beside training: who the client is, and the statistics of its data.
 
+    An app with a mod of Flower's that cannot work here (``fl_bn.flower.own.mods``) says so in place of who it is.
+
     These answers pass a ``Gate``. Your own handlers do, too, where the app has one:
     ``ClientApp(mods=[Gate()])``.
 
@@ -283,11 +289,33 @@ def answer(
         tells: whether the client tells the BatchNorm layers that it keeps (FedBN, SiloBN), for the average that
             the server's ``evaluate_fn`` gets. They summarise its data.
     """
+    answers(app, lambda context: model(), method, batches, task=task, tells=tells)
+
+
+def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, task: Task, tells: bool) -> None:
+    """Do as ``answer``, for a network that depends on the client.
+
+    Args:
+        app: your ClientApp.
+        model: returns the network of the client with a given context, unconverted.
+        method: the method.
+        batches: returns its training batches.
+        task: reads the batches.
+        tells: whether the client tells the BatchNorm layers that it keeps.
+    """
+    check_handlers(app)
     gate = Gate()
+    with registering(app, allowed(mods_of(app))):  # a mod that is refused would answer in its own words
+        _register(app, gate, model, method, batches, task, tells)
+
+
+def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches: Batches, task: Task, tells: bool) -> None:
+    """Register the answers to the server's queries."""
 
     @app.query(HELLO.removeprefix("query."), mods=[gate])
     def hello(message: Message, context: Context) -> Message:
-        data, loader = convert(model(), method), batches(context)
+        check_mods(app)
+        data, loader = convert(model(context), method), batches(context)
         samples = _count(loader, task)
         introduction: dict[str, int | str] = {
             "client": _index(context),
@@ -301,19 +329,13 @@ def answer(
 
     @app.query(STATISTICS.removeprefix("query."), mods=[gate])
     def statistics(message: Message, context: Context) -> Message:
-        converted = convert(model(), method)
-        request = _read(message, context, converted, method, TO_MEASURE)
-        kept, joins = request.kept(_store(context, request, converted, method)), request.connect(ExchangeAddresses.of(context.node_config))
-        with local_round(converted, method, request.instruction, kept, connect=joins) as local:
-            local.measure(batches(context), task)
-        reply, _ = local.reply(local.measured_samples)
-        return reply_to(message, request.header, replace(reply, metrics={}))  # its samples are those measured
+        return _measure(message, context, convert(model(context), method), method, batches(context), task)
 
     @app.query(KEPT, mods=[gate])
     def kept(message: Message, context: Context) -> Message:
         if not tells:
             raise PermissionError("this client does not tell the BatchNorm layers that it keeps: answer(..., tells=True) in client_app.py")
-        converted, header = convert(model(), method), header_of(message.content)
+        converted, header = convert(model(context), method), header_of(message.content)
         folder, config = _folder(context), TO_TELL.of_configs(message.content)
         store = store_of(context.state, folder, config, _index(context), signature(converted, method))
         samples, layers = _count(batches(context), task), kept_layers(store.read(header.round + 1), converted, method)
@@ -323,6 +345,20 @@ def answer(
     def rendezvous(message: Message, context: Context) -> Message:
         connect(ExchangeAddresses.of(context.node_config), TO_MEET.of_configs(message.content), [], 1).close()
         return Message(RecordDict(), reply_to=message)
+
+
+def _measure(message: Message, context: Context, converted: nn.Module, method: Method, batches: Iterable[Any], task: Task) -> Message:
+    """Answer a query for statistics.
+
+    This is no part of ``_register``: Flower's ``run_simulation`` pickles the functions there, with copies of the
+    forms that they name.
+    """
+    request = _read(message, context, converted, method, TO_MEASURE)
+    kept, joins = request.kept(_store(context, request, converted, method)), request.connect(ExchangeAddresses.of(context.node_config))
+    with local_round(converted, method, request.instruction, kept, connect=joins) as local:
+        local.measure(batches, task)
+    reply, _ = local.reply(local.measured_samples)
+    return reply_to(message, request.header, replace(reply, metrics={}))  # its samples are those measured
 
 
 def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Form) -> Request:

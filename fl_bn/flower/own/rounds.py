@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.flower.wire.codec import arrays_of, tensors_of
 from fl_bn.flower.wire.replies import Decoded, Reading
 from fl_bn.methods import Method
+from fl_bn.roles import Role, roles
 from fl_bn.support.wire import printable
 
 
@@ -76,6 +78,7 @@ class OwnRounds(BatchNormStrategy):
         self.evaluators, self.metrics, self.introductions = evaluators, metrics, introductions
         self.configrecord_key, self.starts = configrecord_key, Starts(self.shared, sends=True)
         self.at_clients = evaluators.fraction > 0
+        self._roles = roles(self.shared.model)
         self._own = dict[int, Mapping[str, MetricRecord]]()  # of the clients that replied in this round
 
     def outward(self, tensors: Mapping[str, Tensor]) -> ArrayRecord:
@@ -97,9 +100,23 @@ class OwnRounds(BatchNormStrategy):
                     f"a hook gave {printable(name)} with shape {tuple(tensor.shape)}, but the network has {tuple(own[name].shape)}: return "
                     "arrays by the names and shapes of those that the hook got"
                 )
+            if not torch.equal(tensor, own[name]):
+                self._check_values(name, tensor)
         if given and not {*plain.values(), *own} & given.keys():
             raise RunFailed(f"a hook gave arrays of another network ({printable(next(iter(given)))}): return those that it got, changed")
         return tensors
+
+    def _check_values(self, name: str, tensor: Tensor) -> None:
+        """Check the values that a hook, or a loop of the user's own, gave for a shared tensor.
+
+        Raises:
+            RunFailed: no client would take them.
+        """
+        advice = "noise of your own is for the weights alone" if self._roles[name] is Role.STATISTIC else "leave what is wrong out"
+        if not tensor.isfinite().all():
+            raise RunFailed(f"a hook gave {printable(name)} with values that are not finite: {advice}")
+        if self._roles[name] is Role.STATISTIC and name.endswith("var") and (tensor < 0).any():
+            raise RunFailed(f"a hook gave {printable(name)} with a variance below 0 ({float(tensor.min()):.3g}): {advice}")
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Make one train message per client of the cohort, at the rate that ``config`` names."""

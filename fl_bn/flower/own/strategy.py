@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -21,12 +23,16 @@ from fl_bn.federation.narrow import AS_THE_MODEL, check_payload
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import signature
-from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
+from fl_bn.federation.record import RoundRecord
+from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate, exchanges_in_rounds
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.flower.app.normalisation import say_layers
+from fl_bn.flower.compat import simulated
 from fl_bn.flower.grid_transport import EvaluateFn
-from fl_bn.flower.hooks import RunResult
+from fl_bn.flower.hooks import RunResult, check_unwrapped
 from fl_bn.flower.log import log
 from fl_bn.flower.own.arguments import FlowerArguments
+from fl_bn.flower.own.loop import UNKNOWN, OwnLoop, needs_number
 from fl_bn.flower.own.metrics import EXAMPLES, RANGES, Combine, OwnMetrics, Ranges
 from fl_bn.flower.own.rates import NamedRates
 from fl_bn.flower.own.rounds import Evaluators, OwnRounds
@@ -38,6 +44,7 @@ from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
 
 TIMEOUT = 3600.0  # Flower's
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class OwnAppStrategy(Strategy):
@@ -83,6 +90,8 @@ class OwnAppStrategy(Strategy):
         callbacks: called after every round and at the end.
         clients: the number of clients, 0..100000. 0: the number that most nodes say (``num-partitions``).
         ranges: the smallest and the largest value of a client's metric, by name.
+        num_rounds: the number of rounds of a loop of your own, which calls the hooks itself. 0: unknown. FixBN
+            without ``freeze_after`` needs it, and so does a ``rate``. ``start`` has an argument of its own.
 
     Raises:
         ValueError: an argument is out of its range, or the arguments do not go together.
@@ -115,7 +124,10 @@ class OwnAppStrategy(Strategy):
         callbacks: Sequence[Callback] = (),
         clients: int = 0,
         ranges: Ranges = RANGES,
+        num_rounds: int = 0,
     ) -> None:
+        if type(num_rounds) is not int or num_rounds < 0:
+            raise ValueError(f"num_rounds must be the number of rounds of your own loop, or 0 (unknown), but got {num_rounds!r}")
         if not 0 <= clients <= CLIENTS:
             raise ValueError(f"clients must be 0 (as many as most nodes say) .. {CLIENTS}, but got {clients}")
         self.flower = FlowerArguments(
@@ -137,25 +149,30 @@ class OwnAppStrategy(Strategy):
         self.model, self.method, self.seed, self.rate = model, method, seed, rate
         self.calibrate, self.unit_scale, self.exchange, self.payload = calibrate, unit_scale, exchange, payload
         self.optimizer, self.defence, self.callbacks = optimizer, defence, callbacks
-        self.clients, self.ranges = clients, ranges
+        self.clients, self.ranges, self.num_rounds = clients, ranges, num_rounds
         self._settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
         check_composition(method, self._settings, robust=defence.active)
         check_layers(model, method)
         check_payload(payload, method)
         self._rounds: OwnRounds | None = None
+        self._starts = False
+        self._loop: OwnLoop | None = None
 
     @property
     def rounds(self) -> BatchNormStrategy:
         """Return the strategy that runs the rounds.
 
         Raises:
-            RunFailed: ``start`` was not called yet, so the clients are not known.
+            RunFailed: neither ``start`` nor a hook was called yet, so the clients are not known.
         """
         if self._rounds is None:
-            raise RunFailed(
-                "the clients are not known before the start: call strategy.start(grid, ...) first (a start of your own: super().start(...))"
-            )
+            raise RunFailed("the clients are not known before the start: call strategy.start(...), or strategy.configure_train(...)")
         return self._rounds
+
+    @property
+    def round_records(self) -> list[RoundRecord]:
+        """Return the records of a loop of your own so far; those of ``start`` are in its result."""
+        return [] if self._loop is None else list(self._loop.records)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Make one train message per client of the cohort.
@@ -166,7 +183,8 @@ class OwnAppStrategy(Strategy):
             config: values for every message. Changes stay for later rounds.
             grid: Flower's grid.
         """
-        return self.rounds.configure_train(server_round, arrays, config, grid)
+        hooks = self.rounds if self._starts else self._own_loop(grid, arrays, config)
+        return hooks.configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Combine the replies to the train messages.
@@ -178,7 +196,8 @@ class OwnAppStrategy(Strategy):
         Returns:
             The shared tensors and the combined metrics, or ``(None, None)`` where too few replies are usable.
         """
-        return self.rounds.aggregate_train(server_round, replies)
+        hooks = self.rounds if self._starts else self._begun(f"aggregate_train({server_round}, ...) needs configure_train")
+        return hooks.aggregate_train(server_round, replies)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Make one evaluate message per client that evaluates.
@@ -189,7 +208,8 @@ class OwnAppStrategy(Strategy):
             config: values for every message.
             grid: Flower's grid.
         """
-        return self.rounds.configure_evaluate(server_round, arrays, config, grid)
+        hooks = self.rounds if self._starts else self._own_loop(grid, arrays)
+        return hooks.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Combine the clients' metrics.
@@ -201,12 +221,27 @@ class OwnAppStrategy(Strategy):
         Returns:
             The combined metrics; None without any.
         """
-        return self.rounds.aggregate_evaluate(server_round, replies)
+        hooks = self.rounds if self._starts else self._begun(f"aggregate_evaluate({server_round}, ...) needs configure_evaluate")
+        return hooks.aggregate_evaluate(server_round, replies)
+
+    def global_model(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord | None:
+        """Return arrays that load into your network, for a loop of your own: what ``evaluate_fn`` of ``start`` gets.
+
+        Where clients keep their BatchNorm, these layers are the average over the clients that tell theirs
+        (``answer(..., tells=True)``), and it is asked for over the grid.
+
+        Args:
+            server_round: the round that was aggregated last.
+            arrays: the arrays that ``aggregate_train`` returned.
+
+        Returns:
+            The arrays; None where there is no global model, for the reason in the log.
+        """
+        return self._begun("global_model(...) needs configure_train").global_model(server_round, arrays)
 
     def summary(self) -> None:
         """Log what the method does with every normalisation layer."""
-        if self._rounds is not None:
-            self._rounds.summary()
+        say_layers(self.model, convert(self.model, self.method), self.method)
 
     def save(self, path: str | Path) -> None:
         """Save the model at the end of ``start`` as safetensors, as ``BatchNormStrategy.save`` does.
@@ -248,10 +283,67 @@ class OwnAppStrategy(Strategy):
                 app lacks.
         """
         config = ConfigRecord() if train_config is None else train_config
-        self._rounds = self._meet(grid, timeout, config)
-        return self._rounds.start(grid, initial_arrays, num_rounds, timeout, config, evaluate_config, evaluate_fn, hooks=self)
+        self._rounds, self._loop = self._meet(grid, timeout, config), None
+        self._starts = True
+        try:
+            return self._rounds.start(grid, initial_arrays, num_rounds, timeout, config, evaluate_config, evaluate_fn, hooks=self)
+        finally:
+            self._starts = False
 
-    def _meet(self, grid: Grid, timeout: float, train_config: ConfigRecord) -> OwnRounds:
+    def initialize_parameters(self, client_manager: object) -> None:
+        """Refuse Flower's older API, which calls this first: ``start_simulation``, ``start_server``, ``ServerAppComponents``.
+
+        Args:
+            client_manager: that of the older API.
+
+        Raises:
+            RunFailed: always, with what to do.
+        """
+        raise RunFailed(
+            f"{type(self).__name__} is a strategy of Flower's message API, and start_simulation, start_server and ServerAppComponents are "
+            "of the older one: call strategy.start(grid, ...) in @app.main() of a ServerApp(), and start both apps by flwr run or "
+            "fl_bn.flower.run_in_process(...). A server_fn with Flower's older FedAvg can stay: legacy_server_app(server_fn, Net, method)"
+        )
+
+    def _own_loop(self, grid: Grid, arrays: ArrayRecord, train_config: Mapping[str, Any] = NOTHING) -> OwnLoop:
+        """Return the loop of the user's own that calls the hooks. Its first call begins it.
+
+        Raises:
+            RunFailed: clients are missing, or such a loop cannot do what the strategy needs.
+        """
+        if self._loop is None:
+            self._check_own_loop()
+            if simulated():
+                from fl_bn.flower.app import lost_actors  # imports Ray
+
+                lost_actors.repair()
+            self._rounds = self._meet(grid, TIMEOUT, train_config)
+            self._loop = OwnLoop(self._rounds, grid, arrays, self.num_rounds or UNKNOWN, TIMEOUT)
+        return self._loop
+
+    def _begun(self, needs: str) -> OwnLoop:
+        if self._loop is None:
+            raise RunFailed(f"{needs}(...) before it: no round was begun yet (or call strategy.start(grid, ...))")
+        return self._loop
+
+    def _check_own_loop(self) -> None:
+        check_unwrapped(self, self.method)
+        name = type(self).__name__
+        if exchanges_in_rounds(self.method):
+            raise RunFailed(
+                f"{name}'s clients exchange statistics within a round, which start alone carries: in a start of your own, call "
+                "super().start(...), and put your steps into the hooks and into callbacks=[...]"
+            )
+        if self.callbacks:
+            raise RunFailed(
+                f"{name} has callbacks, which start alone calls: in a start of your own, call super().start(...), or leave callbacks out "
+                "and do their work in your loop"
+            )
+        depends = needs_number(self.method, None if self.rate is constant_rate else self.rate)
+        if depends and not self.num_rounds:
+            raise RunFailed(f"{depends}, whose number no hook is told: give {name}(..., num_rounds=20), or set strategy.num_rounds")
+
+    def _meet(self, grid: Grid, timeout: float, train_config: Mapping[str, Any]) -> OwnRounds:
         """Wait for the clients, and return the strategy of their rounds."""
         given, wanted = self.flower, signature(convert(self.model, self.method), self.method)
         clients, introductions = introduced(grid, given.min_available_nodes, timeout, wanted, self.clients)

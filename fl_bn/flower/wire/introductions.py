@@ -15,6 +15,7 @@ from fl_bn.flower.app.client_app import HELLO as ASK_HELLO
 from fl_bn.flower.compat import simulates
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.log import log
+from fl_bn.flower.own.mods import named_in
 from fl_bn.flower.population import Introductions, RunFailed
 from fl_bn.flower.wire.messaging import send_and_receive
 from fl_bn.flower.wire.versions import client_differs, greeting, introduction_of
@@ -132,4 +133,4 @@ def _missing(why: str | None) -> str:
             "the ClientApp does not answer who it is: add to client_app.py, after app = ClientApp(), the line "
             "fl_bn.flower.answer(app, Net, method, batches)"
         )
-    return f"a client could not say who it is: {reason(why)}"
+    return named_in(why or "") or f"a client could not say who it is: {reason(why)}"

@@ -70,9 +70,9 @@ class RunId:
         return all(round <= resumed for _, resumed in self.resumes[self.attempts.index(attempt) :])
 
     def to_config(self) -> dict[str, str | int]:
-        """Return the fields of a message's config that ``of`` reads."""
+        """Return the fields of a message's config that ``of`` reads. None is empty: Flower's ``message_size_mod`` cannot count that."""
         resumes = ",".join(f"{token}:{round}" for token, round in self.resumes)
-        return {"run": self.run, "resumes": resumes, "durable": self.durable}
+        return {"run": self.run, **({"resumes": resumes} if resumes else {}), "durable": self.durable}
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> RunId:

@@ -1,9 +1,10 @@
-"""The ServerApp of Flower's PyTorch quickstart."""
+"""The ServerApp of Flower's PyTorch quickstart, with FixBN."""
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import FedAvg
-from task import Net
+
+from fl_bn.flower import FixBN
+from quickstart.task import Net
 
 app = ServerApp()
 
@@ -15,7 +16,7 @@ def main(grid: Grid, context: Context) -> None:
     lr: float = context.run_config["lr"]
 
     arrays = ArrayRecord(Net().state_dict())
-    strategy = FedAvg(fraction_train=fraction_train)
+    strategy = FixBN(Net(), fraction_train=fraction_train)
 
     result = strategy.start(grid=grid, initial_arrays=arrays, train_config=ConfigRecord({"lr": lr}), num_rounds=num_rounds)
     print(result.evaluate_metrics_clientapp)

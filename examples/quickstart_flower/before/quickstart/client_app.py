@@ -3,9 +3,10 @@
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from task import Net, load_data
-from task import test as test_fn
-from task import train as train_fn
+
+from quickstart.task import Net, load_data
+from quickstart.task import test as test_fn
+from quickstart.task import train as train_fn
 
 app = ClientApp()
 

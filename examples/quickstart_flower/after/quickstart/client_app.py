@@ -3,12 +3,12 @@
 import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from task import Net, load_data
-from task import test as test_fn
-from task import train as train_fn
 
 from fl_bn.flower import answer, evaluating, training
 from fl_bn.methods import fixbn
+from quickstart.task import Net, load_data
+from quickstart.task import test as test_fn
+from quickstart.task import train as train_fn
 
 app = ClientApp()
 answer(app, Net, fixbn(), lambda context: load_data(context.node_config["partition-id"], context.node_config["num-partitions"])[0])

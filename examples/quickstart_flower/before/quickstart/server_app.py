@@ -1,10 +1,10 @@
-"""The ServerApp of Flower's PyTorch quickstart, with FixBN."""
+"""The ServerApp of Flower's PyTorch quickstart."""
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from task import Net
+from flwr.serverapp.strategy import FedAvg
 
-from fl_bn.flower import FixBN
+from quickstart.task import Net
 
 app = ServerApp()
 
@@ -16,7 +16,7 @@ def main(grid: Grid, context: Context) -> None:
     lr: float = context.run_config["lr"]
 
     arrays = ArrayRecord(Net().state_dict())
-    strategy = FixBN(Net(), fraction_train=fraction_train)
+    strategy = FedAvg(fraction_train=fraction_train)
 
     result = strategy.start(grid=grid, initial_arrays=arrays, train_config=ConfigRecord({"lr": lr}), num_rounds=num_rounds)
     print(result.evaluate_metrics_clientapp)

@@ -1,0 +1,1 @@
+"""A Flower app in the shape of the baseline niid_bench."""

@@ -1,0 +1,1 @@
+"""Flower's PyTorch quickstart as an app of its own."""

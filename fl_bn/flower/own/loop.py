@@ -1,0 +1,248 @@
+"""Carry the rounds of a loop of the user's own, which calls a strategy's hooks as Flower's ``Strategy.start`` does."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from fl_bn.federation.divergence import watch
+from fl_bn.federation.payload import Named
+from fl_bn.federation.record import RoundRecord, batches_trained
+from fl_bn.flower.global_model import GlobalModel
+from fl_bn.flower.grid_transport import GridTransport, numbers_of
+from fl_bn.flower.log import log
+from fl_bn.flower.own.rounds import OwnRounds
+from fl_bn.flower.population import Client, RunFailed
+from fl_bn.methods import Method, Phase, Refresh
+
+LACKING = (
+    "under %s the arrays of aggregate_train lack what every client keeps (%s, ...: %d tensors): strategy.global_model(round, arrays) has "
+    "all that your network loads"
+)
+UNKNOWN = 10**9
+"""Stands for the number of rounds where nothing depends on it, so that nobody needs to say it."""
+
+
+@dataclass
+class Asked:
+    """Hold the messages that a hook made, until their replies come.
+
+    Attributes:
+        round: the round.
+        messages: the messages.
+        clients: their addressees.
+    """
+
+    round: int
+    messages: list[Message] = field(default_factory=list)
+    clients: Sequence[Client] = ()
+
+    def reached(self) -> list[Client]:
+        """Return the clients whose message was sent. A loop may leave some out, and a grid gives an id to what it sends."""
+        sent = {message.metadata.dst_node_id for message in self.messages if message.metadata.message_id}
+        return [client for client in self.clients if client.node in sent] if sent else list(self.clients)
+
+
+class OwnLoop:
+    """Do in each hook what ``start`` does around it, so that the numbers are the same.
+
+    Before round 1 the statistics are measured, and before an evaluation they are renewed, where the method wants
+    that. So ``configure_train`` and ``aggregate_train`` may send messages of their own over the grid.
+
+    Args:
+        rounds: the strategy of the rounds.
+        grid: Flower's grid.
+        arrays: the tensors to start from.
+        number: the number of rounds; ``UNKNOWN``: nothing depends on it.
+        timeout: seconds for the replies to messages that a hook sends by itself.
+    """
+
+    def __init__(self, rounds: OwnRounds, grid: Grid, arrays: ArrayRecord, number: int, timeout: float) -> None:
+        self.rounds, self.number, self.records = rounds, number, list[RoundRecord]()
+        self._transport = GridTransport(rounds, grid, timeout, ConfigRecord(), ConfigRecord())
+        self._global_model = GlobalModel(rounds)
+        rounds.server.rounds, rounds.population = number, None
+        if arrays:
+            rounds.starts.begin_with(arrays)
+        rounds.clients_of(grid)
+        self._trained: Named = rounds.shared.tensors()  # with which the next round starts
+        self._returned: Named = self._trained  # what the loop has of them: evaluated, so with renewed statistics
+        self._training, self._evaluating = Asked(0), Asked(-1)
+        self._last, self._failed, self._first_loss, self._said = 0, 0, math.nan, False
+
+    def configure_train(self, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Make the train messages of a round.
+
+        Args:
+            number: the round, after those that were trained before.
+            arrays: the shared tensors, as the last ``aggregate_train`` returned them, or others.
+            config: values for every message.
+            grid: Flower's grid.
+
+        Raises:
+            RunFailed: the round was trained already, or is not one of this run.
+        """
+        self._check_round(number)
+        rounds, shared = self.rounds, self.rounds.shared
+        self._use(grid)
+        if not self.records and not self._training.round and shared.statistics():
+            self._calibrate(number)
+        given = rounds.inward(arrays)
+        shared.load({name: self._trained[name] if torch.equal(tensor, self._returned[name]) else tensor for name, tensor in given.items()})
+        messages = list(rounds.configure_train(number, rounds.outward(shared.tensors()), config, grid))
+        self._trained = shared.tensors()
+        self._returned = given
+        self._training = Asked(number, messages, rounds.cohort)
+        return messages
+
+    def aggregate_train(self, number: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Combine the replies to the messages of ``configure_train``.
+
+        Args:
+            number: the round.
+            replies: the replies. Those that the loop leaves out count as missing.
+
+        Returns:
+            The shared tensors to evaluate, and the combined metrics; ``(None, None)`` where too few replies are
+                usable. Then the round may be tried again.
+
+        Raises:
+            RunFailed: the round was not configured, or was aggregated already.
+        """
+        if number != self._training.round:
+            asked = f"the last one was of round {self._training.round}" if self._training.round else "there was none yet"
+            raise RunFailed(f"aggregate_train({number}, ...) needs configure_train({number}, ...) before it: {asked}")
+        if number == self._last:
+            raise RunFailed(f"aggregate_train({number}, ...) was called before, and the model has that round: go on with {number + 1}")
+        replies = list(replies)  # a grid may send the messages when their replies are asked for
+        rounds = self.rounds
+        rounds.cohort, rounds.sent = self._training.reached(), self._training.messages
+        arrays, metrics = rounds.aggregate_train(number, replies)
+        self._failed = self._failed + 1 if arrays is None else 0
+        if arrays is None:
+            rounds.shared.load(self._trained)
+        else:
+            self._last, self._trained = number, rounds.shared.tensors()
+            self._returned = self._renewed(number)
+            rounds.shared.load(self._returned)
+        self._note(rounds.record)
+        if arrays is None:
+            return None, metrics
+        arrays = rounds.outward(self._returned)
+        if rounds.method.personal and not self._said:
+            self._said = True
+            kept = sorted(rounds.server.source.state_dict().keys() - arrays.keys())
+            log(logging.INFO, LACKING, rounds.method.name, kept[0] if kept else "", len(kept))
+        return arrays, metrics
+
+    def configure_evaluate(self, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Make the evaluate messages of a round: 0 for an evaluation before the first.
+
+        Args:
+            number: the round.
+            arrays: the tensors to evaluate. They change nothing that is trained.
+            config: values for every message.
+            grid: Flower's grid.
+        """
+        rounds = self.rounds
+        self._use(grid)
+        before = rounds.shared.tensors()
+        messages = list(rounds.configure_evaluate(number, arrays, config, grid))
+        self._evaluating = Asked(number, messages, rounds.evaluating if messages else [])
+        rounds.shared.load(before)
+        return messages
+
+    def aggregate_evaluate(self, number: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Combine the evaluations of the clients.
+
+        Args:
+            number: the round.
+            replies: the replies to the messages of ``configure_evaluate``.
+
+        Raises:
+            RunFailed: there was no ``configure_evaluate`` of this round.
+        """
+        if number != self._evaluating.round:
+            raise RunFailed(f"aggregate_evaluate({number}, ...) needs configure_evaluate({number}, ...) before it")
+        replies, rounds, record = list(replies), self.rounds, self.rounds.record
+        rounds.evaluating, rounds.sent = self._evaluating.reached(), self._evaluating.messages
+        metrics = rounds.aggregate_evaluate(number, replies)
+        by_client, rounds.server.record = rounds.record.client_evaluation, record
+        if self.records and self.records[-1].round == number:
+            evaluation = {} if metrics is None else numbers_of(metrics)
+            changed = replace(self.records[-1], client_evaluation=by_client, evaluation=evaluation)
+            self.records[-1] = rounds.disclosures.enter(changed)
+        return metrics
+
+    def global_model(self, number: int, arrays: ArrayRecord) -> ArrayRecord | None:
+        """Return the global model of some shared tensors, as ``evaluate_fn`` of ``start`` gets it.
+
+        Args:
+            number: the round, or 0 before the first.
+            arrays: the shared tensors.
+        """
+        before = self.rounds.shared.tensors()
+        model = self._global_model.at(number, self.rounds.inward(arrays), counted=True)
+        self.rounds.shared.load(before)
+        return model
+
+    def _check_round(self, number: int) -> None:
+        if number < 1:
+            raise RunFailed(f"configure_train({number}, ...): rounds are numbered from 1")
+        if number <= self._last:
+            raise RunFailed(
+                f"configure_train({number}, ...): round {self._last} is in the model already, so number the next one {self._last + 1} or "
+                "higher (for another run, make a new strategy)"
+            )
+        if number > self.number:
+            raise RunFailed(f"configure_train({number}, ...): the strategy was told of {self.number} rounds: give the right num_rounds")
+
+    def _use(self, grid: Grid) -> None:
+        self._transport.grid = grid
+        self.rounds.clients_of(grid).grid = grid
+
+    def _calibrate(self, number: int) -> None:
+        """Measure the statistics before round 1; a loop that begins later goes on with arrays of an earlier one."""
+        rounds, shared = self.rounds, self.rounds.shared
+        if number == 1:
+            self._trained = rounds.statistics.calibrated(self._transport, self._trained, self.number)
+        elif rounds.statistics.calibration(self.number):
+            log(logging.INFO, "the loop begins with round %s: the statistics are those of its arrays, and are not measured first", number)
+            if rounds.statistics.rescales(self.number):
+                shared.was_at_unit_scale()
+
+    def _renewed(self, number: int) -> Named:
+        """Return the shared tensors of a round, with the statistics for an evaluation."""
+        rounds = self.rounds
+        if rounds.method.refresh is Refresh.NOTHING or rounds.record.phase == Phase.FROZEN.value:
+            return self._trained
+        return rounds.statistics.refreshed(self._transport, number, self._trained)
+
+    def _note(self, record: RoundRecord) -> None:
+        """Note the record of a round, and warn of training that diverges."""
+        rounds = self.rounds
+        rounds.batches_trained += batches_trained([record])
+        self._first_loss = record.loss if math.isnan(self._first_loss) else self._first_loss
+        for warning in watch(record, self._first_loss):
+            log(logging.WARNING, "%s", warning)
+        optimizer = rounds.server.optimizer
+        rounds.recovery.after_round(record.round, self.number, ArrayRecord(), rounds.shared, optimizer, self._failed)
+        self.records.append(rounds.disclosures.enter(record))
+
+
+def needs_number(method: Method, schedule: Callable[[int, int], float] | None) -> str:
+    """Return what depends on the number of rounds, in words; empty: nothing does.
+
+    Args:
+        method: the method.
+        schedule: the learning rate that the user gave, if any.
+    """
+    if method.phase(1, 1) is not method.phase(1, UNKNOWN):
+        return f"{method.name} freezes after half of the rounds"
+    return "" if schedule is None else "the learning rate is a function of (round, rounds)"

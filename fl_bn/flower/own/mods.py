@@ -1,0 +1,78 @@
+"""Refuse what a ClientApp cannot have with an fl-bn strategy: some of Flower's mods, each by name, and a ``client_fn``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from flwr.clientapp import ClientApp
+
+from fl_bn.flower.compat import has_client_fn, mods_around, mods_of, names_in_flower
+
+NOISE = (
+    "for noise take fl-bn's own application with secure-aggregation=true and dp-noise (docs/privacy.md), or opacus in your training loop "
+    "(docs/how-to/opacus.md)"
+)
+SUMS = "for secure sums take fl-bn's own application with secure-aggregation=true (docs/privacy.md)"
+ONE_RECORD = "it clips a reply as one record with all of the model's arrays, but fl-bn's messages have what the method shares, in several"
+WORKFLOW = "it waits for the SecAgg+ workflow of Flower's older API, which no strategy of fl-bn starts"
+CLIENT_FN = (
+    "a ClientApp with a client_fn answers no question of an fl-bn strategy: write legacy_client_app(client_fn, method) in its place, or "
+    "make it ClientApp(), call answer(app, ...), and use training(...) in @app.train() (docs/start/flower-app.md)"
+)
+CANNOT = "cannot be a mod of this app"
+REFUSED = {
+    "fixedclipping_mod": f"{ONE_RECORD}; {NOISE}",
+    "adaptiveclipping_mod": f"{ONE_RECORD}; {NOISE}",
+    "LocalDpMod": f"{ONE_RECORD}; {NOISE}",
+    "secaggplus_mod": f"{WORKFLOW}; {SUMS}",
+    "secagg_mod": f"{WORKFLOW}; {SUMS}",
+}
+"""Flower's mods that are refused: why, and what to take instead."""
+
+
+def refused_name(mod: Any) -> str:
+    """Return Flower's name of a mod that is refused; empty for any other mod."""
+    named = names_in_flower(getattr(mod, "func", mod))  # functools.partial
+    return next((name for name in named if name in REFUSED), "")
+
+
+def allowed(mods: Iterable[Any]) -> list[Any]:
+    """Return those of ``mods`` that are not refused."""
+    return [mod for mod in mods if not refused_name(mod)]
+
+
+def check_handlers(app: ClientApp) -> None:
+    """Check that functions can be registered with ``app``.
+
+    Raises:
+        ValueError: it was made with a ``client_fn``.
+    """
+    if has_client_fn(app):
+        raise ValueError(CLIENT_FN)
+
+
+def check_mods(app: ClientApp) -> None:
+    """Check the mods around a whole app, and around its handlers of train and evaluate messages.
+
+    Raises:
+        ValueError: one of them is refused.
+    """
+    mods = [*mods_of(app), *mods_around(app, "train.default"), *mods_around(app, "evaluate.default")]
+    if names := [name for mod in mods if (name := refused_name(mod))]:
+        raise ValueError(about(names[0]))
+
+
+def about(name: str) -> str:
+    """Return the sentence that refuses the mod ``name``."""
+    return f"{name} {CANNOT}: {REFUSED[name]}"
+
+
+def named_in(why: str) -> str:
+    """Return the sentence about what is refused, where a client's error ``why`` is about that; else empty.
+
+    A mod inside a mod of the user's own answers in its own words.
+    """
+    if "Invalid message type: query" in why:
+        return CLIENT_FN
+    return next((about(name) for name in REFUSED if any(f"{name} {words}" in why for words in (CANNOT, "expects", "requires"))), "")

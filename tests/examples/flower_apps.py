@@ -1,0 +1,165 @@
+"""Run the Flower apps of ``examples/flower_apps`` in this process, as Flower imports them, and keep what they leave behind."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import chdir, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fl_bn.flower.log import LOGGER
+from tests.in_process import WatchedGrid
+from tools.documentation.conversions import APPS, CONVERTED
+
+METHOD = {app.name: app.method for app in CONVERTED}
+NAMES = tuple(METHOD)
+STRATEGY = {"fbn": "FBN", "fixbn": "FixBN", "fedavg": "FedAvgBN"}
+CLIENTS = {"quickstart-pytorch": 3, "advanced-pytorch": 3, "quickstart-monai": 2, "fedbn": 5, "niid_bench": 3}
+STRATEGIES = ("FedAvg", "CustomFedAvg", *STRATEGY.values())  # the names in server_app.py
+EVALUATION = {"quickstart-pytorch": "global_evaluate", "advanced-pytorch": "get_global_evaluate_fn"}
+"""The server's function that the app gives as evaluate_fn, or that makes it."""
+
+
+class NotingGrid(WatchedGrid):
+    """Notes the app's own config in each message as it is sent: Flower's strategies send one record in all of a run's messages."""
+
+    def __init__(self, app: ClientApp, clients: int) -> None:
+        super().__init__(app, clients)
+        self.configs = list[tuple[str, int, dict[str, Any]]]()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        self.configs += [(m.metadata.message_type, m.metadata.dst_node_id, own_config(m)) for m in messages]
+        return super().push_messages(messages)
+
+
+@dataclass
+class Ran:
+    """What a run left behind. ``evaluated``: the rounds in which the app's own evaluation at the server was called."""
+
+    folder: Path
+    grid: NotingGrid
+    log: list[str] = field(default_factory=list)
+    result: Any = None
+    evaluated: list[int] = field(default_factory=list)
+
+    def model(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = torch.load(self.folder / "final_model.pt")
+        return found
+
+    def sent(self, kind: str, client: int = 0) -> list[dict[str, Any]]:
+        """The app's own config in the messages of a kind to one client, in order."""
+        return [config for one, node, config in self.grid.configs if one == kind and node == client + 1]
+
+    def states(self) -> list[RecordDict]:
+        return self.grid.states()
+
+
+def own_config(message: Message) -> dict[str, Any]:
+    records = message.content.config_records
+    return dict(records.get("config") or records.get("fitins.config") or {})
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    return found
+
+
+@contextmanager
+def imported(folder: Path) -> Iterator[tuple[ModuleType, ModuleType]]:
+    """The modules of the ServerApp and of the ClientApp, which are a package's, as ``pyproject.toml`` names them."""
+    names = [settings(folder)["components"][part].partition(":")[0] for part in ("serverapp", "clientapp")]
+    package = names[0].partition(".")[0]
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        server, client = (importlib.import_module(name) for name in names)
+        assert str(server.__file__).startswith(str(folder))
+        yield server, client
+    finally:
+        sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
+
+
+class Lines(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self.lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def watch(server: ModuleType, name: str, ran: Ran) -> None:
+    """Keep the result of the strategy's start, and the rounds of the evaluation at the server. Both are the app's own names."""
+    for own in STRATEGIES:
+        if hasattr(kind := getattr(server, own, None), "start"):
+
+            def start(self: Any, *args: Any, _kind: Any = kind, **kwargs: Any) -> Any:
+                ran.result = _kind.start(self, *args, **kwargs)
+                return ran.result
+
+            setattr(server, own, type(own, (kind,), {"start": start}))
+
+    def noted(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(server_round: int, *args: Any) -> Any:
+            ran.evaluated.append(server_round)
+            return evaluate(server_round, *args)
+
+        return noting
+
+    if name in EVALUATION:
+        given = getattr(server, EVALUATION[name])
+        makes = EVALUATION[name].startswith("get_")
+        setattr(server, EVALUATION[name], (lambda **options: noted(given(**options))) if makes else noted(given))
+
+
+def run(name: str, app: Path, folder: Path, rounds: int = 2, **config: Any) -> Ran:
+    """Run the app whose files are in ``app``. It writes into ``folder``."""
+    values = {**settings(app)["config"], "num-server-rounds": rounds, **config}
+    folder.mkdir(parents=True, exist_ok=True)
+    with imported(app) as (server, client), chdir(folder):
+        assert isinstance(client.app, ClientApp)
+        ran = Ran(folder, NotingGrid(client.app, CLIENTS[name]))
+        for context in ran.grid._contexts.values():
+            context.run_config = values
+        watch(server, name, ran)
+        handler = Lines(ran.log)
+        LOGGER.addHandler(handler)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                server.app(ran.grid, Context(1, 0, {}, RecordDict(), values))
+        finally:
+            LOGGER.removeHandler(handler)
+    return ran
+
+
+def with_method(name: str, method: str, folder: Path) -> Path:
+    """The converted app, written anew into ``folder`` with another method."""
+    own = METHOD[name]
+    shutil.copytree(APPS / name / "after", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in folder.rglob("*.py"):
+        text = file.read_text().replace(f"{own}()", f"{method}()").replace(f"fl_bn.methods import {own}", f"fl_bn.methods import {method}")
+        file.write_text(re.sub(rf"\b{STRATEGY[own]}\b", STRATEGY[method], text) if own in STRATEGY else text)
+    assert f"{method}()" in "".join(file.read_text() for file in folder.rglob("*.py"))
+    return folder
+
+
+def environment() -> dict[str, str]:
+    """For a process in which Weights & Biases writes to a folder, and nowhere else."""
+    return {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join([*sys.path])}
