@@ -1,8 +1,8 @@
 """Find whatever depends on Flower's version: names that are private or have moved, and the version that deployments need.
 
-``from fl_bn.flower.compat import Stage`` looks for ``Stage`` where each version of Flower keeps it, and not
-before. All other names that this package imports of Flower are public. They have had the same place since the
-oldest version (``tests/test_architecture.py`` lists them).
+``from fl_bn.flower.compat import Stage`` looks for ``Stage`` in the modules in which different versions of Flower keep
+it. The search takes place at that import, not earlier. All other names that this package imports from Flower are
+public. They have been in the same modules since the oldest version (``tests/test_architecture.py`` lists them).
 
 This module imports nothing but the standard library, so that ``superlink.py`` can load it by its path.
 """
@@ -22,7 +22,7 @@ from typing import Any
 LIBRARY = ">=1.25,<2"  # versions for everything but deployments; .ci/run runs the Flower tests on the oldest and on the newest of them
 DEPLOYED = "1.25"  # the version for deployments, whose programs fl-bn starts and repairs
 NEWEST = "1.42"  # the newest version on which the tests ran
-PARTS = {  # a part of fl-bn: the last version of Flower on which it is known to work, from 1.25 on; docs/how-to/flower-versions.md has them
+PARTS = {  # part of fl-bn -> the newest Flower on which it is known to work (the oldest is 1.25); see docs/how-to/flower-versions.md
     "library in plain torch": NEWEST,
     "runs in one process": NEWEST,
     "secure aggregation in one process": NEWEST,
@@ -40,7 +40,7 @@ SECAGG = "flwr.common.secure_aggregation"
 SIMULATION = "flwr.simulation.ray_transport.ray_actor"
 APPIO, HEARTBEAT, RETRIES = "flwr.proto.appio_pb2", "flwr.supercore.heartbeat", "flwr.common.retry_invoker"
 CLIENTAPP = "flwr.supernode.runtime.run_clientapp"  # and all that a ClientApp's process needs of Flower
-PLACES = {  # name: the modules that may have it
+PLACES = {  # name -> the modules that may have it
     "fitres_to_recorddict": RECORDS,
     "parameters_to_arrayrecord": RECORDS,
     "GridClientProxy": ("flwr.server.compat.grid_client_proxy",),
@@ -89,7 +89,7 @@ SECAGG_SERVER = "flwr.server.workflow.secure_aggregation.secaggplus_workflow"
 
 
 class WrongFlower(ValueError):
-    """Report that the installed Flower lacks what a caller needs; the message says which version has it."""
+    """Report that the installed Flower lacks something that a caller needs. The message says which version has it."""
 
 
 def __getattr__(name: str) -> Any:
@@ -102,7 +102,7 @@ def find(name: str) -> Any:
     """Return the object ``name`` of ``PLACES``.
 
     Raises:
-        ImportError: the installed Flower has it at none of its places.
+        ImportError: the installed Flower has it in none of these modules.
     """
     for place in PLACES[name]:
         try:
@@ -123,7 +123,7 @@ def simulated() -> bool:
 def identify(run_id: int) -> None:
     """Let this process make messages in the name of the run ``run_id``.
 
-    Later versions of Flower need that (1.42, not yet 1.34). An identity that is set already stays.
+    Newer versions of Flower need this: 1.42 does, 1.34 does not. An identity that is already set is kept.
     """
     try:
         identity = find("TaskIdentity")
@@ -136,7 +136,7 @@ def identify(run_id: int) -> None:
 
 
 def address(message: Any, run_id: int, message_id: str) -> None:
-    """Write the run, which is also the sender, and the message's id into an outgoing message, as Flower's own grids do."""
+    """Write the message's id and its run, which is also its sender, into an outgoing message, as Flower's own grids do."""
     message.metadata.__dict__.update(_run_id=run_id, _src_node_id=run_id, _message_id=message_id)
 
 
@@ -147,9 +147,9 @@ def answering(reply: Any, message_id: str) -> Any:
 
 
 def fill(record: Any, items: Mapping[str, Any]) -> None:
-    """Do the same as ``record.update(items)``, for a new record of Flower's and items of a valid type.
+    """Do the same as ``record.update(items)``, but faster, for a new Flower record and items of a valid type.
 
-    Flower's own method checks the type of each item, slowly.
+    Flower's own method checks the type of each item, which is slow.
     """
     vars(record).get("_data", record).update(items)
 
@@ -160,23 +160,23 @@ def simulates(grid: Any) -> bool:
 
 
 def has_client_fn(app: Any) -> bool:
-    """Tell whether a ClientApp was made with a ``client_fn``, as Flower's older API has it. It takes no other functions."""
+    """Tell whether a ClientApp was made with a ``client_fn``, as in Flower's older API. Such an app takes no other functions."""
     return getattr(app, "_call", None) is not None
 
 
 def names_in_flower(thing: Any) -> list[str]:
-    """Return the names of a function of Flower's, or of the classes of Flower's that an object has; none if it has nothing of Flower's."""
+    """Return the name of ``thing`` if Flower defines it, or the names of those of its classes that Flower defines; else none."""
     known = [one for one in (thing, *type(thing).__mro__) if str(getattr(one, "__module__", "")).startswith("flwr.")]
     return [one.__name__ for one in known if hasattr(one, "__name__")]
 
 
 def mods_of(app: Any) -> list[Any]:
-    """Return the mods around all functions of a ClientApp; none where this version of Flower keeps them elsewhere."""
+    """Return the mods that wrap all functions of a ClientApp; empty if this version of Flower stores them elsewhere."""
     return list(getattr(app, "_mods", []))
 
 
 def mods_around(app: Any, name: str) -> list[Any]:
-    """Return the mods around one function of a ClientApp, such as ``train.default``; none if it cannot be told."""
+    """Return the mods that wrap one function of a ClientApp, such as ``train.default``; empty if they cannot be found."""
     found = list[Any]()
     function: Any = getattr(app, "_registered_funcs", {}).get(name)
     while {"_mod", "_ffn"} <= set(getattr(getattr(function, "__code__", None), "co_freevars", ())):
@@ -188,7 +188,7 @@ def mods_around(app: Any, name: str) -> list[Any]:
 
 @contextmanager
 def registering(app: Any, mods: list[Any]) -> Iterator[None]:
-    """Register functions of a ClientApp inside, with ``mods`` around them in place of those of the app."""
+    """Wrap functions that are registered with a ClientApp inside the block in ``mods``, in place of the app's own mods."""
     before = mods_of(app)
     if before:
         app._mods = mods
@@ -231,7 +231,7 @@ def federation_config(options: Mapping[str, object]) -> str:
     """Return the argument of ``flwr run`` that sets options of the simulation, as the installed Flower reads it.
 
     Args:
-        options: names as in pyproject.toml, without ``options.`` before them, and their values.
+        options: option -> value. The names are as in pyproject.toml, but without the prefix ``options.``.
     """
     names = {name: f"options.{name}" if pinned() else name.removeprefix("backend.").replace(".", "-") for name in options}
     return f'--federation-config "{" ".join(f"{names[name]}={value}" for name, value in options.items())}"'
@@ -247,5 +247,5 @@ def _advice(wanted: str) -> str:
 
 
 def prints(handler: logging.Handler) -> bool:
-    """Tell whether ``handler`` of Flower's log is Flower's own, which prints the log."""
+    """Tell whether ``handler`` of Flower's log is the one by which Flower itself prints its log."""
     return isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("flwr.")

@@ -30,7 +30,7 @@ class LogOnce:
     """Warn of refused clients, once in a run for each client and reason.
 
     Args:
-        line: the line of the log, with places for the client's name and the reason.
+        line: the log line, with ``%s`` for the client's name and ``%s`` for the reason.
         called: the clients' names.
     """
 
@@ -38,7 +38,7 @@ class LogOnce:
         self._line, self._called, self._logged = line, called, set[tuple[int, str]]()
 
     def __call__(self, refused: Mapping[int, str]) -> None:
-        """Warn of the ``refused`` clients, given with their reasons."""
+        """Warn of refused clients. ``refused`` has the reasons by client index."""
         for index, why in sorted(refused.items()):
             if (index, why) not in self._logged:
                 self._logged.add((index, why))
@@ -61,11 +61,11 @@ class EvaluationsAtClients:
 
         Args:
             replies: the clients' replies.
-            reading: checks them.
+            reading: checks the replies.
 
         Returns:
-            The metrics over all clients (``over_clients``), None without any, and each client's own loss and
-                metric.
+            The metrics over all clients (``over_clients``; None if there are none), and each client's own loss
+                and metric.
         """
         checked, refused, _ = read_replies(replies, reading)
         self._say(refused)
@@ -77,7 +77,7 @@ class EvaluationsAtClients:
         return MetricRecord({**over_clients(self.task, [dict(m) for m in metrics.values()])}), own
 
     def save_models(self, messages: list[Message], send: Send) -> None:
-        """Let clients save models of their own.
+        """Ask clients to save their own models.
 
         Args:
             messages: the messages, of kind ``SAVE``.
@@ -91,10 +91,10 @@ class EvaluationsAtClients:
     def as_a_sum(
         self, secure: SecureRounds, grid: Grid, instructions: Sequence[Message], clients: Sequence[Client], timeout: float, send: Send
     ) -> MetricRecord | None:
-        """Return the means over ``clients``, of whom the server sees none alone; None where there is no mean.
+        """Return the mean metrics over ``clients`` from a secure sum, which hides single clients; None if there is none.
 
-        Where the messages ask to save a model, that is asked by separate messages. So clients that have no part
-        in the sum save theirs, too.
+        If clients are to save their models, separate messages ask for it. So clients outside the sum save theirs,
+        too.
 
         Args:
             secure: makes the sum.

@@ -39,10 +39,10 @@ class GlobalModel:
         self._strategy, self._none, self._said = strategy, False, set[str]()
 
     def at(self, number: int, tensors: Named, counted: bool = False) -> ArrayRecord | None:
-        """Return the arrays after a round; None where there is no global model, for the reason in the log.
+        """Return the arrays after a round; None if there is no global model. The log then says why.
 
         Args:
-            number: the round, or 0 before the first: every client starts with these tensors.
+            number: the round. 0: before round 1, when every client starts with these tensors.
             tensors: the shared tensors, by name.
             counted: whether the strategy has counted the batches of this round already.
         """

@@ -1,4 +1,4 @@
-"""Carry a run over a Flower grid: messages to clients and their replies, with the strategy's own hooks between."""
+"""Carry a run over a Flower grid: send messages to clients, read their replies, and call the strategy's hooks in between."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class GridTransport(Transport):
         strategy, shared, hooks, called = self.strategy, self.server.shared, self.hooks, self.strategy.rounds.called
         before = shared.tensors()
         returned = hooks.configure_train(number, strategy.outward(before), self._train_config, self.grid)
-        if self.server.record.round != number:  # the hook did without super()
+        if self.server.record.round != number:  # an overridden hook did not call super()
             self.server.begin(number)
             strategy.cohort = strategy.clients_of(self.grid).everyone()
         drawn = strategy.cohort
         messages, strategy.cohort = addressed(returned, drawn, "configure_train", called)
-        strategy.sent = messages  # to which those that are sent again are added
+        strategy.sent = messages  # messages that are sent again are appended to this list
         if drawn and not messages:
             log(logging.INFO, "round %s: configure_train returned no message, so nobody trains", number)
             shared.load(before)
@@ -89,7 +89,7 @@ class GridTransport(Transport):
             shared.load(before)
             return False
         shared.load(strategy.inward(arrays))
-        if not self.server.record.aggregated:  # a hook that aggregates by itself
+        if not self.server.record.aggregated:  # an overridden hook aggregated without super()
             self.server.record = replace(self.server.record, aggregated=True)
         return True
 
@@ -98,7 +98,7 @@ class GridTransport(Transport):
         raise NotImplementedError
 
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Return the measurements of all clients that are here, or of the round's cohort, as the method wants it."""
+        """Return the measurements of all connected clients, or of the round's cohort, whichever the method needs."""
         strategy, everyone = self.strategy, self._measuring(instruction)
         sent = strategy.messages(STATISTICS, instruction, everyone, {"measured": instruction.measured})
         who = [client.index for client in everyone]
@@ -108,9 +108,9 @@ class GridTransport(Transport):
         return RoundReplies(who, *self._read(strategy.overheard(replies), instruction, everyone, sent))
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
-        """Return the clients' measurements by one message and an exchange per layer.
+        """Measure the clients' statistics layer by layer, with one message per client and one exchange per layer.
 
-        None where a client with data took no part, or did not stay to the end.
+        Returns None if the settings exclude this way, or if a client with data did not take part to the end.
         """
         strategy = self.strategy
         policy, exchanges = strategy.rounds, strategy.exchanges
@@ -133,7 +133,7 @@ class GridTransport(Transport):
         return RoundReplies([client.index for client in everyone], parts, empty, wrong, exchanges.session, carrier)
 
     def store(self, instruction: Instruction, replies: RoundReplies) -> RoundReplies:
-        """Store the statistics; those of a secure sum are stored already."""
+        """Store the measured statistics. A secure sum has stored its statistics already."""
         return replies if self.strategy.secure is not None else super().store(instruction, replies)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
@@ -158,7 +158,7 @@ class GridTransport(Transport):
         return metrics | {name: value for name, value in self.evaluate_here(number, tensors).items() if name not in metrics}
 
     def evaluate_here(self, number: int, tensors: Named) -> dict[str, float]:
-        """Call ``evaluate_fn``, note its metrics in the result, and return its numbers; none without it."""
+        """Call ``evaluate_fn``, note its metrics in the result, and return its numbers; empty without an ``evaluate_fn``."""
         if self._evaluate_fn is None or (arrays := self._global_model.at(number, tensors)) is None:
             return {}
         if (metrics := self._evaluate_fn(number, arrays)) is None:
@@ -172,12 +172,12 @@ class GridTransport(Transport):
         return send_and_receive(self.grid, messages, self.timeout, rounds.retry, rounds.called)
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Ask clients for the layers that they keep, after the last round and if unseen clients shall get their average."""
+        """Ask clients after the last round for the layers that they keep, if unseen clients are to get the average of these."""
         if number == self.server.rounds:
             self._average_kept(number)
 
     def end_early(self, number: int, tensors: Named) -> None:
-        """Do what follows the last round: clients save models of their own, and unseen clients get an average.
+        """Do what follows the last round: clients save their own models, and unseen clients get the average of kept layers.
 
         Args:
             number: the last round that was run.
@@ -192,7 +192,7 @@ class GridTransport(Transport):
         self._average_kept(number)
 
     def _average_kept(self, number: int) -> None:
-        """Ask clients for the layers that they keep, if unseen clients shall get their average."""
+        """Ask clients for the layers that they keep, if unseen clients are to get the average of these."""
         strategy = self.strategy
         if not (strategy.rounds.unseen and strategy.method.personal):
             return
@@ -202,7 +202,7 @@ class GridTransport(Transport):
         strategy.unseen = average_kept(population.grid, who, strategy.shared, number, strategy.rounds, run_id, overheard)
 
     def _secure_round(self, messages: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Carry out a round in which the server sees the sum alone."""
+        """Carry out a round in which the server sees only the sum over the clients."""
         strategy = self.strategy
         assert strategy.secure is not None
         changed, parts = strategy.secure.train(self.grid, messages, strategy.cohort, self.timeout)
@@ -226,5 +226,5 @@ class GridTransport(Transport):
 
 
 def numbers_of(metrics: MetricRecord) -> dict[str, float]:
-    """Return the numbers of a record, by name. Lists of numbers are in Flower's result alone."""
+    """Return the single numbers of a record, by name. Lists of numbers are left out: only Flower's result has them."""
     return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}

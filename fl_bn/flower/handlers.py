@@ -38,8 +38,8 @@ class Request:
 
     Attributes:
         header: the message's header, which the reply repeats.
-        instruction: the instruction for the client's round. For an evaluation, its phase trains nothing
-            (``Phase.MEASURE``).
+        instruction: the instruction for the client's round. For an evaluation, its phase is ``Phase.MEASURE``,
+            in which nothing is trained.
         config: the checked values of the message's config.
         rounding: the type in which weights travel, in both directions.
         transcript: the answers so far in a layer-wise exchange by replay.
@@ -57,10 +57,10 @@ class Request:
         return self.instruction.phase is not Phase.MEASURE
 
     def kept(self, store: StateStore) -> ClientState:
-        """Return the state from which the client goes on.
+        """Return the state with which the client begins.
 
-        It is the state after the rounds before this one. Where the client does not train, the state after this
-        round is used, if there is one.
+        A client that trains begins with its newest state from before this round. Otherwise a state that it
+        stored in this round counts, too.
         """
         kept = store.read(before=self.instruction.round + (not self.trains))
         if not self.trains:
@@ -95,7 +95,7 @@ def read(message: Message, network: Network, form: Form | None = None, header: H
 
 
 def request_of(header: Header, payload: Payload, config: Values, network: Network) -> Request:
-    """Return the request in a header, its arrays and the values of a config.
+    """Build a request from an instruction's header, arrays and config.
 
     Args:
         header: the instruction's header.
@@ -104,8 +104,8 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
         network: the client's network.
 
     Raises:
-        WireError: they are for another phase, model or method, or an array has another type than the header
-            says.
+        WireError: the instruction is for another phase, model or method, or an array has another type than the
+            header says.
     """
     phase, form = Phase(header.phase), config.form
     if form is TO_TRAIN and phase is Phase.MEASURE:
@@ -135,11 +135,11 @@ def reply_to(message: Message, header: Header, reply: Reply, rounding: PayloadDt
     Args:
         message: the instruction.
         header: the instruction's header, which the answer repeats.
-        reply: the client's reply. Without tensors and samples it says that the client sat out.
+        reply: the client's reply. A reply without tensors and samples says that the client sat out.
         rounding: the type in which weights travel.
 
     Raises:
-        Overflow: a weight does not fit that type.
+        Overflow: a weight is too large for that type.
     """
     arrays = {section: to_numpy(tensors) for section, tensors in reply.sections.items()}
     content = to_records(rounding.narrow(arrays), header)
@@ -148,7 +148,7 @@ def reply_to(message: Message, header: Header, reply: Reply, rounding: PayloadDt
 
 
 def kept_layers(kept: ClientState, model: nn.Module, method: Method) -> dict[str, Tensor]:
-    """Return scale, shift and statistics that a client keeps, for the average that others get.
+    """Return the scales, shifts and statistics that a client keeps, for the average that other clients get.
 
     Args:
         kept: the client's state.

@@ -32,7 +32,7 @@ WRAPPERS = (
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
 )
-SECURE = ("aggregate_train", "aggregate_evaluate")  # hooks whose replies nobody sees in a secure sum
+SECURE = ("aggregate_train", "aggregate_evaluate")  # hooks that get clients' replies, which a secure sum hides
 
 
 @dataclass(repr=False)
@@ -40,8 +40,8 @@ class RunResult(Result):
     """Hold Flower's result of a run, and every round's record.
 
     Attributes:
-        records: the records in order. ``records[-1].client_metrics`` has the last round's own training metrics
-            of each client, ``client_evaluation`` its evaluations.
+        records: the records in the order of the rounds. In the last one, ``records[-1].client_metrics`` has each
+            client's own training metrics, and ``records[-1].client_evaluation`` each client's evaluation.
     """
 
     records: list[RoundRecord] = field(default_factory=list)
@@ -56,10 +56,10 @@ def overrides(strategy: Strategy, hook: str) -> bool:
 
 
 def check_secure(strategy: Strategy) -> None:
-    """Check that no hook is overridden which a secure sum never calls.
+    """Check that ``strategy`` overrides no hook that a secure sum never calls.
 
     Raises:
-        ValueError: one is.
+        ValueError: it overrides such a hook.
     """
     if called := [hook for hook in SECURE if overrides(strategy, hook)]:
         raise ValueError(
@@ -69,14 +69,14 @@ def check_secure(strategy: Strategy) -> None:
 
 
 def check_unwrapped(strategy: Strategy, method: Method) -> None:
-    """Check that none of Flower's differential privacy strategies calls the hooks of ``strategy``.
+    """Check that none of Flower's differential privacy strategies wraps ``strategy`` and calls its hooks.
 
-    Such a wrapper clips the arrays of a reply as one list, in the order of the model's, and adds noise to all
-    that ``aggregate_train`` returns: to BatchNorm's variances, too. Moments, which FBN and HBN report, have no
-    place in that list.
+    Such a wrapper clips the arrays of a reply as one list, in the order of the model's arrays. It adds noise to
+    all arrays that ``aggregate_train`` returns, including BatchNorm's variances. Moments, which FBN and HBN
+    report, have no place in that list.
 
     Raises:
-        RunFailed: one does.
+        RunFailed: such a strategy wraps it.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -91,7 +91,7 @@ def check_unwrapped(strategy: Strategy, method: Method) -> None:
 def addressed(messages: Iterable[Message], clients: Sequence[Client], hook: str, called: ClientNames) -> tuple[list[Message], list[Client]]:
     """Return the messages of a hook as a list, and the clients to which they go.
 
-    A hook may leave clients out of those that fl-bn chose.
+    A hook may leave out some of the clients that fl-bn chose.
 
     Args:
         messages: what the hook returned.
@@ -119,5 +119,5 @@ def addressed(messages: Iterable[Message], clients: Sequence[Client], hook: str,
 
 
 def replies_for(strategy: Strategy, hook: str, replies: Iterable[Message]) -> Iterable[Message]:
-    """Return ``replies``, as a list where ``hook`` is overridden: one's own code may go through them twice."""
+    """Return ``replies``, as a list if ``hook`` is overridden, because the user's code may read them twice."""
     return list(replies) if overrides(strategy, hook) else replies

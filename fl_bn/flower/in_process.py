@@ -1,7 +1,7 @@
 """Run Flower on one machine: a ``Grid`` that calls the ClientApp directly, and ``run_in_process``.
 
-ServerApp and ClientApp are the same as under ``flwr run``, without sockets and without Ray. That serves tests,
-sweeps, notebooks and a single GPU. Clients run one after the other (FedTAN's take turns), or in several worker
+ServerApp and ClientApp are the same as under ``flwr run``, but without sockets and Ray. This is for tests, sweeps,
+notebooks and a single GPU. Clients run one after the other (FedTAN's take turns), or in several worker
 processes. On the CPU the numbers are those of a simulation on Ray, bit for bit.
 """
 
@@ -54,9 +54,9 @@ class InProcessGrid(Grid):
     Args:
         app: the ClientApp, or its import path ``module:name``.
         clients: the number of nodes, 1 or more.
-        run_config: the run config. Its ``engine`` says whether a cohort's clients are one batched program.
+        run_config: the run config. Its ``engine`` says whether a cohort's clients are computed together (vmap).
         workers: the processes that answer messages. None: this process answers them.
-        pace: decides when processes answer messages, if ``workers`` is None. Default: never.
+        pace: decides when worker processes are started, if ``workers`` is None. Default: never.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class InProcessGrid(Grid):
         identify(1)
         self._answers: dict[str, Message] = {}
         self._fallback = Fallback() if run_config.get("engine") == VECTORISED else None
-        shared = dict(run_config)  # one for all: of thousands of clients, copies would take more memory than their data
+        shared = dict(run_config)  # one for all clients: thousands of copies would take more memory than the clients' data
         self._contexts = {
             node: Context(
                 run_id=1,
@@ -87,11 +87,11 @@ class InProcessGrid(Grid):
 
     @property
     def one_program(self) -> bool:
-        """Return whether the clients of a cohort are one batched program."""
+        """Return whether the clients of a cohort are computed together, as one vectorised (vmap) program."""
         return self._fallback is not None
 
     def set_run(self, run_id: Any) -> None:
-        """Serve the run with this number. Later versions of Flower pass the run itself."""
+        """Serve the run with this number. Newer versions of Flower pass the run itself."""
         self._run = Run(int(getattr(run_id, "run_id", run_id)))
 
     @property
@@ -122,8 +122,8 @@ class InProcessGrid(Grid):
         """Yield the replies in the order of ``messages``, each computed when the caller asks for it.
 
         So a reply that the caller has released is out of memory before the next one exists. Clients that are
-        one program, or exchange with each other, reply together. ``workers`` compute the next replies while the
-        caller uses one.
+        computed together, or exchange vectors with each other, reply together. ``workers`` compute the next
+        replies while the caller uses one.
         """
         messages = list(messages)
         exchanging = any(_exchange_token(message) for message in messages)
@@ -210,8 +210,8 @@ def run_in_process(
 
     Args:
         config: the run config (the keys of ``[tool.flwr.app.config]``). ``clients`` in it is the number of
-            nodes, and ``workers`` the number of processes that compute clients: 0 starts one per core once the
-            rounds that are left are worth it, but none for a GPU. Without the key this process computes all.
+            nodes, and ``workers`` the number of processes that compute clients. 0: one per core, as soon as they
+            save time in the remaining rounds, but none for a GPU. Without the key, this process computes all.
         server_app: the ServerApp, or its import path ``module:name``.
         client_app: the ClientApp, or its import path ``module:name``.
         workers: processes that were started before. They end with the run.
@@ -220,7 +220,7 @@ def run_in_process(
         The run directory that the ServerApp names, if any.
 
     Raises:
-        Exception: the ServerApp's own, whatever it raises.
+        Exception: whatever the ServerApp raises.
         ValueError: there is no app at an import path.
         TypeError: the object at an import path is no app of this kind.
     """
@@ -228,7 +228,7 @@ def run_in_process(
     _loaded(client_app, ClientApp)
     count = int(config.get("workers", 1))
     decides = count == 0 and config.get("engine") != VECTORISED and isinstance(client_app, str)
-    decides = decides and not on_gpu(str(config.get("device", "auto")))  # whose processes take turns
+    decides = decides and not on_gpu(str(config.get("device", "auto")))  # on a GPU, worker processes would only take turns
     pace = Pace(cores() // int(config.get("threads", 1)), int(config.get("rounds", 0))) if decides else None
     grid = InProcessGrid(client_app, int(config["clients"]), config, workers or (Workers(count) if count > 1 else None), pace)
     context = Context(run_id=1, node_id=0, node_config=dict(OWNER), state=RecordDict(), run_config=dict(config))

@@ -52,7 +52,7 @@ class Site:
         test: the test samples.
         device: the device to compute on.
         folder: the folder for the model that the client saves at the end; None: it saves none.
-        label_counts: the number of training samples per label, if the client tells it.
+        label_counts: the number of training samples per label, if the client reports it.
         state: the folder for tensors that the client keeps between rounds, below a folder of the run's name.
             None: they are kept in Flower's ``context.state``, as long as the simulation or the SuperNode lives.
         exchange: the addresses of a layer-wise exchange to which the client may connect.
@@ -72,8 +72,8 @@ class Site:
 class LocalClient:
     """Train, measure and evaluate one model as its method says.
 
-    It takes a ``Request`` and returns a ``Reply``. It knows neither messages nor lists. The arguments are those
-    of ``BatchNormClient``.
+    It takes a ``Request`` and returns a ``Reply``. It knows nothing of Flower's messages or of lists of arrays. The
+    arguments are those of ``BatchNormClient``.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class LocalClient:
         self.network = model if isinstance(model, Network) else Network(model, method, site.device)
         self.signature, self.tells, self.shares_drift = self.network.signature, tells, shares_drift
         self._context_state = state
-        self.tells_tests = True  # a reply may say how the network did on the test data, if the settings ask for it
+        self.tells_tests = True  # a training reply may also have metrics on the test data, if the settings ask for them
 
     @property
     def model(self) -> nn.Module:
@@ -101,7 +101,7 @@ class LocalClient:
         return self.network.original
 
     def introduce(self) -> dict[str, int | str]:
-        """Return who this client is. The server asks once, when it first sees the client."""
+        """Return this client's introduction. The server asks for it once, when it first sees the client."""
         return {
             "client": self.site.client,
             "clients": self.site.clients,
@@ -171,7 +171,7 @@ class LocalClient:
         return Reply(self.site.client, {}, samples, samples, {"loss": loss, "fewest": fewest, **metrics})
 
     def save(self, request: Request) -> None:
-        """Save the model that ``test`` would evaluate in the folder that the request names, below the site's folder."""
+        """Save the model that ``test`` would evaluate. The request names the folder, which lies below the site's folder."""
         with self._own_model(request) as model:
             self._save(model, str(request.config["save"]))
 
@@ -185,14 +185,14 @@ class LocalClient:
     def _save(self, model: nn.Module, name: str) -> None:
         if not name or self.site.folder is None:
             return
-        TO_SAVE.read({"save": name})  # a folder's name, and no way out of this client's own
+        TO_SAVE.read({"save": name})  # check that this is a folder's name that leads out of no folder of this client
         path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         names = plain_names(model)
         save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
 
     def kept_layers(self, config: Mapping[str, Any], round: int) -> dict[str, Tensor]:
-        """Return scale, shift and statistics that this client keeps after ``round``, for the average that unseen clients get.
+        """Return the scales, shifts and statistics that this client keeps after ``round``, for an average for unseen clients.
 
         Raises:
             PermissionError: this client does not share them.
@@ -208,7 +208,7 @@ class LocalClient:
     def meet(self, config: Mapping[str, Any]) -> None:
         """Join the layer-wise exchange and leave it again.
 
-        So the server learns whether all clients of a cohort can be there at once.
+        So the server learns whether all clients of a cohort can take part at the same time.
         """
         connect(self.site.exchange, config, [], 1).close()
 

@@ -4,7 +4,7 @@ import logging
 
 LOGGER = logging.getLogger("flwr")
 log = LOGGER.log
-DETAIL = "detail"  # attribute of a log record that has a long form, too: of the line of a round
+DETAIL = "detail"  # the attribute of a log record that has the long form of a round's line
 
 
 def say_round(line: str, detail: str) -> None:

@@ -22,35 +22,36 @@ from fl_bn.methods import Phase
 class BatchNormClient(LocalClient, NumPyClient):
     """Train, measure and evaluate one model as its method says, as Flower's ``NumPyClient``.
 
-    A list of arrays has no names. So ``layout`` in the config holds them, as JSON that ``codec.flatten`` makes.
-    The other fields of a config are those of the message's header and config. ``make_client_app`` speaks to the
-    client by values, and makes no list: override ``compute``, not ``fit``, to change the training.
+    A list of arrays has no names. So the entry ``layout`` of the config has the names, as JSON from
+    ``codec.flatten``. The config's other entries are the fields of the instruction's header and of its config.
+    ``make_client_app`` calls ``compute``, without lists of arrays. So override ``compute``, not ``fit``, to change
+    the training.
 
-    All random numbers depend on ``seed``, the client and the round alone.
+    All random numbers depend only on ``seed``, the client and the round.
 
     Args:
         model: the converted, pristine network. It is copied, never changed. Clients of one process may share a
-            ``Network``, and train one copy by turns.
+            ``Network``, and take turns in training one copy.
         method: the run's method.
         settings: the settings of local training.
         site: the client's data and device.
         state: Flower's ``context.state``.
         seed: the run's seed.
         tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
-        shares_drift: whether it reports how far statistics that stay at home moved in a round. One of these
-            numbers is an element of its own statistics.
+        shares_drift: whether the client reports how far the statistics that it keeps have moved in a round. One
+            of the reported numbers is an element of these statistics.
         task: the model's task.
 
     Raises:
-        ValueError: method and settings do not go together.
+        ValueError: method and settings contradict each other.
     """
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return who this client is."""
+        """Return this client's introduction."""
         return dict(self.introduce())
 
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:
-        """Return scale, shift and statistics that this client keeps, in the order of ``schema.kept_layers``.
+        """Return the scales, shifts and statistics that this client keeps, in the order of ``schema.kept_layers``.
 
         Args:
             config: the number of the round as ``round``, and the run's name.
@@ -65,8 +66,8 @@ class BatchNormClient(LocalClient, NumPyClient):
 
         Args:
             parameters: the arrays of the instruction.
-            config: ``layout``, the fields of the instruction's header, and those of its config, such as
-                ``learning-rate``.
+            config: the entry ``layout`` (the names of ``parameters``), the fields of the instruction's header,
+                and the fields of its config, such as ``learning-rate``.
 
         Returns:
             The arrays of the reply, the number of different samples trained on, and metrics with the reply's
@@ -85,8 +86,9 @@ class BatchNormClient(LocalClient, NumPyClient):
 
         Args:
             parameters: the arrays of the instruction.
-            config: ``layout``, the fields of the instruction's header, and those of its config. ``save`` in it
-                names a folder below the site's, in which the client saves the model.
+            config: the entry ``layout`` (the names of ``parameters``), the fields of the instruction's header,
+                and the fields of its config. If it has ``save``, the client saves the model in the folder of this
+                name, below the site's folder.
         """
         metrics = self.test(self._request(parameters, config, TO_EVALUATE))
         return metrics.pop("loss"), len(self.site.test), metrics

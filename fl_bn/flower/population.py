@@ -1,4 +1,4 @@
-"""Know the clients of a run: wait for them, match Flower's nodes to clients, and sample cohorts by the seed alone."""
+"""Keep track of the clients of a run: wait for them, match Flower's nodes to clients, and sample cohorts by the seed alone."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Client:
     """Describe one client as it introduced itself.
 
     Attributes:
-        index: its partition, from 0.
-        node: Flower's random id of its node.
-        samples: the number of its training samples.
-        label_counts: the number of samples per label, if it tells.
+        index: the number of the client's data partition, from 0.
+        node: Flower's random id of the client's node.
+        samples: the number of the client's training samples.
+        label_counts: the number of samples per label, if the client reports it.
     """
 
     index: int
@@ -66,14 +66,14 @@ NOBODY = Introductions()
 
 
 def sample_cohort(population: Sequence[int], size: int, rng: random.Random) -> list[int]:
-    """Return ``size`` of the population's indices, sorted."""
+    """Draw ``size`` of the indices in ``population``, and return them sorted."""
     return sorted(rng.sample(sorted(population), size))
 
 
 class Population:
     """Track all clients of a run, by index. Flower's node ids are random, so only an index is reproducible.
 
-    ``clients`` holds those that have introduced themselves. ``everyone`` returns those of them whose first
+    ``clients`` holds the clients that have introduced themselves. ``everyone`` returns those of them whose first
     round has come.
 
     An index is a node's own claim. Where the operator names the node of each client (``rounds.nodes``), no
@@ -84,9 +84,9 @@ class Population:
     Args:
         grid: Flower's grid.
         rounds: the server's policy.
-        signature: of the server's model and method. Clients must have the same.
-        round: the next round: the one with which the run starts or goes on.
-        introductions: of the nodes that were asked already.
+        signature: the signature of the server's model and method. Clients must have the same.
+        round: the next round, with which the run starts or goes on.
+        introductions: the introductions of the nodes that were asked already.
         clients_are_nodes: whether nodes that claim one index get an index each.
     """
 
@@ -101,27 +101,27 @@ class Population:
     ) -> None:
         self.grid, self.rounds, self.signature, self.round, self.called = grid, rounds, signature, round, rounds.called
         self.clients: dict[int, Client] = {}
-        self._claims: dict[int, Client] = {}  # by node: as it introduced itself, whether or not it serves that index
+        self._claims: dict[int, Client] = {}  # node -> the client that it claims to be, whether or not it serves that index
         self._first: dict[int, int] = {}  # index -> the node that served it first, since the start
         self._last: dict[int, int] = {}  # index -> the node that served it last
-        self._rivals: dict[int, list[int]] = {}  # index -> the other nodes that claim it, as was said in the log
-        self._order: list[Client] = []  # those who are here, by index
-        self._online: frozenset[int] = frozenset()  # nodes at the last look, and what was wrong with them
+        self._rivals: dict[int, list[int]] = {}  # index -> the other nodes that claim it, as last logged
+        self._order: list[Client] = []  # the connected clients, by index
+        self._online: frozenset[int] = frozenset()  # connected nodes at the last look; below, what was wrong with them
         self._problem, self._introductions = "", introductions
         self._clients_are_nodes = clients_are_nodes
         self._given: dict[int, tuple[int, int]] = {}  # node -> an index that was given to it, and the one that it claims
         self._refused: set[int] = set()
-        self.absent: dict[int, str] = {}  # clients whose site refuses the run by its policy, and why
-        self._strangers: set[int] = set()  # refused nodes that are no client's, so far as is known
+        self.absent: dict[int, str] = {}  # client whose site refuses the run by its policy -> the reason
+        self._strangers: set[int] = set()  # refused nodes that belong to no client, as far as is known
         self._gone: set[int] = set()
-        self._joined: set[int] = set()  # took part in a round, or were asked to
+        self._joined: set[int] = set()  # clients that took part in a round, or were asked to
 
     def gather(self) -> None:
-        """Wait for all clients that may take part in the next round, or for as many as suffice for a start.
+        """Wait for all clients that may take part in the next round, or for as many as are enough for a start.
 
         Raises:
-            RunFailed: fewer came within ``wait`` seconds, or too few are here and one of them says why it
-                cannot take part.
+            RunFailed: too few clients came within ``wait`` seconds, or too few are connected and one node says why
+                it cannot take part.
         """
         wait, starting = self.rounds.wait, self.rounds.starting(self.round)
         end, logged = time.monotonic() + wait, -1
@@ -171,13 +171,13 @@ class Population:
         """Ask every new node who it is, and forget clients whose node is gone.
 
         Returns:
-            The problem of a node that could take part otherwise, with advice: its data cannot be read, for
-                example, or two nodes claim one index. Empty without any.
+            A problem that keeps a node from taking part, with advice; empty if there is none. For example, the
+                node's data cannot be read, or two nodes claim one index.
         """
         online = frozenset(self.grid.get_node_ids())
         self._ask_known_strangers()
         if online == self._online and len(self._claims) + len(self._refused) == len(online):
-            return self._problem  # everyone is known already: a round must not cost by the size of the population
+            return self._problem  # all nodes are known already; the cost of a round must not grow with the population
         self._online = online
         if gone := sorted(i for i, c in self.clients.items() if c.node not in online):
             log(logging.WARNING, "offline: %s", self.called.clients(gone))
@@ -191,7 +191,7 @@ class Population:
         patience, silent, problem = min(self.rounds.timeout, max(self.rounds.wait, 1.0)), set(new), ""
         for reply in [*known.replies, *send_and_receive(self.grid, messages, patience, called=self.called)]:
             node = reply.metadata.src_node_id
-            silent -= {node} if node in new else new  # Flower's own errors do not say whose they are
+            silent -= {node} if node in new else new  # Flower's own errors do not name their node
             if node in self._claims:
                 log(logging.WARNING, "%s introduced itself twice: its first introduction counts", self.called.node(node))
             elif reply.has_error():
@@ -206,18 +206,18 @@ class Population:
             else:
                 wrong = self._admit(node, reply)
                 problem = problem or wrong
-        for node in silent if self._joined else ():  # before the start they are waited for
+        for node in silent if self._joined else ():  # before the start, the run waits for them
             self._refuse(node, f"it did not introduce itself within {patience:.0f} s; it is asked again once it was offline")
         self._problem = self._assign()
         self._order = [self.clients[index] for index in sorted(self.clients)]
         return self._problem or problem
 
     def _refusal(self, node: int, why: str) -> str:
-        """Return the problem that a node's own refusal is for the run; empty: the run may go on without its client.
+        """Return why the run cannot go on after a node has refused it; empty if it can go on without the node's client.
 
         Args:
             node: The node.
-            why: Its error.
+            why: The node's error.
         """
         who, client = self.called.node(node), self.called.client_of(node)
         if client is None or not why.startswith(POLICY):
@@ -233,7 +233,7 @@ class Population:
         )
 
     def _ask_known_strangers(self) -> None:
-        """Ask a refused node again if it is a client's by now: the key of its site was renewed."""
+        """Let refused nodes be asked again if they now belong to a client, because the key of its site was renewed."""
         known = {node for node in self._strangers if self.called.client_of(node) is not None}
         self._refused -= known
         self._strangers -= known
@@ -242,7 +242,7 @@ class Population:
         """Let one of the nodes that claim an index serve it.
 
         Returns:
-            The problem where none can be preferred; else empty.
+            The problem if several nodes claim an index and none has precedence; else empty.
         """
         claims: dict[int, list[int]] = {}
         seats = self._seats()
@@ -313,7 +313,7 @@ class Population:
         """Note which client a node claims to be, or refuse the node.
 
         Returns:
-            Advice where the whole run may have been set up wrongly; else empty.
+            Advice if the whole run may have been set up wrongly; else empty.
         """
         try:
             introduction = introduction_of(reply.content)
@@ -354,13 +354,13 @@ class Population:
         log(logging.WARNING, "%s refused: %s", self.called.node(node), reason)
 
     def cohort(self, fraction: float, seed: int, round: int, least: int = 1) -> list[Client]:
-        """Return the clients of ``round``, by index. The same seed draws the same ones, whatever the node ids.
+        """Draw the clients of ``round``, and return them by index. The same seed draws the same clients, whatever the node ids.
 
         Args:
-            fraction: the share of the clients that are here, 0..1.
+            fraction: the share of the connected clients, 0..1.
             seed: the run's seed.
             round: the round's number.
-            least: the smallest number of clients, if so many are here.
+            least: the smallest number of clients, if that many are connected.
         """
         here = [client.index for client in self.everyone()]
         size = min(len(here), max(least, round_half_up(fraction * len(here))))
@@ -368,11 +368,11 @@ class Population:
         return [self.clients[index] for index in chosen]
 
     def everyone(self) -> list[Client]:
-        """Return the clients that are here and whose first round has come, by index."""
+        """Return the connected clients whose first round has come, by index."""
         joining = self.rounds.joining
         return [client for client in self._order if joining.get(client.index, 1) <= self.round] if joining else list(self._order)
 
 
 def round_half_up(x: float) -> int:
-    """Round to the nearest whole number, halves up."""
+    """Round to the nearest whole number, and halves up."""
     return int(x + 0.5)

@@ -36,7 +36,7 @@ def _take(method: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class FedAvgBNStrategy(OfMethod):
-    """FedAvg with plainly averaged running statistics: the baseline.
+    """Run FedAvg, which averages the running statistics plainly: the baseline.
 
     Args:
         model: any torch network, unconverted.
@@ -48,7 +48,7 @@ class FedAvgBNStrategy(OfMethod):
 
 
 class FixBNStrategy(OfMethod):
-    """FixBN: the statistics are frozen after round ``freeze_after``.
+    """Run FixBN: the statistics are frozen after round ``freeze_after``.
 
     Args:
         model: any torch network, unconverted.
@@ -60,7 +60,7 @@ class FixBNStrategy(OfMethod):
 
 
 class FedBNStrategy(OfMethod):
-    """FedBN: every BatchNorm tensor stays on its client.
+    """Run FedBN: all BatchNorm tensors stay at their client.
 
     Args:
         model: any torch network, unconverted.
@@ -72,7 +72,7 @@ class FedBNStrategy(OfMethod):
 
 
 class SiloBNStrategy(OfMethod):
-    """SiloBN: running statistics stay on their client, scale and shift are shared.
+    """Run SiloBN: running statistics stay at their client, scale and shift are shared.
 
     Args:
         model: any torch network, unconverted.
@@ -84,7 +84,7 @@ class SiloBNStrategy(OfMethod):
 
 
 class HBNStrategy(BatchNormStrategy):
-    """HBN: a learnable mix of batch statistics and pooled global statistics.
+    """Run HBN: layers normalise by a learnable mix of batch statistics and pooled global statistics.
 
     Args:
         model: any torch network, unconverted.
@@ -104,7 +104,7 @@ class HBNStrategy(BatchNormStrategy):
 
 
 class FBNStrategy(OfMethod):
-    """FBN: shared running statistics with the variance corrected.
+    """Run FBN: running statistics are shared, and the variance is corrected.
 
     Args:
         model: any torch network, unconverted.
@@ -116,7 +116,7 @@ class FBNStrategy(OfMethod):
 
 
 class RobustFBNStrategy(FBNStrategy):
-    """FBN against Byzantine clients (FBN, section 5), with robust rules for the statistics and for the updates.
+    """Run FBN against Byzantine clients (FBN, section 5), with robust rules for the statistics and for the updates.
 
     The default rules are NNM, then the coordinate-wise median.
 
@@ -126,7 +126,7 @@ class RobustFBNStrategy(FBNStrategy):
         f: the number of Byzantine clients that the rules withstand, 0 or more.
         statistics_rule: the rule for statistics, as ``robust.rule_named`` takes it, such as
             ``"nnm+trimmed-mean"``.
-        update_rule: the rule for updates, likewise.
+        update_rule: the rule for updates, in the same form.
         options: as in ``methods.fbn`` and ``BatchNormStrategy``, by name.
     """
 
@@ -144,7 +144,7 @@ class RobustFBNStrategy(FBNStrategy):
 
 
 class FedTANStrategy(OfMethod):
-    """FedTAN: the first local step of every round is the centralised one.
+    """Run FedTAN: the first local step of every round equals a step of centralised training.
 
     Args:
         model: any torch network, unconverted.
@@ -156,7 +156,7 @@ class FedTANStrategy(OfMethod):
 
 
 class FedTAN2Strategy(OfMethod):
-    """FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen.
+    """Run FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen.
 
     Args:
         model: any torch network, unconverted.
@@ -168,7 +168,7 @@ class FedTAN2Strategy(OfMethod):
 
 
 class FedAvgAlg2Strategy(OfMethod):
-    """FedAvg with FedTAN's forward exchange alone.
+    """Run FedAvg with only the forward half of FedTAN's exchange.
 
     Args:
         model: any torch network, unconverted.

@@ -1,7 +1,7 @@
 """Simulate Byzantine clients in an experiment, by rewriting their replies when all replies have arrived.
 
 The attackers know the honest replies. Replies are rewritten before every check, so the server refuses a rewritten
-reply as it would refuse that of a real attacker.
+reply as it would refuse the reply of a real attacker.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def corrupt(
     """Rewrite the replies of the Byzantine clients, which are the last ``adversary.f`` clients of the run.
 
     Errors and unreadable replies are not rewritten. The attackers ignore honest replies with values that are not
-    finite, since the server will refuse them. If no other honest reply is left, nothing is rewritten.
+    finite, since the server will refuse them. If no honest reply is left, nothing is rewritten.
 
     Args:
         replies: The replies of all clients of the round.
@@ -164,7 +164,7 @@ def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Comb
 
     Args:
         honest: The statistics of the honest clients, one row each.
-        f: The number of attackers, all of which send the lie.
+        f: The number of attackers. All of them send the same lie.
         truth: Combines the honest statistics without attackers.
         combine: Combines all statistics by the robust rule.
     """

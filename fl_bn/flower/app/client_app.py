@@ -44,7 +44,7 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
             return secured(build)(message, context)
         client = build(context)
         request = read(message, client.network)
-        limits = Limits.of(context)  # a site that bounds its evaluations tells no others along with its training
+        limits = Limits.of(context)  # a site that limits its evaluations sends no further ones with its training replies
         client.tells_tests = limits.max_evaluations is None and len(client.site.test) >= limits.min_samples
         return client.compute(request, partial(reply_to, message, request.header, rounding=request.rounding))
 

@@ -1,8 +1,8 @@
 """Keep the tensors of a client between its rounds, in Flower's ``context.state`` or in files.
 
-These tensors are those that stay at the client, and the optimizer's momentum. ``context.state`` is in the memory of the
-simulation or of the SuperNode. Files survive the end of both. In them, a resumed run finds the state of the round to
-which it goes back.
+The tensors are those that stay at the client, and the optimizer's momentum. ``context.state`` is in the memory of the
+simulation or of the SuperNode. Files survive the end of both. A resumed run reads from the files the state of the round
+to which it goes back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StateStore(Protocol):
     """Keep the tensors that never leave a client, by round and section."""
 
     def read(self, before: int) -> ClientState:
-        """Return the newest state from a round before ``before``; ``NOTHING``: there is none."""
+        """Return the newest state from a round before ``before``; ``NOTHING`` if there is none."""
 
     def write(self, round: int, sections: Sections) -> None:
         """Keep the tensors in ``sections`` as the state after ``round``.
@@ -84,12 +84,12 @@ class MemoryState:
         return NOTHING
 
     def _of_earlier(self) -> bool:
-        """Tell whether the state is of an fl-bn whose records had names like a user's own."""
+        """Tell whether an older fl-bn wrote the state: the names of its records had no prefix ``fl-bn/``."""
         theirs = their_records(self._state, ConfigRecord).get(KEPT_FOR.record, ConfigRecord())
         return {"signature", "round"} <= {*theirs}
 
     def write(self, round: int, sections: Sections) -> None:
-        """Keep the tensors in ``sections`` as the state after ``round``, and the last state before it."""
+        """Keep the tensors in ``sections`` as the state after ``round``, and also keep the last state before it."""
         before = self.read(round)
         for section in our_records(self._state, ArrayRecord):
             del self._state[OURS + section]
@@ -117,9 +117,9 @@ class FileState:
         self._owner = {"run": run_id.run, "client": str(client), "signature": signature}
 
     def read(self, before: int) -> ClientState:
-        """Return the newest state from a round before ``before``; ``NOTHING``: there is none.
+        """Return the newest state from a round before ``before``; ``NOTHING`` if there is none.
 
-        States of rounds that the run has undone, since it was resumed from an earlier round, are ignored.
+        A run that was resumed has undone the rounds after its checkpoint. States of these rounds are ignored.
         """
         for round, attempt, path in self._files():
             if round < before and self.run_id.counts(round, attempt) and (sections := self._load(path)) is not None:

@@ -1,9 +1,9 @@
 """Report which data leave each client, as they arrive at the server, before any check or average.
 
-The following counts, whether it is used or not: every reply of a training round or of an exchange that only measures
-statistics, all vectors of a layer-wise exchange, and the numbers of every evaluation. The following does not count: a
-reply that cannot be read or names no phase, an exchanged vector whose round ended before its average was made, and
-Flower's own headers.
+The report counts every reply of a training round or of an exchange that only measures statistics, all vectors of a
+layer-wise exchange, and the numbers of every evaluation, even if the server does not use them. It does not count replies
+that cannot be read or name no phase, exchanged vectors whose round ended before their average was made, and Flower's
+own headers.
 
 A statistic summarises samples, and a statistic of few samples reveals them. ``samples`` of a ``Disclosure`` is the
 number of different samples behind a statistic, among which a person is hidden. ``values`` is the number of activations
@@ -86,14 +86,14 @@ class DisclosureReport:
     def note(
         self, replies: Iterable[Message], clients: Iterable[Client], session: Session, round: int, without_training: bool = False
     ) -> Iterator[Decoded]:
-        """Decode replies one by one. After the last one, record the disclosures of all.
+        """Decode replies one by one. After the last reply, record the disclosures of all replies.
 
         Args:
             replies: The replies to train messages, or those of an exchange that only measures statistics.
             clients: All clients that may have replied.
             session: The session of the last layer-wise exchange.
             round: The number of the round, for the log; 0: before the first.
-            without_training: Whether that exchange only measured statistics.
+            without_training: Whether this layer-wise exchange only measured statistics.
 
         Yields:
             The decoded replies.
@@ -120,7 +120,7 @@ class DisclosureReport:
         self._warn([d for d in few if d.client not in self._warned], round)
 
     def _warn(self, disclosures: Sequence[Disclosure], round: int) -> None:
-        """Log a warning of each client, once in a run, and of at most ``NAMED`` clients in a round."""
+        """Log a warning about each client once in a run, but about at most ``NAMED`` clients in a round."""
         first: dict[int, Disclosure] = {}
         for disclosure in sorted(disclosures, key=lambda d: (d.samples, d.section not in SUMMARIES)):
             first.setdefault(disclosure.client, disclosure)
@@ -128,11 +128,11 @@ class DisclosureReport:
         for disclosure in list(first.values())[:NAMED]:
             log(logging.WARNING, "%s", warning(disclosure, round, self._called))
         if (others := len(first) - NAMED) > 0:
-            what = f"summaries of fewer than {FEW} samples left {others} other clients, too, {when_of(round)}"
+            what = f"{others} other clients, too, sent summaries of fewer than {FEW} samples {when_of(round)}"
             log(logging.WARNING, "%s: the disclosure report names all of them", what)
 
     def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Decoded]:
-        """Decode the replies to evaluate messages one by one. After the last one, record the disclosures of all."""
+        """Decode the replies to evaluate messages one by one. After the last reply, record the disclosures of all."""
         by_node = {client.node: client.index for client in clients}
         disclosures: list[Disclosure] = []
         for reply in map(decode, replies):
@@ -142,11 +142,11 @@ class DisclosureReport:
         self._add(sorted(disclosures, key=lambda d: d.client))
 
     def masked(self, parts: Iterable[Reply], evaluates: bool = False) -> None:
-        """Record the masked replies of a secure sum. Only their sum can be read, and none of them by itself.
+        """Record the masked replies of a secure sum. Only their sum can be read, and no single reply.
 
         Args:
             parts: The replies of the clients.
-            evaluates: Whether they are evaluations.
+            evaluates: Whether the replies are evaluations.
         """
         what = "a masked evaluation: the mean of all can be read" if evaluates else "a masked vector: of all of them the sum can be read"
         for part in parts:
@@ -219,7 +219,8 @@ class DisclosureReport:
         """Describe a section of a reply.
 
         Returns:
-            A description, and the number of samples behind one of its statistics; 0: it has no statistics.
+            A description, and the number of samples behind the statistics or the single gradient that the section
+                reveals; 0 if it reveals neither of this client alone.
         """
         batches = _batches(steps)
         if section == "statistics" and phase is Phase.EXCHANGE and steps == 1:
@@ -240,7 +241,7 @@ class DisclosureReport:
 
 
 def _of_evaluation(reply: Decoded, client: int) -> Iterable[Disclosure]:
-    """Yield the disclosure of one evaluation. Its number of samples is the smallest behind one of its numbers, if known."""
+    """Yield the disclosure of one evaluation. Its ``samples`` is the smallest number of samples behind a metric, if known."""
     metrics = {name: value for record in (*reply.own.values(), reply.metrics or {}) for name, value in record.items()}
     numbers = [name for name, value in metrics.items() if isinstance(value, float)]
     if numbers:
@@ -266,7 +267,7 @@ def warning(disclosure: Disclosure, round: int, called: ClientNames = UNNAMED) -
     when = when_of(round)
     few = f"{summary} of {disclosure.samples} sample{'s' * (disclosure.samples > 1)}"
     who = called.client(disclosure.client)
-    return f"{who}: {few} left it {when} ({disclosure.what}): values so few can be traced to a person; {advice}"
+    return f"{who}: {few} left it {when} ({disclosure.what}): values of so few samples can be traced to a person; {advice}"
 
 
 def when_of(round: int) -> str:
@@ -293,7 +294,7 @@ def _size(reply: Decoded, sections: Iterable[str]) -> tuple[int, int]:
 
 
 def _least_count(arrays: Mapping[str, np.ndarray]) -> int:
-    """Return the smallest number of activations per channel among the layers that ran; 0: it is unknown."""
+    """Return the smallest number of activations per channel among the layers that ran; 0 if unknown."""
     counts = [array for name, array in arrays.items() if name.rpartition(".")[2] == "count"]
     activations = [int(count[0]) for count in counts if count.shape == (1,) and count.dtype == np.int64]
     return min((count for count in activations if count > 0), default=0)

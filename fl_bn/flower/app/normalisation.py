@@ -17,7 +17,7 @@ from fl_bn.roles import NORM_LAYERS, Role, buffers_in_words, roles
 from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.task import CLASSIFICATION, Task
 
-SHOWN = 4  # metrics of the user's own in a line of the log
+SHOWN = 4  # the most metrics of the user's own that a line of the log shows, of training and of evaluation each
 
 
 def layers_by_type(model: nn.Module) -> str:
@@ -27,9 +27,9 @@ def layers_by_type(model: nn.Module) -> str:
 
 
 def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
-    """Yield lines on what a method does with a network.
+    """Yield log lines about what a method does with a network.
 
-    They name the layers before and after conversion, what becomes of the tensors of each role, and what clients report.
+    They name the layers before and after conversion, what happens to the tensors of each role, and what clients report.
 
     Args:
         source: The network before conversion.
@@ -92,11 +92,11 @@ def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, call
 
 
 def others(record: RoundRecord, metric: str) -> list[str]:
-    """Return a round's metrics of the user's own for the log, training first, at most ``SHOWN`` of each.
+    """Return the user's own metrics of a round for the log: at most ``SHOWN`` of training, then as many of evaluation.
 
     Args:
-        record: the round.
-        metric: the task's metric. Where it was evaluated, no other evaluation is shown.
+        record: the record of the round.
+        metric: the name of the task's metric. If it was evaluated, no other metrics of evaluation are shown.
     """
     evaluation = {} if metric in record.evaluation else record.evaluation
     trained = {name: value for name, value in record.own_metrics.items() if name != "loss"}

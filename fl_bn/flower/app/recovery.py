@@ -78,7 +78,7 @@ class Recovery:
             self.run_id = replace(self.run_id, durable=self._store(state))
 
     def keeps(self, client: int) -> bool:
-        """Return whether a client keeps tensors of its own, from a round of this run that was not undone."""
+        """Return whether a client keeps tensors of its own, from a round of this run that no resume has undone."""
         return client in self._kept
 
     def tell(self, messages: list[Message], clients: Sequence[Client]) -> list[Message]:

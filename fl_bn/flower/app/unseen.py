@@ -49,10 +49,10 @@ def average_kept(
         rounds: The server's settings of rounds.
         run_id: The id of the run.
         overheard: Decodes the replies, and records their disclosures.
-        note: Gets the reasons of the clients that are not in the average, by index. Default: the log gets them.
+        note: Called with the reasons why clients are not in the average, by client index. Default: they are logged.
 
     Returns:
-        The averages by their names in the state_dict; empty: no client replied.
+        The averages by their names in the state_dict; empty if no client replied.
     """
     header = header_for(shared, round, Phase.MEASURE)
     samples = {client.index: client.samples for client in clients}

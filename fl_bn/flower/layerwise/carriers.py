@@ -271,7 +271,7 @@ def _simulation_hint(clients: int, cpus: int) -> str:
     """Say how to get ``clients`` workers in Flower's simulation.
 
     Flower 1.25 starts one worker per share of a CPU. Later versions take whole CPUs only, so Ray is told of more
-    CPUs than there are. All run at most 32 workers at a time, and at most 4 more than there are CPUs.
+    CPUs than there are. All versions run at most 32 workers at a time, and at most 4 more than there are CPUs.
     """
     if clients > (most := min(32, cpus + 4)):
         return f"In simulation it needs {clients} workers, but Flower runs at most {most} at a time on {cpus} CPUs: use `fl-bn run`"

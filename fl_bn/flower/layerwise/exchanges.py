@@ -122,7 +122,7 @@ class Exchanges:
     def _lasting(self) -> str:
         """Return why the last session failed, if later sessions would fail for the same reason. Otherwise return an empty text.
 
-        They would if no client took part, or if a client could not join.
+        Later sessions would fail, too, if no client took part, or if a client could not join.
         """
         session = self.session
         if session.batches:

@@ -125,13 +125,13 @@ class OwnRound:
         reply, kept = self.local.reply(samples, float(loss))
         answer = reply_to(self._message, self._request.header, reply, self._request.rounding)
         answer.content[OWN_METRICS] = MetricRecord({EXAMPLES: reply.samples, "loss": float(loss), **metrics})
-        if kept.sections and kept.round == reply.round:  # else the state before stays
+        if kept.sections and kept.round == reply.round:  # otherwise the store keeps the earlier state
             self._store.write(kept.round, kept.sections)
         return answer
 
 
 class RoundGoesOn(Exception):
-    """Report that the round needs one more answer of the server's, in FedTAN's exchange by replay.
+    """Report that the round needs one more answer from the server, in FedTAN's exchange by replay.
 
     ``replayed`` catches this exception and sends the question.
 
@@ -170,11 +170,11 @@ def replayed(message: Message, context: Context, handler: Callable[[Message, Con
 def _repeatable(seed: int, model: nn.Module, everything: bool) -> Iterator[None]:
     """Seed shuffling and dropout, so that a repeated computation of this round draws the same numbers.
 
-    By replay a round is computed once per answer.
+    In an exchange by replay, a round is computed again for each answer.
 
     Args:
-        seed: of the round.
-        model: on whose device torch's generator is seeded.
+        seed: the seed of the round.
+        model: the model, which tells on which device torch's generator is seeded.
         everything: whether to seed the generators of Python and NumPy, too.
     """
     before = random.getstate(), np.random.get_state()
@@ -204,8 +204,8 @@ def training(
 ) -> Iterator[OwnRound]:
     """Run the client's half of a round around your own training loop, inside a train handler.
 
-    In FedTAN's rounds torch's generator is seeded from run, client and round, since a round may be computed
-    more than once. By replay, NumPy's and Python's generators are seeded, too. The client's tensors stay in
+    In FedTAN's rounds, torch's generator is seeded from run, client and round, since a round may be computed
+    more than once. In an exchange by replay, NumPy's and Python's generators are seeded, too. The client's tensors stay in
     ``context.state`` between rounds, or below ``state-dir`` of the node config.
 
     Args:
@@ -223,7 +223,7 @@ def training(
 
     Raises:
         ValueError: the server's message is for another model or method, or ``batches`` are missing.
-        RoundGoesOn: the round needs one more answer of the server's (``replayed``).
+        RoundGoesOn: the round needs one more answer from the server (``replayed``).
     """
     converted = convert(model, method)
     request = _read(message, context, converted, method, TO_TRAIN)
@@ -275,7 +275,8 @@ def answer(
 ) -> None:
     """Let ``app`` answer the server's queries beside training: who the client is, and the statistics of its data.
 
-    An app with a mod of Flower's that cannot work here (``fl_bn.flower.own.mods``) says so in place of who it is.
+    If the app has a Flower mod that cannot work with fl-bn (``fl_bn.flower.own.mods``), its clients answer with this
+    reason and do not introduce themselves.
 
     These answers pass a ``Gate``. Your own handlers do, too, where the app has one:
     ``ClientApp(mods=[Gate()])``.
@@ -286,26 +287,26 @@ def answer(
         method: the method, the same as the server's.
         batches: returns the training batches of the client with a given context.
         task: reads the batches.
-        tells: whether the client tells the BatchNorm layers that it keeps (FedBN, SiloBN), for the average that
-            the server's ``evaluate_fn`` gets. They summarise its data.
+        tells: whether the client sends the BatchNorm layers that it keeps (FedBN, SiloBN), for the average that
+            the server's ``evaluate_fn`` gets. These layers summarise the client's data.
     """
     answers(app, lambda context: model(), method, batches, task=task, tells=tells)
 
 
 def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, task: Task, tells: bool) -> None:
-    """Do as ``answer``, for a network that depends on the client.
+    """Do the same as ``answer``, for a network that depends on the client.
 
     Args:
         app: your ClientApp.
         model: returns the network of the client with a given context, unconverted.
         method: the method.
-        batches: returns its training batches.
+        batches: returns the training batches of the client with a given context.
         task: reads the batches.
-        tells: whether the client tells the BatchNorm layers that it keeps.
+        tells: whether the client sends the BatchNorm layers that it keeps.
     """
     check_handlers(app)
     gate = Gate()
-    with registering(app, allowed(mods_of(app))):  # a mod that is refused would answer in its own words
+    with registering(app, allowed(mods_of(app))):  # a refused mod would answer with an error of its own
         _register(app, gate, model, method, batches, task, tells)
 
 
@@ -350,15 +351,15 @@ def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches
 def _measure(message: Message, context: Context, converted: nn.Module, method: Method, batches: Iterable[Any], task: Task) -> Message:
     """Answer a query for statistics.
 
-    This is no part of ``_register``: Flower's ``run_simulation`` pickles the functions there, with copies of the
-    forms that they name.
+    This function is not inside ``_register``, because Flower's ``run_simulation`` pickles the functions there,
+    together with copies of the forms that they use.
     """
     request = _read(message, context, converted, method, TO_MEASURE)
     kept, joins = request.kept(_store(context, request, converted, method)), request.connect(ExchangeAddresses.of(context.node_config))
     with local_round(converted, method, request.instruction, kept, connect=joins) as local:
         local.measure(batches, task)
     reply, _ = local.reply(local.measured_samples)
-    return reply_to(message, request.header, replace(reply, metrics={}))  # its samples are those measured
+    return reply_to(message, request.header, replace(reply, metrics={}))  # its number of samples is that of the measured samples
 
 
 def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Form) -> Request:

@@ -10,7 +10,7 @@ from fl_bn.flower.wire.fields import OURS
 
 @dataclass(frozen=True)
 class FlowerArguments:
-    """Hold the arguments of Flower's ``FedAvg``, as this version and later ones have them.
+    """Hold the arguments that Flower's ``FedAvg`` has in all supported versions.
 
     Attributes:
         fraction_train: the share of the clients that train in a round.
@@ -25,7 +25,7 @@ class FlowerArguments:
         evaluate_metrics_aggr_fn: combines evaluations.
 
     Raises:
-        ValueError: an argument is out of its range, or has no meaning here.
+        ValueError: an argument is out of its range, or fl-bn cannot do what it says.
     """
 
     fraction_train: float = 1.0

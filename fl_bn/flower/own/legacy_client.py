@@ -43,16 +43,16 @@ def legacy_client_app(
 ) -> ClientApp:
     """Return the ClientApp of a legacy ``client_fn``, whose clients train and evaluate by ``method``.
 
-    The class of the clients stays as it is. In every round its network is replaced by the round's. ``fit`` gets
-    the arrays of that network, and the arrays that it returns count.
+    The clients' class needs no change. In every round, the client's network is replaced by the network of the
+    round. ``fit`` gets the arrays of this network, and the arrays that ``fit`` returns are used.
 
     Args:
         client_fn: makes a ``NumPyClient`` from Flower's context, with or without ``.to_client()``.
         method: the method, the same as the server's.
         net: the client's attribute with its network.
         trainloader: the client's attribute with its training batches.
-        task: reads the batches, where the method measures them.
-        tells: as in ``answer``.
+        task: reads the batches, if the method measures them.
+        tells: whether the client sends the BatchNorm layers that it keeps, as in ``answer``.
         mods: Flower's mods for the app.
 
     Returns:
@@ -84,7 +84,7 @@ def checked_client(made: Any, net: str, trainloader: str) -> Any:
         trainloader: the attribute with the training batches.
 
     Raises:
-        TypeError: it is no ``NumPyClient``.
+        TypeError: ``made`` is no ``NumPyClient``.
         ValueError: an attribute is missing, or an optimizer holds the parameters of the network that is replaced.
     """
     client = getattr(made, "numpy_client", made)
@@ -114,7 +114,7 @@ def checked_client(made: Any, net: str, trainloader: str) -> Any:
 
 
 def _fit(message: Message, context: Context, client: Any, net: str, trainloader: str, method: Method, task: Task) -> Message:
-    """Answer a train message. The app's own functions only call this one: Flower's ``run_simulation`` pickles them with what they name."""
+    """Answer a train message. This is a function of the module, since ``run_simulation`` pickles inner ones with all they use."""
     with training(message, context, getattr(client, net), method, getattr(client, trainloader), task=task) as round:
         setattr(client, net, round.model)
         returned, samples, metrics = _returned("fit", client.fit(_arrays(round.model), _config(message)), list)
@@ -146,7 +146,7 @@ def _returned(what: str, value: Any, first: type) -> tuple[Any, int, Mapping[str
     """Return the three parts of what a client's ``fit`` or ``evaluate`` returned.
 
     Raises:
-        TypeError: it returned something else than Flower wants.
+        TypeError: the client did not return what Flower expects.
     """
     if not (isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], first) and isinstance(value[1], int)):
         raise TypeError(f"{what} must return ({first.__name__}, number of samples as int, dict of metrics), but returned {value!r:.200}")
@@ -156,10 +156,10 @@ def _returned(what: str, value: Any, first: type) -> tuple[Any, int, Mapping[str
 
 
 def _load(model: nn.Module, returned: list[Any], kind: str) -> None:
-    """Load the arrays that ``fit`` returned, where they differ from the model's: noise or clipping of the user's own.
+    """Load those arrays that ``fit`` returned and that differ from the model's: the user's code may clip or add noise.
 
     Raises:
-        ValueError: they are not those of the model.
+        ValueError: number or shapes of the arrays are not those of the model.
     """
     state = model.state_dict()
     if len(returned) != len(state):

@@ -33,10 +33,10 @@ from fl_bn.flower.wire.gate import OWN_METRICS
 from fl_bn.methods import Method
 
 ServerFn = Callable[[Context], ServerAppComponents]
-AGGREGATES = ("aggregate_fit", "aggregate_evaluate")  # hooks of Flower's older FedAvg that a user's class may override, and
-NOT_CALLED = ("configure_fit", "configure_evaluate", "num_fit_clients", "num_evaluation_clients")  # those that fl-bn's rounds replace
+AGGREGATES = ("aggregate_fit", "aggregate_evaluate")  # hooks of Flower's older FedAvg that a user's class may override
+NOT_CALLED = ("configure_fit", "configure_evaluate", "num_fit_clients", "num_evaluation_clients")  # hooks that it must not, as nobody calls them
 SERVER_METHODS = ("fit_round", "evaluate_round", "set_strategy", "client_manager", "_get_initial_parameters")
-GIVEN = {  # the argument of OwnAppStrategy that each attribute of the older FedAvg gives
+GIVEN = {  # argument of OwnAppStrategy -> the attribute of the older FedAvg that gives its value
     "fraction_train": "fraction_fit",
     "fraction_evaluate": "fraction_evaluate",
     "min_train_nodes": "min_fit_clients",
@@ -48,12 +48,12 @@ GIVEN = {  # the argument of OwnAppStrategy that each attribute of the older Fed
 def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], method: Method, **options: Any) -> ServerApp:
     """Return the ServerApp of a legacy ``server_fn``, whose rounds are those of ``method``.
 
-    ``server_fn`` stays as it is. Its strategy is Flower's older ``FedAvg``, or a class derived from it. Its
+    ``server_fn`` needs no change. Its strategy is Flower's older ``FedAvg``, or a class derived from it. Its
     fractions, numbers of clients, ``initial_parameters``, ``on_fit_config_fn``, ``on_evaluate_config_fn``,
-    ``evaluate_fn`` and metrics' functions all count. A class of the user's own may override ``evaluate``,
-    ``aggregate_fit`` and ``aggregate_evaluate``: there ``super()`` returns what the method made of the replies. A
-    ``Server`` of the user's own may override ``fit``: ``super().fit(...)`` runs the rounds, and returns Flower's
-    ``History``.
+    ``evaluate_fn`` and metric functions are all used. A class of the user's own may override ``evaluate``,
+    ``aggregate_fit`` and ``aggregate_evaluate``. In the last two, ``super()`` returns what fl-bn computed from the
+    replies. A ``Server`` of the user's own may override ``fit``: ``super().fit(...)`` runs the rounds, and returns
+    Flower's ``History``.
 
     Args:
         server_fn: returns Flower's ``ServerAppComponents``.
@@ -65,11 +65,11 @@ def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], metho
         The app for server_app.py.
 
     Raises:
-        ValueError: an option is one that the strategy of ``server_fn`` gives.
+        ValueError: one of ``options`` is given by the strategy of ``server_fn``.
     """
     for name in options:
         if name in GIVEN:
-            raise ValueError(f"{name} is what the strategy of server_fn says: give it there, as {GIVEN[name]}")
+            raise ValueError(f"{name} is given by the strategy of server_fn: set it there, as {GIVEN[name]}")
     app = ServerApp()
 
     @app.main()
@@ -95,15 +95,15 @@ def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], metho
 
 
 def checked_strategy(strategy: Any, method: Method) -> FedAvg:
-    """Return the older strategy, if what it does can be done in fl-bn's rounds.
+    """Return the older strategy if fl-bn's rounds can do all that it does.
 
     Args:
-        strategy: of ``server_fn``.
+        strategy: the strategy that ``server_fn`` gives.
         method: the method of the rounds.
 
     Raises:
-        TypeError: it is not derived from ``FedAvg``.
-        ValueError: it overrides a hook that is not called here, or sets what has no meaning here.
+        TypeError: the strategy is not derived from ``FedAvg``.
+        ValueError: it overrides a hook that fl-bn's rounds do not call, or sets an option that they cannot follow.
     """
     if not isinstance(strategy, FedAvg):
         raise TypeError(f"expected a strategy derived from flwr.server.strategy.FedAvg, but server_fn gives a {type(strategy).__name__}")
@@ -116,8 +116,8 @@ def checked_strategy(strategy: Any, method: Method) -> FedAvg:
         )
     if changed := overridden(kind, NOT_CALLED):
         raise ValueError(
-            f"{kind.__name__} overrides {changed[0]}, which fl-bn's rounds do not call: values for the clients are what on_fit_config_fn "
-            "says. Or derive from a strategy of fl_bn.flower, whose hooks are called (docs/start/flower-app.md)"
+            f"{kind.__name__} overrides {changed[0]}, which fl-bn's rounds do not call: give values for the clients by on_fit_config_fn. "
+            "Or derive from a strategy of fl_bn.flower, whose hooks are called (docs/start/flower-app.md)"
         )
     if "aggregate_fit" in overridden(kind, AGGREGATES) and method.personal:
         raise ValueError(
@@ -139,11 +139,11 @@ def package(kind: type) -> str:
 
 
 def overridden(kind: type, names: Iterable[str]) -> list[str]:
-    """Return those of the older ``FedAvg``'s methods that ``kind`` overrides.
+    """Return which of the methods ``names`` of the older ``FedAvg`` the class ``kind`` overrides.
 
     Args:
-        kind: a class derived from it.
-        names: the methods.
+        kind: a class derived from ``FedAvg``.
+        names: the names of the methods.
     """
     return [name for name in names if getattr(kind, name) is not getattr(FedAvg, name)]
 
@@ -153,9 +153,9 @@ class Told:
     """Hold what a client returned in a round, for an ``aggregate_fit`` or ``aggregate_evaluate`` of the user's own.
 
     Attributes:
-        num_examples: its number of samples.
-        metrics: its own metrics.
-        loss: its loss in an evaluation.
+        num_examples: the client's number of samples.
+        metrics: the client's own metrics.
+        loss: the client's loss in an evaluation.
     """
 
     num_examples: int
@@ -164,13 +164,13 @@ class Told:
 
     @property
     def parameters(self) -> Any:
-        """Raise AttributeError: a client's arrays are not one list here."""
+        """Raise AttributeError: fl-bn has no list of a client's arrays."""
         raise AttributeError("fl-bn has no list of one client's arrays: a reply holds what the method shares, by name and part")
 
 
 @dataclass(frozen=True)
 class Named:
-    """Stand for Flower's client proxy in the user's own hooks.
+    """Take the place of Flower's client proxy in the user's own hooks.
 
     Attributes:
         cid: the client's number, as text.
@@ -180,11 +180,13 @@ class Named:
 
 
 def with_aggregates(strategy: FedAvg, found: dict[str, Any]) -> FedAvg:
-    """Let the older strategy find the method's result where Flower's own ``FedAvg`` would average, also below ``super()``.
+    """Make the aggregating hooks of the older strategy return fl-bn's results, in place of the averages of Flower's ``FedAvg``.
+
+    In a hook that the user's class overrides, ``super()`` returns these results.
 
     Args:
-        strategy: of ``server_fn``.
-        found: the results of the hooks by name, which the rounds write.
+        strategy: the strategy that ``server_fn`` gives.
+        found: hook -> its result, which the rounds write.
     """
 
     class Aggregates(FedAvg):
@@ -200,10 +202,12 @@ def with_aggregates(strategy: FedAvg, found: dict[str, Any]) -> FedAvg:
 
 
 def with_fit(server: Server, fit: Callable[[int, float | None], tuple[History, float]]) -> Server:
-    """Let ``server`` run ``fit`` where Flower's own ``Server.fit`` would run, also below ``super()`` in the user's class.
+    """Make ``server`` run ``fit`` in place of Flower's ``Server.fit``.
+
+    If the user's class overrides ``fit``, then ``super().fit`` runs it.
 
     Args:
-        server: of ``server_fn``.
+        server: the server that ``server_fn`` gives.
         fit: runs the rounds.
 
     Raises:
@@ -222,7 +226,7 @@ def with_fit(server: Server, fit: Callable[[int, float | None], tuple[History, f
 
 
 class LegacyRounds(OwnAppStrategy):
-    """Ask an older strategy for its configs, its evaluation and its means, and keep Flower's ``History``.
+    """Run fl-bn's rounds with an older strategy's configs, evaluation and metric functions, and write Flower's ``History``.
 
     Args:
         older: the strategy of ``server_fn``.
@@ -243,21 +247,21 @@ class LegacyRounds(OwnAppStrategy):
             manager: Flower's client manager.
 
         Raises:
-            ValueError: they are not those of the network.
+            ValueError: the arrays are not those of the network.
         """
         if (parameters := self.older.initialize_parameters(manager)) is None:
             return None
         return self.named("initial_parameters", parameters)
 
     def named(self, what: str, parameters: Parameters) -> ArrayRecord:
-        """Return the older API's list of arrays by name.
+        """Give the older API's list of arrays the names of the network's state_dict.
 
         Args:
-            what: whose arrays they are.
+            what: where the arrays come from, for the error message.
             parameters: the arrays in the order of the network's state_dict.
 
         Raises:
-            ValueError: they are not those of the network.
+            ValueError: the arrays are not those of the network.
         """
         arrays, state = parameters_to_ndarrays(parameters), self.model.state_dict()
         if len(arrays) != len(state):
@@ -268,10 +272,12 @@ class LegacyRounds(OwnAppStrategy):
         return ArrayRecord({name: torch.from_numpy(np.array(array)) for name, array in zip(state, arrays, strict=True)})
 
     def whole(self, arrays: ArrayRecord) -> list[np.ndarray]:
-        """Return the arrays in the order of the network's state_dict. What the clients keep is the network's own.
+        """Return the arrays as a list in the order of the network's state_dict.
+
+        In place of tensors that clients keep, the list has the network's own.
 
         Args:
-            arrays: by name.
+            arrays: the shared arrays, by name.
         """
         given = arrays.to_torch_state_dict()
         return [given.get(name, tensor).detach().cpu().numpy() for name, tensor in self.model.state_dict().items()]
@@ -300,15 +306,15 @@ class LegacyRounds(OwnAppStrategy):
         return MetricRecord({"loss": float(loss), **{name: float(v) for name, v in metrics.items() if isinstance(v, int | float)}})
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Send what ``on_fit_config_fn`` says for this round."""
+        """Make the train messages, with the config that ``on_fit_config_fn`` returns for this round."""
         return super().configure_train(server_round, arrays, _said(self.older.on_fit_config_fn, server_round, config), grid)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Send what ``on_evaluate_config_fn`` says for this round."""
+        """Make the evaluate messages, with the config that ``on_evaluate_config_fn`` returns for this round."""
         return super().configure_evaluate(server_round, arrays, _said(self.older.on_evaluate_config_fn, server_round, config), grid)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Combine the replies, and what the clients' ``fit`` returned by ``fit_metrics_aggregation_fn``."""
+        """Combine the replies. ``fit_metrics_aggregation_fn`` combines the metrics that the clients' ``fit`` returned."""
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
         accepted = {client.client for client in self.rounds.record.accepted}
@@ -325,7 +331,7 @@ class LegacyRounds(OwnAppStrategy):
         return (arrays if parameters is given else self.named("what aggregate_fit returned", parameters)), metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Combine the clients' losses, and what their ``evaluate`` returned by ``evaluate_metrics_aggregation_fn``."""
+        """Combine the clients' losses. ``evaluate_metrics_aggregation_fn`` combines the metrics that ``evaluate`` returned."""
         replies = list(replies)
         metrics = super().aggregate_evaluate(server_round, replies)
         if metrics is None:
@@ -344,7 +350,7 @@ class LegacyRounds(OwnAppStrategy):
 
 
 def _said(config_fn: Callable[[int], dict[str, Any]] | None, server_round: int, config: ConfigRecord) -> ConfigRecord:
-    """Return ``config`` with what ``config_fn`` says for the round, and nothing of an earlier round."""
+    """Replace the content of ``config`` by what ``config_fn`` returns for the round, and return ``config``."""
     for name in [*config]:
         del config[name]
     config.update({} if config_fn is None else config_fn(server_round))
@@ -356,7 +362,7 @@ def _means(combine: Callable[[list[tuple[int, dict[str, Any]]]], dict[str, Any]]
 
 
 def _told(replies: Sequence[Message], clients: Sequence[Client], counted: Container[int]) -> list[tuple[Named, Told]]:
-    """Return what each client returned whose reply counts, text included, in client order."""
+    """Return the results of all clients whose replies count, in client order. Their metrics may include text."""
     index_of, given = {client.node: client.index for client in clients}, dict[int, Told]()
     for reply in replies:
         index = index_of.get(reply.metadata.src_node_id, -1)

@@ -1,4 +1,4 @@
-"""Carry the rounds of a loop of the user's own, which calls a strategy's hooks as Flower's ``Strategy.start`` does."""
+"""Run the rounds of a user's own loop, which calls a strategy's hooks as Flower's ``Strategy.start`` does."""
 
 from __future__ import annotations
 
@@ -44,22 +44,24 @@ class Asked:
     clients: Sequence[Client] = ()
 
     def reached(self) -> list[Client]:
-        """Return the clients whose message was sent. A loop may leave some out, and a grid gives an id to what it sends."""
+        """Return the clients whose message was sent: a loop may leave some out.
+
+        A message that was sent has an id from the grid. If no message has one, all clients are returned.
+        """
         sent = {message.metadata.dst_node_id for message in self.messages if message.metadata.message_id}
         return [client for client in self.clients if client.node in sent] if sent else list(self.clients)
 
 
 class OwnLoop:
-    """Do in each hook what ``start`` does around it, so that the numbers are the same.
+    """Do in each hook what ``start`` does before and after it, so that the results are the same.
 
-    Before round 1 the statistics are measured, and before an evaluation they are renewed, where the method wants
-    that. So ``configure_train`` and ``aggregate_train`` may send messages of their own over the grid.
+    If the method needs it, the statistics are measured before round 1, and renewed before an evaluation. So ``configure_train`` and ``aggregate_train`` may send messages of their own over the grid.
 
     Args:
         rounds: the strategy of the rounds.
         grid: Flower's grid.
         arrays: the tensors to start from.
-        number: the number of rounds; ``UNKNOWN``: nothing depends on it.
+        number: the number of rounds; ``UNKNOWN`` if nothing depends on it.
         timeout: seconds for the replies to messages that a hook sends by itself.
     """
 
@@ -71,8 +73,8 @@ class OwnLoop:
         if arrays:
             rounds.starts.begin_with(arrays)
         rounds.clients_of(grid)
-        self._trained: Named = rounds.shared.tensors()  # with which the next round starts
-        self._returned: Named = self._trained  # what the loop has of them: evaluated, so with renewed statistics
+        self._trained: Named = rounds.shared.tensors()  # the tensors with which the next round starts
+        self._returned: Named = self._trained  # the same, as the loop got them: with statistics renewed for an evaluation
         self._training, self._evaluating = Asked(0), Asked(-1)
         self._last, self._failed, self._first_loss, self._said = 0, 0, math.nan, False
 
@@ -80,8 +82,8 @@ class OwnLoop:
         """Make the train messages of a round.
 
         Args:
-            number: the round, after those that were trained before.
-            arrays: the shared tensors, as the last ``aggregate_train`` returned them, or others.
+            number: the round, higher than all rounds that were trained before.
+            arrays: the shared tensors: those that the last ``aggregate_train`` returned, or changed ones.
             config: values for every message.
             grid: Flower's grid.
 
@@ -120,7 +122,7 @@ class OwnLoop:
             raise RunFailed(f"aggregate_train({number}, ...) needs configure_train({number}, ...) before it: {asked}")
         if number == self._last:
             raise RunFailed(f"aggregate_train({number}, ...) was called before, and the model has that round: go on with {number + 1}")
-        replies = list(replies)  # a grid may send the messages when their replies are asked for
+        replies = list(replies)  # a grid may send the messages only when their replies are read
         rounds = self.rounds
         rounds.cohort, rounds.sent = self._training.reached(), self._training.messages
         arrays, metrics = rounds.aggregate_train(number, replies)
@@ -142,11 +144,11 @@ class OwnLoop:
         return arrays, metrics
 
     def configure_evaluate(self, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
-        """Make the evaluate messages of a round: 0 for an evaluation before the first.
+        """Make the evaluate messages of a round.
 
         Args:
-            number: the round.
-            arrays: the tensors to evaluate. They change nothing that is trained.
+            number: the round. 0: an evaluation before round 1.
+            arrays: the tensors to evaluate. The training does not use them.
             config: values for every message.
             grid: Flower's grid.
         """
@@ -184,7 +186,7 @@ class OwnLoop:
         """Return the global model of some shared tensors, as ``evaluate_fn`` of ``start`` gets it.
 
         Args:
-            number: the round, or 0 before the first.
+            number: the round. 0: before round 1.
             arrays: the shared tensors.
         """
         before = self.rounds.shared.tensors()
@@ -208,7 +210,7 @@ class OwnLoop:
         self.rounds.clients_of(grid).grid = grid
 
     def _calibrate(self, number: int) -> None:
-        """Measure the statistics before round 1; a loop that begins later goes on with arrays of an earlier one."""
+        """Measure the statistics before round 1. A loop that begins with a later round uses the statistics in its arrays."""
         rounds, shared = self.rounds, self.rounds.shared
         if number == 1:
             self._trained = rounds.statistics.calibrated(self._transport, self._trained, self.number)
@@ -218,7 +220,7 @@ class OwnLoop:
                 shared.was_at_unit_scale()
 
     def _renewed(self, number: int) -> Named:
-        """Return the shared tensors of a round, with the statistics for an evaluation."""
+        """Return the shared tensors after a round, with statistics renewed for an evaluation if the method needs it."""
         rounds = self.rounds
         if rounds.method.refresh is Refresh.NOTHING or rounds.record.phase == Phase.FROZEN.value:
             return self._trained

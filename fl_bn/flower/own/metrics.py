@@ -1,4 +1,7 @@
-"""Combine the metrics of clients in an app of your own, of training and of evaluations: any names, each checked first."""
+"""Check and combine the clients' own metrics of training and of evaluations, in an app of your own.
+
+The metrics may have any names.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,9 @@ class OwnMetrics:
     Args:
         key: the name of the number by which a client is weighted.
         ranges: the smallest and the largest value of a metric, by name.
-        train_fn: combines training metrics instead, as Flower's ``train_metrics_aggr_fn``.
-        evaluate_fn: combines evaluations instead, as Flower's ``evaluate_metrics_aggr_fn``.
-        alike: whether all clients weigh alike, whatever they say. A defence needs that.
+        train_fn: combines training metrics in place of the mean, as Flower's ``train_metrics_aggr_fn``.
+        evaluate_fn: combines evaluations in place of the mean, as Flower's ``evaluate_metrics_aggr_fn``.
+        alike: whether all clients have the same weight, whatever weight they report. A defence needs that.
         called: the clients' names in the log.
     """
 
@@ -76,7 +79,7 @@ class OwnMetrics:
             sent: the evaluate messages.
 
         Returns:
-            The combined metrics, None where there is nothing to combine, and the numbers of each client.
+            The combined metrics (None if there is nothing to combine), and the numbers of each client.
         """
         records, weights = dict[int, RecordDict](), dict[int, float]()
 
@@ -102,10 +105,10 @@ class OwnMetrics:
 
         Args:
             own: the user's metric records by name, for each client that sent some.
-            samples: the samples of each client: its weight where the metrics have none.
+            samples: the number of samples of each client: its weight if its metrics have none.
 
         Returns:
-            As ``evaluation``.
+            The same as ``evaluation``.
         """
         parts, refused, weights = list[Reply](), dict[int, str](), dict[int, float | None]()
         for client, records in sorted(own.items()):
@@ -132,7 +135,10 @@ class OwnMetrics:
         return combined
 
     def _counted(self, parts: Sequence[Reply], refused: dict[int, str], averages: bool) -> tuple[list[Reply], list[str]]:
-        """Return the parts that count, and the metrics that more than half of them have. Add reasons to ``refused``."""
+        """Return the replies that count, and the metrics that more than half of the clients send.
+
+        Add to ``refused`` the reasons why other replies do not count.
+        """
         senders = Counter(name for part in parts for name in part.metrics)
         names = [name for name, count in senders.items() if 2 * count > len(parts)] if averages else list(senders)
         for part in parts if averages else ():
@@ -151,14 +157,14 @@ class OwnMetrics:
         return {name: sum(weight / total * part.metrics[name] for weight, part in zip(weights, parts, strict=True)) for name in names}
 
     def _read(self, own: Mapping[str, MetricRecord], needed: bool) -> tuple[dict[str, float], float | None]:
-        """Check one client's metric records, of whatever names, and return its numbers and its weight.
+        """Check one client's metric records, which may have any names, and return its numbers and its weight.
 
         Args:
             own: the records by name.
-            needed: whether a weight must be there, and every number must be finite and in its range.
+            needed: whether there must be a weight, and every number must be finite and in its range.
 
         Raises:
-            WireError: a number is not as expected, or two records have one of the same name.
+            WireError: a number is not as expected, or two records have a metric of the same name.
         """
         metrics: dict[str, Any] = {}
         for name, record in own.items():
@@ -200,7 +206,7 @@ class OwnMetrics:
             log(logging.INFO, "metric %s is a list, and lists are not averaged: give evaluate_metrics_aggr_fn", name)
 
     def _weights(self, clients: Sequence[int], given: Mapping[int, float]) -> list[float]:
-        """Return each client's weight, but no more than those of all others together."""
+        """Return each client's weight, limited to the sum of the weights of all other clients."""
         total, weights = sum(given[client] for client in clients), [given[client] for client in clients]
         for i, client in enumerate(clients):
             if len(clients) > 1 and given[client] > (others := total - given[client]):

@@ -1,4 +1,4 @@
-"""Refuse what a ClientApp cannot have with an fl-bn strategy: some of Flower's mods, each by name, and a ``client_fn``."""
+"""Refuse ClientApps that cannot work with an fl-bn strategy: those with some of Flower's mods, or with a ``client_fn``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFUSED = {
     "secaggplus_mod": f"{WORKFLOW}; {SUMS}",
     "secagg_mod": f"{WORKFLOW}; {SUMS}",
 }
-"""Flower's mods that are refused: why, and what to take instead."""
+"""Name of a refused mod of Flower's -> why it is refused, and what to use instead."""
 
 
 def refused_name(mod: Any) -> str:
@@ -46,7 +46,7 @@ def check_handlers(app: ClientApp) -> None:
     """Check that functions can be registered with ``app``.
 
     Raises:
-        ValueError: it was made with a ``client_fn``.
+        ValueError: the app was made with a ``client_fn``.
     """
     if has_client_fn(app):
         raise ValueError(CLIENT_FN)
@@ -69,9 +69,9 @@ def about(name: str) -> str:
 
 
 def named_in(why: str) -> str:
-    """Return the sentence about what is refused, where a client's error ``why`` is about that; else empty.
+    """Return the sentence that refuses a mod or a ``client_fn`` if a client's error ``why`` comes from it; else empty.
 
-    A mod inside a mod of the user's own answers in its own words.
+    ``check_mods`` does not see a mod inside a mod of the user's own. Such a mod is recognised by its own error.
     """
     if "Invalid message type: query" in why:
         return CLIENT_FN

@@ -1,4 +1,4 @@
-"""Follow the learning rate that the train config of an app of your own names. A hook may change it in any round."""
+"""Follow the learning rate that the train config of an app of your own names, even if a hook changes it in some round."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def named_rate(config: Mapping[str, Any]) -> float | None:
 
 
 class NamedRates:
-    """Be the schedule of the rates that were named so far. In a later round the last of them holds."""
+    """Serve as the schedule of the learning rates that were named so far. A rate holds until the next one is named."""
 
     def __init__(self) -> None:
         self._rates: dict[int, float] = {}
@@ -29,7 +29,10 @@ class NamedRates:
             self._rates[round] = rate
 
     def __call__(self, round: int, rounds: int) -> float:
-        """Return the rate of ``round``: the last one that was named up to it, else the first one at all."""
+        """Return the rate of ``round``: the latest rate named for this or an earlier round.
+
+        If there is none, return the first rate named for a later round; without any rate, ``constant_rate``.
+        """
         if not self._rates:
             return constant_rate(round, rounds)
         before = [number for number in self._rates if number <= round]

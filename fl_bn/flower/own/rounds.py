@@ -32,15 +32,15 @@ class Evaluators:
     """Say how many clients evaluate in a round.
 
     Attributes:
-        fraction: their share of the clients, 0..1. 0: nobody evaluates.
-        least: their smallest number, if so many are here.
+        fraction: the share of the clients that evaluate, 0..1. 0: nobody evaluates.
+        least: the smallest number of clients that evaluate, if that many are connected.
     """
 
     fraction: float = 1.0
     least: int = 1
 
     def sample(self, clients: list[Client], population: int, seed: int, round: int) -> list[Client]:
-        """Return those of ``clients`` that evaluate in ``round``, of a ``population`` of so many, by index."""
+        """Return those of ``clients`` that evaluate in ``round``, by index. ``population`` is the number of all clients."""
         size = min(len(clients), max(self.least, round_half_up(self.fraction * population)))
         if size >= len(clients):
             return clients
@@ -79,17 +79,17 @@ class OwnRounds(BatchNormStrategy):
         self.configrecord_key, self.starts = configrecord_key, Starts(self.shared, sends=True)
         self.at_clients = evaluators.fraction > 0
         self._roles = roles(self.shared.model)
-        self._own = dict[int, Mapping[str, MetricRecord]]()  # of the clients that replied in this round
+        self._own = dict[int, Mapping[str, MetricRecord]]()  # own metrics of the clients that replied in this round
 
     def outward(self, tensors: Mapping[str, Tensor]) -> ArrayRecord:
-        """Return what the hooks see: the tensors that the network's ``load_state_dict`` takes, but those that clients keep."""
+        """Convert shared tensors for the hooks: to arrays for the network's ``load_state_dict``, without those that clients keep."""
         return arrays_of(self.shared.whole(tensors, self.batches_trained))
 
     def inward(self, arrays: ArrayRecord) -> dict[str, Tensor]:
         """Return the shared tensors among ``arrays``, which a hook may have changed.
 
         Raises:
-            RunFailed: an array is missing, or of another network.
+            RunFailed: an array has another shape or invalid values, or all are of another network.
         """
         own, given = self.shared.tensors(), tensors_of(arrays)
         plain = plain_names(self.shared.model)
@@ -103,14 +103,14 @@ class OwnRounds(BatchNormStrategy):
             if not torch.equal(tensor, own[name]):
                 self._check_values(name, tensor)
         if given and not {*plain.values(), *own} & given.keys():
-            raise RunFailed(f"a hook gave arrays of another network ({printable(next(iter(given)))}): return those that it got, changed")
+            raise RunFailed(f"a hook gave arrays of another network ({printable(next(iter(given)))}): return the arrays that it got, with changed values")
         return tensors
 
     def _check_values(self, name: str, tensor: Tensor) -> None:
         """Check the values that a hook, or a loop of the user's own, gave for a shared tensor.
 
         Raises:
-            RunFailed: no client would take them.
+            RunFailed: a value is not finite, or a variance is below 0. Every client would refuse it.
         """
         advice = "noise of your own is for the weights alone" if self._roles[name] is Role.STATISTIC else "leave what is wrong out"
         if not tensor.isfinite().all():
@@ -125,7 +125,7 @@ class OwnRounds(BatchNormStrategy):
         return super().configure_train(server_round, arrays, config, grid)
 
     def _their_config(self, config: Mapping[str, Any], instruction: Instruction) -> dict[str, Any]:
-        """Multiply the rates in ``config`` by the method's share in frozen rounds. The clients' loops read them there."""
+        """Multiply the learning rates in ``config``, which the clients' loops read, by the method's factor for frozen rounds."""
         values = super()._their_config(config, instruction)
         for name in RATES:
             if instruction.rate_share != 1 and type(values.get(name)) in (int, float):
@@ -142,7 +142,7 @@ class OwnRounds(BatchNormStrategy):
                 if reply.own and reply.node in by_node:
                     self._own.setdefault(by_node[reply.node], reply.own)
                 yield reply
-                del reply  # while the next one is waited for
+                del reply  # frees its memory while the loop waits for the next reply
 
         return super()._read_replies(noted(), reading)
 
@@ -165,7 +165,7 @@ class OwnRounds(BatchNormStrategy):
         return self.evaluators.sample(clients, population, self.rounds.seed, server_round)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Combine the clients' metrics; None without any."""
+        """Combine the clients' metrics; None if there are none."""
         if not self.at_clients or not self._due(server_round):
             return None
         decoded = self.disclosures.evaluations(replies, self.everyone())

@@ -1,8 +1,8 @@
 """Choose the number of each node in an app of your own, where several nodes may claim the same number.
 
-Clients are nodes there. A number is a node's own claim. The server uses it for names and order alone, since
-each node chooses its data itself. So where two nodes claim one number and another number is free, both take
-part. A node with a false claim gets a number that no other node claims.
+In such an app, each client is a node, and each node claims its number itself. The server uses the numbers only for
+names and order, since each node chooses its own data. So if two nodes claim the same number, and another number is
+free, both nodes take part. One of them gets a number that no other node claims.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping
 def seated(claims: Mapping[int, int], clients: int) -> dict[int, int]:
     """Return new numbers for the nodes whose claimed number belongs to another node, by node.
 
-    Of several nodes that claim one number, the smallest node id has it: Flower draws these ids at random. The
-    others get, in order, the smallest numbers that nobody claims. The result is empty where there are more
-    nodes than numbers.
+    Of several nodes that claim one number, the node with the smallest id gets it, since Flower draws these ids at
+    random. The others get, in order, the smallest numbers that nobody claims. The result is empty if there are
+    more nodes than numbers.
 
     Args:
         claims: the claimed number of each node.
@@ -35,7 +35,7 @@ def seat_of_newcomer(
 ) -> int:
     """Return the number of a node that comes after the start.
 
-    It gets the ``number`` that it claims, if no online node has that. Otherwise it may be a restarted node, so
+    It gets the ``number`` that it claims, if no online node has it. Otherwise it may be a restarted node, so
     it gets the number of an offline node that claimed the same. Where there is none, and its ``number`` was
     reassigned, it gets a number that was never used. Otherwise it keeps its ``number``, which is then disputed.
 

@@ -34,7 +34,7 @@ class OwnOfMethod(OwnAppStrategy):
 
 
 class FedAvgBN(OwnOfMethod):
-    """FedAvg with plainly averaged running statistics: the baseline.
+    """Run FedAvg, which averages the running statistics plainly: the baseline.
 
     Args:
         model: your network, unconverted.
@@ -45,7 +45,7 @@ class FedAvgBN(OwnOfMethod):
 
 
 class FixBN(OwnOfMethod):
-    """FixBN: the statistics are frozen after round ``freeze_after``.
+    """Run FixBN: the statistics are frozen after round ``freeze_after``.
 
     Args:
         model: your network, unconverted.
@@ -56,7 +56,7 @@ class FixBN(OwnOfMethod):
 
 
 class FedBN(OwnOfMethod):
-    """FedBN: every BatchNorm tensor stays on its client.
+    """Run FedBN: all BatchNorm tensors stay at their client.
 
     Args:
         model: your network, unconverted.
@@ -67,7 +67,7 @@ class FedBN(OwnOfMethod):
 
 
 class SiloBN(OwnOfMethod):
-    """SiloBN: running statistics stay on their client, scale and shift are shared.
+    """Run SiloBN: running statistics stay at their client, scale and shift are shared.
 
     Args:
         model: your network, unconverted.
@@ -78,7 +78,7 @@ class SiloBN(OwnOfMethod):
 
 
 class HBN(OwnOfMethod):
-    """HBN: a learnable mix of batch statistics and pooled global statistics.
+    """Run HBN: layers normalise by a learnable mix of batch statistics and pooled global statistics.
 
     Args:
         model: your network, unconverted.
@@ -89,7 +89,7 @@ class HBN(OwnOfMethod):
 
 
 class FBN(OwnOfMethod):
-    """FBN: shared running statistics with the variance corrected.
+    """Run FBN: running statistics are shared, and the variance is corrected.
 
     Args:
         model: your network, unconverted.
@@ -100,7 +100,7 @@ class FBN(OwnOfMethod):
 
 
 class FedTAN(OwnOfMethod):
-    """FedTAN: the first local step of every round is the centralised one.
+    """Run FedTAN: the first local step of every round equals a step of centralised training.
 
     Args:
         model: your network, unconverted.
@@ -111,7 +111,7 @@ class FedTAN(OwnOfMethod):
 
 
 class FedTAN2(OwnOfMethod):
-    """FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen.
+    """Run FedTAN-II: FedTAN up to round ``freeze_after``, then the statistics are frozen.
 
     Args:
         model: your network, unconverted.

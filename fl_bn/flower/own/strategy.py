@@ -56,45 +56,48 @@ class OwnAppStrategy(Strategy):
     ``aggregate_evaluate``, ``summary`` and ``start``, and call ``super()`` in them. The arrays that a hook gets
     have the names of your network's state_dict, without those that clients keep.
 
-    A node that claims another number of clients is refused, and the log names it. So is a node that cannot take
-    part. The run goes on with the others, if there are at least ``min_available_nodes``.
+    A node that names another number of clients, or that cannot take part, is refused, and the log names it. The run
+    goes on with the others, if there are at least ``min_available_nodes``.
 
     Args:
         model: your network, unconverted.
         method: the method, the same as the clients'.
         fraction_train: the share of the clients that train in a round, in (0, 1], as in Flower's ``FedAvg``.
-        fraction_evaluate: the share of the clients that evaluate in a round, 0..1. 0: none does.
+        fraction_evaluate: the share of the clients that evaluate in a round, 0..1. 0: nobody evaluates.
         min_train_nodes: the smallest number of clients in a round.
-        min_evaluate_nodes: the smallest number of clients that evaluate, unless none does.
+        min_evaluate_nodes: the smallest number of clients that evaluate, unless nobody does.
         min_available_nodes: the smallest number of clients for the run to start.
-        weighted_by_key: the metric by which a client weighs in the means of metrics. Its weights in the model
-            are its ``samples``, of ``round.message``.
-        arrayrecord_key: stays ``arrays``: ``training`` loads the arrays.
+        weighted_by_key: the metric that weights a client in the means of metrics. In the average of the model, a
+            client is weighted by the ``samples`` that it passes to ``round.message``.
+        arrayrecord_key: must be ``arrays``. It has no effect, since ``training`` loads the arrays.
         configrecord_key: the name of the record that ``train_config`` and ``evaluate_config`` become.
         train_metrics_aggr_fn: ``f(records, weighted_by_key)`` combines the clients' own training metrics.
-            Default: means. The records have the metrics alone.
-        evaluate_metrics_aggr_fn: combines the clients' evaluations, likewise.
-        seed: decides the cohorts.
+            Default: means. The records hold only metrics.
+        evaluate_metrics_aggr_fn: combines the clients' evaluations in the same way.
+        seed: the seed that decides the cohorts.
         rate: maps ``(round, rounds)`` to the learning rate, which FBN's tracking follows. Default: the rate
-            that ``train_config`` names (``RATES``), from which your clients read theirs. A hook may change it
-            there in any round. In rounds with frozen statistics that rate falls, too (``Method.learning_rate``).
+            that ``train_config`` names (``RATES``), which your clients read, too. A hook may change it in the
+            config in any round. In rounds with frozen statistics, the clients get a lower rate
+            (``Method.learning_rate``).
         calibrate: the number of statistics-only exchanges before round 1. -1: as many as make all layers exact;
             -2: as the method wants.
-        unit_scale: whether the weights are rescaled after that.
+        unit_scale: whether the weights are rescaled after this calibration.
         exchange: how FedTAN's exchange is carried.
         payload: the type in which weights travel while clients train: ``float32``, ``bfloat16`` or ``float16``.
             Default: the model's type.
         optimizer: steps on the average at the server. Default: the average itself.
         defence: the robust rules against Byzantine clients.
-        objective: the objective that your ``training`` names. SCAFFOLD's control variates travel.
+        objective: the objective that your ``training`` uses. The server must know it, because SCAFFOLD also sends
+            control variates.
         callbacks: called after every round and at the end.
-        clients: the number of clients, 0..100000. 0: the number that most nodes say (``num-partitions``).
+        clients: the number of clients, 0..100000. 0: the number that most nodes name (``num-partitions``).
         ranges: the smallest and the largest value of a client's metric, by name.
         num_rounds: the number of rounds of a loop of your own, which calls the hooks itself. 0: unknown. FixBN
-            without ``freeze_after`` needs it, and so does a ``rate``. ``start`` has an argument of its own.
+            without ``freeze_after`` needs it, and so does a ``rate``. ``start`` ignores it, and has its own
+            argument.
 
     Raises:
-        ValueError: an argument is out of its range, or the arguments do not go together.
+        ValueError: an argument is out of its range, or arguments contradict each other.
     """
 
     def __init__(
@@ -171,7 +174,7 @@ class OwnAppStrategy(Strategy):
 
     @property
     def round_records(self) -> list[RoundRecord]:
-        """Return the records of a loop of your own so far; those of ``start`` are in its result."""
+        """Return the round records of a loop of your own so far. ``start`` returns its records in its result."""
         return [] if self._loop is None else list(self._loop.records)
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -219,23 +222,23 @@ class OwnAppStrategy(Strategy):
             replies: the replies to the evaluate messages.
 
         Returns:
-            The combined metrics; None without any.
+            The combined metrics; None if there are none.
         """
         hooks = self.rounds if self._starts else self._begun(f"aggregate_evaluate({server_round}, ...) needs configure_evaluate")
         return hooks.aggregate_evaluate(server_round, replies)
 
     def global_model(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord | None:
-        """Return arrays that load into your network, for a loop of your own: what ``evaluate_fn`` of ``start`` gets.
+        """Return arrays that load into your network, for a loop of your own: the same as ``evaluate_fn`` of ``start`` gets.
 
-        Where clients keep their BatchNorm, these layers are the average over the clients that tell theirs
-        (``answer(..., tells=True)``), and it is asked for over the grid.
+        If clients keep their BatchNorm layers, the arrays have the average over the clients that send theirs
+        (``answer(..., tells=True)``). The clients are asked over the grid.
 
         Args:
             server_round: the round that was aggregated last.
             arrays: the arrays that ``aggregate_train`` returned.
 
         Returns:
-            The arrays; None where there is no global model, for the reason in the log.
+            The arrays; None if there is no global model. The log then says why.
         """
         return self._begun("global_model(...) needs configure_train").global_model(server_round, arrays)
 
@@ -247,7 +250,7 @@ class OwnAppStrategy(Strategy):
         """Save the model at the end of ``start`` as safetensors, as ``BatchNormStrategy.save`` does.
 
         Args:
-            path: of the file.
+            path: the path of the file.
         """
         self.rounds.save(path)
 
@@ -266,14 +269,14 @@ class OwnAppStrategy(Strategy):
         Args:
             grid: Flower's grid.
             initial_arrays: the tensors to start from, ``ArrayRecord(net.state_dict())``. Default: the model's
-                own. What clients keep starts from them, too.
+                own. Tensors that clients keep start from them, too.
             num_rounds: the number of rounds, 0 or more.
             timeout: seconds for the clients to come, and for the replies of a round.
             train_config: values for every train message, such as ``lr``.
             evaluate_config: values for every evaluate message.
-            evaluate_fn: evaluates at the server, too: ``evaluate_fn(round, arrays)``, from round 0 on. The
-                arrays load into your network by ``load_state_dict``. Where clients keep their BatchNorm, these
-                layers are the average over the clients that tell theirs (``answer``).
+            evaluate_fn: evaluates at the server, besides the clients: ``evaluate_fn(round, arrays)``, from round
+                0 on. The arrays load into your network by ``load_state_dict``. If clients keep their BatchNorm
+                layers, the arrays have the average over the clients that send theirs (``answer``).
 
         Returns:
             Flower's result, with the arrays of the last evaluation and every round's record.
@@ -294,10 +297,10 @@ class OwnAppStrategy(Strategy):
         """Refuse Flower's older API, which calls this first: ``start_simulation``, ``start_server``, ``ServerAppComponents``.
 
         Args:
-            client_manager: that of the older API.
+            client_manager: the client manager of the older API.
 
         Raises:
-            RunFailed: always, with what to do.
+            RunFailed: always. The message says what to do.
         """
         raise RunFailed(
             f"{type(self).__name__} is a strategy of Flower's message API, and start_simulation, start_server and ServerAppComponents are "
@@ -306,7 +309,7 @@ class OwnAppStrategy(Strategy):
         )
 
     def _own_loop(self, grid: Grid, arrays: ArrayRecord, train_config: Mapping[str, Any] = NOTHING) -> OwnLoop:
-        """Return the loop of the user's own that calls the hooks. Its first call begins it.
+        """Return the state of the user's own loop, which calls the hooks. The first call begins the loop.
 
         Raises:
             RunFailed: clients are missing, or such a loop cannot do what the strategy needs.
