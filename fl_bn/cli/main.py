@@ -62,7 +62,7 @@ class AllCommands(Commands):
 
 
 def _deployed(name: str) -> Any:
-    """Return the command ``name`` of a deployment; where its packages are missing, one that says what to install."""
+    """Return the command ``name`` of a deployment, or, if its packages are missing, a command that says what to install."""
     commands = typer.Typer()
     if lacking("a deployment", *DEPLOYMENT):
         anything = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -316,7 +316,9 @@ def layers(
     model: str,
     method: Annotated[str, typer.Option(help="name of a method")] = "fedavg",
     classes: int = 10,
-    channels: Annotated[int, typer.Option(help="of the images; of a table: its inputs, with --image-size 1")] = 3,
+    channels: Annotated[
+        int, typer.Option(help="number of channels of the images; for a table, the number of its inputs, with --image-size 1")
+    ] = 3,
     image_size: int = 32,
     buffers: Annotated[str, typer.Option(help="roles of buffers, as in the run-config key buffers")] = "",
     tensors: Annotated[bool, typer.Option("--tensors", help="also print a line per tensor: name, role, shape, dtype")] = False,

@@ -1,4 +1,4 @@
-"""Send clients the start of the tensors that they keep: their BatchNorm then begins as the server's does."""
+"""Send clients the initial values of the tensors that they keep, so that their BatchNorm starts as the server's does."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from fl_bn.support.wire import printable
 
 
 class Starts:
-    """Send the starts of one run.
+    """Send the initial values of kept tensors in one run.
 
-    Clients of an app of one's own build their networks anew, and not from the weights that the server has. So do
-    those of fl-bn's application, where a run begins with other arrays than those of its model.
+    In an app of the user's own, a client builds a new network, which does not have the initial weights of the server.
+    The same holds in fl-bn's application if a run starts from other arrays than those of its model.
 
     Args:
         shared: the shared model.
-        sends: whether starts are sent.
+        sends: whether initial values are sent.
     """
 
     def __init__(self, shared: SharedModel, sends: bool = False) -> None:
         self._shared, self._sends = shared, sends
-        self._bytes: dict[int, int] = {}  # of the round's starts, by client
+        self._bytes: dict[int, int] = {}  # client -> the bytes of the initial values that it got in this round
 
     def begin_with(self, arrays: ArrayRecord) -> None:
-        """Let the run start from ``arrays``, by the names of the network's state_dict.
+        """Let the run start from ``arrays``, which have the names of the network's state_dict.
 
         Raises:
-            ValueError: an array is of another network, or missing.
+            ValueError: an array is missing, or of another network.
         """
         own, tensors = self._shared.model.state_dict(), tensors_of(arrays)
         for name, tensor in tensors.items():
@@ -52,12 +52,12 @@ class Starts:
         self._sends = True
 
     def add(self, messages: Sequence[Message], clients: Sequence[Client], keeps: Callable[[int], bool]) -> None:
-        """Add the start to the messages for those clients who keep nothing yet.
+        """Add the initial values to the messages for clients that keep no tensors yet.
 
         Args:
             messages: one message for each of ``clients``.
             clients: the addressees.
-            keeps: tells whether the client with an index keeps tensors already.
+            keeps: tells for a client's index whether this client keeps tensors already.
         """
         start = self._shared.start() if self._sends else {}
         self._bytes = {client.index: nbytes(start) for client in clients if start and not keeps(client.index)}
@@ -66,7 +66,7 @@ class Starts:
                 message.content[OURS + START] = to_record(to_numpy(start[START]))
 
     def counted(self, record: RoundRecord) -> RoundRecord:
-        """Return the round's ``record`` with the bytes of its starts."""
+        """Return the round's ``record`` with the bytes of the initial values that were sent in it."""
         if not self._bytes:
             return record
         down = {**record.bytes_down, START: max(self._bytes.values())}

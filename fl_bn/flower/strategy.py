@@ -66,7 +66,7 @@ class BatchNormStrategy(Strategy):
     The record ``arrays`` holds every shared tensor: weights, affine and running statistics, by state_dict name.
 
     Args:
-        model: any torch network, unconverted. Its tensors are the start of the run.
+        model: any torch network, unconverted. The run starts from its tensors.
         method: the method, the same as the clients'.
         rounds: the server's policy.
         optimizer: steps on the pseudo-gradient of the shared weights. Default: the average itself.
@@ -82,7 +82,7 @@ class BatchNormStrategy(Strategy):
         task: the task whose metrics clients evaluate, and the log shows.
 
     Raises:
-        ValueError: the arguments do not go together.
+        ValueError: arguments contradict each other.
     """
 
     configrecord_key = "config"
@@ -110,13 +110,13 @@ class BatchNormStrategy(Strategy):
         self.task = task
         self.running = Running(task, self._arrays)
         self.population: Population | None = None
-        self.told, self.evaluating = list[Client](), list[Client]()  # who got a message to evaluate, and whose metrics count
+        self.told, self.evaluating = list[Client](), list[Client]()  # clients that got an evaluate message, and clients whose metrics count
         self.evaluations = EvaluationsAtClients(task, rounds.called)
         self.sent, self._down = list[Message](), Payload()
         self.starts = Starts(self.shared)
-        self.batches_trained = 0  # by a client
+        self.batches_trained = 0  # the number of batches that a client has trained on
         self._evaluated: Named = self.shared.tensors()
-        self._rounding = EXACT  # of the messages sent last
+        self._rounding = EXACT  # the rounding of the messages that were sent last
         self.defence, self.at_clients = defence, self.shared.personal or rounds.at_clients
         self.exchanges = Exchanges(rounds.exchange, self.shared.model, defence.average, not defence.active, rounds.called)
         self.disclosures = DisclosureReport(self.shared.model, method, rounds.called)
@@ -131,11 +131,11 @@ class BatchNormStrategy(Strategy):
         return self.server.record
 
     def outward(self, tensors: Named) -> ArrayRecord:
-        """Return the shared ``tensors`` as the hooks and Flower's result have them."""
+        """Convert shared ``tensors`` to the arrays that the hooks and Flower's result get."""
         return arrays_of(tensors)
 
     def inward(self, arrays: ArrayRecord) -> dict[str, Tensor]:
-        """Return the tensors of ``outward``'s arrays, as a hook returned them, by the shared model's names."""
+        """Convert arrays that a hook returned to tensors with the shared model's names: the inverse of ``outward``."""
         return tensors_of(arrays)
 
     # The parts of a round, as Flower names them
@@ -149,7 +149,7 @@ class BatchNormStrategy(Strategy):
             config: values for every message.
             grid: Flower's grid.
         """
-        if self.population is None:  # a loop of Flower's, and not ``start``
+        if self.population is None:  # a loop of Flower's own runs this, not ``start``
             check_unwrapped(self, self.method)
         self.shared.load(self.inward(arrays))
         instruction = self.server.begin(server_round)
@@ -166,7 +166,7 @@ class BatchNormStrategy(Strategy):
         return self.recovery.tell(messages, self.cohort)
 
     def _their_config(self, config: Mapping[str, Any], instruction: Instruction) -> dict[str, Any]:
-        """Return the user's own ``config`` of a round's messages."""
+        """Return the user's ``config`` for the messages of a round."""
         return {**config}
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -198,7 +198,7 @@ class BatchNormStrategy(Strategy):
     def _read_replies(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
         """Read the replies to train messages.
 
-        Where they are not needed all at once, add each to the average immediately, and free it.
+        If the replies are not all needed at once, add each to the average immediately, and free it.
         """
         who = [client.index for client in self.cohort]
         if (intake := self.server.intake({client.index: client.samples for client in self.cohort})) is None:
@@ -209,7 +209,7 @@ class BatchNormStrategy(Strategy):
             return RoundReplies(who, parts, refused, wrong, exchanges.session, exchanges.carrier, exchanges.messages)
         for decoded in replies:
             reply = reading.read(decoded)
-            del decoded  # while the next one is waited for
+            del decoded  # frees its memory while the loop waits for the next reply
             if isinstance(reply, Reply):
                 intake.take(reply)
             elif reply is not None:
@@ -220,10 +220,10 @@ class BatchNormStrategy(Strategy):
         return RoundReplies(who, parts, reading.refused, reading.wrong, partial=partial)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Make one evaluate message per client, where clients have models or test data of their own; none otherwise.
+        """Make one evaluate message per client if clients have models or test data of their own; none otherwise.
 
-        Where clients have models of their own, only the evaluations of those count that have trained. The
-        others get a message only if models are to be saved.
+        If clients have models of their own, only clients that have trained evaluate. The others get a message only
+        if models are to be saved.
 
         Args:
             server_round: the round's number.
@@ -251,11 +251,11 @@ class BatchNormStrategy(Strategy):
         return messages
 
     def evaluators_of(self, server_round: int, clients: list[Client], population: int) -> list[Client]:
-        """Return those of ``clients`` that evaluate in this round, of a ``population`` of so many: all."""
+        """Return those of ``clients`` that evaluate in this round: by default, all. ``population`` is the number of all clients."""
         return clients
 
     def with_models(self, clients: list[Client]) -> list[Client]:
-        """Return those of ``clients`` that have models of their own, or all where none has one."""
+        """Return those of ``clients`` that have models of their own, or all of them if none has one."""
         return [client for client in clients if self.method.personal and self.recovery.keeps(client.index)] or clients
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -266,7 +266,7 @@ class BatchNormStrategy(Strategy):
             replies: the replies to the evaluate messages.
 
         Returns:
-            The metrics, or None where clients do not evaluate in this round.
+            The metrics, or None if clients do not evaluate in this round.
         """
         if not self.at_clients or not self._due(server_round) or self.population is None:
             return None
@@ -279,12 +279,12 @@ class BatchNormStrategy(Strategy):
         return metrics
 
     def _secure_rounds(self, settings: SecureAggregation) -> SecureRounds:
-        from fl_bn.flower.secagg.rounds import SecureRounds  # only now: a plain run does without SecAgg+
+        from fl_bn.flower.secagg.rounds import SecureRounds  # imported only now, since a plain run needs no SecAgg+
 
         return SecureRounds(settings, self.server, self.disclosures.masked)
 
     def _arrays(self) -> dict[str, Tensor]:
-        """Return the shared model as evaluated last, for callbacks."""
+        """Return the tensors of the shared model that was evaluated last, for callbacks."""
         return self.shared.whole(self._evaluated, self.batches_trained + batches_trained(self.running.history))
 
     def summary(self) -> None:
@@ -294,10 +294,10 @@ class BatchNormStrategy(Strategy):
     def save(self, path: str | Path) -> None:
         """Save the shared model of the last evaluation as safetensors, by the names of the unconverted network's state_dict.
 
-        The file has all tensors but those that the clients keep. ``result.arrays`` has only those that travel.
+        The file has all tensors except those that the clients keep. ``result.arrays`` has only the tensors that are sent.
 
         Args:
-            path: of the file.
+            path: the path of the file.
         """
         save_file(self.shared.whole(self.shared.tensors(), self.batches_trained), str(path))
 
@@ -315,11 +315,11 @@ class BatchNormStrategy(Strategy):
         resume: Checkpoint | None = None,
         hooks: Strategy | None = None,
     ) -> RunResult:
-        """Run the rounds. With ``num_rounds=0``, measure the statistics alone, as ``rounds.calibrate`` says.
+        """Run the rounds. With ``num_rounds=0``, only measure the statistics, as ``rounds.calibrate`` says.
 
-        Flower's own loop (``Strategy.start``) runs with this strategy, too. But it does not know the length of
-        a run, on which calendars and schedules depend, nor the statistics-only exchange before an evaluation.
-        So use this one.
+        Flower's own loop (``Strategy.start``) runs with this strategy, too. But it does not know the number of
+        rounds, on which a method's phases and the learning rate may depend. And it does not run the
+        statistics-only exchange before an evaluation. So use this ``start``.
 
         Args:
             grid: Flower's grid.
@@ -328,9 +328,9 @@ class BatchNormStrategy(Strategy):
             timeout: seconds for the replies of a round. Default: that of ``rounds``.
             train_config: values for every train message.
             evaluate_config: values for every evaluate message.
-            evaluate_fn: evaluates at the server, too: ``evaluate_fn(round, arrays)``, from round 0 on. The
-                arrays load into the network by ``load_state_dict``. Where clients keep their BatchNorm, these
-                layers are the average over the clients that tell theirs.
+            evaluate_fn: evaluates at the server, besides the clients: ``evaluate_fn(round, arrays)``, from round
+                0 on. The arrays load into the network by ``load_state_dict``. If clients keep their BatchNorm
+                layers, the arrays have the average over the clients that send theirs.
             resume: a checkpoint. The run goes on after its round.
             hooks: the strategy whose hooks are called. Default: this one.
 
@@ -375,11 +375,11 @@ class BatchNormStrategy(Strategy):
         return transport.result
 
     def _run(self, transport: GridTransport, rounds: int, begin: Start) -> None:
-        """Run the calendar, and report every round at its end."""
+        """Run all rounds (``federation.run``), and report every round at its end."""
         server, result, failed = self.server, transport.result, begin.failed
 
         def show(measured: Measured) -> None:
-            """Evaluate and report a pass, in a run of 0 rounds, as a round."""
+            """Evaluate and report a statistics-only exchange as a round, in a run of 0 rounds."""
             server.record, result.arrays, number = measured.record, self.outward(measured.tensors), measured.record.round
             self._evaluated = measured.tensors
             if measured.last or number % self.rounds.evaluate_every == 0:
@@ -393,7 +393,7 @@ class BatchNormStrategy(Strategy):
             transport.evaluate_here(0, self.shared.tensors())
         try:
             for one in run(server, transport, rounds, self.statistics, begin, show):
-                self._evaluated = one.evaluated  # for the callbacks, which see the round next
+                self._evaluated = one.evaluated  # for the callbacks, which get this round next
                 result.records.append(self._tell(one.record))
                 result.arrays, failed = self.outward(one.evaluated), one.failed
                 if self.running.reason and one.record.round < rounds:
@@ -438,7 +438,7 @@ class BatchNormStrategy(Strategy):
             instruction: the instruction, the same for all.
             clients: the addressees.
             values: further values for fl-bn's config in the messages.
-            config: the user's config, which gets the round's number, too. None: the messages have none.
+            config: the user's config, to which the round's number is added. None: the messages have no such config.
             steps: parts of the answer, each of which has the round's timeout.
 
         Raises:
@@ -453,7 +453,7 @@ class BatchNormStrategy(Strategy):
         add_to_config(content, {**values, "version": here(), **self.recovery.run_id.to_config()})
         group, ttl = str(instruction.round), self.rounds.timeout * steps
         self.sent = [Message(RecordDict(dict(content.items())), client.node, kind, ttl=ttl, group_id=group) for client in clients]
-        for message in self.sent if config is not None else ():  # each has its own, which its client or a hook may change
+        for message in self.sent if config is not None else ():  # each message has its own copy, which its client or a hook may change
             message.content[self.configrecord_key] = ConfigRecord({**(config or {}), "server-round": instruction.round})
         return self.sent
 
@@ -474,7 +474,7 @@ class BatchNormStrategy(Strategy):
         return corrupt(list(decoded), clients, self.rounds.clients, self.method.adversary, self.defence, self._down, self._rounding)
 
     def everyone(self) -> list[Client]:
-        """Return all clients that are here."""
+        """Return all connected clients; the cohort, if there is no population yet."""
         return self.cohort if self.population is None else self.population.everyone()
 
     def _tell(self, record: RoundRecord) -> RoundRecord:

@@ -34,7 +34,12 @@ from fl_bn.methods import Method
 
 ServerFn = Callable[[Context], ServerAppComponents]
 AGGREGATES = ("aggregate_fit", "aggregate_evaluate")  # hooks of Flower's older FedAvg that a user's class may override
-NOT_CALLED = ("configure_fit", "configure_evaluate", "num_fit_clients", "num_evaluation_clients")  # hooks that it must not, as nobody calls them
+NOT_CALLED = (
+    "configure_fit",
+    "configure_evaluate",
+    "num_fit_clients",
+    "num_evaluation_clients",
+)  # hooks that it must not, as nobody calls them
 SERVER_METHODS = ("fit_round", "evaluate_round", "set_strategy", "client_manager", "_get_initial_parameters")
 GIVEN = {  # argument of OwnAppStrategy -> the attribute of the older FedAvg that gives its value
     "fraction_train": "fraction_fit",

@@ -55,7 +55,8 @@ class Asked:
 class OwnLoop:
     """Do in each hook what ``start`` does before and after it, so that the results are the same.
 
-    If the method needs it, the statistics are measured before round 1, and renewed before an evaluation. So ``configure_train`` and ``aggregate_train`` may send messages of their own over the grid.
+    If the method needs it, the statistics are measured before round 1, and renewed before an evaluation. So
+    ``configure_train`` and ``aggregate_train`` may send messages of their own over the grid.
 
     Args:
         rounds: the strategy of the rounds.

@@ -103,7 +103,9 @@ class OwnRounds(BatchNormStrategy):
             if not torch.equal(tensor, own[name]):
                 self._check_values(name, tensor)
         if given and not {*plain.values(), *own} & given.keys():
-            raise RunFailed(f"a hook gave arrays of another network ({printable(next(iter(given)))}): return the arrays that it got, with changed values")
+            raise RunFailed(
+                f"a hook gave arrays of another network ({printable(next(iter(given)))}): return those that it got, with changed values"
+            )
         return tensors
 
     def _check_values(self, name: str, tensor: Tensor) -> None:

@@ -93,8 +93,7 @@ class OwnAppStrategy(Strategy):
         clients: the number of clients, 0..100000. 0: the number that most nodes name (``num-partitions``).
         ranges: the smallest and the largest value of a client's metric, by name.
         num_rounds: the number of rounds of a loop of your own, which calls the hooks itself. 0: unknown. FixBN
-            without ``freeze_after`` needs it, and so does a ``rate``. ``start`` ignores it, and has its own
-            argument.
+            without ``freeze_after`` needs it, and so does a ``rate``. ``start`` has its own argument.
 
     Raises:
         ValueError: an argument is out of its range, or arguments contradict each other.

@@ -73,7 +73,7 @@ from fl_bn.secure.privacy import clipped, noisy
 from fl_bn.secure.settings import LEAST, MODULUS
 from fl_bn.support.wire import excerpt
 
-ROUNDING = 100  # this generator's purpose in the seed; client.py has the others
+ROUNDING = 100  # the purpose of this generator in its seed; federation/sources.py has the others
 
 
 def secured(build: Callable[[Context], LocalClient]) -> Handler:
@@ -166,7 +166,7 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
 def kept_in(client: LocalClient, message: Message, header: Header) -> ClientState:
     """Return the state from which this client computes its vector for ``message``.
 
-    For training it is the state before the round, for evaluation and statistics the state after it.
+    For training, this is the state before the round; for evaluation and statistics, the state after the round.
     """
     after = sums_evaluations(message) or header.phase == Phase.MEASURE.value
     return client.kept(RUN.of_configs(message.content), header.round + after)
@@ -184,7 +184,7 @@ def check_setup(configs: Mapping[str, Any], node: int) -> None:
         node: this client's node.
 
     Raises:
-        Insecure: the sum could have one client only, a minority could recover a client's keys, or this client
+        Insecure: the sum could have only one client, a minority could recover a client's keys, or this client
             is not in the cohort.
     """
     clients, shares, threshold = configs["sample_num"], configs["share_num"], configs["threshold"]
@@ -202,7 +202,7 @@ def check_setup(configs: Mapping[str, Any], node: int) -> None:
 
 
 def _check_order(stage: str, context: Context) -> None:
-    """Check that the stages come in order. So shares leave this client once, and for one masked vector.
+    """Check that the stages come in order. So shares leave this client only once, and for only one masked vector.
 
     Raises:
         Insecure: another stage comes next.
@@ -223,7 +223,7 @@ def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
     """Check the public keys of all clients, which the server passes on.
 
     Args:
-        configs: two keys of each client, by node.
+        configs: the two public keys of each client, by node.
         state: this client's state of SecAgg+.
         node: this client's node.
 
@@ -239,7 +239,7 @@ def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
         raise Insecure(f"expected keys of clients of the cohort, but got those of nodes {excerpt(sorted(others))}")
     pems = [pem for pair in keys.values() for pem in (pair if type(pair) is list and len(pair) == 2 else [None])]
     if any(type(pem) is not bytes or len(pem) > KEY for pem in pems) or len(set(pems)) != len(pems):
-        raise Insecure("expected two keys of each client, all of them different")
+        raise Insecure("expected two keys of each client, all of them different, but a client's are missing, invalid or equal to others")
     if keys[str(node)] != [state.pk1, state.pk2]:
         raise Insecure("the server gives the other clients false keys of this client")
 
@@ -333,7 +333,7 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
     if header.payload != AS_THE_MODEL:
         raise Insecure(f"SecAgg+ masks whole numbers of full length, but the server asks for weights as {header.payload}")
     about = our_records(message.content, ArrayRecord).get(REFERENCE)
-    # the reference is no part of the instruction: the model keeps the statistics that came with its weights
+    # the reference is not part of the instruction: the model keeps the statistics that came with its weights
     message.content.pop(OURS + REFERENCE, None)
     request = read(message, client.network, header=header)
     sent = request.instruction.sections

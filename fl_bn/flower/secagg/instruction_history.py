@@ -31,7 +31,7 @@ from fl_bn.flower.wire.messages import HISTORY_HASHES, HISTORY_ROUNDS
 from fl_bn.support.wire import WireError, excerpt
 
 _now: ContextVar[bytes] = ContextVar("hash of this round's instruction", default=b"")
-SECTION, SIZE = "told", 32  # the section of a client's state; the bytes of a hash
+SECTION, SIZE = "told", 32  # the section of a client's state with the hashes; the number of bytes of a hash
 History = dict[int, bytes]
 """A hash of the instruction, by round."""
 
@@ -99,9 +99,9 @@ def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, i
     """Combine the histories of all clients.
 
     Returns:
-        The hash that most clients have, by round. And, by client, the first round in which a client's hash is
-            another one. If two hashes of a round have equally many clients, nobody knows which is right. Then
-            all these clients are in the second part.
+        First, round -> the hash that most clients have. Second, client -> the first round in which it has another
+            hash. If two hashes of a round have equally many clients, nobody knows which is right. Then all these
+            clients are in the second part.
     """
     together: History = {}
     at_odds: dict[int, int] = {}

@@ -111,9 +111,8 @@ class SecureRounds:
             timeout: seconds for the replies.
 
         Returns:
-            The clients in the sum, of which only counts are known. And, by index, the reasons why other
-                clients are not in it. If the exchange fails, both have no contribution, and the log has a
-                warning.
+            The clients in the sum, of which only counts are known, and, by index, the reasons why other clients
+                are not in it. If the exchange fails, no client is in the sum, and the log has a warning.
         """
         shared, before, messages = self.shared, self.shared.statistics(), list(messages)
         reference = references(shared.sections().get("statistics", {}))
@@ -211,7 +210,7 @@ class SecureRounds:
             task: the task.
 
         Returns:
-            The means by name, empty if the sum fails. And, by index, the reasons why clients are not in them.
+            The means by name (empty if the sum fails), and, by index, the reasons why clients are not in them.
         """
         messages, shapes = list(messages), secure_evaluation.layout(task)
         if self.settings.privacy is not None:
@@ -285,7 +284,10 @@ class SecureRounds:
         return total, {s: {k: t / total.weight(s) for k, t in part.items()} for s, part in average.items()}
 
     def _unmasked(self, shapes: Layout) -> Callable[[np.ndarray], bool]:
-        """Return a function that tells whether the masks of a mean have cancelled: the two constants in it are then right."""
+        """Return a function that tells whether the masks in a mean have cancelled.
+
+        It checks the two constants ``CHECK``, which every client adds to its vector.
+        """
 
         def whole(mean: np.ndarray) -> bool:
             constants = from_vector(mean, shapes)["check"]["check"] / self.settings.clipping_range

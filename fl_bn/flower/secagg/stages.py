@@ -278,13 +278,13 @@ class Stages:
         return odd
 
     def _other_histories(self, nodes: Collection[int]) -> dict[int, str]:
-        """Return the nodes whose state was formed by another instruction than the others'. The others' hashes are sent to all."""
+        """Return the nodes whose state was formed by other instructions than the others'. The majority's hashes go to all."""
         self.history, at_odds = put_together({node: self.histories[node] for node in sorted(nodes)})
         why = "in round {} this client got another instruction than most clients, and its state depends on it"
         return {node: f"told/{HISTORY_HASHES}: {why.format(round)}" for node, round in at_odds.items()}
 
     def _other_instructions(self, nodes: Collection[int]) -> dict[int, str]:
-        """Return the nodes whose instruction differs from most clients'. Their masks depend on it, so they do not cancel.
+        """Return the nodes whose instruction differs from most clients'. Masks depend on it, so theirs would not cancel.
 
         If no majority has the same instruction, all nodes are returned.
         """

@@ -3,10 +3,10 @@
 The vector (d,) holds these parts in the order of ``layout``:
 
 * the weights minus those that were sent, or the gradients,
-* the statistics as standardised deviations from a public reference (``secure.additive``),
+* the statistics as standardised deviations from a public reference (``additive``),
 * the training loss,
 * two flags: whether statistics, and whether values of the update, were cut off to fit the quantiser,
-* two constants.
+* two constants (``CHECK``).
 
 The vector travels without names. Both sides derive the layout from model, method and phase.
 """
@@ -126,8 +126,8 @@ def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], 
         limit: the quantiser's range is ``[-limit, limit]``.
 
     Returns:
-        The deviations from ``weights`` and from ``reference`` in float64, by section of ``layout``. And, by
-            layer, the number of channels whose statistics were cut off to fit the range.
+        The deviations from ``weights`` and from ``reference`` in float64, by section of ``layout``, and, by layer,
+            the number of channels whose statistics were cut off to fit the range.
 
     Raises:
         WireError: a value is not finite, or the server sent no reference for a layer.
@@ -223,7 +223,7 @@ def from_vector(vector: np.ndarray, shapes: Layout) -> Sections:
 
 
 def update_of(average: Sections, weights: Named) -> Sections:
-    """Return the averaged weights, or gradients, in float64; empty where all weights stay home."""
+    """Return the averaged weights, or gradients, in float64; empty if all weights stay at the clients."""
     if "weights" in average:
         return {"weights": {name: weights[name].double() + difference for name, difference in average["weights"].items()}}
     return {"gradients": dict(average["gradients"])} if "gradients" in average else {}

@@ -231,15 +231,15 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
         Exception: any that NumPy's parsers raise.
     """
     if len(head) > LONGEST_HEAD:
-        raise ValueError(f"a head of {len(head)} bytes")
+        raise ValueError(f"a head of {len(head)} bytes, where at most {LONGEST_HEAD} are expected")
     stream = io.BytesIO(head)
     if (version := np.lib.format.read_magic(stream)) != (1, 0):
-        raise ValueError(f"version {version} of the format")
+        raise ValueError(f"version {version} of the format, where (1, 0) is expected")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=LONGEST_HEAD)
     if dtype not in DTYPES:
         raise ValueError(f"numbers of type {dtype}, where one of {', '.join(sorted(map(str, DTYPES)))} is expected")
     if len(shape) > 16 or not all(type(size) is int and size >= 0 for size in shape):  # True is an int, too
-        raise ValueError(f"a shape of {len(shape)} dimensions, {excerpt(shape)}")
+        raise ValueError(f"shape {excerpt(shape)}, where at most 16 dimensions of whole numbers >= 0 are expected")
     return shape, fortran, dtype, stream.tell()
 
 
@@ -247,7 +247,7 @@ def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
     """Return the values of ``array``, read-only and without a copy.
 
     Raises:
-        WireError: they cannot be read.
+        WireError: the values cannot be read.
     """
     if isinstance(array, LazyArray):
         return array.array

@@ -1,7 +1,8 @@
 """Name fl-bn's records in a message and in a client's state, find them by kind, and read one by a ``Form``.
 
 Flower's records belong to the user: ``config``, ``arrays`` and ``metrics`` are theirs, with any field in them.
-fl-bn's records have names that begin with ``OURS``, so the two never meet. Errors name a record without it.
+fl-bn's records have names that begin with ``OURS``, so their names never clash. Errors name a record without
+this prefix.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Form(fields.Form):
     """Find a record in a message, and read it.
 
     Attributes:
-        prefix: begins the record's name in a message. Empty: the name is Flower's or the user's.
+        prefix: the beginning of the record's name in a message. Empty: the name is Flower's or the user's.
     """
 
     prefix: str = OURS

@@ -260,7 +260,7 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
         least: the smallest number of samples that a metric may summarise.
 
     Returns:
-        The metrics, with NaN in place of withheld ones. And the smallest number of samples of the others.
+        The metrics, with NaN in place of withheld ones, and the smallest number of samples behind the others.
     """
     counts = {name: behind.get(name, samples) for name in metrics}
     kept = {name: value if counts[name] >= least else math.nan for name, value in metrics.items()}

@@ -66,7 +66,6 @@ def evaluated(task: Task) -> Form:
     return Form(EVALUATED.record, {**EVALUATED.fields, **fields}, series)
 
 
-
 # from the server
 
 RUN = Form(
@@ -124,14 +123,14 @@ TO_GREET = Form("config", {"version": text(64, default="")}, others=True)
 
 LAYOUT = Form("config", {"layout": text(2**24)})  # the layout of the arrays for ``NumPyClient``; it never comes from another machine
 
-# secure aggregation, stage by stage; see secure (the server's checks of what depends on the stage before) and secure_client
+# secure aggregation, stage by stage; secagg.stages and secagg.client check what depends on earlier stages
 
 PLAN = Form("plan", {"samples": whole(), "passes": whole(), "steps": whole()})
 OWN_HISTORY = Form("told", HASHES)
 KEYS = Form(RECORD_KEY_CONFIGS, {"pk1": data(KEY, 1), "pk2": data(KEY, 1)}, prefix="")
 SHARES_OUT = Form(RECORD_KEY_CONFIGS, {"dsts": wholes(NODES), "ctxts": blobs(NODES, SHARE)}, prefix="")
 UNREADABLE = Form(RECORD_KEY_CONFIGS, {"unreadable": wholes(NODES, default=None)}, prefix="")  # sent in place of a masked vector
-MASKED = Form(RECORD_KEY_CONFIGS, {"masked_params": blobs(2, 2**40)}, prefix="")  # ``secure`` checks the vector's size
+MASKED = Form(RECORD_KEY_CONFIGS, {"masked_params": blobs(2, 2**40)}, prefix="")  # ``secagg.stages`` checks the vector's size
 DIGEST = Form(  # of the client's instruction
     "fitres.metrics", {"digest": text(64, "[0-9a-f]{64}", wanted="64 hexadecimal digits")}, prefix=""
 )

@@ -24,9 +24,10 @@ from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import excerpt, reason
 
 PASSING = {3, 4, 5, 8}  # Flower's error codes for a lost message, node or process, which may come back
-DIED = 8  # the one for a dead process of a node that is there: it is asked again once
+DIED = 8  # the code for a dead process of a node that is still connected; the node is asked once more
 UNREADABLE = 0  # Flower's error code for all other errors
-EXPIRED, NEAR = 3, 2.0  # the code of a message whose time to live, our deadline, ran out: seconds before the end that count as then
+EXPIRED = 3  # the code of an error for a message whose time to live is over, which is the time until the deadline
+NEAR = 2.0  # seconds before the deadline; a message that expires after that only means that its reply is late
 POLL = 0.2  # seconds between two checks for replies; Flower's own loop over gRPC waits 3
 LOOK = 2.0  # seconds between two checks for lost nodes
 FEW = 8  # the most replies to fetch at a time if each is freed after use
@@ -46,8 +47,8 @@ def receive(
     """Yield the replies that come within ``timeout`` seconds, in no particular order.
 
     A client's answer depends only on the message and on its state before the round. So a node that was lost
-    and came back can get its message again. A node whose process died gets it again at once, but only once: want of memory,
-    say, would end the next process, too.
+    and came back can get its message again. A node whose process died gets it again at once, but only once: a lack of
+    memory, for example, would end the next process, too.
 
     Args:
         grid: Flower's grid.
@@ -80,7 +81,7 @@ def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
     Raises:
         grpc.RpcError: the SuperLink cannot be reached.
     """
-    if isinstance(grid, InProcessGrid) or simulates(grid):  # here no reply comes as bytes from another machine
+    if isinstance(grid, InProcessGrid) or simulates(grid):  # no reply comes as bytes from another machine
         yield from (reply for reply in grid.pull_messages(list(waiting)) if reply.metadata.reply_to_message_id in waiting)
         return
     for identity, message in waiting.items():
@@ -89,7 +90,7 @@ def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
 
 
 def _opened(grid: Grid, identity: str, message: Message) -> list[Message]:
-    """Return a list with the reply to ``message``, or with an error in its place. Empty as long as there is none."""
+    """Return a list with the reply to ``message``, or with an error in its place. Empty as long as there is no reply."""
     try:
         return [_checked(reply, identity, message) for reply in list(grid.pull_messages([identity]))[:1]]
     except grpc.RpcError:
@@ -153,14 +154,14 @@ class Mailbox:
         self.end = time.monotonic() + timeout
         self.waiting: dict[str, Message] = {}
         self.lost: list[_Lost] = []
-        self.until: dict[int, float] = {}  # by node
+        self.until: dict[int, float] = {}  # node -> the time until which it may come back
         self.died: set[int] = set()  # nodes whose process died on this message
         self.original: dict[str, int] = {}  # message that was sent again -> its addressee when the round began
         self.ready, self.yielded, self.count = deque[Message](), 0, 0
         self.looked, self.logged, self.addressees = 0.0, time.monotonic(), len(sent)
 
     def replies(self) -> Iterator[Message]:
-        """Send the messages, and yield their replies until all are here or the time is over."""
+        """Send the messages, and yield their replies until all have come or the time is over."""
         self._push(self.sent)
         while (self.waiting or self.lost) and time.monotonic() < self.end:
             before = self.count
@@ -202,7 +203,7 @@ class Mailbox:
             if (message := self.waiting.pop(reply.metadata.reply_to_message_id, None)) is None:
                 continue  # a second answer to one message does not count
             node = self.original.get(reply.metadata.reply_to_message_id, message.metadata.dst_node_id)
-            if node != message.metadata.dst_node_id:  # who reads the reply knows the client by the node that it had
+            if node != message.metadata.dst_node_id:  # the reader of the reply knows the client by its earlier node
                 reply.metadata.__dict__["_src_node_id"] = node
             if reply.has_error() and reply.error.code == EXPIRED and now > self.end - NEAR:
                 continue  # no reply before the deadline
@@ -247,7 +248,7 @@ class Mailbox:
                 self.ready.append(one.error)
 
     def _node_now(self, node: int, online: set[int]) -> int | None:
-        """Return the node that has the client of ``node`` now: another one where the key of its site was renewed. None: it is away."""
+        """Return the node that now serves the client of ``node``: a new one if its site's key was renewed. None: the client is offline."""
         if node in online:
             return node
         client = self.called.client_of(node)

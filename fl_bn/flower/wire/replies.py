@@ -101,8 +101,8 @@ class Reading:
     """Check a round's replies, one by one.
 
     A client is refused if its reply has no samples (it took no part), is an error, is late, or is missing.
-    ``refused`` holds the reasons by client. ``wrong`` holds the refused clients whose reply no correct client
-    would send.
+    ``refused`` holds the reasons by client. ``wrong`` holds the refused clients whose reply breaks the protocol, so
+    they are faulty or Byzantine.
 
     Args:
         cohort: the clients to which the messages went. Each client's first reply counts.

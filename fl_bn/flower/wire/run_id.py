@@ -43,7 +43,7 @@ class RunId:
 
     @property
     def attempt(self) -> str:
-        """Return the token of the last resume. States stored from now on carry it. ``0`` if the run was never resumed."""
+        """Return the token of the last resume. States stored from now on carry it. It is ``0`` if the run was never resumed."""
         return self.resumes[-1][0] if self.resumes else FIRST
 
     @property

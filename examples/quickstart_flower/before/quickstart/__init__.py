@@ -1,1 +1,1 @@
-"""Flower's PyTorch quickstart as an app of its own."""
+"""A Flower app with the structure of Flower's PyTorch quickstart."""

@@ -21,7 +21,7 @@ class Net(nn.Module):
 
 
 def load_data(partition_id: int, num_partitions: int, batch_size: int = 32):
-    """Two of ten digits for each client, and the test data of all."""
+    """Load the training data of one client, with two of the ten digits, and test data of all digits."""
     x, y = load_digits(return_X_y=True)
     x, y = torch.from_numpy(x).float().view(-1, 1, 8, 8) / 16, torch.from_numpy(y)
     shuffled = np.random.default_rng(0).permutation(len(y))

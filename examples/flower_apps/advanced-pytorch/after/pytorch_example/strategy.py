@@ -1,4 +1,4 @@
-"""FedAvg with a schedule, results in a file, the best model on disk, and Weights & Biases."""
+"""FedAvg with a learning-rate schedule, results in a file, the best model on disk, and Weights & Biases."""
 
 import json
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The network, made data in the shape of Fashion-MNIST, the loops, and the folder of a run."""
+"""The network, synthetic data in the shape of Fashion-MNIST, the training and test loops, and a run's folder."""
 
 import json
 from datetime import datetime
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 def made(samples, seed, labels):
-    """Noisy grey pictures, with one pattern for each class."""
+    """Make noisy grey pictures, with one pattern for each class."""
     patterns = torch.randn(10, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     y = labels[torch.randint(len(labels), (samples,), generator=generator)]
@@ -35,7 +35,7 @@ def made(samples, seed, labels):
 
 
 def load_data(partition_id, num_partitions):
-    """Each client has most of the classes."""
+    """Load the data of one client, which lacks some of the classes."""
     labels = torch.tensor([label for label in range(10) if label % num_partitions != partition_id])
     generator = torch.Generator().manual_seed(partition_id)
     trainloader = DataLoader(made(64, 1 + partition_id, labels), batch_size=16, shuffle=True, generator=generator)

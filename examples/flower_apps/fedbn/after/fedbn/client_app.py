@@ -1,4 +1,4 @@
-"""The ClientApp: a NumPyClient, and one that keeps its BatchNorm layers."""
+"""The ClientApp: a NumPyClient, and another one that keeps its BatchNorm layers."""
 
 import torch
 from flwr.client import ClientApp, NumPyClient
@@ -45,7 +45,7 @@ class FlowerClient(NumPyClient):
 
 
 class FedBNFlowerClient(FlowerClient):
-    """Keeps the BatchNorm layers in the context's state, as Flower's baseline does."""
+    """Keep the BatchNorm layers in the context's state, as Flower's baseline does."""
 
     def get_weights(self):
         bn_state = {name: value for name, value in self.net.state_dict().items() if "bn" in name}

@@ -1,1 +1,1 @@
-"""A Flower app in the shape of the baseline fedbn."""
+"""A Flower app with the structure of Flower's baseline fedbn."""

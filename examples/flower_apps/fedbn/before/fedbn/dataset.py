@@ -1,4 +1,4 @@
-"""Made data in the shape of five data sets of digits, each in colours of its own."""
+"""Synthetic data in the shape of five data sets of digits, each with a brightness and contrast of its own."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -7,7 +7,7 @@ NAMES = ("MNIST", "SVHN", "USPS", "SynthDigits", "MNIST-M")
 
 
 def made(samples, seed, style):
-    """Noisy colour pictures, with one pattern for each class. The style is the data set's brightness and contrast."""
+    """Make noisy colour pictures, with one pattern for each class. The style is the data set's brightness and contrast."""
     patterns = torch.randn(10, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (samples,), generator=generator)
@@ -16,7 +16,7 @@ def made(samples, seed, style):
 
 
 def get_data(partition_id):
-    """The client's data, and the name of the data set that they are of."""
+    """Return the client's data, and the name of the data set to which they belong."""
     name = NAMES[partition_id % len(NAMES)]
     style = 0.5 * NAMES.index(name)
     train, test = made(64, 1 + partition_id, style), made(32, 1001 + partition_id, style)

@@ -1,4 +1,4 @@
-"""The network, as in the baseline but narrower, and the loops."""
+"""The network, which is narrower than the baseline's, and the training and test loops."""
 
 import torch
 from torch import nn

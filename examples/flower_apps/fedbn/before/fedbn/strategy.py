@@ -1,4 +1,4 @@
-"""The config of a round, and means of metrics for each data set."""
+"""The metric functions of the strategy: means for each data set."""
 
 
 def get_metrics_aggregation_fn():

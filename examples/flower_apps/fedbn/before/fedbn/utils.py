@@ -1,4 +1,4 @@
-"""The arrays that an algorithm sends."""
+"""The choice of the arrays that a client sends, which depends on the algorithm."""
 
 
 def extract_weights(net, algorithm_name):

@@ -1,1 +1,1 @@
-"""A Flower app in the shape of the baseline niid_bench."""
+"""A Flower app with the structure of Flower's baseline niid_bench."""

@@ -1,11 +1,11 @@
-"""Made data in the shape of CIFAR-10, with few classes for each client."""
+"""Synthetic data in the shape of CIFAR-10, with few classes for each client."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 
 def made(samples, seed, labels):
-    """Noisy pictures, with one pattern for each class."""
+    """Make noisy pictures, with one pattern for each class."""
     patterns = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     y = labels[torch.randint(len(labels), (samples,), generator=generator)]

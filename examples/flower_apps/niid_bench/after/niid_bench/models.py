@@ -1,4 +1,4 @@
-"""The network, with BatchNorm, and the loops."""
+"""The network, with BatchNorm, and the training and test loops."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""The ServerApp: FedAvg, a learning rate for each round, an evaluation at the server, and the best model."""
+"""The ServerApp: FedAvg with a learning rate for each round, an evaluation at the server, and the best model."""
 
 from collections import OrderedDict
 

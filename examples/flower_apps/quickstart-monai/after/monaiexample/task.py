@@ -1,4 +1,4 @@
-"""A small DenseNet of MONAI's, made data in the shape of MedNIST, and the loops."""
+"""A small DenseNet from MONAI, synthetic data in the shape of MedNIST, and the training and test loops."""
 
 import torch
 from monai.data import DataLoader, Dataset
@@ -9,12 +9,12 @@ CLASSES = 6
 
 
 def load_model():
-    """DenseNet121 with fewer blocks, so that it trains in seconds."""
+    """Make a DenseNet121 with fewer blocks, so that it trains in seconds."""
     return DenseNet(spatial_dims=2, in_channels=1, out_channels=CLASSES, init_features=8, growth_rate=4, block_config=(2, 2))
 
 
 def made(samples, seed, brightness):
-    """Noisy grey pictures as dicts, with one pattern for each class."""
+    """Make noisy grey pictures as dicts, with one pattern for each class."""
     patterns = torch.randn(CLASSES, 1, 64, 64, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (samples,), generator=generator)

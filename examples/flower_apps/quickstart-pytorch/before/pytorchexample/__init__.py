@@ -1,1 +1,1 @@
-"""A Flower app in the shape of quickstart-pytorch."""
+"""A Flower app with the structure of Flower's example quickstart-pytorch."""

@@ -1,4 +1,4 @@
-"""The network, made data in the shape of CIFAR-10, and the loops."""
+"""The network, synthetic data in the shape of CIFAR-10, and the training and test loops."""
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class Net(nn.Module):
 
 
 def made(samples: int, seed: int, labels: torch.Tensor, brightness: float = 0.0) -> TensorDataset:
-    """Noisy pictures, with one pattern for each class."""
+    """Make noisy pictures, with one pattern for each class."""
     patterns = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     y = labels[torch.randint(len(labels), (samples,), generator=generator)]
@@ -31,7 +31,7 @@ def made(samples: int, seed: int, labels: torch.Tensor, brightness: float = 0.0)
 
 
 def load_data(partition_id: int, num_partitions: int, batch_size: int):
-    """Each client has half of the classes, and a brightness of its own."""
+    """Load the data of one client: half of the classes, in a brightness of its own."""
     labels, brightness = torch.arange(partition_id, partition_id + 5) % 10, 0.3 * partition_id
     trainloader = DataLoader(
         made(64, 1 + partition_id, labels, brightness), batch_size, shuffle=True, generator=torch.Generator().manual_seed(partition_id)
