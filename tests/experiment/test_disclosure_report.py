@@ -40,7 +40,7 @@ def test_kinds_add_up_and_keep_the_smallest() -> None:
     text = "\n".join(disclosure_table(found))
     assert "| moments | m | 1 | 3 | 40 B | 3 | 5 (client 0, round 2) |" in text
     assert text.count("**warning**") == 1
-    assert "client 0: statistics of 5 samples left it in round 2" in text
+    assert "client 0 revealed statistics of 5 samples in round 2" in text
 
 
 def test_what_differs_in_the_number_of_batches_alone_is_one_line() -> None:
@@ -79,7 +79,7 @@ def test_a_run_writes_them(tmp_path: Path) -> None:
     assert int(sent["weights"]["bytes"]) + int(sent["statistics"]["bytes"]) == up
     text = (path / "summary.md").read_text()
     assert "## What left each client" in text
-    assert "client 2: statistics of 4 samples left it in round 1" in text
+    assert "client 2 revealed statistics of 4 samples in round 1" in text
     quiet = run(small_run(tmp_path / "more", method="gn", batch_size=8, local_steps=2, share_label_counts=False))
     assert "**warning**" not in (quiet / "summary.md").read_text()
     assert not any(row["section"] == "introduction" for row in table(quiet / "disclosure.csv"))

@@ -63,14 +63,15 @@ def test_of_one_batch_the_running_statistics_can_be_computed_back(clients: list[
     subsets = torch.combinations(torch.arange(12), 4)
     distances = (own[subsets].mean(1) - torch.from_numpy(mean)).abs().amax(1)
     assert int((distances < 1e-4).sum()) == 1  # and names its four samples among all 495 choices
-    assert log.text.count("client 1: statistics of 4 samples left it in round 1 (running means and variances after 1 batch") == 1
+    assert log.text.count("client 1 revealed statistics of 4 samples in round 1 (running means and variances after 1 batch") == 1
     assert log.text.count("can be traced to a person; raise batch-size") == 3  # once per client
 
 
 def test_of_many_clients_the_warnings_name_a_few(tiny_clients: Clients, log: pytest.LogCaptureFixture) -> None:
     ran = run(METHODS["fedavg"](), tiny_clients((4,) * 25), 2, settings=ONE_STEP)
     assert log.text.count("can be traced to a person") == NAMED  # none in round 2
-    assert "left 15 other clients, too, in round 1: the disclosure report names all of them" in log.text
+    others = f"15 other clients, too, revealed summaries of fewer than {FEW} samples in round 1"
+    assert f"{others}: the disclosure report names all of them" in log.text
     assert {d.client for d in ran.records[0].disclosures if d.section == "statistics" and d.samples == 4} == set(range(25))
     log.clear()
     run(METHODS["fedavg"](), tiny_clients((4,) * NAMED), 1, settings=ONE_STEP)
@@ -89,7 +90,7 @@ def test_after_several_batches_their_different_samples_count(clients: list[Sampl
 def test_few_samples_are_few_however_many_batches(tiny_clients: Clients, log: pytest.LogCaptureFixture) -> None:
     ran = run(METHODS["fedavg"](), tiny_clients((FEW - 1, FEW)), 1, settings=LocalTraining(batch_size=4, epochs=3))
     assert [of(ran, client, "statistics")[0].samples for client in (0, 1)] == [FEW - 1, FEW]
-    assert f"client 0: statistics of {FEW - 1} samples" in log.text
+    assert f"client 0 revealed statistics of {FEW - 1} samples" in log.text
     assert "client 1: statistics" not in log.text
 
 
@@ -118,7 +119,7 @@ def test_moments_of_a_pass_and_of_the_batches(clients: list[Samples], log: pytes
     ran = run(METHODS["hbn"](stat_samples=6), clients, 1)
     kinds = [(d.what, d.samples, d.values) for d in of(ran, 2, "moments")]
     assert kinds == [("moments of a pass before training", 6, 6 * 64), ("moments that training normalises with", 6, 6 * 64)]
-    assert "client 2: statistics of 6 samples left it in round 1 (moments of a pass before training)" in log.text
+    assert "client 2 revealed statistics of 6 samples in round 1 (moments of a pass before training)" in log.text
     assert "raise hbn-stat-samples" in log.text
     whole = run(METHODS["hbn"](), clients, 1)
     assert [d.samples for d in of(whole, 2, "moments")] == [10, 10]
@@ -141,7 +142,7 @@ def test_moments_of_a_pass_and_of_the_batches(clients: list[Samples], log: pytes
 def test_the_first_batch_is_as_large_as_it_is_however_often_samples_come(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     ran = run(METHODS["fbn"](), clients, 1, settings=LocalTraining(batch_size=4, epochs=3))
     assert [of(ran, client, "moments")[0].samples for client in range(3)] == [4, 4, 4]
-    assert "client 2: statistics of 4 samples left it in round 1 (moments of the first batch): " in log.text
+    assert "client 2 revealed statistics of 4 samples in round 1 (moments of the first batch): " in log.text
     assert "raise batch-size" in log.text
 
 
@@ -150,7 +151,7 @@ def test_fedtans_exchange(clients: list[Samples], log: pytest.LogCaptureFixture)
     (disclosure,) = of(ran, 0, "exchange")
     assert disclosure.what == "means and variances and their gradients of one batch, in FedTAN's exchange"
     assert (disclosure.tensors, disclosure.samples) == (4, 4)  # two layers, forward and backward
-    assert "client 0: statistics of 4 samples left it in round 1 (means and variances and their gradients" in log.text
+    assert "client 0 revealed statistics of 4 samples in round 1 (means and variances and their gradients" in log.text
     forward = run(METHODS["fedavg-alg2"](), clients, 1)
     assert (of(forward, 0, "exchange")[0].what, of(forward, 0, "exchange")[0].tensors) == (
         "means and variances of one batch, in FedTAN's exchange",

@@ -299,7 +299,7 @@ def parameters_of(count: int) -> Any:
         ({"server": lambda s: OwnRound(client_manager=SimpleClientManager(), strategy=s)}, "OwnRound overrides fit_round"),
         ({"accept_failures": False}, "accept_failures=False has no meaning here"),
         ({"initial_parameters": parameters_of(3)}, "initial_parameters has 3 arrays, but the network has 9 tensors"),
-        ({"options": {"fraction_train": 0.5}}, "fraction_train is what the strategy of server_fn says: give it there, as fraction_fit"),
+        ({"options": {"fraction_train": 0.5}}, "fraction_train is given by the strategy of server_fn: set it there, as fraction_fit"),
     ],
 )
 def test_a_server_that_cannot_run_is_refused_by_name(arguments: dict[str, Any], said: str) -> None:

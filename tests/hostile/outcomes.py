@@ -24,7 +24,7 @@ REFUSED, SAME, HONEST, GIVEN_UP, BROKEN = (
     "round given up, and said why",
     "BROKEN",
 )
-FEW = "samples left it"  # a warning for the client's own good, which refuses nobody
+FEW = "samples can be traced"  # a warning for the client's own good, which refuses nobody
 FAR = 4.0  # under a defence no weight may become so many times the largest honest one
 
 

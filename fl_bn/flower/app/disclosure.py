@@ -128,7 +128,7 @@ class DisclosureReport:
         for disclosure in list(first.values())[:NAMED]:
             log(logging.WARNING, "%s", warning(disclosure, round, self._called))
         if (others := len(first) - NAMED) > 0:
-            what = f"{others} other clients, too, sent summaries of fewer than {FEW} samples {when_of(round)}"
+            what = f"{others} other clients, too, revealed summaries of fewer than {FEW} samples {when_of(round)}"
             log(logging.WARNING, "%s: the disclosure report names all of them", what)
 
     def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Decoded]:
@@ -267,7 +267,7 @@ def warning(disclosure: Disclosure, round: int, called: ClientNames = UNNAMED) -
     when = when_of(round)
     few = f"{summary} of {disclosure.samples} sample{'s' * (disclosure.samples > 1)}"
     who = called.client(disclosure.client)
-    return f"{who}: {few} left it {when} ({disclosure.what}): values of so few samples can be traced to a person; {advice}"
+    return f"{who} revealed {few} {when} ({disclosure.what}): values of so few samples can be traced to a person; {advice}"
 
 
 def when_of(round: int) -> str:

@@ -239,7 +239,7 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     if dtype not in DTYPES:
         raise ValueError(f"numbers of type {dtype}, where one of {', '.join(sorted(map(str, DTYPES)))} is expected")
     if len(shape) > 16 or not all(type(size) is int and size >= 0 for size in shape):  # True is an int, too
-        raise ValueError(f"shape {excerpt(shape)}, where at most 16 dimensions of whole numbers >= 0 are expected")
+        raise ValueError(f"a shape of {len(shape)} dimensions, {excerpt(shape)}, where at most 16 whole numbers >= 0 are expected")
     return shape, fortran, dtype, stream.tell()
 
 

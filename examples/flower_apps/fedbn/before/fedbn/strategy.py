@@ -1,4 +1,4 @@
-"""The metric functions of the strategy: means for each data set."""
+"""The config of each round, and the metric function, which averages over the clients of each data set."""
 
 
 def get_metrics_aggregation_fn():
