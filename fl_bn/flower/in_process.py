@@ -1,8 +1,8 @@
 """Run Flower on one machine: a ``Grid`` that calls the ClientApp directly, and ``run_in_process``.
 
 ServerApp and ClientApp are the same as under ``flwr run``, but without sockets and Ray. This is for tests, sweeps,
-notebooks and a single GPU. Clients run one after the other (FedTAN's take turns), or in several worker
-processes. On the CPU the numbers are those of a simulation on Ray, bit for bit.
+notebooks and a single GPU. Clients run one after the other (in FedTAN, they take turns), or in several
+worker processes. On the CPU, the results are the same as in a simulation on Ray, bit for bit.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class LocalClient:
     def _save(self, model: nn.Module, name: str) -> None:
         if not name or self.site.folder is None:
             return
-        TO_SAVE.read({"save": name})  # check that this is a folder's name that leads out of no folder of this client
+        TO_SAVE.read({"save": name})  # check that ``name`` is a plain folder name, which cannot lead out of this client's folder
         path = self.site.folder / name / "clients" / f"client-{self.site.client}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         names = plain_names(model)

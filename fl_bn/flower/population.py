@@ -1,4 +1,4 @@
-"""Keep track of the clients of a run: wait for them, match Flower's nodes to clients, and sample cohorts by the seed alone."""
+"""Keep track of the clients of a run: wait for them, match Flower's nodes to clients, and sample cohorts, which depend only on the seed."""
 
 from __future__ import annotations
 

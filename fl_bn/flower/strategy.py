@@ -54,7 +54,7 @@ from fl_bn.task import CLASSIFICATION, Task
 if TYPE_CHECKING:
     from fl_bn.flower.secagg.rounds import SecureRounds
 
-NOTHING = "a run of 0 rounds measures statistics alone: set calibrate to -1, or to a number of passes"
+NOTHING = "a run of 0 rounds only measures statistics: set calibrate to -1, or to a number of passes"
 
 
 class BatchNormStrategy(Strategy):

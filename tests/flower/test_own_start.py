@@ -191,10 +191,10 @@ def test_too_few_replies_give_nothing() -> None:
 def test_what_the_hooks_alone_cannot_do_is_refused_in_one_sentence() -> None:
     for kind, name in ((FedTAN, "fedtan"), (FedTAN2, "fedtan2")):
         with pytest.raises(
-            RunFailed, match=rf"^{kind.__name__}'s clients exchange statistics within a round, which start alone carries: .*super"
+            RunFailed, match=rf"^{kind.__name__}'s clients exchange statistics within a round, which only start\(\.\.\.\) does: .*super"
         ):
             Strategy.start(kind(net()), grid(name), begin(), num_rounds=1)
-    with pytest.raises(RunFailed, match=r"^FedBN has callbacks, which start alone calls: .*super\(\).start"):
+    with pytest.raises(RunFailed, match=r"^FedBN has callbacks, which only start\(\.\.\.\) calls: .*super\(\).start"):
         Strategy.start(FedBN(net(), callbacks=[Callback()]), grid("fedbn"), begin(), num_rounds=1)
 
 

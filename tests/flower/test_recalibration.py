@@ -135,9 +135,9 @@ def test_without_shared_statistics_there_is_nothing_to_measure(method: str, mess
 
 
 def test_a_run_of_no_rounds_must_say_what_it_measures(clients: list[Samples]) -> None:
-    with pytest.raises(RunFailed, match="a run of 0 rounds measures statistics alone: set calibrate to -1"):
+    with pytest.raises(RunFailed, match="a run of 0 rounds only measures statistics: set calibrate to -1"):
         measured("fedavg", clients, seeded_network("cnn"), 0)
-    with pytest.raises(RunFailed, match="a run of 0 rounds measures statistics alone: set calibrate to -1"):
+    with pytest.raises(RunFailed, match="a run of 0 rounds only measures statistics: set calibrate to -1"):
         measured("fedavg", clients, seeded_network("cnn"), -2)  # fedavg wants none
     with pytest.raises(ValueError, match=r"calibrate must be >= -2, but got -3"):
         measured("fedavg", clients, seeded_network("cnn"), -3)

@@ -220,7 +220,7 @@ class DisclosureReport:
 
         Returns:
             A description, and the number of samples behind the statistics or the single gradient that the section
-                reveals; 0 if it reveals neither of this client alone.
+                reveals; 0 if it reveals no statistics or gradient of this one client.
         """
         batches = _batches(steps)
         if section == "statistics" and phase is Phase.EXCHANGE and steps == 1:

@@ -1,8 +1,8 @@
 """Send the message of a client again if the Ray actor that works on it dies, in Flower's simulation.
 
 Flower 1.25 returns an actor to its pool after any error, even if the process or the node of the actor is gone. A dead
-actor fails every message at once, so it gets more messages than the living ones, and the run ends. Here, a dead actor
-leaves the pool, and another actor gets its message.
+actor fails every message at once, so it gets more messages than the living ones, and the run ends. With the
+functions of this module, a dead actor leaves the pool, and another actor gets its message.
 
 The answer has the same bits, since it depends only on the message and on the state of the client, which the driver
 holds. Ray starts a new actor on a node with room, also on one that joins later.

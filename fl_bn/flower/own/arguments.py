@@ -43,7 +43,7 @@ class FlowerArguments:
         if not 0 < self.fraction_train <= 1:
             raise ValueError(
                 f"fraction_train must be in (0, 1], but got {self.fraction_train}: a round in which nobody trains changes nothing (to "
-                "measure statistics alone: start(..., num_rounds=0))"
+                "only measure statistics: start(..., num_rounds=0))"
             )
         if not 0 <= self.fraction_evaluate <= 1:
             raise ValueError(f"fraction_evaluate must be 0 (nobody evaluates) .. 1 (all clients do), but got {self.fraction_evaluate}")

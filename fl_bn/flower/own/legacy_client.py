@@ -25,7 +25,7 @@ from fl_bn.methods import Method
 from fl_bn.task import CLASSIFICATION, Task
 
 SCALARS = "scalars"
-"""The record with all that a legacy client returned as its metrics: text, too, which no MetricRecord holds."""
+"""The record with all metrics that a legacy client returned. It may hold text, too, which a MetricRecord cannot."""
 CONFIG = "config"
 LOSSES = ("loss", "train_loss")
 ClientFn = Callable[[Context], Any]

@@ -246,7 +246,7 @@ class LegacyRounds(OwnAppStrategy):
         self.older, self.history = with_aggregates(older, self._found), History()
 
     def initial(self, manager: Any) -> ArrayRecord | None:
-        """Return the arrays of the strategy's ``initial_parameters`` by name; None without any.
+        """Return the arrays of the strategy's ``initial_parameters`` by name; None if it has none.
 
         Args:
             manager: Flower's client manager.

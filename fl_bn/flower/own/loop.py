@@ -26,7 +26,7 @@ LACKING = (
     "all that your network loads"
 )
 UNKNOWN = 10**9
-"""Stands for the number of rounds where nothing depends on it, so that nobody needs to say it."""
+"""Stands for the number of rounds if nothing depends on it, so that the user need not give it."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ NOISE = (
     "(docs/how-to/opacus.md)"
 )
 SUMS = "for secure sums take fl-bn's own application with secure-aggregation=true (docs/privacy.md)"
-ONE_RECORD = "it clips a reply as one record with all of the model's arrays, but fl-bn's messages have what the method shares, in several"
+ONE_RECORD = "it clips a reply as one record with all of the model's arrays, but fl-bn's replies have several records with shared tensors"
 WORKFLOW = "it waits for the SecAgg+ workflow of Flower's older API, which no strategy of fl-bn starts"
 CLIENT_FN = (
     "a ClientApp with a client_fn answers no question of an fl-bn strategy: write legacy_client_app(client_fn, method) in its place, or "

@@ -8,11 +8,11 @@ from typing import Any
 from fl_bn.federation.rounds import constant_rate
 
 RATES = ("lr", "learning_rate", "learning-rate")
-"""The names that a ``train_config`` may have for the clients' learning rate, in Flower's own examples and elsewhere."""
+"""The names by which a ``train_config`` may give the clients' learning rate, as in Flower's own examples."""
 
 
 def named_rate(config: Mapping[str, Any]) -> float | None:
-    """Return the learning rate that ``config`` names; None without one."""
+    """Return the learning rate that ``config`` names; None if it names none."""
     values = [config[name] for name in RATES if name in config]
     return next((float(value) for value in values if type(value) in (int, float) and value > 0), None)
 

@@ -3,7 +3,7 @@
     strategy = FixBN(Net(), freeze_after=10, fraction_train=0.5)
     result = strategy.start(grid, initial_arrays, num_rounds=20, train_config=ConfigRecord({"lr": 0.1}))
 
-They are classes, whose hooks a subclass may override as those of Flower's ``FedAvg``.
+The strategies are classes. A subclass may override their hooks, as with Flower's ``FedAvg``.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ class OwnAppStrategy(Strategy):
             initial_arrays: the tensors to start from, ``ArrayRecord(net.state_dict())``. Default: the model's
                 own. Tensors that clients keep start from them, too.
             num_rounds: the number of rounds, 0 or more.
-            timeout: seconds for the clients to come, and for the replies of a round.
+            timeout: the seconds to wait for the clients at the start, and for the replies of a round.
             train_config: values for every train message, such as ``lr``.
             evaluate_config: values for every evaluate message.
             evaluate_fn: evaluates at the server, besides the clients: ``evaluate_fn(round, arrays)``, from round
@@ -311,7 +311,7 @@ class OwnAppStrategy(Strategy):
         """Return the state of the user's own loop, which calls the hooks. The first call begins the loop.
 
         Raises:
-            RunFailed: clients are missing, or such a loop cannot do what the strategy needs.
+            RunFailed: clients are missing, or the strategy needs something that such a loop cannot do.
         """
         if self._loop is None:
             self._check_own_loop()
@@ -333,12 +333,12 @@ class OwnAppStrategy(Strategy):
         name = type(self).__name__
         if exchanges_in_rounds(self.method):
             raise RunFailed(
-                f"{name}'s clients exchange statistics within a round, which start alone carries: in a start of your own, call "
+                f"{name}'s clients exchange statistics within a round, which only start(...) does: in a start of your own, call "
                 "super().start(...), and put your steps into the hooks and into callbacks=[...]"
             )
         if self.callbacks:
             raise RunFailed(
-                f"{name} has callbacks, which start alone calls: in a start of your own, call super().start(...), or leave callbacks out "
+                f"{name} has callbacks, which only start(...) calls: in a start of your own, call super().start(...), or leave callbacks out "
                 "and do their work in your loop"
             )
         depends = needs_number(self.method, None if self.rate is constant_rate else self.rate)

@@ -43,7 +43,7 @@ from fl_bn.task import Task
 
 Note = Callable[[Sequence[Reply], bool], None]
 """Records the clients in a sum, and whether it is a sum of evaluations."""
-NO_BUDGET = "dp-noise limits what updates and statistics disclose, and evaluations would exceed that: clients make none"
+NO_BUDGET = "dp-noise limits what updates and statistics disclose, but evaluations would disclose more: clients do not evaluate"
 REPEATS = 6  # the most exchanges for one measurement, if the reference is far from the data
 
 
@@ -73,7 +73,7 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
     if rounds.auxiliary:
         raise ValueError(
             f"{', '.join(c.section for c in rounds.auxiliary)} would travel beside the weights in the clear: secure aggregation sums "
-            "updates and statistics alone"
+            "only updates and statistics"
         )
     if settings.privacy is not None and rounds.client_weights != "uniform":
         raise ValueError("differential privacy (dp-noise) needs the same weight for every client: set client-weights to 'uniform'")
@@ -375,8 +375,8 @@ def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], l
     """Return ``moments`` as the next reference, with larger variances for channels that were cut off.
 
     A mean that was cut off shows where the data are, but not how far they spread. A channel near the end of
-    the range is treated alike. Its standard deviation is multiplied by ``limit`` squared. If that is too
-    large, the next measurement finds the right one.
+    the range is treated in the same way. The standard deviation of such a channel is multiplied by ``limit``
+    squared. If the result is too large, the next measurement finds the right one.
     """
     wide = {}
     for layer, m in moments.items():

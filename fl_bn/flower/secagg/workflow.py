@@ -162,7 +162,7 @@ def secure_sum(
         size: the length d of a vector.
         least: the smallest number of clients in the sum.
         weighted: whether updates, and whether statistics, are weighted by samples.
-        statistics_by_passes: whether a sample that is used twice counts twice in the weight of statistics.
+        statistics_by_passes: whether a sample that a client uses twice counts twice in the weight of its statistics.
         layers: the layers in which clients count activations.
         most_steps: maps a client's number of samples to the largest possible number of steps. 0: unknown.
         evaluates: whether this is a sum of evaluations.

@@ -18,7 +18,7 @@ from fl_bn.federation.fields import Values
 
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 OURS = "fl-bn/"
-"""Begins the names of fl-bn's records, in messages and in Flower's ``context.state``."""
+"""The prefix of the names of fl-bn's records, in messages and in Flower's ``context.state``."""
 
 
 def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
@@ -41,7 +41,7 @@ def their_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
 
 
 def config_of(content: RecordDict) -> dict[str, Any]:
-    """Return the fields of fl-bn's config in a message; none without one."""
+    """Return the fields of fl-bn's config in a message; empty if the message has no config."""
     return dict(our_records(content, ConfigRecord).get("config", ConfigRecord()))
 
 

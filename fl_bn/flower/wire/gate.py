@@ -188,7 +188,7 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
         )
     kind = SUM if RECORD_KEY_CONFIGS in message.content else kinds[name]
     if kind is SUM and name != "train":  # Flower's mod would let this pass, and the vector would leave unmasked
-        raise Insecure(f"SecAgg+ serves train messages alone, but this is a {name} message: its vector would not be masked")
+        raise Insecure(f"SecAgg+ serves only train messages, but this is a {name} message: its vector would not be masked")
     if limits.secure and not kind.open:
         raise Insecure(f"{REQUIRED} is on, so this client answers no {name} message in the clear")
     if kind is SUM and limits.secure and _failures(context) >= MOST_FAILURES:

@@ -21,12 +21,12 @@ from fl_bn.flower.wire.messaging import send_and_receive
 from fl_bn.flower.wire.versions import client_differs, greeting, introduction_of
 from fl_bn.support.wire import WireError, printable, reason
 
-PATIENCE = 120.0  # seconds to wait for a node's answer, and for further nodes once enough are here
+PATIENCE = 120.0  # seconds to wait for a node's answer, and for further nodes once enough have come
 POLL = 1.0
 
 
 def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: int = 0) -> tuple[int, Introductions]:
-    """Ask every node to introduce itself, until all clients are here.
+    """Ask every node to introduce itself, until all clients have done so.
 
     ``least`` clients are enough if no other one comes within ``PATIENCE`` seconds.
 
@@ -45,7 +45,7 @@ def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: 
             node and says what to do.
     """
     begin, replies, addressees = time.monotonic(), dict[int, Message](), set[int]()
-    complete = isinstance(grid, InProcessGrid)  # nobody else will ever come
+    complete = isinstance(grid, InProcessGrid)  # no further node will ever come
     patience = timeout if simulates(grid) else min(timeout, PATIENCE)  # Ray may be slow to start
     enough_since, logged = begin, ""
     while True:

@@ -2,8 +2,8 @@
 
 A value is checked by its declaration where it enters. The records' names begin with ``OURS`` (``wire.fields``).
 Arrays are declared in ``schema``, by model, method and phase. Requests of the layer-wise exchange are declared in
-``exchange.proto``, with their limits in ``exchange.session``. Every other value that one side reads from the other
-is a field below.
+``exchange.proto``, with their limits in ``exchange.session``. Every other value that server and client read from each
+other is a field below.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fl_bn.support.wire import REASON
 from fl_bn.task import Task
 
 REQUIRED = "secure-aggregation"  # a key of the run config or of a client's node config: send nothing unmasked
-RECORD_KEY_CONFIGS = "secaggplus_configs"  # Flower's name for SecAgg+'s record, here so that a plain run loads nothing of SecAgg+
+RECORD_KEY_CONFIGS = "secaggplus_configs"  # Flower's name for SecAgg+'s record, here so that a plain run imports nothing of SecAgg+
 CLASSES, LAYERS, NODES, CLIENTS = 65_536, 10_000, 10_000, 100_000  # the most entries of each kind in a message
 KEY, SHARE = 1024, 4096  # the most bytes of a public key, and of an encrypted pair of shares
 

@@ -74,7 +74,7 @@ def decode(message: Message) -> Decoded:
 
 
 Read = Callable[[Decoded, Client], Reply]
-"""Make the checked reply of a client. Raises WireError."""
+"""Checks a client's reply and returns it, or raises WireError."""
 
 
 def with_header(header: Header, expected: Expected, rounding: PayloadDtype = EXACT) -> Read:
