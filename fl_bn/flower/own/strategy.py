@@ -338,8 +338,8 @@ class OwnAppStrategy(Strategy):
             )
         if self.callbacks:
             raise RunFailed(
-                f"{name} has callbacks, which only start(...) calls: in a start of your own, call super().start(...), or leave callbacks out "
-                "and do their work in your loop"
+                f"{name} has callbacks, which only start(...) calls: in a start of your own, call super().start(...), or leave callbacks "
+                "out and do their work in your loop"
             )
         depends = needs_number(self.method, None if self.rate is constant_rate else self.rate)
         if depends and not self.num_rounds:
