@@ -16,7 +16,8 @@ where there is no warm process yet. It ends after its message, so no message can
 * A *watcher* waits for the process of each message. If that process dies (out of memory, by a signal, by an
 exit), the watcher tells the SuperNode why, and the SuperNode tells the server (``supernode.py``).
 
-The process of a message checks the policy of the site (``policy.py``) before it loads any code of the run. This
+The SuperNode refuses runs by ``allow-code`` before their packages are kept (``admission.py``). The process of a
+message checks the policy of the site (``policy.py``) again before it loads any code of the run. This
 program belongs to the site, not to the run. It is therefore run by its path, and loads ``compat``, ``endings``
 and ``policy`` by their paths: an import of ``fl_bn`` could find the version that the run brings.
 """
@@ -51,7 +52,8 @@ PROGRAM = "flwr-clientapp"  # the program of Flower that the process of a messag
 INSTALLED = "fl_bn.apps.client"  # the app that runs where the policy allows only installed code
 READY = b"1"
 BUSY, IDLE, QUIET = 0.1, 0.5, 60.0  # seconds between two questions for work: BUSY, or IDLE after QUIET seconds without work
-PRELOADED = ("numpy", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib")
+ED25519 = "cryptography.hazmat.primitives.asymmetric.ed25519"  # for the signatures of runs
+PRELOADED = ("numpy", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib", ED25519)
 MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # how torch and NumPy report it
 
 find = runpy.run_path(str(PACKAGE / "flower" / "compat.py"))["find"]
@@ -312,7 +314,7 @@ def answer(site: Site, request: Request, app: Any) -> None:
     try:
         policy = policy_module().Policy.read(site.policy)
         policy.check_run(context.run_config)
-        policy.check_code(fab.content, PACKAGE)
+        policy.decide(run.fab_hash, fab.content, run.override_config, PACKAGE).enforce()
         limit_memory(policy.memory())
         if app is None:
             unpack(site, request, fab.content, policy.allow_code)

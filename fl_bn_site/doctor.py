@@ -55,15 +55,29 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
 
 
 def _policy(file: Path) -> Finding:
-    from fl_bn_site.policy import Policy, PolicyError
+    from fl_bn_site.policy import ANY, Policy, PolicyError
 
     try:
         policy = Policy.read(file)
     except PolicyError as error:
         return Finding("fail", "policy", str(error), "correct that line: until then this site refuses every run")
     lines = {spec.name.replace("_", "-"): getattr(policy, spec.name) for spec in fields(policy)}
+    lines["trusted-submitters"] = ", ".join(map(str, policy.trusted_submitters)) or ()
     set_here = [f"{name} = {value}" for name, value in lines.items() if value != getattr(Policy(), name.replace("-", "_"))]
-    return Finding("ok", "policy", f"{file}: {'; '.join(set_here) or 'takes part in every run'}")
+    text = f"{file}: {'; '.join(set_here) or 'takes part in every run'}"
+    if policy.allow_code == ANY:
+        what = f"{text}. The policy is open: whoever holds the server runs any code here, with this site's data before it"
+        return Finding("warn", "policy", what, 'write allow-code = "signed" and trusted-submitters, or allow-code = "installed"')
+    return Finding("ok", "policy", text)
+
+
+def _submitter(server: ServerFolder) -> Finding:
+    from fl_bn_site.submitters import VARIABLE, describe, key_file
+
+    if (file := key_file(server)) is None:
+        what = f"no key is found here: runs are signed elsewhere (--signed), or by the key that --key or {VARIABLE} names"
+        return Finding("ok", "submitter", f'{what}. Sites with allow-code = "signed" refuse all others')
+    return Finding("ok", "submitter", f"{describe(file)} signs runs, with {file}: once sites have real data, the key belongs elsewhere")
 
 
 def _superlink(host: str, port: int, authority: Path) -> Iterator[Finding]:
@@ -99,6 +113,7 @@ def _server(server: ServerFolder, overrides: str) -> Iterator[Finding]:
     yield from guard_each("kit", lambda: kit_files(server.path))
     yield guard("expiry", lambda: expiry([server.authority, server.certificate]))
     yield guard("site keys", lambda: site_keys(server))
+    yield guard("submitter", lambda: _submitter(server))
     yield guard("state", lambda: machine.storage("state", server.state))
     yield guard("results", lambda: machine.storage("results", server.results))
     running = _running(server.logs)

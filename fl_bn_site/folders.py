@@ -276,6 +276,11 @@ class SiteFolder(Folder):
         """Return the folder of the SuperNode's state, with the apps of the runs."""
         return self.path / "node"
 
+    @property
+    def accepted(self) -> Path:
+        """Return the folder in which the SuperNode remembers which run came with which signature."""
+        return self.node_dir / "accepted"
+
 
 def read_folder(path: Path | str) -> ServerFolder | SiteFolder:
     """Read a folder of the kit, the server's or a site's.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import tomli_w
 
+from fl_bn.flower.compat import find
 from fl_bn.support.commit import COMMIT, commit_of
 from fl_bn_site.folders import FolderError, ServerFolder
 
@@ -34,6 +35,23 @@ def project_of(server: ServerFolder) -> Path:
             f"{server.path / server.file}, or install fl-bn from its project by pip install -e"
         )
     return folder
+
+
+def build(server: ServerFolder) -> bytes:
+    """Pack the project that ``server`` submits, as the package that every site receives.
+
+    The same files make the same bytes.
+
+    Raises:
+        FolderError: A file of the project is wrong, or the package is too large for Flower.
+    """
+    project = project_of(server)
+    with stage(project) as app:
+        try:
+            package: bytes = find("build_fab_from_disk")(app)
+        except ValueError as error:
+            raise FolderError(f"{project} cannot be packed: {error}") from error
+    return package
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from cryptography.exceptions import InvalidSignature
 from fl_bn_site.certificates import is_for, key_in, names_in, public_half, read_certificate, read_public
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port
 from fl_bn_site.membership import SOON
+from fl_bn_site.policy import SUBMITTERS, Policy, PolicyError
+from fl_bn_site.submitters import PRIVATE
 
 WILDCARDS = ("0.0.0.0", "::")  # these stand for all addresses of a machine
 NEW_KIT = "ask the person who made the kit for the right file"
@@ -85,6 +87,8 @@ def _kit(folder: Path) -> Iterator[Check]:
             name,
         )
         yield _equal(f"{own / site.file}: superlink", host_port(site.superlink), (server.superlink, port))
+    for own in sorted((folder / SUBMITTERS).glob(f"*/{PRIVATE}")):
+        yield from _private(own)
     for part in parts:
         yield _same(f"{part / 'ca.crt'} is {authority}", (part / "ca.crt").read_bytes, authority.read_bytes, NEW_KIT)
 
@@ -119,12 +123,23 @@ def _site(folder: Path) -> Iterator[Check]:
     yield Check(True, f"{folder / site.file} is complete")
     yield from _dates(site.root_certificates)
     yield from _private(site.private_key)
+    yield _policy(site)
     yield _same(
         f"{site.private_key} belongs to {site.public_key}",
         lambda: public_half(site.private_key),
         lambda: read_public(site.public_key),
         "the two keys do not belong together: put back the site.key of this site.pub, by which the server knows this site",
     )
+
+
+def _policy(site: SiteFolder) -> Check:
+    """Return the check that the policy can be read, with the public keys that it names."""
+    subject = f"{site.policy} is complete"
+    try:
+        Policy.read(site.policy)
+    except PolicyError as error:
+        return Check(False, subject, f"{error}. Until then this site refuses every run")
+    return Check(True, subject)
 
 
 def _dates(path: Path) -> Iterator[Check]:
