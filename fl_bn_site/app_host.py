@@ -314,7 +314,8 @@ def answer(site: Site, request: Request, app: Any) -> None:
     try:
         policy = policy_module().Policy.read(site.policy)
         policy.check_run(context.run_config)
-        policy.decide(run.fab_hash, fab.content, run.override_config, PACKAGE).enforce()
+        decision = policy.decide(run.fab_hash, fab.content, run.override_config, PACKAGE)
+        decision.enforce()
         limit_memory(policy.memory())
         if app is None:
             unpack(site, request, fab.content, policy.allow_code)

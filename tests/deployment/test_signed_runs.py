@@ -30,9 +30,7 @@ RUN: dict[str, Any] = {
 REFUSES = {  # what is submitted: what each site that refuses it says
     "signed": {},
     "unsigned": {"signed": "allow-code = signed, but the run is not signed"},
-    "signed by a stranger": {
-        "signed": r"allow-code = signed, but the run is signed by the key SHA256:\S+, and this site trusts sub"
-    },
+    "signed by a stranger": {"signed": r"allow-code = signed, but the run is signed by the key SHA256:\S+, and this site trusts sub"},
     "package changed": {
         "signed": "allow-code = signed, but the signature of submitter is of another package or run config",
         "installed": r"allow-code = installed, but the file fl_bn/__init__\.py of the run differs",
