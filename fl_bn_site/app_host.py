@@ -49,6 +49,7 @@ from typing import Any
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent / "fl_bn"  # the package fl_bn that is installed beside this one
 PROGRAM = "flwr-clientapp"  # the program of Flower that the process of a message replaces
+OURS = "fl-bn/fl-bn"  # the id of fl-bn's own app
 INSTALLED = "fl_bn.apps.client"  # the app that runs where the policy allows only installed code
 READY = b"1"
 BUSY, IDLE, QUIET = 0.1, 0.5, 60.0  # seconds between two questions for work: BUSY, or IDLE after QUIET seconds without work
@@ -320,7 +321,7 @@ def answer(site: Site, request: Request, app: Any) -> None:
         if app is None:
             unpack(site, request, fab.content, policy.allow_code)
             app = load(site, request, policy.allow_code == "installed")
-        given, context.node_config = context.node_config, policy.limits(context.node_config)
+        given, context.node_config = context.node_config, policy.limits(placed(context, run.fab_id))
         try:
             reply = _within_memory(policy, lambda: app(message=message, context=context))
         finally:
@@ -330,6 +331,21 @@ def answer(site: Site, request: Request, app: Any) -> None:
         reply = _error(message, error)
     find("push_clientappoutputs")(stub=stub, token=request.token, message=reply, context=context)
     beat.stop()
+
+
+def placed(context: Any, app: str) -> dict[str, Any]:
+    """Return the node config of a message, with the client's place in the run for apps that are not fl-bn's.
+
+    A Flower app of one's own looks for it in ``partition-id`` and ``num-partitions``. fl-bn's finds its place itself.
+
+    Args:
+        context: Flower's context of the message.
+        app: The id of the app, PUBLISHER/NAME.
+    """
+    node, nodes = dict(context.node_config), str(context.run_config.get("client-nodes", "")).split(",")
+    if app != OURS and str(context.node_id) in nodes:
+        node |= {"partition-id": nodes.index(str(context.node_id)), "num-partitions": len(nodes)}
+    return node
 
 
 def unpack(site: Site, request: Request, fab: bytes, code: str) -> None:

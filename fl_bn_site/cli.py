@@ -199,6 +199,10 @@ def submit(
         int, typer.Option(min=0, help="start this run while fewer than so many runs go on; 0: the number in server.toml")
     ] = 0,
     key: KeyOption = None,
+    own: Annotated[
+        Path | None,
+        typer.Option("--app", metavar="FOLDER", help="a Flower app of your own, or a folder with modules: a network, a loader, a loss"),
+    ] = None,
     sign_only: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="sign the run and write it to FILE, and no more: FOLDER may be a copy on another machine"),
@@ -213,17 +217,17 @@ def submit(
     from fl_bn_site.submit import submit as run
     from fl_bn_site.submit import submit_signed
 
-    if signed and (sign_only or key or run_config):
-        raise refused(ValueError("--signed submits what was signed: --run-config, --key and --sign-only go with the signature"))
+    if signed and (sign_only or key or run_config or own):
+        raise refused(ValueError("--signed submits what was signed: --run-config, --key, --app and --sign-only go with the signature"))
     if sign_only:
         with _refusals():
-            name = write_signed(_server(folder), run_config, sign_only, key)
+            name = write_signed(_server(folder), run_config, sign_only, key, own)
             typer.echo(f"{sign_only}: {name}, signed. On the server's machine: fl-bn submit FOLDER --signed {sign_only.name}")
         return
     if signed:
         _carry_out(lambda: submit_signed(_server(folder), signed, control, _say, parallel))
         return
-    _carry_out(lambda: run(_server(folder), run_config, control, _say, parallel, key))
+    _carry_out(lambda: run(_server(folder), run_config, control, _say, parallel, key, own))
 
 
 def resume(folder: Path, name: str, control: str, key: Path | None = None) -> None:

@@ -196,7 +196,8 @@ def clientapp(site: SiteFolder) -> Command:
     This program needs no key, so it may run as another user than the SuperNode.
     """
     options = {"--appio-api-address": site.clientappio, "--policy": site.policy}
-    return Command("clientapp", (sys.executable, "-P", str(APP_HOST), *_flat(options)), _environment(site.state_dir), site.path)
+    found = {"PYTHONPATH": os.pathsep.join([*site.code, *filter(None, [os.environ.get("PYTHONPATH")])])} if site.code else {}
+    return Command("clientapp", (sys.executable, "-P", str(APP_HOST), *_flat(options)), _environment(site.state_dir) | found, site.path)
 
 
 def node_config(site: SiteFolder) -> dict[str, Scalar]:

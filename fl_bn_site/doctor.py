@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import partial
@@ -41,6 +42,7 @@ def diagnose(folder: Path, overrides: str = "") -> Iterator[Finding]:
 
 def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     node = node_config(site)
+    sys.path[:0] = [folder for folder in site.code if folder not in sys.path]  # as the ClientApp has them
     host, port = host_port(site.superlink)
     yield Finding("ok", "folder", f"{site.path}: site {site.site}")
     yield from guard_each("kit", lambda: kit_files(site.path))
@@ -48,6 +50,8 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     yield guard("gpu", lambda: machine.gpu(site.device, "site.toml"))
     yield guard("state-dir", lambda: machine.storage("state-dir", site.state_dir))
     yield guard("policy", lambda: _policy(site.policy))
+    if site.code:
+        yield guard("code", lambda: _code(site))
     running = any(_running(folder) for folder in (site.logs, site.node_dir / "logs"))
     yield guard("clientappio", lambda: network.port_free("clientappio", site.clientappio, "clientappio in site.toml", running=running))
     yield from _superlink(host, port, site.root_certificates)
@@ -69,6 +73,12 @@ def _policy(file: Path) -> Finding:
         what = f"{text}. The policy is open: whoever holds the server runs any code here, with this site's data before it"
         return Finding("warn", "policy", what, 'write allow-code = "signed" and trusted-submitters, or allow-code = "installed"')
     return Finding("ok", "policy", text)
+
+
+def _code(site: SiteFolder) -> Finding:
+    if missing := [folder for folder in site.code if not Path(folder).is_dir()]:
+        return Finding("fail", "code", f"there is no folder {missing[0]}", "correct code in site.toml, or make the folder")
+    return Finding("ok", "code", f"modules of this site's own are in {', '.join(site.code)}")
 
 
 def _submitter(server: ServerFolder) -> Finding:

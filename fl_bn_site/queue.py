@@ -206,10 +206,11 @@ class Queue:
         return config
 
     def _send(self, config: Mapping[str, Scalar], control: Control, package: bytes | None, lock: int | None = None) -> str:
+        sent = Package(build(self.server) if package is None else package)
         with tempfile.NamedTemporaryFile(prefix="fl-bn-", suffix=".fab") as file:
-            file.write(build(self.server) if package is None else package)
+            file.write(sent.content)
             file.flush()
-            return control.start_run(Path(file.name), flower_config(config), lock)
+            return control.start_run(Path(file.name), flower_config(sent.known(config)), lock)
 
     def _start(self, entry: QueuedRun, active: list[Submitted], control: Control, lock: int) -> str:
         """Start the run of ``entry``, and add it to ``active``.

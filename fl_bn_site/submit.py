@@ -18,6 +18,7 @@ from fl_bn.support.flower_config import Scalar, flower_config
 from fl_bn_site.control import SILENCE, Control, ControlError, control_of
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.membership import check_expiry
+from fl_bn_site.own_config import own_config
 from fl_bn_site.project import build
 from fl_bn_site.queue import Queue
 from fl_bn_site.queue_store import DROPPED, REFUSED, STARTED, NoQueue, QueuedRun, QueueError
@@ -61,7 +62,15 @@ UNSIGNED = (
 )
 
 
-def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = print, parallel: int = 0, key: Path | None = None) -> bool:
+def submit(
+    server: ServerFolder,
+    overrides: str,
+    address: str = "",
+    say: Say = print,
+    parallel: int = 0,
+    key: Path | None = None,
+    own: Path | None = None,
+) -> bool:
     """Submit a run, wait in the server's queue until it starts, and follow its log to the end.
 
     Args:
@@ -72,6 +81,7 @@ def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = p
         parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
             server.toml.
         key: The submitter's key, which signs the run; None: see ``submitters.key_file``.
+        own: The folder of an own app, or of own modules, as for ``project.build``.
 
     Returns:
         Whether the run completed.
@@ -83,11 +93,12 @@ def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = p
         ControlError: The SuperLink does not answer, or refuses the run.
         QueueError: The queue cannot be written.
     """
-    given, fresh = _named(server, overrides)
-    return _carry_out(server, given, address, say, parallel, fresh, _package(server, key, say))
+    package = _package(server, key, say, own)
+    given, fresh = _named(server, overrides, package)
+    return _carry_out(server, given, address, say, parallel, fresh, package)
 
 
-def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None = None) -> str:
+def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None = None, own: Path | None = None) -> str:
     """Sign a run, and write it to a file for ``submit_signed``, on a machine that may be another than the server's.
 
     Args:
@@ -95,6 +106,7 @@ def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None
         overrides: The user's keys of the run config, as for ``submit``.
         file: The file to write.
         key: The submitter's key; None: see ``submitters.key_file``.
+        own: As for ``submit``.
 
     Returns:
         The name of the run.
@@ -103,10 +115,10 @@ def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None
         ConfigError: The run config is wrong.
         FolderError: There is no key, or a file of the kit or of the project is wrong.
     """
-    given, _ = _named(server, overrides)
     if (signs := key_file(server, key)) is None:
         raise FolderError(f"there is no key to sign with: give --key or {VARIABLE} (`fl-bn kit submitter` makes one)")
-    package = Package(build(server), read_key(signs))
+    package = Package(build(server, own), read_key(signs))
+    given, _ = _named(server, overrides, package)
     write_signed(file, package.signed(Queue(server).complete_config(given)), package)
     return str(given.get("resume") or given["name"])
 
@@ -132,13 +144,22 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
         QueueError: The queue cannot be written.
     """
     signed, package = read_signed(file)
-    given = _with_defaults(server, signed)
-    RunConfig.from_mapping(_complete(server, given))
+    given = signed
+    if not _is_own(package):
+        given = _with_defaults(server, signed)
+        RunConfig.from_mapping(_complete(server, given))
     return _carry_out(server, given, address, say, parallel, False, package)
 
 
-def _named(server: ServerFolder, overrides: str) -> tuple[dict[str, Scalar], bool]:
+def _is_own(package: Package) -> bool:
+    """Return whether a package is a Flower app of one's own: it has not the keys of fl-bn's."""
+    return package.defaults is not None and not package.defaults.keys() >= RunConfig.keys().keys()
+
+
+def _named(server: ServerFolder, overrides: str, package: Package) -> tuple[dict[str, Scalar], bool]:
     """Return the user's keys with the name of the run, and whether the name was made here."""
+    if _is_own(package):
+        return own_config(package, overrides, datetime.now())
     given = _with_defaults(server, parse_overrides(overrides))
     checked = RunConfig.from_mapping(_complete(server, given))
     fresh = not checked.name and not checked.resume
@@ -147,11 +168,11 @@ def _named(server: ServerFolder, overrides: str) -> tuple[dict[str, Scalar], boo
     return given, fresh
 
 
-def _package(server: ServerFolder, key: Path | None, say: Say) -> Package:
+def _package(server: ServerFolder, key: Path | None, say: Say, own: Path | None = None) -> Package:
     file = key_file(server, key)
     if file is None:
         say(UNSIGNED)
-    return Package(build(server), read_key(file) if file else None)
+    return Package(build(server, own), read_key(file) if file else None)
 
 
 def resume(server: ServerFolder, name: str, address: str = "", say: Say = print, parallel: int = 0, key: Path | None = None) -> bool:

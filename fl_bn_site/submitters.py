@@ -6,15 +6,19 @@ import base64
 import binascii
 import getpass
 import hashlib
+import io
 import json
 import os
 import re
 import sys
 import tomllib
+import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -115,17 +119,50 @@ class Package:
         """Return the SHA-256 of the package."""
         return hashlib.sha256(self.content).hexdigest()
 
+    @cached_property
+    def _pyproject(self) -> dict[str, Any]:
+        """Return the content of the packed pyproject.toml; empty: it cannot be read."""
+        try:
+            with zipfile.ZipFile(io.BytesIO(self.content)) as archive:
+                return tomllib.loads(archive.read("pyproject.toml").decode())
+        except (zipfile.BadZipFile, KeyError, ValueError):
+            return {}
+
+    @property
+    def defaults(self) -> dict[str, Scalar] | None:
+        """Return the keys of the run config that the package knows, with their defaults; None: it cannot be read."""
+        if not self._pyproject:
+            return None
+        return flattened(self._pyproject.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {}))
+
+    @property
+    def project(self) -> str:
+        """Return the name of the packed project."""
+        return str(self._pyproject.get("project", {}).get("name", "app"))
+
+    def known(self, config: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """Return the keys of ``config`` that the package knows. Flower refuses a run with others."""
+        return {name: value for name, value in config.items() if self.defaults is None or name in self.defaults}
+
     def signed(self, config: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """Return the keys of a run config that a signature covers, with the signature.
 
         Args:
             config: The whole run config.
         """
-        kept = {name: value for name, value in config.items() if name not in OF_SERVER}
+        kept = {name: value for name, value in self.known(config).items() if name not in OF_SERVER}
         if self.key is None:
             return kept
         arrives = find("parse_config_args")([flower_config(kept)])  # as Flower passes it on
         return kept | {KEY: sign(self.key, self.code, arrives)}
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
+    """Return the keys of nested tables with dots between the names, as Flower has them in a run config."""
+    flat: dict[str, Scalar] = {}
+    for name, value in config.items():
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def write_signed(file: Path, config: Mapping[str, Scalar], package: Package) -> None:

@@ -36,6 +36,6 @@ def superlink(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(where, "control_of", control_of)
     monkeypatch.setattr("fl_bn_site.submit.time.sleep", lambda seconds: None)
     for where in (module, submit_module):
-        monkeypatch.setattr(where, "build", lambda server: b"a package")
+        monkeypatch.setattr(where, "build", lambda server, own=None: b"a package")
     monkeypatch.setattr(module, "free_memory", lambda: 100_000)
     return made

@@ -169,7 +169,12 @@ def test_the_host_hands_the_policy_s_limits_to_the_gate(tmp_path: Path, monkeypa
     def found(name: str) -> Any:
         if name == "pull_clientappinputs":
             (message,) = asked.grid._addressed([asked.message(1, 0.5)])
-            return lambda **of: (message, context, SimpleNamespace(fab_hash="", override_config={}), SimpleNamespace(content=b""))
+            return lambda **of: (
+                message,
+                context,
+                SimpleNamespace(fab_hash="", fab_id="fl-bn/fl-bn", override_config={}),
+                SimpleNamespace(content=b""),
+            )
         if name == "push_clientappoutputs":
             return lambda stub, token, message, context: (replies.append(message), contexts.append(dict(context.node_config)))
         return {"ErrorCode": ErrorCode}.get(name, MagicMock())
