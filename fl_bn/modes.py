@@ -7,8 +7,12 @@ over, or a ``train()`` of the network's own that puts parts back.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_bn.roles import named_modules
 
 MARK = "stays_in_evaluation_mode"
 
@@ -18,17 +22,26 @@ def remember_modes(model: nn.Module) -> None:
 
     A copy keeps the marks.
     """
-    for module in model.modules():
+    for module in named_modules(model).values():
         if model.training and not module.training:
             setattr(module, MARK, True)
 
 
 def train_mode(model: nn.Module) -> None:
     """Put ``model`` into training mode by its own ``train()``, except for the parts that ``remember_modes`` marked."""
-    model.train()
-    for module in model.modules():
+    modules = named_modules(model).values()
+    if own := not _trains_as_torch(modules):
+        model.train()
+    for module in modules:
         if getattr(module, MARK, False):
             module.training = False
+        elif not own and not module.training:  # torch's own train() sets it always, which is slow
+            module.training = True
+
+
+def _trains_as_torch(modules: Iterable[nn.Module]) -> bool:
+    """Tell whether no module has a ``train()`` of its own: then ``train()`` puts every part into training mode."""
+    return all(type(module).train is nn.Module.train and "train" not in vars(module) for module in modules)
 
 
 def frozen_affine(model: nn.Module) -> set[str]:
@@ -36,7 +49,7 @@ def frozen_affine(model: nn.Module) -> set[str]:
 
     The shared statistics are frozen with them.
     """
-    return {name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) and getattr(layer, "held", False)}
+    return {name for name, layer in named_modules(model).items() if isinstance(layer, _BatchNorm) and getattr(layer, "held", False)}
 
 
 def held_layers(model: nn.Module) -> set[str]:
@@ -45,9 +58,13 @@ def held_layers(model: nn.Module) -> set[str]:
     These are the layers that stay in evaluation mode while the model trains, and those of ``frozen_affine``.
     ``model`` is not changed.
     """
-    modes = {module: module.training for module in model.modules()}
+    modules = named_modules(model)
+    if _trains_as_torch(modules.values()):
+        held = {name for name, layer in modules.items() if isinstance(layer, _BatchNorm) and getattr(layer, MARK, False)}
+        return held | frozen_affine(model)
+    modes = {module: module.training for module in modules.values()}
     train_mode(model)
-    held = {name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) and not layer.training}
+    held = {name for name, layer in modules.items() if isinstance(layer, _BatchNorm) and not layer.training}
     for module, mode in modes.items():
         module.training = mode
     return held | frozen_affine(model)

@@ -17,6 +17,7 @@ from fl_bn.run.assembly import (
     network,
     partition_of,
     task,
+    training,
 )
 from fl_bn.run.device import device
 
@@ -51,9 +52,9 @@ def build_client(context: Context, folder: Path | None = None) -> BatchNormClien
         exchange=ExchangeAddresses.of(node),
         state=kept if "state-dir" in node or config.checkpoint_every else None,
     )
-    lent, training = network(config, where), config.local_training()
+    lent = network(config, where)
     tells, learns = (config.unseen_client, config.share_drift), task(config, train.y)
-    return BatchNormClient(lent, lent.method, training, site, context.state, config.seed, *tells, learns)
+    return BatchNormClient(lent, lent.method, training(config), site, context.state, config.seed, *tells, learns)
 
 
 app = make_app()

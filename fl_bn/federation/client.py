@@ -7,12 +7,14 @@ application's.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from operator import index
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -505,8 +507,8 @@ def check_optimizer(objective: Objective, optimizer: Optimizer) -> None:
 
 def _finite(sections: Sections) -> bool:
     """Tell whether all numbers in ``sections`` are finite."""
-    floats = [tensor for tensors in sections.values() for tensor in tensors.values() if tensor.is_floating_point()]
-    return all(bool(tensor.isfinite().all()) for tensor in floats)
+    floats = [tensor for tensors in sections.values() for tensor in tensors.values() if tensor.is_floating_point() and tensor.numel()]
+    return all(math.isfinite(end.item()) for tensor in floats for end in torch.aminmax(tensor))
 
 
 def _no_full_gradient() -> dict[str, Tensor]:

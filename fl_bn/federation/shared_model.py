@@ -21,8 +21,9 @@ from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
 from fl_bn.federation.blocks import fits
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.intake import PartialAverage
+from fl_bn.federation.network import Copy
 from fl_bn.federation.optimizers import ServerOptimizer
-from fl_bn.federation.payload import Named, Sections, decode_moments, signature, tensor_name
+from fl_bn.federation.payload import Named, Sections, decode_moments, tensor_name
 from fl_bn.federation.recalibration import epsilons
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
@@ -102,7 +103,8 @@ class SharedModel:
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
         self.method, self._auxiliary_kinds, self._clients = method, auxiliary, clients
         self._source, self.model = model, convert(model, method).cpu()
-        self.signature = signature(self.model, method)
+        self._copy = Copy.of(self.model, method)
+        self.signature = self._copy.network.signature
         layers, state = self.model.named_modules(remove_duplicate=False), model.state_dict()
         counters = [tensor_name(name, "num_batches_tracked") for name, layer in layers if isinstance(layer, _BatchNorm)]
         self._counters = {name: state[name].clone() for name in counters if name in state}
@@ -126,20 +128,20 @@ class SharedModel:
 
     def sections(self) -> Sections:
         """Copy the shared tensors, by section."""
-        state = self.model.state_dict()
+        state = self._copy.state
         wanted = self._expected.sections
         return {section: {name: state[name].detach().clone() for name in names} for section, names in wanted.items()}
 
     def start(self) -> Sections:
         """Return section ``START``, the initial values of the tensors that clients keep; no section if they keep none."""
-        state, names = self.model.state_dict(), self._at_home
+        state, names = self._copy.state, self._at_home
         return {schema.START: {name: state[name].detach().clone() for name in names}} if names else {}
 
     def instruction_to_train(
         self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float, rate_share: float = 1.0
     ) -> Instruction:
         """Return the instruction to train: the weights to start from by ``optimizer``, and the auxiliary tensors."""
-        sections, state = self.sections(), self.model.state_dict()
+        sections, state = self.sections(), self._copy.state
         ahead = optimizer.lookahead({name: state[name] for name in self._learnable})
         sections["weights"] |= {name: tensor.to(state[name].dtype) for name, tensor in ahead.items()}
         if ahead and self._recomputes:
@@ -173,7 +175,7 @@ class SharedModel:
             batches: Training batches of one client since the start, which BatchNorm's counters add.
             kept: Names of tensors that clients keep and the file has, too.
         """
-        role, state = roles(self.model), self.model.state_dict()
+        role, state = roles(self.model), self._copy.state
         saved = {name: tensors.get(name, state[name]) for name in state if name in kept or not self.method.keeps(role[name])}
         saved |= {name: count + batches for name, count in self._counters.items() if name in saved}
         plain = plain_names(self._source) | plain_names(self.model)
@@ -185,7 +187,7 @@ class SharedModel:
 
     def load(self, tensors: Named) -> None:
         """Load tensors by name."""
-        load_tensors(self.model, tensors)
+        self._copy.load(tensors)
 
     def to_unit_scale(self) -> None:
         """Bring the weights to unit scale, see ``unit_scale.rescaled``.
@@ -200,7 +202,7 @@ class SharedModel:
             return
         LOGGER.info("unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(sources), len(self.layers))
         eps, self.scales = epsilons(self.model), dict.fromkeys(sources, self.method.scale)
-        load_tensors(self.model, rescaled(self.model.state_dict(), self.statistics(), eps, sources, self.method.scale))
+        self._copy.load(rescaled(self._copy.state, self.statistics(), eps, sources, self.method.scale))
 
     def was_at_unit_scale(self) -> None:
         """Note that the run, which continues from a checkpoint, was brought to unit scale when it began."""
@@ -224,7 +226,7 @@ class SharedModel:
             ours, theirs = (f"{tuple(t[name].shape)} {t[name].dtype}" if name in t else "nothing" for t in (mine, saved))
             if ours != theirs:
                 raise ValueError(f"{name}: the run shares {ours}, but the checkpoint has {theirs}")
-        load_tensors(self.model, tensors)
+        self._copy.load(tensors)
         self.auxiliary = {k: {name: auxiliary[f"{k}/{name}"] for name in section} for k, section in self.auxiliary.items()}
 
     def auxiliary_tensors(self) -> dict[str, Tensor]:
@@ -244,11 +246,11 @@ class SharedModel:
         self._load_all(_named(statistics))
 
     def _load_all(self, tensors: Mapping[str, Tensor]) -> None:
-        state = self.model.state_dict()
+        state = self._copy.state
         for name, tensor in tensors.items():
             if not fits(tensor, state[name].dtype, state[name]):
                 raise NotFinite(name)
-        load_tensors(self.model, tensors)
+        self._copy.load(tensors)
 
     def change(self, step: ServerStep, statistics: Mapping[str, Running]) -> list[float]:
         """Make one server step, and store the new shared ``statistics``: all of it or, if anything is not finite, nothing.
@@ -261,7 +263,7 @@ class SharedModel:
         Raises:
             NotFinite: The model's dtype cannot hold the result, or the weights that clients would start from.
         """
-        before, state = step.optimizer.buffers(), self.model.state_dict()
+        before, state = step.optimizer.buffers(), self._copy.state
         try:
             new, distances = self._stepped(step)
             auxiliary = self._auxiliary(step.parts, step.weights)
@@ -282,7 +284,7 @@ class SharedModel:
         """Compute the new weights in float64, in the memory of the average, and the distances of a defence."""
         parts, weights, defence = step.parts, step.weights, step.defence
         section, distances = "gradients" if "gradients" in parts[0].sections else "weights", list[float]()
-        state, tensors = self.model.state_dict(), [part.sections[section] for part in parts]
+        state, tensors = self._copy.state, [part.sections[section] for part in parts]
         if not tensors[0]:
             return {}, distances  # all weights stay home
         if step.folded is not None:

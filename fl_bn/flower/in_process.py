@@ -33,6 +33,7 @@ from fl_bn.federation.engines.workers import Workers, cores
 from fl_bn.flower.compat import address, identify
 from fl_bn.flower.log import log
 from fl_bn.flower.wire.fields import config_of
+from fl_bn.support.gpu import on_gpu
 from fl_bn.support.user_code import OWN
 
 OWNER = {"allow-modules": OWN}  # the user owns this process, so the run config may name modules
@@ -210,7 +211,7 @@ def run_in_process(
     Args:
         config: the run config (the keys of ``[tool.flwr.app.config]``). ``clients`` in it is the number of
             nodes, and ``workers`` the number of processes that compute clients: 0 starts one per core once the
-            rounds that are left are worth it. Without the key this process computes all.
+            rounds that are left are worth it, but none for a GPU. Without the key this process computes all.
         server_app: the ServerApp, or its import path ``module:name``.
         client_app: the ClientApp, or its import path ``module:name``.
         workers: processes that were started before. They end with the run.
@@ -227,6 +228,7 @@ def run_in_process(
     _loaded(client_app, ClientApp)
     count = int(config.get("workers", 1))
     decides = count == 0 and config.get("engine") != VECTORISED and isinstance(client_app, str)
+    decides = decides and not on_gpu(str(config.get("device", "auto")))  # whose processes take turns
     pace = Pace(cores() // int(config.get("threads", 1)), int(config.get("rounds", 0))) if decides else None
     grid = InProcessGrid(client_app, int(config["clients"]), config, workers or (Workers(count) if count > 1 else None), pace)
     context = Context(run_id=1, node_id=0, node_config=dict(OWNER), state=RecordDict(), run_config=dict(config))

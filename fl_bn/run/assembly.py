@@ -31,6 +31,7 @@ from fl_bn.federation.best import EarlyStop, KeepBest
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import Network
+from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.compat import federation_config
 from fl_bn.flower.log import LOGGER
 from fl_bn.models import build
@@ -289,6 +290,12 @@ def network(config: RunConfig, device: torch.device) -> Network:
     return Network(laid_out(at_client(config), device), config.build_method(), device)
 
 
+@lru_cache(maxsize=4)
+def training(config: RunConfig) -> LocalTraining:
+    """Return the settings of local training."""
+    return config.local_training()
+
+
 def laid_out(config: RunConfig, device: torch.device) -> nn.Module:
     """Return ``client_model(config)`` in the memory format of the run. Copy it before a change."""
     model = client_model(config)
@@ -429,7 +436,7 @@ def _check_columns(config: RunConfig, data: Dataset) -> None:
 
 def forget() -> None:
     """Clear the caches of data and networks in this process, to free their memory."""
-    for cached in (_dataset, _without, _validated, source_model, client_model, network, partitions, client_samples):
+    for cached in (_dataset, _without, _validated, source_model, client_model, network, training, partitions, client_samples):
         cached.cache_clear()
 
 

@@ -32,6 +32,7 @@ from fl_bn.run.checkpoints import CONFIG, FOLDER
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.history import read_rows
 from fl_bn.support import durable, locks
+from fl_bn.support.gpu import mps_runs, on_gpu
 
 CENTRALISED = "centralised"  # in a sweep, the name of training on all clients' data; also as centralised-METHOD
 OUTCOME = "cell.json"
@@ -232,6 +233,7 @@ def run_cells(
     jobs = at_a_time(min(jobs or cores(), len(todo)), todo)
     if jobs > 1:  # the runs share the cores: none of them starts workers unasked
         todo = [replace(cell, config=replace(cell.config, workers=cell.config.workers or 1)) for cell in todo]
+        _warn_of_turns(jobs, todo)
     total = sum(cell.config.rounds for cell in cells)
     finished = total - sum(cell.config.rounds for cell in todo)
     errors: dict[str, str] = {}
@@ -274,6 +276,16 @@ def run_cells(
             waiting + left[jobs + 1 :],
         )  # cells begin in this order, and the pool takes one more than it has workers
     return errors
+
+
+def _warn_of_turns(jobs: int, cells: Sequence[Cell]) -> None:
+    """Warn if several runs would share a GPU that computes one of them at a time."""
+    if any(on_gpu(cell.config.device) for cell in cells) and not mps_runs():
+        LOGGER.warning(
+            "%s runs at a time share a GPU, which computes one of them at a time. Start NVIDIA's MPS (nvidia-cuda-mps-control -d), with "
+            "which they compute together; for small networks, --run-config \"device='cpu'\" is faster, too (docs/how-to/gpu.md)",
+            jobs,
+        )
 
 
 def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:

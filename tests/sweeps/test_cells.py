@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from experiments.kept import finished
 from fl_bn.flower import RunFailed
@@ -159,3 +160,30 @@ def test_a_failed_cell_that_another_process_runs_again_keeps_its_folder(tmp_path
     assert cell.path.exists()
     cell.remove_failed()
     assert not cell.path.exists()  # control
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "mps", "jobs", "warned"),
+    [("auto", True, False, 2, True), ("cuda:0", True, False, 2, True), ("auto", True, True, 2, False), ("auto", True, False, 1, False),
+     ("cpu", True, False, 2, False), ("auto", False, False, 2, False)],
+)  # fmt: skip
+def test_runs_that_take_turns_on_a_gpu_are_told_of(
+    device: str,
+    gpu: bool,
+    mps: bool,
+    jobs: int,
+    warned: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if mps:
+        (tmp_path / "control").touch()
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    todo = [
+        Cell(RunConfig.from_mapping({"output": str(tmp_path), "name": name, "rounds": 1, "device": device, "model": "no"})) for name in "ab"
+    ]
+    cells.run_cells(todo, jobs, lambda done, total: None)  # no such model: each fails at once
+    assert ("2 runs at a time share a GPU" in caplog.text) is warned

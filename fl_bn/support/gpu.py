@@ -1,0 +1,22 @@
+"""Tell whether runs of this machine compute on a GPU, and whether several of them can do so at the same time."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+MPS = Path(tempfile.gettempdir(), "nvidia-mps")
+"""Where the daemon of NVIDIA's Multi-Process Service listens, unless its own variable says otherwise."""
+
+
+def on_gpu(device: str) -> bool:
+    """Return whether a run with this ``device`` in its run config computes on a GPU: ``auto`` does if there is one."""
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def mps_runs() -> bool:
+    """Return whether the daemon of NVIDIA's Multi-Process Service runs, with which processes share a GPU at the same time."""
+    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS)) / "control").exists()
