@@ -17,14 +17,16 @@ where there is no warm process yet. It ends after its message, so no message can
 exit), the watcher tells the SuperNode why, and the SuperNode tells the server (``supernode.py``).
 
 The SuperNode refuses runs by ``allow-code`` before their packages are kept (``admission.py``). The process of a
-message checks the policy of the site (``policy.py``) again before it loads any code of the run. This
-program belongs to the site, not to the run. It is therefore run by its path, and loads ``compat``, ``endings``
-and ``policy`` by their paths: an import of ``fl_bn`` could find the version that the run brings.
+message checks the policy of the site (``policy.py``) again before it loads any code of the run. It writes a line of the
+audit log (``audit.py``) before its answer leaves. This program belongs to the site, not to the run. It is therefore run
+by its path, and loads the site's other modules by theirs: an import of ``fl_bn`` could find the version that the run
+brings.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -55,6 +57,7 @@ READY = b"1"
 BUSY, IDLE, QUIET = 0.1, 0.5, 60.0  # seconds between two questions for work: BUSY, or IDLE after QUIET seconds without work
 ED25519 = "cryptography.hazmat.primitives.asymmetric.ed25519"  # for the signatures of runs
 PRELOADED = ("numpy", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib", ED25519)
+REFUSALS = ("NotAllowed", "Refused")  # errors by which the site's policy, or the app's gate, refuses
 MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # how torch and NumPy report it
 
 find = runpy.run_path(str(PACKAGE / "flower" / "compat.py"))["find"]
@@ -86,12 +89,14 @@ class Site:
         address: The address on which the SuperNode listens for this program, HOST:PORT.
         home: The folder in which apps are unpacked.
         policy: The policy file of the site; None: the site has none, and everything is allowed.
+        audit: The folder of the site's audit log; None: no log is written.
         cold_process: The process id of the cold process; 0: it is not known yet.
     """
 
     address: str
     home: Path
     policy: Path | None = None
+    audit: Path | None = None
     cold_process: int = 0
 
     def app_folder(self, request: Request) -> Path:
@@ -101,13 +106,18 @@ class Site:
 
 
 def policy_module() -> ModuleType:
-    """Load the ``policy.py`` of this site.
+    """Load the ``policy.py`` of this site."""
+    return site_module("policy")
 
-    It has a module name of its own, so that it cannot be confused with the ``policy.py`` of a run.
+
+def site_module(file: str) -> ModuleType:
+    """Load ``FILE.py`` of this site.
+
+    It has a module name of its own, so that it cannot be confused with the one of a run.
     """
-    name = "policy_of_this_site"
+    name = f"{file}_of_this_site"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, HERE / "policy.py")
+        spec = importlib.util.spec_from_file_location(name, HERE / f"{file}.py")
         assert spec is not None
         assert spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -312,23 +322,27 @@ def answer(site: Site, request: Request, app: Any) -> None:
     beat = find("HeartbeatSender")(find("make_app_heartbeat_fn_grpc")(stub, request.token))
     beat.start()
     message, context, run, fab = find("pull_clientappinputs")(stub=stub, token=request.token)
+    record = Record(site, message, context.run_config, fab.content)
     try:
         policy = policy_module().Policy.read(site.policy)
         policy.check_run(context.run_config)
         decision = policy.decide(run.fab_hash, fab.content, run.override_config, PACKAGE)
         decision.enforce()
+        record.submitted_by(decision.submitter)
         limit_memory(policy.memory())
         if app is None:
             unpack(site, request, fab.content, policy.allow_code)
             app = load(site, request, policy.allow_code == "installed")
+        record.listen()
         given, context.node_config = context.node_config, policy.limits(placed(context, run.fab_id))
         try:
             reply = _within_memory(policy, lambda: app(message=message, context=context))
         finally:
             context.node_config = given
         policy.check_reply(*policy_module().summary_of(reply))
+        reply = record.checked(reply)
     except Exception as error:
-        reply = _error(message, error)
+        reply = record.failed(error)
     find("push_clientappoutputs")(stub=stub, token=request.token, message=reply, context=context)
     beat.stop()
 
@@ -346,6 +360,57 @@ def placed(context: Any, app: str) -> dict[str, Any]:
     if app != OURS and str(context.node_id) in nodes:
         node |= {"partition-id": nodes.index(str(context.node_id)), "num-partitions": len(nodes)}
     return node
+
+
+class Record:
+    """Write what leaves the site in the answer to one message to its audit log, before it leaves.
+
+    Args:
+        site: The site.
+        message: The message.
+        run_config: The run config.
+        fab: The archive of the run's app.
+    """
+
+    def __init__(self, site: Site, message: Any, run_config: Any, fab: bytes) -> None:
+        self._folder, self._message = site.audit, message
+        if self._folder is not None:
+            self._about = site_module("leaving").about(message, run_config, hashlib.sha256(fab).hexdigest())
+
+    def submitted_by(self, name: str) -> None:
+        """Write the name of the submitter from now on. Empty: the site does not know it."""
+        if self._folder is not None:
+            self._about["submitter"] = name or None
+
+    def listen(self) -> None:
+        """Write the vectors of a layer-wise exchange, too. They leave the app beside its answer."""
+        if self._folder is not None and (departures := sys.modules.get("fl_bn.support.departures")) is not None:
+            exchanged, asked = site_module("leaving").exchanged, self._message.metadata.message_type
+            departures.listen(lambda *vector: self._write({"message": "exchange", **exchanged(asked, *vector)}))
+
+    def checked(self, reply: Any) -> Any:
+        """Return the answer once its line is written.
+
+        Raises:
+            AuditError: The line cannot be written.
+        """
+        if self._folder is not None:
+            self._write(site_module("leaving").answered(self._message.metadata.message_type, reply))
+        return reply
+
+    def failed(self, error: Exception) -> Any:
+        """Return the error that leaves in place of an answer. Where its line cannot be written either, it says so."""
+        reply = _error(self._message, error)
+        refusal = "refused" if any(kind.__name__ in REFUSALS for kind in type(error).__mro__) else "failed"
+        try:
+            if self._folder is not None:
+                self._write(site_module("leaving").answered(self._message.metadata.message_type, reply, refusal))
+        except site_module("audit").AuditError as unwritten:
+            return _error(self._message, unwritten)
+        return reply
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        site_module("audit").append(self._folder, {**self._about, **entry})
 
 
 def unpack(site: Site, request: Request, fab: bytes, code: str) -> None:
@@ -423,6 +488,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--appio-api-address", required=True, help="address on which the SuperNode listens, HOST:PORT")
     made.add_argument("--policy", type=Path, help="the site's policy file")
+    made.add_argument("--audit", type=Path, help="the folder of the site's audit log; without it no log is written")
     made.add_argument("--health-server-address", help="address on which to answer health checks, HOST:PORT")
     return made
 
@@ -436,7 +502,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(str(error))
     home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr")).absolute()
-    site = Site(given.appio_api_address, home, given.policy)
+    site = Site(given.appio_api_address, home, given.policy, given.audit and given.audit.absolute())
 
     requests, lines = os.pipe()
     told, ready = os.pipe()

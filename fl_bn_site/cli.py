@@ -17,6 +17,7 @@ from rich.console import Group
 from rich.markup import escape
 
 from fl_bn.cli.refusal import refused
+from fl_bn_site.audit_command import audit
 
 if TYPE_CHECKING:
     from fl_bn_site.folders import ServerFolder
@@ -137,11 +138,14 @@ def renew(
 
 
 @kit.command()
-def verify(folder: Annotated[Path, typer.Argument(help="a kit, its server folder, or one of its sites")]) -> None:
-    """Check whether the parts of a kit fit together: certificates, keys, modes, TOML files. Exit code 1 if not."""
+def verify(
+    folder: Annotated[Path, typer.Argument(help="a kit, its server folder, or one of its sites")],
+    noted: Annotated[str, typer.Option(metavar="HASH", help="of a line of the site's audit log that was noted elsewhere")] = "",
+) -> None:
+    """Check whether the parts of a kit fit together: certificates, keys, modes, TOML files, audit logs. Exit code 1 if not."""
     from fl_bn_site.verify import verify as checks_of
 
-    checks = checks_of(folder.absolute())
+    checks = checks_of(folder.absolute(), noted)
     for check in checks:
         typer.echo(str(check))
     failed = sum(not check.ok for check in checks)
@@ -454,7 +458,7 @@ def _split(text: str) -> list[str]:
 
 def add_to(app: typer.Typer, panel: str) -> None:
     """Add the commands of a deployment to ``app``, under the heading ``panel`` of its help."""
-    for command in (start, register, submit, status, runs, abort, fetch, queue):
+    for command in (start, register, submit, status, runs, abort, fetch, queue, audit):
         app.command(rich_help_panel=panel)(command)
     from fl_bn_site import cli_signing
 

@@ -195,7 +195,7 @@ def clientapp(site: SiteFolder) -> Command:
 
     This program needs no key, so it may run as another user than the SuperNode.
     """
-    options = {"--appio-api-address": site.clientappio, "--policy": site.policy}
+    options = {"--appio-api-address": site.clientappio, "--policy": site.policy, "--audit": site.audit_log}
     found = {"PYTHONPATH": os.pathsep.join([*site.code, *filter(None, [os.environ.get("PYTHONPATH")])])} if site.code else {}
     return Command("clientapp", (sys.executable, "-P", str(APP_HOST), *_flat(options)), _environment(site.state_dir) | found, site.path)
 

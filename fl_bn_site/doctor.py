@@ -49,6 +49,8 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     yield guard("expiry", lambda: expiry([site.root_certificates], mend="ask the server's operator for another kit"))
     yield guard("gpu", lambda: machine.gpu(site.device, "site.toml"))
     yield guard("state-dir", lambda: machine.storage("state-dir", site.state_dir))
+    if site.audit is not None:  # else it is in state-dir
+        yield guard("audit", lambda: machine.storage("audit", site.audit_log))
     yield guard("policy", lambda: _policy(site.policy))
     if site.code:
         yield guard("code", lambda: _code(site))

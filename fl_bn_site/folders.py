@@ -265,6 +265,7 @@ class SiteFolder(Folder):
     clientappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9094", host_port)
     poll_seconds: float = _line("between questions to the server while a run is on (3 s when there is none)", 0.5, _pace)
     policy: Path = _line("what this site takes part in, if the file is there", "policy.toml", _given)
+    audit: Path | None = _line("where it is written what left this site; empty: the folder audit in state-dir", "")
 
     file = "site.toml"
     gone = dict.fromkeys(("partition-id", "num-partitions"), "the server tells a site its place with every run")
@@ -274,6 +275,11 @@ class SiteFolder(Folder):
             parts = [str(_within(self.path, part.strip())) for part in self.data_path.split(",")]
             object.__setattr__(self, "data_path", ",".join(parts))
         object.__setattr__(self, "code", tuple(str(_within(self.path, folder)) for folder in self.code))
+
+    @property
+    def audit_log(self) -> Path:
+        """Return the folder of the audit log."""
+        return self.audit or self.state_dir / "audit"
 
     @property
     def public_key(self) -> Path:

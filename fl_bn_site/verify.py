@@ -1,4 +1,4 @@
-"""Check the certificates, keys, file modes and TOML files of a kit, or of one of its folders: ``fl-bn kit verify``."""
+"""Check the certificates, keys, file modes, TOML files and audit logs of a kit, or of one of its folders: ``fl-bn kit verify``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
 
+from fl_bn_site.audit_check import check, is_log
 from fl_bn_site.certificates import is_for, key_in, names_in, public_half, read_certificate, read_public
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port
 from fl_bn_site.membership import SOON
@@ -37,11 +38,12 @@ class Check:
         return f"ok    {self.subject}" if self.ok else f"fail  {self.subject}: {self.remedy}"
 
 
-def verify(folder: Path) -> list[Check]:
-    """Make all checks of a whole kit, of the server's folder, or of a site's folder.
+def verify(folder: Path, noted: str = "") -> list[Check]:
+    """Make all checks of a whole kit, of the server's folder, of a site's folder, or of the folder of an audit log.
 
     Args:
-        folder: The folder. Its files show which of the three it is.
+        folder: The folder. Its files show which of them it is.
+        noted: The hash of a line of a site's audit log that was noted elsewhere; empty: none.
 
     Returns:
         The results. A fault is a failed check: this function raises nothing.
@@ -49,7 +51,9 @@ def verify(folder: Path) -> list[Check]:
     if (folder / ServerFolder.file).exists():
         return list(_server(folder))
     if (folder / SiteFolder.file).exists():
-        return list(_site(folder))
+        return list(_site(folder, noted))
+    if is_log(folder):
+        return list(_audit(folder, noted))
     if (folder / "authority").is_dir() or (folder / "server").is_dir():
         return list(_kit(folder))
     return [
@@ -114,7 +118,7 @@ def _server(folder: Path) -> Iterator[Check]:
         yield _readable(server.public_key(name))
 
 
-def _site(folder: Path) -> Iterator[Check]:
+def _site(folder: Path, noted: str = "") -> Iterator[Check]:
     try:
         site = SiteFolder.read(folder)
     except FolderError as error:
@@ -130,6 +134,25 @@ def _site(folder: Path) -> Iterator[Check]:
         lambda: read_public(site.public_key),
         "the two keys do not belong together: put back the site.key of this site.pub, by which the server knows this site",
     )
+    if site.audit_log.is_dir():
+        yield from _audit(site.audit_log, noted)
+
+
+def _audit(folder: Path, noted: str) -> Iterator[Check]:
+    try:
+        found = check(folder, noted)
+    except OSError as error:
+        yield Check(False, f"the audit log in {folder} can be read", f"{_reason(error)}; ask its owner to run this command")
+        return
+    if not found.faults:
+        last = f"; the last has the hash {found.head}" if found.lines else ""
+        gone = f" (lines 1 to {found.forgotten} were removed by `fl-bn audit --forget`)" if found.forgotten else ""
+        yield Check(True, f"the audit log in {folder} is whole, {found.lines} lines{gone}{last}")
+    for fault in found.faults:
+        yield Check(False, f"the audit log in {folder} is whole", fault)
+    if noted:
+        remedy = "no line has it, so the log was computed anew or removed since it was noted, or the hash is another log's"
+        yield Check(bool(found.noted), f"the audit log in {folder} has a line with the hash {noted}", remedy)
 
 
 def _policy(site: SiteFolder) -> Check:

@@ -58,6 +58,7 @@ FLOWER_PRIVATE = "fl_bn/flower/compat.py"  # the one file that may name anything
 FLOWER = {  # the files outside fl_bn/flower that use Flower, and all of it that they may
     "fl_bn/apps/server.py": {"flwr.app", "flwr.serverapp"},
     "fl_bn/apps/client.py": {"flwr.app", "flwr.clientapp"},
+    "fl_bn_site/leaving.py": {"flwr.app"},
     "fl_bn_site/app_host.py": {"flwr.app"},
     "fl_bn_site/supernode.py": {"flwr.app"},
 }

@@ -2,11 +2,13 @@
 
     python requirements.py cpu FOLDER
 
-The program reads pyproject.toml and constraints.txt in FOLDER. It writes requirements.txt, constraints.txt and options.txt
-there.
+The program reads pyproject.toml, constraints.txt and requirements.hashed.txt in FOLDER. It writes requirements.txt,
+constraints.txt, options.txt and hashed.txt there. hashed.txt is what pip checks by hashes before all else. It is empty
+where there are none: without CUDA, where torch is another build, and on other machines than x86_64.
 """
 
 import os
+import platform
 import re
 import sys
 import tomllib
@@ -14,6 +16,7 @@ from pathlib import Path
 
 EXTRAS = ("deployment", "report", "vision")
 VARIANTS = ("cpu", "gpu")
+HASHED = "x86_64"  # the machine for which requirements.hashed.txt has hashes
 CUDA = re.compile(r"^(cuda|nvidia|triton)\b")  # packages that only torch with CUDA needs
 PINNED = re.compile(r"^(torch|torchvision)==([^+;\s]+)")  # packages that have separate builds without CUDA, as 2.9.0+cpu
 
@@ -35,6 +38,8 @@ def main(variant: str, folder: Path) -> None:
     (folder / "requirements.txt").write_text("\n".join(requirements(project)) + "\n")
     lines = (folder / "constraints.txt").read_text().splitlines()
     (folder / "constraints.txt").write_text("\n".join(constraints(lines, variant)) + "\n")
+    checked = variant == "gpu" and platform.machine() == HASHED
+    (folder / "hashed.txt").write_text((folder / "requirements.hashed.txt").read_text() if checked else "")
     index = os.environ.get("TORCH_INDEX", "")
     (folder / "options.txt").write_text(f"--extra-index-url {index}\n" if variant == "cpu" and index else "")
 

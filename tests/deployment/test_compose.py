@@ -6,6 +6,7 @@ import argparse
 import copy
 import fnmatch
 import os
+import platform
 import re
 import shutil
 import socket
@@ -158,7 +159,7 @@ def faults(compose: Compose) -> list[str]:
             "cap_drop": ["ALL"],
             "security_opt": ["no-new-privileges:true"],
             "tmpfs": ["/tmp"],
-            "image": "fl-bn",
+            "image": "${FL_BN_IMAGE:-fl-bn}",
         }
         found += [f"{name}: {key} is not {value}" for key, value in hardened.items() if service.get(key) != value]
         found += [f"{name}: has {key}" for key in ("privileged", "cap_add", "devices", "pid", "ipc") if key in service]
@@ -311,7 +312,7 @@ def test_the_variant_without_cuda_installs_none(tmp_path: Path) -> None:
     for variant in ("cpu", "gpu"):
         folder = tmp_path / variant
         folder.mkdir()
-        for name in ("pyproject.toml", "constraints.txt"):
+        for name in ("pyproject.toml", "constraints.txt", "requirements.hashed.txt"):
             shutil.copy(ROOT / name, folder)
         words = [sys.executable, str(ROOT / "deploy/docker/requirements.py"), variant, str(folder)]
         subprocess.run(words, check=True, env={**os.environ, "TORCH_INDEX": "https://example.org/cpu"}, timeout=60)
@@ -324,6 +325,9 @@ def test_the_variant_without_cuda_installs_none(tmp_path: Path) -> None:
     assert (tmp_path / "cpu/options.txt").read_text() == "--extra-index-url https://example.org/cpu\n"
     assert (tmp_path / "gpu/options.txt").read_text() == ""
     assert (tmp_path / "cpu/requirements.txt").read_text() == (tmp_path / "gpu/requirements.txt").read_text()
+    assert (tmp_path / "cpu/hashed.txt").read_text() == "", "another build of torch, of which there are no hashes"
+    hashed = (ROOT / "requirements.hashed.txt").read_text() if platform.machine() == "x86_64" else ""
+    assert (tmp_path / "gpu/hashed.txt").read_text() == hashed
     wrong = subprocess.run([*words[:2], "tpu", str(folder)], capture_output=True, text=True, timeout=60, check=False)
     assert (wrong.returncode, wrong.stderr) == (1, "VARIANT must be cpu or gpu, but got 'tpu'\n")
 

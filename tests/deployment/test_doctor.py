@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from fl_bn.checks import machine
 from fl_bn.checks.run import diagnose as diagnose_here
 from fl_bn.cli.main import app
 from fl_bn.support.finding import Finding
+from fl_bn_site.audit import append
 from fl_bn_site.doctor import diagnose
 from tests.deployment import tls_servers
 from tests.deployment.broken import BROKEN, Setup, made
@@ -54,6 +56,21 @@ def test_a_sound_site_is_found_sound(setup: Setup) -> None:
     assert checks >= {check for _, check, _ in BROKEN.values()}  # all that the broken ones are told by are made
     assert not list(setup.site.rglob(".fl-bn-doctor*"))
     assert not (setup.site / "state").exists()
+
+
+def test_an_audit_log_that_cannot_be_written_or_was_changed_is_found(setup: Setup) -> None:
+    """No answer would leave such a site."""
+    file, log = setup.site / "site.toml", setup.site.parent / "log"
+    file.write_text(re.sub('(?m)^audit = ""', f'audit = "{log}"', file.read_text()))
+    log.write_text("a file")
+    assert list(failed(list(diagnose(setup.site)))) == ["audit"]
+    log.unlink()
+    assert failed(list(diagnose(setup.site))) == {}
+    for _ in range(2):
+        append(log, {"run": "1"})
+    assert failed(list(diagnose(setup.site))) == {}
+    (log / "audit-000001.jsonl").write_text("")
+    assert failed(list(diagnose(setup.site))).keys() == {"kit"}
 
 
 @pytest.mark.parametrize("name", list(BROKEN))

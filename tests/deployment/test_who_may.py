@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from fl_bn.flower.compat import find
+from fl_bn_site.audit import append, files_in
 from fl_bn_site.certificates import make_authority
 from fl_bn_site.commands import commands
 from fl_bn_site.folders import SiteFolder
@@ -111,6 +112,18 @@ def test_the_app_does_not_reach_what_the_site_accepted(site: Path) -> None:
     assert not may(APP, "write", site / "submitters")
     assert not may(APP, "write", site / "submitters/submitter.pub")
     assert may(APP, "read", site / "submitters/submitter.pub")
+
+
+@root_only
+def test_the_supernode_neither_reads_nor_changes_the_audit_log(site: Path) -> None:
+    log = SiteFolder.read(site).audit_log
+    append(log, {"run": "1"})
+    for path in (log, *log.iterdir()):
+        os.chown(path, APP, APP)
+    (lines,) = files_in(log)
+    assert not any(may(KEY, what, path) for what in ("read", "write") for path in (lines, log / "head"))
+    assert may(APP, "write", lines)
+    assert not may(STRANGER, "read", lines)
 
 
 @root_only

@@ -18,6 +18,7 @@ from tests.deployment.federation import ROOT, differing, in_process, wait_until
 
 GUIDES = (
     "deploy/README.md",
+    "docs/how-to/audit.md",
     "docs/how-to/machines.md",
     "docs/how-to/operate.md",
     "docs/how-to/upgrade.md",

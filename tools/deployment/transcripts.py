@@ -70,6 +70,22 @@ def run(t: Terminal) -> None:
     t.same_bits("first", config)
 
 
+def audit(t: Terminal) -> None:
+    t.say("Guide: [What a site sent](audit.md). Typed at the site `A`, whose officer reads it without the server.")
+    out = t.type("fl-bn audit kit/sites/A")
+    noted = re.sub(r"\s", "", out.rpartition("has the hash")[2])[:12]
+    t.type("fl-bn audit kit/sites/A --run first --message train --rounds 1-2 --csv")
+    t.type(f"fl-bn kit verify kit/sites/A --noted {noted}", keep="audit log|checks")
+    t.say("What the server says of `A` in the same run:")
+    t.type("grep -E '^client|,A,' kit/server/results/first/disclosure.csv")
+    t.say("Somebody takes a line out of the log, and puts it back:")
+    log = "kit/sites/A/state/audit/audit-000001.jsonl"
+    t.type(f"sed -i.kept 3d {log}")
+    t.type("fl-bn kit verify kit/sites/A", keep="audit log|checks", code=1)
+    t.type(f"mv {log}.kept {log}")
+    t.type("fl-bn kit verify kit/sites/A", keep="audit log|checks")
+
+
 def fourth(t: Terminal) -> None:
     t.say("Guide: [Sites that come and go](machines.md#sites-that-come-and-go-and-what-expires).")
     t.start(f"fl-bn submit kit/server --run-config \"{RUN} rounds=12 name='three'\"", "three")
@@ -277,6 +293,7 @@ def upgrade(t: Terminal) -> None:
 TASKS: dict[str, tuple[str, Callable[[Terminal], None]]] = {
     "create": ("Create a federation of three sites", create),
     "run": ("A run", run),
+    "audit": ("A site's officer reads what left", audit),
     "fourth": ("A fourth site comes while a run goes on", fourth),
     "remove": ("Remove a site while it trains", remove),
     "abort": ("Abort a run, and go on with it", abort),

@@ -14,6 +14,7 @@ from fl_bn.exchange.grpc import exchange_pb2 as pb
 from fl_bn.exchange.grpc import exchange_pb2_grpc
 from fl_bn.exchange.grpc.service import TOKEN
 from fl_bn.exchange.grpc.wire import decode_answer, encode_request
+from fl_bn.support.departures import leaving
 from fl_bn.support.loopback import direct
 
 MOST = 2.0**31 - 1  # the largest number of milliseconds or seconds that gRPC takes
@@ -68,6 +69,7 @@ class GrpcExchange:
         Raises:
             ExchangeFailed: the round's exchange cannot go on.
         """
+        leaving("exchange", local.numel() * local.element_size(), self.batch)
         return checked(self._ask(Local(key, local.detach().cpu(), count), local.dtype), key, local)
 
     def close(self, error: str = "") -> None:

@@ -1,0 +1,168 @@
+"""Find lines of a site's audit log that were changed, removed, swapped or cut off, and say it in one sentence each.
+
+What cannot be noticed: that somebody computed the whole log anew, with its file ``head``, or removed all of it. A hash
+that the site's officer noted elsewhere (``fl-bn audit`` prints it) shows that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from fl_bn_site.audit import HEAD, START, Line, append, files_in, head_in, lines_in
+
+FORGOTTEN = "forgotten"  # the kind of a line that says that older lines were removed
+NAMED = 5  # the most faults that are named one by one
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Hold what was found in a log.
+
+    Attributes:
+        lines: The number of lines.
+        head: The hash of the last line; empty: there is none.
+        faults: A sentence for each line that was changed, removed, swapped or cut off. Empty: the log is whole.
+        forgotten: The number of lines that were removed from the beginning by ``forget``, as a line of the log says.
+        noted: Whether the hash that was asked for is that of a line; None: none was asked for.
+    """
+
+    lines: int
+    head: str
+    faults: tuple[str, ...]
+    forgotten: int = 0
+    noted: bool | None = None
+
+
+def is_log(folder: Path) -> bool:
+    """Return whether ``folder`` is the folder of an audit log."""
+    return (folder / HEAD).is_file() or bool(files_in(folder))
+
+
+def check(folder: Path, noted: str = "") -> Findings:
+    """Check the log in ``folder``.
+
+    Args:
+        folder: The folder of the log.
+        noted: The hash of a line that was noted elsewhere, or its beginning; empty: none.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    lines, head = list(lines_in(folder)), head_in(folder)
+    forgotten = _forgotten(lines)
+    faults = [*_faults(lines, forgotten), *_end(folder, lines, head)]
+    if len(faults) > NAMED:
+        faults[NAMED:] = [f"and {len(faults) - NAMED} more faults"]
+    return Findings(
+        len(lines),
+        lines[-1].hash if lines else "",
+        tuple(faults),
+        forgotten,
+        any(line.hash.startswith(noted) for line in lines) if noted else None,
+    )
+
+
+def forget(folder: Path, until: datetime) -> tuple[int, int]:
+    """Remove the files of the log whose lines are all older than ``until``, but never the last file. A new line says so first.
+
+    Args:
+        folder: The folder of the log.
+        until: The time. It has a zone.
+
+    Returns:
+        The number of files, and the number up to which lines are gone. (0, 0): nothing was old enough.
+
+    Raises:
+        AuditError: The line cannot be written; nothing was removed.
+        OSError: A file cannot be read or removed.
+    """
+    last: dict[str, Line] = {line.file: line for line in lines_in(folder)}
+    old: list[Path] = []
+    for path in files_in(folder)[:-1]:
+        line = last.get(path.name)
+        if line is None or line.values is None or datetime.fromisoformat(str(line.values.get("time"))) >= until:
+            break
+        old.append(path)
+    if not old:
+        return 0, 0
+    through = last[old[-1].name]
+    append(folder, {"message": FORGOTTEN, "through": through.number, "hash": through.hash, "decision": FORGOTTEN, "sections": {}})
+    for path in old:
+        path.unlink()
+    return len(old), through.number
+
+
+def _forgotten(lines: Sequence[Line]) -> int:
+    """Return the number of lines before the first one that ``forget`` removed, as a later line says; 0: none says so."""
+    if not lines or lines[0].values is None:
+        return 0
+    wanted = FORGOTTEN, lines[0].number - 1, lines[0].values["before"]
+    said = ((v.get("message"), v.get("through"), v.get("hash")) for line in lines[1:] if (v := line.values) is not None)
+    return lines[0].number - 1 if wanted in said else 0
+
+
+def _faults(lines: Sequence[Line], forgotten: int) -> list[str]:
+    """Return a sentence per fault between the first line and the last, where ``forgotten`` lines before them are rightly gone."""
+    found: list[str] = []
+    number, before, doubted = 0, START, False  # the line before: its number, its hash, and whether it was found changed
+    if forgotten and lines[0].values is not None:
+        number, before = forgotten, str(lines[0].values["before"])
+    displaced: set[int] = set()  # lines that stand further down
+    for index, line in enumerate(lines):
+        where = f"{line.file}, line {line.place} of the file"
+        if line.values is None:
+            found.append(f"line {number + 1} was changed: it is no line of this log ({where})")
+            number, before, doubted = number + 1, line.hash, True
+            continue
+        if line.number <= number:
+            if line.number not in displaced:
+                found.append(f"line {line.number} stands once more after line {number}: it was put in ({where})")
+            continue
+        if line.number > number + 1:
+            missing = range(number + 1, line.number)
+            if displaced := {later.number for later in lines[index + 1 :]}.intersection(missing):
+                found.append(f"line {min(displaced)} stands after line {line.number}: lines were swapped ({where})")
+            else:
+                found.append(_gap(missing, line, where))
+        elif line.values["before"] != before and not doubted:
+            follower = lines[index + 1] if index + 1 < len(lines) else None
+            itself = number == forgotten or (follower is not None and (follower.values is None or follower.values["before"] != line.hash))
+            changed = line.number if itself else number
+            found.append(f"line {changed} was changed: the lines beside it carry other hashes ({where})")
+            number, before, doubted = line.number, line.hash, itself
+            continue
+        if f"file {HEAD} was missing" in (note := str(line.values.get("note", ""))):
+            found.append(f"before line {line.number}, {note}")
+        number, before, doubted = line.number, line.hash, False
+    return found
+
+
+def _gap(missing: range, line: Line, where: str) -> str:
+    if missing[0] == 1:
+        return f"{_lines(missing)} {_were(missing)} removed or moved away: the log begins with line {line.number} ({where})"
+    return f"{_lines(missing)} {_were(missing)} removed: after line {missing[0] - 1} comes line {line.number} ({where})"
+
+
+def _end(folder: Path, lines: Sequence[Line], head: tuple[int, str] | None) -> list[str]:
+    """Return a sentence if the last lines are not those that the file ``head`` names."""
+    last = max((line.number for line in lines), default=0)
+    if head is None:
+        return [f"the file {HEAD} is missing or damaged: whether lines were cut off at the end cannot be told"] if files_in(folder) else []
+    if head[0] > last:
+        gone = range(last + 1, head[0] + 1)
+        return [f"{_lines(gone)} {_were(gone)} cut off at the end: the file {HEAD} names line {head[0]} as the last"]
+    if all(line.number != head[0] or line.hash != head[1] for line in lines):
+        follower = any(line.number == head[0] + 1 for line in lines)
+        return [] if follower else [f"line {head[0]} was changed: the file {HEAD} has another hash of it"]
+    return []
+
+
+def _lines(numbers: range) -> str:
+    return f"line {numbers[0]}" if len(numbers) == 1 else f"lines {numbers[0]} to {numbers[-1]}"
+
+
+def _were(numbers: range) -> str:
+    return "was" if len(numbers) == 1 else "were"

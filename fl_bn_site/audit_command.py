@@ -1,0 +1,122 @@
+"""Define the command ``fl-bn audit``, by which a site's officer reads what left the site."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fl_bn.cli.refusal import refused
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from fl_bn_site.audit_check import Findings
+    from fl_bn_site.audit_report import Report
+
+SHOWN = 10  # the most refusals in the table
+
+
+def audit(
+    folder: Annotated[Path, typer.Argument(metavar="SITE", help="the site's folder, kit/sites/NAME, or the folder of a log")],
+    run: Annotated[str, typer.Option(metavar="RUN", help="only this run: its name or its id")] = "",
+    rounds: Annotated[str, typer.Option(metavar="N-M", help="only these rounds: 3, or 3-7; 0 is before the first")] = "",
+    message: Annotated[
+        str, typer.Option(metavar="TYPE", help="only answers to these messages: train, evaluate, exchange, query.hello, ...")
+    ] = "",
+    since: Annotated[
+        str, typer.Option(metavar="TIME", help="only from this date or time on, in UTC: 2026-11-26, or 2026-11-26T09:30")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print the totals as JSON")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="print the totals as CSV")] = False,
+    forget: Annotated[
+        str,
+        typer.Option(
+            metavar="DATE", help="remove files whose lines are all older, and write a line that says so: for the end of a retention"
+        ),
+    ] = "",
+    lines: Annotated[bool, typer.Option("--lines", help="print the lines themselves, one JSON object each")] = False,
+) -> None:
+    """Show what left a site, from its audit log: totals by run, message and section. Exit code 1 if the log was changed."""
+    from fl_bn_site.audit import AuditError
+    from fl_bn_site.audit_check import check, is_log
+    from fl_bn_site.audit_check import forget as forget_until
+    from fl_bn_site.audit_report import Filter, chosen, report_of
+    from fl_bn_site.folders import FolderError, SiteFolder
+
+    try:
+        which = Filter.of(run, rounds, message, since)
+        log = folder if is_log(folder) else SiteFolder.read(folder).audit_log
+        if not log.is_dir():
+            raise FolderError(
+                f"{log} is not there: this site has sent no answer yet, or its audit log is elsewhere (audit in {SiteFolder.file})"
+            )
+        if forget:
+            until = Filter.of(since=forget).since
+            assert until is not None
+            files, through = forget_until(log, until)
+            typer.echo(
+                f"{files} files were removed, with the lines up to {through}; the last line of the log says so"
+                if files
+                else "no file is that old"
+            )
+            return
+        found = check(log)
+        if lines:
+            for entry in chosen(log, which):
+                typer.echo(json.dumps(entry, ensure_ascii=False))
+        else:
+            report = report_of(chosen(log, which))
+            if as_json or as_csv:
+                typer.echo(report.to_json() if as_json else report.to_csv().rstrip("\n"))
+            else:
+                from fl_bn_site.tables import wide_console
+
+                wide_console().print(tables_of(report, found))
+    except (FolderError, AuditError, OSError, ValueError) as error:
+        raise refused(error, 2) from error
+    for fault in found.faults:
+        typer.echo(f"the log is not whole: {fault}", err=True)
+    if found.faults:
+        raise typer.Exit(1)
+
+
+def tables_of(report: Report, found: Findings) -> Group:
+    """Return the totals as a table, the answers that did not leave, and the hash to note. At 80 columns, names are broken into lines."""
+    from rich.console import Group
+    from rich.markup import escape
+    from rich.table import Table
+
+    sent, kept = Table(box=None), Table(box=None)
+    for column in ("run", "message", "section"):
+        sent.add_column(column, overflow="fold")
+    for column in ("rounds", "answers", "tensors", "bytes", "fewest"):
+        sent.add_column(column, justify="right", no_wrap=True)
+    last: tuple[str, str] | None = None
+    for (run, name, message, section), total in report.totals.items():
+        same, last = last == (run, message), (run, message)
+        rounds = f"{total.first}" if total.first == total.last else f"{total.first}-{total.last}"
+        sent.add_row(
+            "" if same else escape(name or run),
+            "" if same else escape(message),
+            escape(section),
+            rounds,
+            str(total.answers),
+            str(total.tensors),
+            f"{total.nbytes:,}",
+            "" if total.smallest is None else str(total.smallest),
+        )
+    for column in ("time", "run", "message", "did not leave, because"):
+        kept.add_column(column, overflow="fold")
+    for one in report.refused[-SHOWN:]:
+        when, run = str(one["time"])[:19].replace("T", " "), str(one["name"] or one["run"])
+        kept.add_row(when, escape(run), escape(str(one["message"])), escape(f"{one['decision']}: {one['reason']}"))
+    more = len(report.refused) - SHOWN
+    ended = [
+        f"{report.lines} line{'s' * (report.lines != 1)}; as messages of Flower {report.message_bytes:,} bytes, without the frames of gRPC and TLS",
+        *([f"and {more} more that did not leave: --lines shows all"] if more > 0 else []),
+        f"to note elsewhere: line {found.lines} has the hash {found.head}",
+    ]
+    return Group(*([sent] if sent.row_count else []), *([kept] if kept.row_count else []), *map(escape, ended))

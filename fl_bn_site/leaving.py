@@ -1,0 +1,242 @@
+"""Measure what a site's answer to a message holds, by section: the same sections and bytes as in the server's disclosure.csv.
+
+The site's own code counts. It takes the arrays and numbers of Flower's message as they are about to leave, and
+asks no code of the run. What the server's report does not list (counts, texts, keys, shares of keys) is the section
+``other``.
+
+This module imports the standard library and Flower's messages, so that ``app_host.py`` can load it by its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+OURS = "fl-bn/"
+HEADER, METRICS, HELLO = f"{OURS}header", f"{OURS}metrics", f"{OURS}hello"
+SECURE = "secaggplus_configs"  # Flower's name for the record of a secure sum
+MASKED = "masked_params"
+DRIFT = ("drift", "drift-layer", "growth", "min-var")  # sent with share-drift
+OTHER = "other"  # what the server's report does not list
+LONGEST, MOST = 80, 50  # characters of a section's name, and sections of an answer, that the log names
+NUMBER = 8  # bytes of a number
+LONGEST_TEXT = 500  # characters of a reason or a name in the log
+Sections = dict[str, dict[str, int]]
+
+
+def sections_of(kind: str, content: Any) -> Sections:
+    """Return what an answer holds, by section.
+
+    Args:
+        kind: Flower's type of the message that it answers.
+        content: The records of the answer.
+
+    Returns:
+        Section -> ``tensors``, ``bytes``, and ``samples``: the smallest number of samples behind one of its numbers,
+        where the answer says it.
+    """
+    from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+
+    arrays = {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
+    metrics = {name: record for name, record in content.items() if isinstance(record, MetricRecord)}
+    configs = {name: record for name, record in content.items() if isinstance(record, ConfigRecord) and name != HEADER}
+    found: Sections = {}
+    if kind == "evaluate":
+        _evaluation(found, metrics)
+    else:
+        _arrays(found, arrays, metrics.get(METRICS, {}))
+        if any(name.startswith(OURS) for name in arrays):
+            _metrics(found, metrics)
+    _configs(found, configs)
+    _rest(found, metrics)
+    names = [name for name, of in found.items() if of["tensors"] or of["bytes"]]
+    return {name[:LONGEST]: found[name] for name in names[:MOST]} | _together(found, names[MOST:])
+
+
+def about(message: Any, run_config: Mapping[str, Any], code: str, submitter: str | None = None) -> dict[str, Any]:
+    """Return what the log says of a message, whatever its answer.
+
+    Args:
+        message: Flower's message.
+        run_config: The run config.
+        code: The SHA-256 of the app that the run brings, in hexadecimal digits.
+        submitter: Who submitted the run; None: the site does not know it.
+    """
+    asks, header, config = message.metadata, {}, {}
+    if message.has_content():
+        records = message.content.config_records
+        header, config = dict(records.get(HEADER, {})), dict(records.get(f"{OURS}config", {}))
+    name = str(config.get("run", "")).rpartition("/")[0] or run_config.get("name") or None
+    round = header.get("round", int(asks.group_id) if asks.group_id.isdecimal() else None)
+    method = header.get("method") or run_config.get("method")
+    return {
+        "run": str(asks.run_id),
+        "name": _text(name),
+        "submitter": submitter,
+        "code": code,
+        "message": _text(asks.message_type),
+        "id": asks.message_id,
+        "round": round if isinstance(round, int) else None,
+        "method": _text(method),
+    }
+
+
+def answered(kind: str, reply: Any, refusal: str = "") -> dict[str, Any]:
+    """Return what the log says of an answer.
+
+    Args:
+        kind: Flower's type of the message that it answers.
+        reply: The answer: records, or an error.
+        refusal: ``refused``, ``failed``, or empty where the error is the app's own.
+    """
+    sections = {} if reply.has_error() else sections_of(kind, reply.content)
+    decision = (refusal or "failed") if reply.has_error() else "sent"
+    return {
+        **totals_of(sections),
+        "message-bytes": message_bytes(reply),
+        "decision": decision,
+        "reason": _text(reply.error.reason or "") if reply.has_error() else "",
+    }
+
+
+def exchanged(asked: str, section: str, nbytes: int, samples: int) -> dict[str, Any]:
+    """Return what the log says of a vector of a layer-wise exchange, which leaves beside the answers.
+
+    Args:
+        asked: Flower's type of the message that began the exchange.
+        section: The section of the vector.
+        nbytes: Its bytes.
+        samples: The size of the batch with which the client joined. Where it only measures, that is no number of samples.
+    """
+    samples = samples if asked == "train" else 0
+    of = {"tensors": 1, "bytes": nbytes} | ({"samples": samples} if samples else {})
+    return {**totals_of({section: of}), "message-bytes": nbytes, "decision": "sent", "reason": ""}
+
+
+def totals_of(sections: Sections) -> dict[str, Any]:
+    """Return the sections, the sums of their tensors and bytes, and the smallest number of samples."""
+    return {
+        "sections": sections,
+        "tensors": sum(of["tensors"] for of in sections.values()),
+        "bytes": sum(of["bytes"] for of in sections.values()),
+        "smallest-samples": smallest(sections),
+    }
+
+
+def message_bytes(message: Any) -> int:
+    """Return the bytes of the objects as which Flower sends a message: each once, without the frames of gRPC and TLS."""
+    objects, waiting = dict[int, int](), [message]
+    while waiting:
+        one = waiting.pop()
+        data = one.deflate()
+        objects[hash(data)] = len(data)
+        waiting += (one.children or {}).values()
+    return sum(objects.values())
+
+
+def smallest(sections: Sections) -> int | None:
+    """Return the smallest number of samples behind a statistic of the ``sections``; None: the answer does not say it."""
+    return min((of["samples"] for of in sections.values() if of.get("samples")), default=None)
+
+
+def data_of(array: Any) -> int:
+    """Return the bytes of the values in one of Flower's arrays, without NumPy's head. Other formats count with all their bytes."""
+    return values_in(array.data)
+
+
+def values_in(data: bytes) -> int:
+    """Return the bytes of the values in ``data``, a file in NumPy's format or, counted whole, in any other."""
+    return len(data) - (10 + int.from_bytes(data[8:10], "little")) if data[:6] == b"\x93NUMPY" else len(data)
+
+
+def size(value: Any) -> int:
+    """Return the bytes of a value in a record: of a text in UTF-8, of a number eight."""
+    if isinstance(value, list | tuple):
+        return sum(map(size, value))
+    return len(value.encode()) if isinstance(value, str) else len(value) if isinstance(value, bytes) else NUMBER
+
+
+def _add(found: Sections, section: str, tensors: int, nbytes: int, samples: int = 0) -> None:
+    one = found.setdefault(section, {"tensors": 0, "bytes": 0})
+    one["tensors"], one["bytes"] = one["tensors"] + tensors, one["bytes"] + nbytes
+    if samples:
+        one["samples"] = min(samples, one.get("samples", samples))
+
+
+def _arrays(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+    samples, steps = _whole(metrics.get("samples")), _whole(metrics.get("steps"))
+    for name, record in arrays.items():
+        section = name.removeprefix(OURS) if name.startswith(OURS) else f"own {name}"
+        behind = 0
+        if section == "moments":
+            behind = _whole(metrics.get("batch")) or _whole(metrics.get("measured")) or samples
+            least = _least_count(record)
+            behind = min(behind, least) if least else behind
+        elif section == "exchange":
+            behind = _whole(metrics.get("batch"))
+        elif name.startswith(OURS) and section != "steps" and (section == "statistics" or steps == 1):
+            behind = samples
+        _add(found, section, len(record), sum(map(data_of, record.values())), behind)
+
+
+def _metrics(found: Sections, metrics: Mapping[str, Any]) -> None:
+    """Count the numbers beside arrays, as the server's report does; none beside a question of an exchange by replay."""
+    if "exchange" in found:
+        return
+    ours = metrics.get(METRICS, {})
+    _add(found, "drift", 0, NUMBER * sum(name in DRIFT for name in ours))
+    for name in metrics.keys() - {METRICS}:
+        if not name.startswith(OURS):
+            _add(found, "own metrics", 0, NUMBER * len(metrics[name]))
+    _add(found, "metrics", 0, NUMBER * sum(isinstance(value, int | float) for name, value in ours.items() if name not in DRIFT))
+
+
+def _evaluation(found: Sections, metrics: Mapping[str, Any]) -> None:
+    values = _together_metrics(metrics)
+    behind = _whole(values.get("fewest")) or _whole(values.get("samples")) or _whole(values.get("num-examples"))
+    _add(found, "evaluation", 0, NUMBER * sum(isinstance(value, float) for value in values.values()), behind)
+
+
+def _configs(found: Sections, configs: Mapping[str, Any]) -> None:
+    for name, record in configs.items():
+        for key, value in record.items():
+            if name == HELLO and key == "label-counts":
+                if value != "[]":
+                    _add(found, "introduction", 1, size(value))
+            elif name == SECURE and key == MASKED and value:
+                _add(found, "masked", 1, values_in(value[-1]))
+                _add(found, OTHER, 0, sum(map(values_in, value[:-1])))
+            else:
+                _add(found, OTHER, 0, size(value))
+
+
+def _rest(found: Sections, metrics: Mapping[str, Any]) -> None:
+    """Count the numbers that no section has: an evaluation's counts, those of a client that sat out, those of a secure sum."""
+    counted = sum(found[name]["bytes"] for name in ("drift", "metrics", "own metrics", "evaluation") if name in found)
+    _add(found, OTHER, 0, max(0, sum(size(value) for record in metrics.values() for value in record.values()) - counted))
+
+
+def _together(found: Sections, names: list[str]) -> Sections:
+    rest: Sections = {}
+    for name in names:
+        _add(rest, f"{len(names)} more", found[name]["tensors"], found[name]["bytes"], found[name].get("samples", 0))
+    return rest
+
+
+def _together_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    own: Iterator[Any] = (record for name, record in metrics.items() if not name.startswith(OURS))
+    return {name: value for record in (*own, metrics.get(METRICS, {})) for name, value in record.items()}
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else "".join(c if c.isprintable() else "?" for c in str(value)[:LONGEST_TEXT])
+
+
+def _least_count(record: Mapping[str, Any]) -> int:
+    """Return the smallest number of values per channel among the layers that ran; 0: unknown."""
+    counts = [array.numpy() for name, array in record.items() if name.rpartition(".")[2] == "count"]
+    return min((int(count[0]) for count in counts if count.shape == (1,) and int(count[0]) > 0), default=0)
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 0

@@ -1,0 +1,79 @@
+"""A proxy before a SuperLink that ends TLS, so that every byte of a site's answers can be counted on the wire."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
+
+OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0)]
+DAY = 86_400.0
+
+
+class FleetProxy(grpc.GenericRpcHandler):
+    """Passes on all calls of sites, at ``port``. ``server``: the server's folder of the kit, whose certificate it shows.
+
+    ``trees``: the objects of each answer, by the message that it answers; ``objects``: bytes by object, those that travelled;
+    ``requests``: bytes of all requests that carried them, with their frames of protobuf.
+    """
+
+    def __init__(self, server: Path, fleet: int, port: int) -> None:
+        authority = (server / "ca.crt").read_bytes()
+        self.channel = grpc.secure_channel(f"127.0.0.1:{fleet}", grpc.ssl_channel_credentials(authority), OPTIONS)
+        self.trees: dict[str, set[str]] = {}
+        self.objects: dict[str, int] = {}
+        self.pushed: list[int] = []
+        self.requests: list[int] = []
+        self._lock = threading.Lock()
+        self._server = grpc.server(ThreadPoolExecutor(16), handlers=[self], options=OPTIONS)
+        pair = (server / "server.key").read_bytes(), (server / "server.crt").read_bytes()
+        assert self._server.add_secure_port(f"127.0.0.1:{port}", grpc.ssl_server_credentials([pair])) == port
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.stop(1).wait()
+        self.channel.close()
+
+    def service(self, details: Any) -> Any:
+        method = details.method
+
+        def forward(request: bytes, context: grpc.ServicerContext) -> bytes:
+            self._note(method.rpartition("/")[2], request)
+            call = self.channel.unary_unary(method, lambda data: data, lambda data: data)
+            metadata = [(key, value) for key, value in context.invocation_metadata() if key != "user-agent"]
+            try:
+                left = context.time_remaining()  # of a call without a deadline it is more than gRPC takes
+                return call(request, metadata=metadata, timeout=left if left is not None and left < DAY else None)  # type: ignore[no-any-return]
+            except grpc.RpcError as error:
+                context.abort(error.code(), error.details())
+                raise
+
+        return grpc.unary_unary_rpc_method_handler(forward)
+
+    def _note(self, method: str, data: bytes) -> None:
+        with self._lock:
+            if method == "PushMessages":
+                request = PushMessagesRequest.FromString(data)
+                for message, tree in zip(request.messages_list, request.message_object_trees, strict=True):
+                    self.trees[message.metadata.reply_to_message_id] = set(_ids(tree))
+                self.requests.append(len(data))
+            elif method == "PushObject":
+                pushed = PushObjectRequest.FromString(data)
+                self.objects[pushed.object_id] = len(pushed.object_content)
+                self.pushed.append(len(pushed.object_content))
+                self.requests.append(len(data))
+
+
+def _ids(tree: ObjectTree) -> Iterator[str]:
+    yield tree.object_id
+    for child in tree.children:
+        yield from _ids(child)

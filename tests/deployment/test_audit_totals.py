@@ -1,0 +1,136 @@
+"""What a site's audit log says against the server's disclosure.csv and against the bytes on the wire, on real processes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_bn_site.audit_check import check
+from fl_bn_site.audit_report import Filter, Report, chosen, report_of
+from fl_bn_site.leaving import OTHER
+from tests.deployment.federation import FL_BN, ROOT, SMALL, Federation, free_ports
+from tests.deployment.fleet_proxy import FleetProxy
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+RUNS: dict[str, dict[str, Any]] = {
+    "fedbn": {"method": "fedbn", "unseen-client": True},
+    "hbn": {"method": "hbn"},
+    "fedtan": {"method": "fedtan", "exchange-join-timeout": 60.0},
+    "hbn-secure": {"method": "hbn", "secure-aggregation": True},
+}
+FRAMES = 400  # bytes of protobuf around an object (its SHA-256, ids), and around an answer beside its tree
+
+
+@pytest.fixture(scope="module")
+def wired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Federation, dict[str, FleetProxy]]]:
+    """A federation whose sites reach the server through a proxy each."""
+    with ExitStack() as stack:
+        federation = stack.enter_context(Federation(tmp_path_factory.mktemp("audit")))
+        proxies = {}
+        for site, port in zip(federation.sites, free_ports(30)[-len(federation.sites) :], strict=True):  # not those of the federation
+            federation.edit(f"sites/{site}", {"superlink": f"127.0.0.1:{port}"})
+            proxies[site] = stack.enter_context(FleetProxy(federation.kit / "server", federation.fleet, port))
+        federation.start_all()
+        yield federation, proxies
+
+
+def log_of(federation: Federation, site: str) -> Path:
+    return federation.kit / "sites" / site / "state/audit"
+
+
+def by_section(report: Report) -> dict[str, list[int]]:
+    """Section -> answers, bytes, fewest samples (0: unknown)."""
+    found: dict[str, list[int]] = {}
+    for (_, _, _, section), total in report.totals.items():
+        one = found.setdefault(section, [0, 0, 0])
+        one[0], one[1] = one[0] + total.answers, one[1] + total.nbytes
+        one[2] = min(filter(None, (one[2], total.smallest)), default=0)
+    return found
+
+
+def disclosed(file: Path, site: str) -> dict[str, list[int]]:
+    """The same of the server's report. An exchange counts by its vectors, of which each is a line of the site's log."""
+    found: dict[str, list[int]] = {}
+    for row in csv.DictReader(file.read_text().splitlines()):
+        if row["site"] == site:
+            one = found.setdefault(row["section"], [0, 0, 0])
+            one[0] += int(row["messages"]) * (int(row["tensors"]) if row["section"] == "exchange" else 1)
+            one[1] += int(row["bytes"])
+            one[2] = min(filter(None, (one[2], int(row["smallest-samples"] or 0))), default=0)
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_log_of_every_site_says_what_the_server_and_the_wire_say(
+    name: str, wired: tuple[Federation, dict[str, FleetProxy]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    federation, proxies = wired
+    federation.run({**SMALL, **RUNS[name], "evaluate-every": 1, "name": name})
+    objects = {identity: size for proxy in proxies.values() for identity, size in proxy.objects.items()}
+    for site in federation.sites:
+        entries = list(chosen(log_of(federation, site), Filter.of(run=name)))
+        counted = by_section(report_of(entries))
+        assert counted.pop(OTHER)[0] > 0
+        assert counted.pop("nothing", [0, 0, 0])[1] == 0
+        server = disclosed(federation.result(name) / "disclosure.csv", site)
+        if name == "hbn":  # an exchange that only measures: its vectors do not say of how many samples they are
+            assert (counted["exchange"][2], server["exchange"][2] > 8) == (0, True)
+            server["exchange"][2] = 0
+        assert counted == server, site
+        assert (("exchange" in counted), ("masked" in counted)) == (name in ("fedtan", "hbn"), name == "hbn-secure")
+
+        answers = [entry for entry in entries if entry["message"] != "exchange"]
+        wire = {entry["id"]: sum(objects[identity] for identity in proxies[site].trees[entry["id"]]) for entry in answers}
+        assert {entry["id"]: entry["message-bytes"] for entry in answers} == wire, "each answer, to the byte"
+        spoilt = {entry["id"]: entry["message-bytes"] + 1 for entry in answers}
+        assert spoilt != wire  # control
+        payload, whole = sum(entry["bytes"] for entry in answers), sum(wire.values())
+        assert payload < whole
+        with capsys.disabled():
+            print(f"\n{name}, {site}: {len(entries)} lines, {payload} bytes of values in {whole} bytes of messages", end="")
+    for entry in entries:
+        assert (entry["decision"], entry["name"], entry["method"]) == (
+            "sent",
+            name,
+            RUNS[name]["method"] if entry["round"] else entry["method"],
+        )
+        assert len(entry["code"]) == 64
+
+
+def test_the_frames_around_the_answers_are_small_and_the_logs_are_whole(wired: tuple[Federation, dict[str, FleetProxy]]) -> None:
+    federation, proxies = wired
+    for site in federation.sites:
+        pushed, requests = proxies[site].pushed, proxies[site].requests
+        assert sum(pushed) > 0
+        trees = 100 * sum(map(len, proxies[site].trees.values()))  # a SHA-256 in hexadecimal digits for each object of an answer
+        assert 0 < sum(requests) - sum(pushed) < FRAMES * len(requests) + trees
+        found = check(log_of(federation, site))
+        assert (found.faults, found.lines > 20) == ((), True)
+
+
+def test_an_answer_that_is_refused_is_a_line_with_the_reason(wired: tuple[Federation, dict[str, FleetProxy]]) -> None:
+    federation, _ = wired
+    (federation.kit / "sites/a/policy.toml").write_text("allow-methods = ['hbn']\n")
+    try:
+        federation.submit({**SMALL, "method": "fedbn", "name": "refused", "wait-timeout": 10.0}).communicate(timeout=300)
+    finally:
+        (federation.kit / "sites/a/policy.toml").unlink()
+    done = subprocess.run(
+        [*FL_BN, "audit", str(federation.kit / "sites/a"), "--run", "refused", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["totals"] == []
+    assert {one["decision"] for one in told["refused"]} == {"refused"}
+    assert "allow-methods = hbn" in told["refused"][0]["reason"]

@@ -1,0 +1,215 @@
+"""What a site's own code counts in its answers, against the server's report: each method, sums, evaluations, exchanges."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+
+from fl_bn.exchange.call import Key, Layer, Quantity
+from fl_bn.exchange.grpc.client import GrpcExchange
+from fl_bn.exchange.grpc.service import ExchangeService
+from fl_bn.exchange.session import Session
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.local import Samples
+from fl_bn.federation.record import Disclosure
+from fl_bn.flower.wire.codec import to_record
+from fl_bn.methods import METHODS
+from fl_bn.secure.settings import SecureAggregation
+from fl_bn.support import departures
+from fl_bn_site import app_host
+from fl_bn_site.audit import lines_in
+from fl_bn_site.leaving import OTHER, about, answered, exchanged, message_bytes, sections_of
+from tests.costs import common_first
+from tests.in_process import run
+
+Clients = Callable[..., list[Samples]]
+Counted = dict[tuple[int, str], tuple[int, int, int]]  # (client, section) -> tensors, bytes, fewest samples (0: unknown)
+
+
+@pytest.fixture
+def clients(tiny_clients: Clients) -> list[Samples]:
+    return tiny_clients((16, 12, 10))
+
+
+def told(disclosures: Iterable[Disclosure]) -> Counted:
+    """What the server says, summed over its kinds."""
+    found: Counted = {}
+    for one in disclosures:
+        _add(found, (one.client, one.section), one.tensors, one.nbytes, one.samples)
+    return found
+
+
+def _add(found: Counted, key: tuple[int, str], tensors: int, nbytes: int, samples: int) -> None:
+    before = found.get(key, (0, 0, 0))
+    least = min(filter(None, (before[2], samples)), default=0)
+    found[key] = before[0] + tensors, before[1] + nbytes, least
+
+
+def counted(grid: Any) -> Counted:
+    """What the sites count in the answers that the server got. The exchange in one process has no messages."""
+    asked = {m.metadata.message_id: m for m in grid.sent}
+    order = sorted({m.metadata.dst_node_id for m in grid.sent})
+    found: Counted = {}
+    for reply in grid.received:
+        if reply.has_error():
+            continue
+        kind = asked[reply.metadata.reply_to_message_id].metadata.message_type
+        for section, of in sections_of(kind, reply.content).items():
+            if section not in (OTHER, "introduction"):
+                _add(found, (order.index(reply.metadata.src_node_id), section), of["tensors"], of["bytes"], of.get("samples", 0))
+    return found
+
+
+def differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: (one.get(key), other.get(key)) for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+
+
+@pytest.mark.parametrize("name", common_first(METHODS))
+def test_a_site_counts_what_the_server_reports(name: str, clients: list[Samples]) -> None:
+    ran = run(METHODS[name](), clients, 2, policy={"calibrate": 1, "evaluate_every": 1})
+    server = told(d for record in ran.records for d in record.disclosures if d.section != "exchange")
+    site = counted(ran.grid)
+    assert differing(site, server) == {}
+    assert {section for _, section in site} >= ({"weights", "metrics"} if name != "single" else {"metrics"})
+    spoilt = site | {(0, "metrics"): (0, 1, 0)}
+    assert differing(spoilt, server) != {}  # control
+
+
+def test_a_site_counts_a_secure_run(clients: list[Samples]) -> None:
+    ran = run(METHODS["hbn"](), clients, 2, secure=SecureAggregation())
+    site, server = counted(ran.grid), told(d for record in ran.records for d in record.disclosures)
+    assert {section for _, section in server} >= {"masked"}
+    assert differing(site, server) == {}
+
+
+@pytest.mark.parametrize("method", ["fedtan", "fedavg-alg2"])
+def test_a_site_counts_an_exchange_by_replay(method: str, clients: list[Samples]) -> None:
+    """Its questions are messages."""
+    ran = run(METHODS[method](), clients, 2, policy={"exchange": ExchangeSettings("replay")})
+    site, server = counted(ran.grid), told(d for record in ran.records for d in record.disclosures)
+    assert (0, "exchange") in server
+    assert differing(site, server) == {}
+
+
+def test_vectors_of_an_exchange_over_grpc_are_told_before_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(departures, "_listeners", [])
+    session = Session([0], {"layer": Layer(4, torch.float32)}, policy="shrink", samples={0: 6})
+    service = ExchangeService("127.0.0.1", 0, 64).start()
+    heard: list[tuple[str, int, int]] = []
+    try:
+        token = service.open(session)[0]
+        exchange = GrpcExchange(f"127.0.0.1:{service.port}", token, 6)
+        departures.listen(lambda *vector: heard.append(vector))
+        exchange(Key("layer", Quantity.STATISTICS, 0), torch.ones(8), 6)
+        assert heard == [("exchange", 32, 6)]
+        assert session.traffic[0].up == 32
+
+        def refuse(*vector: object) -> None:
+            raise PermissionError("the log cannot be written")
+
+        departures.listen(refuse)
+        with pytest.raises(PermissionError):
+            exchange(Key("layer", Quantity.STATISTICS, 1), torch.ones(8), 6)
+        assert session.traffic[0].up == 32, "it did not leave"
+        exchange.close()
+    finally:
+        service.stop()
+
+
+def made(content: dict[str, Any], kind: str = "train") -> Message:
+    return Message(RecordDict(content), dst_node_id=1, message_type=kind, group_id="3")
+
+
+def test_records_of_ones_own_and_what_is_no_array_of_numpy_count_too() -> None:
+    raw = Array("float32", (2,), "other.format", b"x" * 20)
+    records = {"arrays": ArrayRecord({"a": Array(np.zeros(3, np.float32)), "b": raw}), "metrics": MetricRecord({"loss": 0.5, "n": 3})}
+    found = sections_of("train", RecordDict({**records, "notes": ConfigRecord({"text": "häus", "many": [1, 2]})}))
+    assert found["own arrays"] == {"tensors": 2, "bytes": 12 + 20}
+    assert found[OTHER]["bytes"] == 16 + 5 + 16
+    assert sections_of("evaluate", RecordDict({"metrics": MetricRecord({"loss": 0.5, "num-examples": 3})})) == {
+        "evaluation": {"tensors": 0, "bytes": 8, "samples": 3},
+        OTHER: {"tensors": 0, "bytes": 8},
+    }
+    many = sections_of("train", RecordDict({f"a{i:03d}": ArrayRecord({"x": Array(np.zeros(1))}) for i in range(60)}))
+    assert (len(many), sum(of["bytes"] for of in many.values())) == (51, 480)
+
+
+def test_what_a_line_says_of_a_message_and_its_answer() -> None:
+    asked = made({"fl-bn/config": ConfigRecord({"run": "night/state-0000abcd"})})
+    said = about(asked, {"method": "hbn"}, "c" * 64)
+    assert {key: said[key] for key in ("name", "submitter", "message", "round", "method")} == {
+        "name": "night", "submitter": None, "message": "train", "round": 3, "method": "hbn",
+    }  # fmt: skip
+    reply = Message(RecordDict({"fl-bn/weights": to_record({"w": np.zeros(4, np.float32)})}), reply_to=asked)
+    sent = answered("train", reply)
+    assert (sent["bytes"], sent["decision"], sent["smallest-samples"]) == (16, "sent", None)
+    assert sent["message-bytes"] == message_bytes(reply) > 16 + 128  # NumPy's head, too
+    failed = answered("train", Message(Error(0, "no\nway"), reply_to=asked), "refused")
+    assert (failed["sections"], failed["decision"], failed["reason"]) == ({}, "refused", "no?way")
+    assert exchanged("train", "exchange", 64, 5)["smallest-samples"] == 5
+    assert exchanged("query.statistics", "exchange", 64, 1)["smallest-samples"] is None
+
+
+def test_a_line_has_no_value_of_the_data(clients: list[Samples]) -> None:
+    """Of each answer of a run: no element of an array and no metric, however it is written."""
+    ran = run(METHODS["hbn"](), clients, 1, policy={"evaluate_every": 1})
+    asked = {m.metadata.message_id: m for m in ran.grid.sent}
+    values, lines = set[str](), ""
+    for reply in ran.grid.received:
+        message = asked[reply.metadata.reply_to_message_id]
+        lines += json.dumps(about(message, {}, "") | answered(message.metadata.message_type, reply))
+        for record in reply.content.values():
+            for value in record.values():
+                elements = np.atleast_1d(value.numpy() if isinstance(value, Array) else value if isinstance(value, float) else [])
+                values |= {repr(float(element))[:8] for element in elements.reshape(-1) if float(element) % 1}
+    assert len(values) > 100
+    assert [value for value in values if value in lines] == []
+    one = min(values)
+    assert [value for value in values if value in lines + one] == [one]  # control
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_the_host_writes_a_line_before_an_answer_leaves_or_an_error_leaves_in_its_place(writable: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "audit"
+    if not writable:
+        folder.write_text("a file")
+    asked = made({}, "query.hello")
+    record = app_host.Record(app_host.Site("nowhere", tmp_path, audit=folder), asked, {}, b"zip")
+    reply = Message(RecordDict({"fl-bn/hello": ConfigRecord({"samples": 6, "label-counts": "[3, 3]"})}), reply_to=asked)
+    if writable:
+        record.submitted_by("")
+        assert record.checked(reply) is reply
+        record.submitted_by("anna")
+        assert record.failed(app_host.policy_module().NotAllowed("no")).error.reason.endswith("no'>")
+        assert record.failed(KeyError("x")).has_error()
+        lines = [line.values for line in lines_in(folder)]
+        assert [line["decision"] for line in lines if line] == ["sent", "refused", "failed"]
+        assert [line["submitter"] for line in lines if line] == [None, "anna", "anna"]
+        assert lines[0] is not None
+        assert lines[0]["sections"]["introduction"] == {"tensors": 1, "bytes": 6}
+        assert lines[0]["code"] == hashlib.sha256(b"zip").hexdigest()
+        return
+    with pytest.raises(Exception, match="the answer does not leave") as raised:
+        record.checked(reply)
+    left = record.failed(raised.value)
+    assert left.has_error()
+    assert "this site's audit log cannot be written" in left.error.reason
+    assert not left.has_content()
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
+    asked = made({})
+    record = app_host.Record(app_host.Site("nowhere", tmp_path), asked, {}, b"zip")
+    record.listen()
+    reply = Message(RecordDict(), reply_to=asked)
+    assert record.checked(reply) is reply
+    assert record.failed(KeyError("x")).has_error()
+    assert list(tmp_path.iterdir()) == []
