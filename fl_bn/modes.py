@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_bn.roles import named_modules
+from fl_bn.support.modules import named_modules
 
 MARK = "stays_in_evaluation_mode"
 
