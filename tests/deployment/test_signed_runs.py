@@ -14,8 +14,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fl_bn.flower.compat import find
 from fl_bn.support.flower_config import Scalar, flower_config
+from fl_bn_site.audit import lines_in
 from fl_bn_site.control import control_of
-from fl_bn_site.folders import ServerFolder
+from fl_bn_site.folders import ServerFolder, SiteFolder
 from fl_bn_site.project import build, project_of, stage
 from fl_bn_site.queue import Queue
 from fl_bn_site.submit import COMPLETED, _with_defaults
@@ -129,6 +130,15 @@ def test_each_policy_lets_in_what_it_says_and_nothing_of_the_rest_is_kept(federa
         assert bool(traces) == (site == "any"), traces
     assert [path.name == IMPORTED for path in (sites / "any/state/flower").iterdir()].count(True) == 1  # control: it was imported there
     assert len(list((sites / "signed/node/accepted").iterdir())) == 1
+    assert answered(sites / "signed") == {("submitter", code["signed"])}
+    assert {submitter for submitter, _ in answered(sites / "any")} == {None}, "nobody asked there who signed"
+    assert code["package changed"] in {package for _, package in answered(sites / "any")}
+
+
+def answered(site: Path) -> set[tuple[str | None, str]]:
+    """Submitter and code of all lines in the audit log of a site."""
+    entries = [line.values for line in lines_in(SiteFolder.read(site).audit_log)]
+    return {(entry["submitter"], entry["code"]) for entry in entries if entry and "code" in entry}
 
 
 def refusal(summary: str, site: str) -> str:
