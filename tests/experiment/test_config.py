@@ -33,6 +33,7 @@ FREE = {
     "exchange-host",
     "exchange-bind",
     "resume",
+    "run-signature",
     "model-weights",
     "learning-rate-milestones",
     "hold-out",
