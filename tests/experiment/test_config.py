@@ -167,7 +167,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"objective": "scaffold", "momentum": 0.0, "clip": "norm"}, "clip to none"),
         ({"objective": "scaffold", "momentum": 0.0, "method": "fedtan"}, "take another objective"),
         ({"objective": "fedsam", "method": "fedtan2"}, "exchanges the statistics of its first batch once"),
-        ({"clip": "norm", "method": "fedtan"}, "set clip to none"),
+        ({"clip": "norm", "method": "fedtan"}, "set clip='none'"),
         ({"objective": "fedprox", "method": "single"}, "single shares no weights"),
         ({"objective": "fedprox", "update": "gradients", "local-steps": 1}, "sends one gradient"),
         ({"objective": "scaffold", "momentum": 0.0, "byzantine": 1, "clients": 5}, "no robust rule guards"),

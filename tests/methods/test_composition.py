@@ -118,7 +118,7 @@ def test_an_objective_of_strength_0_is_none_bit_for_bit(method: str, network: st
         ("fedavg", {"server_optimizer": "fedacg", "update": "gradients", "local_steps": 1}, "take fedavgm"),
         ("fedavg", {"server_optimizer": "fedavg", "server_momentum": 0.9}, "fedavgm"),
         ("fedavg", {"server_optimizer": "fedacg", "server_learning_rate": 0.5}, "server-learning-rate to 1"),
-        *((method, {"clip": how}, "set clip to none") for method in FEDTAN for how in ("norm", "value", "adaptive")),
+        *((method, {"clip": how}, "set clip='none'") for method in FEDTAN for how in ("norm", "value", "adaptive")),
     ],
 )
 def test_a_refusal_says_why(method: str, values: dict[str, Any], reason: str) -> None:
