@@ -117,7 +117,7 @@ def test_an_objective_of_strength_0_is_none_bit_for_bit(method: str, network: st
         ("fedavg", {"objective": "moon", "update": "gradients", "local_steps": 1}, "update='gradients' sends"),
         ("fedavg", {"server_optimizer": "fedacg", "update": "gradients", "local_steps": 1}, "take fedavgm"),
         ("fedavg", {"server_optimizer": "fedavg", "server_momentum": 0.9}, "fedavgm"),
-        ("fedavg", {"server_optimizer": "fedacg", "server_learning_rate": 0.5}, "server-learning-rate to 1"),
+        ("fedavg", {"server_optimizer": "fedacg", "server_learning_rate": 0.5}, "expected server-learning-rate=1"),
         *((method, {"clip": how}, "set clip='none'") for method in FEDTAN for how in ("norm", "value", "adaptive")),
     ],
 )
