@@ -29,7 +29,6 @@ FEWEST = 8
 def centred_weights(model: nn.Module) -> list[str]:
     """Return the names of the weights whose gradients are centred: those of linear layers and convolutions, without the head.
 
-
     A weight that is derived from others (spectral norm, parametrizations) is no parameter, and is left out.
     """
     head = head_of(model)

@@ -258,16 +258,16 @@ class _FirstBatch:
         if not round.begun:
             if self._sizes and rows not in self._sizes:
                 raise ValueError(
-                    f"the first BatchNorm layer of the network saw {rows} rows, but the inputs have {self._sizes}, so the number of samples "
-                    "is unclear: call round.batch(n) before the first forward pass"
+                    f"the first BatchNorm layer of the network saw {rows} rows, but the inputs have {self._sizes}, so the number of "
+                    "samples is unclear: call round.batch(n) before the first forward pass"
                 )
             if not self._sizes:
                 LOGGER.info("the first BatchNorm layer sees a batch of %d samples; if it has another number, call round.batch(n)", rows)
             round.begin_batch(rows)
         elif not self._explicit and rows != round.batch and self._passes:
             raise ValueError(
-                f"the batch has {int(round.batch)} rows in one BatchNorm layer and {rows} in another, so its number of samples is unclear: "
-                "call round.batch(n) before the first forward pass"
+                f"the batch has {int(round.batch)} rows in one BatchNorm layer and {rows} in another, so its number of samples is "
+                "unclear: call round.batch(n) before the first forward pass"
             )
         return False
 

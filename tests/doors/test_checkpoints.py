@@ -134,10 +134,10 @@ def test_from_a_callback_and_after_the_end(tmp_path: Path) -> None:
 
 
 OTHER: dict[str, tuple[str, dict[str, Any], str]] = {
-    "method": ("fedbn", {}, "method was fixbn, and is fedbn"),
-    "network": ("fixbn", {"model": net(9)}, "the network was .*, and is"),
-    "clients": ("fixbn", {"clients": CLIENTS[:3]}, "the number of clients was 4, and is 3"),
-    "seed": ("fixbn", {"seed": 1}, "seed was 0, and is 1"),
+    "method": ("fedbn", {}, "method was fixbn, but is fedbn"),
+    "network": ("fixbn", {"model": net(9)}, "the network was .*, but is"),
+    "clients": ("fixbn", {"clients": CLIENTS[:3]}, "the number of clients was 4, but is 3"),
+    "seed": ("fixbn", {"seed": 1}, "seed was 0, but is 1"),
     "rate": ("fixbn", {"optimizer": lambda parameters: SGD(parameters, lr=0.1)}, "calendar was"),
 }
 
