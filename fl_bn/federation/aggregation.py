@@ -79,8 +79,8 @@ def pseudo_gradient(weights: Named, mean: Named) -> dict[str, Tensor]:
     """Return ``weights - average`` in float64, with the average rounded to the dtype of the weights.
 
     So the difference is exact, and a step of size 1 along it gives the rounded average bit for bit. With the unrounded
-    average, the result could be rounded to the other neighbour in float32. This happens to one weight in 40 if two
-    clients have the weights 3 and 7.
+    average, the result could be rounded to the other neighbour in float32. This happens to one tensor value in 40 if two
+    clients are averaged in the ratio 3 to 7.
     """
     return {name: difference(weights[name].double(), mean[name].clone(), weights[name].dtype) for name in mean}
 

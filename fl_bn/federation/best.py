@@ -25,7 +25,7 @@ class Best(Callback):
     Args:
         metric: The metric. Default: the task's own, such as ``accuracy``.
         higher_is_better: Whether a higher value is better. Default: as the task says; a loss should be low.
-        least: By how much an evaluation must exceed the best one to count as better; at least 0.
+        least: An evaluation counts as better only if it improves the best value by more than this; at least 0.
 
     Attributes:
         best: The best value so far; NaN before the first evaluation.
@@ -96,7 +96,7 @@ class EarlyStop(Best):
             run ends; at least 1.
         metric: The metric. Default: the task's own.
         higher_is_better: Whether a higher value is better. Default: as the task says; a loss should be low.
-        least: By how much an evaluation must exceed the best one to count as better; at least 0.
+        least: An evaluation counts as better only if it improves the best value by more than this; at least 0.
     """
 
     def __init__(self, patience: int, metric: str = "", higher_is_better: bool | None = None, least: float = 0.0) -> None:

@@ -28,7 +28,7 @@ def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dic
     Args:
         sent: The sections of the instruction.
         rate: The learning rate of the instruction.
-        buffers: Names of buffers in the section of the weights. They have no bound, and do not enter that of the weights.
+        buffers: Names of buffers in the section of the weights. The bound neither applies to them nor depends on them.
     """
     weight = WIDEST_WEIGHT * max([1.0, *(size for name, size in sizes(sent.get("weights", {})).items() if name not in buffers)])
     return {"weights": weight, "gradients": weight / rate if rate > 0 else math.inf}

@@ -151,7 +151,7 @@ class LocalRound:
 
     @contextmanager
     def open(self, full_gradient: Callable[[], dict[str, Tensor]] | None = None) -> Iterator[LocalRound]:
-        """Prepare the model for training in this block.
+        """Prepare the model for training inside the ``with`` block.
 
         It is in training mode, frozen layers are frozen, and its BatchNorm layers are observed.
 
@@ -203,9 +203,9 @@ class LocalRound:
         return self.method.reports(self.phase) in (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.MOVING)
 
     def set_modes(self, model: nn.Module) -> None:
-        """Put ``model`` into training mode, and freeze its frozen layers.
+        """Put ``model`` into training mode, and freeze the layers that are frozen in this round.
 
-        Parts that its owner holds in evaluation mode stay in it.
+        Parts that the model's owner holds in evaluation mode stay in evaluation mode.
         """
         freeze_statistics(model, layers=None if self.freezes else frozen_affine(model))
         train_mode(model)
@@ -245,7 +245,7 @@ class LocalRound:
         self._first.begin(samples, self.steps)
 
     def inputs_seen(self, samples: int) -> None:
-        """Count ``samples`` samples of an input before the first step, if no other way of counting found them."""
+        """Add ``samples`` samples of an input before the first step. They are used if nothing else counts the batch."""
         self._first.inputs += samples
 
     def gradient_ready(self) -> None:
@@ -268,7 +268,7 @@ class LocalRound:
             self._observing.close()
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Note the learning rate of a step that a user's own ``optimizer`` made.
+        """Record the learning rate of a step that a user's own ``optimizer`` made.
 
         Raises:
             ValueError: The objective needs another optimiser.
@@ -437,7 +437,7 @@ class LocalRound:
         else:
             sections, numbers, kept = {"moments": complete_moments(self, self.moments or {})}, {}, self.kept
         if self.measured_samples:
-            numbers["measured"] = self.measured_samples  # behind the moments of a pass
+            numbers["measured"] = self.measured_samples  # the number of samples in the statistics pass
         if not _finite(sections) and (wrong := self.input_watch.count()):
             numbers[BAD_INPUTS] = wrong
         return Reply(client, sections, samples, weight, numbers, self.instruction.round, self.network.signature), kept

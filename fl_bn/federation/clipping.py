@@ -26,7 +26,7 @@ SMALLEST = 1e-3  # the smallest norm that weights count with; otherwise weights 
 
 
 def unit_norm(x: Tensor) -> Tensor:
-    """Return the Euclidean norm of each output unit: over all axes but the first, and these axes keep length 1.
+    """Return the Euclidean norm of each output unit: over all axes but the first, which stay as axes of size 1.
 
     A tensor with at most one axis has one norm over all its values.
     """

@@ -62,7 +62,7 @@ def watch(record: RoundRecord, first_loss: float = math.nan) -> Iterator[str]:
             f"({drift.layer or 'model'}) in one round. The statistics no longer follow the weights: {LOWER} or the local "
             "steps"
         )
-    masked = "masked" in record.bytes_up  # a client that diverges sends no summand; privacy withholds the loss
+    masked = "masked" in record.bytes_up  # with masks a client that diverges sends nothing, and privacy hides the loss
     if record.aggregated and not masked and _diverged(record, first_loss):
         before = f", and was {first_loss:.4g} in the first round" if math.isfinite(record.loss) else ""
         yield f"round {record.round}: the training loss is {record.loss:.4g}{before}: training diverged; {LOWER}"

@@ -197,7 +197,7 @@ class Federation:
         common = Clients(pristine, method, where, own, schedule, seed)
         self._transport = LocalTransport(self.server, common, self.tests, workers, engine == VECTORISED)
         self._evaluated: Named = self.server.shared.tensors()
-        self._last: Round | None = None  # of the run that goes on, or of the last one
+        self._last: Round | None = None  # the last finished round, of this run or an earlier one
         self._resumed: FederationState | None = None
         self._decides = {
             "method": method.name,
@@ -260,7 +260,7 @@ class Federation:
             The record of each round.
 
         Raises:
-            Diverged: In three rounds in a row no reply could be used.
+            Diverged: In three rounds in a row, too few replies could be used.
         """
         callbacks, start = Callbacks([*self._bar(), *self.callbacks]), self._start(rounds)
         shared = self.server.shared

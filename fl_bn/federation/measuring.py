@@ -38,7 +38,7 @@ def measured(
             except ValueError as error:
                 if NO_VARIANCE not in str(error):
                     raise
-                for name, seen in before.items():  # a batch of one sample is left out of the pass as of training
+                for name, seen in before.items():  # as in training, a batch of one sample is left out
                     del observed[name][seen:]
     return pooled(observed)
 

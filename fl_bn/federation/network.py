@@ -157,7 +157,7 @@ class _Pristine:
             if tensor.requires_grad is not learns:
                 tensor.requires_grad_(learns)
         for module, training in self._modes:
-            if module.training is not training:  # a module sets an attribute slowly
+            if module.training is not training:  # setting a module's attribute is slow
                 module.training = training
         return True
 

@@ -169,7 +169,7 @@ class Passes:
         layer replaces them, if that is possible.
         """
         layers = len(self.server.shared.statistics())
-        most = layers if most == UNTIL_STILL and self.private else most  # noise moves them always, and each exchange costs privacy
+        most = layers if most == UNTIL_STILL and self.private else most  # noise changes them every time, and each exchange costs privacy
         whole = measured == INPUTS and (most == UNTIL_STILL or most >= layers)
         if whole and layers > 1:
             result = self._pass(transport, transport.measure_layer_by_layer, 1, round, tensors, tolerance, measured)

@@ -101,7 +101,7 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
         key = (id(own[0]), id(own[1]), id(own[2]))
         if key not in made:
             made[key] = own[0] if own[1] is None and not own[2] else extended(*own)
-            made[key].state()  # refuses what is no metric now, and not after a round
+            made[key].state()  # an object that is no metric raises now, and not after a round
     return tuple(made[id(one), id(of), id(more)] for one, of, more in zip(tasks, losses, further, strict=True))
 
 

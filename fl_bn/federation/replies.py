@@ -116,7 +116,7 @@ class Expected:
             raise WireError("metrics", "samples", f"expected at most {most}, the number that the client announced, but got {samples}")
         values = self.form.read(record)
         trains = "steps" in self.form.fields
-        measured = self.samples.get(client, LARGEST if trains else samples)  # a client may train on few of its samples and measure all
+        measured = self.samples.get(client, LARGEST if trains else samples)  # a client may train on some of its samples and measure all
         for name, most in (("batch", samples), ("measured", measured)):
             if name in self.form.fields and values.get(name, 0) > most:
                 raise WireError("metrics", name, f"expected at most {most}, the client's samples, but got {values[name]}")

@@ -144,7 +144,7 @@ class Rounds(Options):
         checkpoint_every: The number of rounds between the server's checkpoints; 0: none are made.
         auxiliary: The kinds of tensors that accompany the weights (``federation.auxiliary`` of the clients'
             settings).
-        unseen: Whether clients send the BatchNorm tensors that they keep after the last round. Unseen clients get
+        unseen: Whether clients send, after the last round, the BatchNorm tensors that they keep. Unseen clients get
             the average of these tensors.
         at_start: The number of connected clients with which the run starts; 0: all. A client that connects later
             takes part from the next round.

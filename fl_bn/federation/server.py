@@ -114,7 +114,7 @@ class Server:
         return instruction
 
     def conclude(self, replies: RoundReplies) -> bool:
-        """Check and combine the round's replies, and step the shared model.
+        """Check and combine the round's replies, and update the shared model.
 
         ``record`` then names the refused clients, with the reasons.
 
@@ -148,7 +148,7 @@ class Server:
         return True
 
     def _step(self, parts: list[Reply], overflowing: int, replies: RoundReplies) -> list[float]:
-        """Step the shared model by the usable replies.
+        """Update the shared model by the usable replies.
 
         Args:
             parts: The usable replies.

@@ -21,9 +21,9 @@ class TrainingPasses:
     """Decide, layer by layer, whether a forward pass counts as a batch of the optimiser's next step.
 
     Passes in training mode with autograd count, also all micro-batches whose gradients are added up. A pass that computes
-    activations again does not count. A pass whose gradients were cleared before the step no longer counts. The pass after
-    it counts in its place if the weights are the same. At other weights it does not count either (a closure that is called
-    again, the second half of a sharpness-aware step).
+    activations again does not count. If the gradients are cleared before the step, a further pass at the same weights
+    replaces the passes so far. A further pass at other weights does not count, and the passes so far stay counted (a
+    closure that is called again, the second half of a sharpness-aware step).
 
     Attributes:
         observed: Layer -> the moments of the counted passes.

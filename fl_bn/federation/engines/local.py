@@ -58,7 +58,7 @@ class LocalTransport(Transport):
     ) -> None:
         self.server, self.clients, self._tests, self._count, self._one_program = server, clients, tests, workers, one_program
         self.kept = [NOTHING for _ in clients.own]
-        self._rounds = 1  # of the run
+        self._rounds = 1  # the number of rounds of the run
         self._workers: InWorkers | None = None
         self._pace = Pace(1, 1)
         self._warned, self._fallback = set[int](), Fallback()
@@ -119,7 +119,7 @@ class LocalTransport(Transport):
             LOGGER.warning("%s. Statistics are measured by passes instead", error)
             return None
         finally:
-            self.clients.network.keep(self._cohort_size)  # everyone had a copy at once, and training takes less
+            self.clients.network.keep(self._cohort_size)  # all clients had copies at the same time, and training needs fewer
         if len(session.taking_part) < len(everyone):
             return None
         return self._checked(replies, instruction, session, everyone)

@@ -34,9 +34,9 @@ MOST_BYTES = 2**30
 def can_move(clients: Clients) -> bool:
     """Return whether other processes can compute the clients with the same effects as this process.
 
-    A user's own code may change variables of its process, and a worker's variables are not those of this process.
-    So the tasks must be fl-bn's, and the loaders ``SeededBatches`` or DataLoaders of tensors. The clients must train
-    on a CPU, and their data must not exceed ``MOST_BYTES``.
+    A user's own code may store values in variables, and those of a worker process do not come back. So the tasks must
+    be fl-bn's, and the loaders ``SeededBatches`` or DataLoaders of tensors. The clients must train on a CPU, and their
+    data must not exceed ``MOST_BYTES``.
     """
     if clients.device.type != "cpu" or not all(is_ours(own.task) for own in clients.own):
         return False

@@ -71,7 +71,7 @@ class Stack:
 
         def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor) -> tuple[Tensor, dict[str, Tensor], Any]:
             state = {f"model.{name}": tensor for name, tensor in (parameters | buffers).items()}
-            result = functional_call(_Holder(self.template, answer), state, batch)  # which leaves changed buffers in ``state``
+            result = functional_call(_Holder(self.template, answer), state, batch)  # it leaves changed buffers in ``state``
             moments = {name: [(part.mean, part.var) for part in parts] for name, parts in observed.items()}
             counts.update({name: [part.count for part in parts] for name, parts in observed.items()})
             for parts in observed.values():

@@ -337,7 +337,7 @@ class _Training:
 
     @contextmanager
     def _observing(self) -> Iterator[dict[str, list[Moments]]]:
-        """Observe the template in this block, if the method reports moments of this step's batches."""
+        """Observe the template inside the ``with`` block, if the method reports moments of this step's batches."""
         reports = self.first.method.reports(self.first.phase)
         if reports in (StatisticsReport.BATCHES, StatisticsReport.MOVING) or (reports is StatisticsReport.FIRST and self.number == 0):
             with observe(self.stack.template, counts=lambda layer, x: layer.training) as observed:
@@ -397,7 +397,7 @@ def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], see
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Raise CannotVectorise for any error in this block.
+    """Raise CannotVectorise for any error inside the ``with`` block.
 
     The clients are then computed one by one. If the user's own code has a mistake, its error is raised there.
     """

@@ -118,8 +118,8 @@ def cores() -> int:
 
 
 process_executor._MAX_MEMORY_LEAK_SIZE = sys.maxsize
-"""joblib replaces a worker whose memory grew by 300 MB. This line, run in every worker, turns that off: the growth is no
-leak, but the worker's data and networks, and a new process takes seconds.
+"""joblib replaces a worker whose memory grew by 300 MB. This line, run in every worker, turns that off: the growth is
+the worker's data and networks and not a leak, and a new process takes seconds.
 """
 
 
@@ -161,7 +161,7 @@ def _collected() -> Iterator[list[logging.LogRecord]]:
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            record.msg, record.args, record.exc_info = record.getMessage(), None, None  # what can be pickled
+            record.msg, record.args, record.exc_info = record.getMessage(), None, None  # only this text can be pickled
             records.append(record)
 
     LOGGER.handlers, propagates, LOGGER.propagate = [Keep()], LOGGER.propagate, False
