@@ -106,9 +106,9 @@ def test_an_objective_of_strength_0_is_none_bit_for_bit(method: str, network: st
 @listed(
     ("method", "values", "reason"),
     [
-        ("fedavg", {"objective": "scaffold", "momentum": 0.9}, "momentum to 0"),
+        ("fedavg", {"objective": "scaffold", "momentum": 0.9}, "momentum=0 and clip='none', but got"),
         ("fedavg", {"objective": "scaffold", "optimizer": "adam"}, "it needs optimizer='sgd'"),
-        ("fedavg", {"objective": "scaffold", "clip": "norm"}, "clip to none"),
+        ("fedavg", {"objective": "scaffold", "clip": "norm"}, "and clip='none', but got"),
         ("fedavg", {"objective": "scaffold", "byzantine": 1}, "no robust rule guards them"),
         ("fedavg", {"objective": "scaffold", "update_rule": "median", "declared_byzantine": 0}, "no robust rule guards them"),
         ("fedavg", {"maintain_momentum": "global", "momentum": 0.9, "byzantine": 1}, "no robust rule guards them"),

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ExchangeStub:
-    """Averages vectors over the clients of a round, layer by layer.
+    """Average vectors over the clients of a round, layer by layer.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class ExchangeStub:
 
 
 class ExchangeServicer:
-    """Averages vectors over the clients of a round, layer by layer.
+    """Average vectors over the clients of a round, layer by layer.
     """
 
     def Average(self, request_iterator, context):
-        """Serves one client for one round. Each Join and each Local gets one answer, once all clients of the round have sent theirs.
+        """Serve one client for one round. Each Join and each Local gets one answer, once all clients of the round have sent theirs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_ExchangeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Exchange:
-    """Averages vectors over the clients of a round, layer by layer.
+    """Average vectors over the clients of a round, layer by layer.
     """
 
     @staticmethod
