@@ -41,7 +41,7 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
         )
     if robust and (objective.travels or settings.maintain == "global"):
         what = f"{objective.name}'s control variates" if objective.travels else "maintain-momentum='global'"
-        raise ValueError(f"{what} travel beside the weights, where no robust rule guards them against Byzantine clients: leave them out")
+        raise ValueError(f"{what} are sent beside the weights, and no robust rule guards them against Byzantine clients: leave them out")
     if settings.update == "gradients" and method.frozen - {Role.STATISTIC}:
         raise ValueError(
             f"{method.name} freezes scale and shift at the clients, but with update='gradients' the server changes them: set "

@@ -163,7 +163,7 @@ def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
             there = _form(theirs[name].shape, dtype_name(theirs[name].dtype), dtypes) if name in theirs else "nothing"
             if here != there:
                 return f"{printable(name)} is {here} here, and {there} there"
-    return f"all tensors that travel agree, so a role, an integer buffer or the method differs. {COMPARE}"
+    return f"all tensors in messages agree, so a role, an integer buffer or the method differs. {COMPARE}"
 
 
 COMPARE = "To compare, run on both sides: fl-bn layers MODEL --method METHOD --tensors"
