@@ -16,10 +16,11 @@ where there is no warm process yet. It ends after its message, so no message can
 * A *watcher* waits for the process of each message. If that process dies (out of memory, by a signal, by an
 exit), the watcher tells the SuperNode why, and the SuperNode tells the server (``supernode.py``).
 
-The process of a message checks the policy of the site (``policy.py``) before it loads any code of the run. It writes
-a line of the audit log (``audit.py``) before its answer leaves. This program belongs to the site, not to the run. It is
-therefore run by its path, and loads the site's other modules by theirs: an import of ``fl_bn`` could find the version
-that the run brings.
+The SuperNode refuses runs by ``allow-code`` before their packages are kept (``admission.py``). The process of a
+message checks the policy of the site (``policy.py``) again before it loads any code of the run. It writes a line of the
+audit log (``audit.py``) before its answer leaves. This program belongs to the site, not to the run. It is therefore run
+by its path, and loads the site's other modules by theirs: an import of ``fl_bn`` could find the version that the run
+brings.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ from typing import Any
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent / "fl_bn"  # the package fl_bn that is installed beside this one
 PROGRAM = "flwr-clientapp"  # the program of Flower that the process of a message replaces
+OURS = "fl-bn/fl-bn"  # the id of fl-bn's own app
 INSTALLED = "fl_bn.apps.client"  # the app that runs where the policy allows only installed code
 READY = b"1"
 BUSY, IDLE, QUIET = 0.1, 0.5, 60.0  # seconds between two questions for work: BUSY, or IDLE after QUIET seconds without work
-PRELOADED = ("numpy", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib")
+ED25519 = "cryptography.hazmat.primitives.asymmetric.ed25519"  # for the signatures of runs
+PRELOADED = ("numpy", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib", ED25519)
 REFUSALS = ("NotAllowed", "Refused")  # errors by which the site's policy, or the app's gate, refuses
 MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # how torch and NumPy report it
 
@@ -323,13 +326,15 @@ def answer(site: Site, request: Request, app: Any) -> None:
     try:
         policy = policy_module().Policy.read(site.policy)
         policy.check_run(context.run_config)
-        policy.check_code(fab.content, PACKAGE)
+        decision = policy.decide(run.fab_hash, fab.content, run.override_config, PACKAGE)
+        decision.enforce()
+        record.submitted_by(decision.submitter)
         limit_memory(policy.memory())
         if app is None:
             unpack(site, request, fab.content, policy.allow_code)
             app = load(site, request, policy.allow_code == "installed")
         record.listen()
-        given, context.node_config = context.node_config, policy.limits(context.node_config)
+        given, context.node_config = context.node_config, policy.limits(placed(context, run.fab_id))
         try:
             reply = _within_memory(policy, lambda: app(message=message, context=context))
         finally:
@@ -340,6 +345,21 @@ def answer(site: Site, request: Request, app: Any) -> None:
         reply = record.failed(error)
     find("push_clientappoutputs")(stub=stub, token=request.token, message=reply, context=context)
     beat.stop()
+
+
+def placed(context: Any, app: str) -> dict[str, Any]:
+    """Return the node config of a message, with the client's place in the run for apps that are not fl-bn's.
+
+    A Flower app of one's own looks for it in ``partition-id`` and ``num-partitions``. fl-bn's finds its place itself.
+
+    Args:
+        context: Flower's context of the message.
+        app: The id of the app, PUBLISHER/NAME.
+    """
+    node, nodes = dict(context.node_config), str(context.run_config.get("client-nodes", "")).split(",")
+    if app != OURS and str(context.node_id) in nodes:
+        node |= {"partition-id": nodes.index(str(context.node_id)), "num-partitions": len(nodes)}
+    return node
 
 
 class Record:

@@ -115,7 +115,8 @@ def tables_of(report: Report, found: Findings) -> Group:
         kept.add_row(when, escape(run), escape(str(one["message"])), escape(f"{one['decision']}: {one['reason']}"))
     more = len(report.refused) - SHOWN
     ended = [
-        f"{report.lines} line{'s' * (report.lines != 1)}; as messages of Flower {report.message_bytes:,} bytes, without the frames of gRPC and TLS",
+        f"{report.lines} line{'s' * (report.lines != 1)}; as messages of Flower {report.message_bytes:,} bytes, "
+        "without the frames of gRPC and TLS",
         *([f"and {more} more that did not leave: --lines shows all"] if more > 0 else []),
         f"to note elsewhere: line {found.lines} has the hash {found.head}",
     ]

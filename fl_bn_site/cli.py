@@ -40,6 +40,10 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="its name, or th
 ControlOption = Annotated[
     str, typer.Option("--control", metavar="HOST:PORT", help="address of the SuperLink's Control API; default: control in server.toml")
 ]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option("--key", metavar="FILE", help="the submitter's key, which signs the run; default: $FL_BN_SUBMITTER_KEY, or the kit's own"),
+]
 
 
 @kit.command()
@@ -54,17 +58,23 @@ def create(
     days: Annotated[int, typer.Option(help="days for which the server's certificate is valid")] = 825,
     fleet_port: Annotated[int, typer.Option(help="the port to which sites connect")] = 9092,
     exchange_port: Annotated[int, typer.Option(help="the first port of FedTAN's exchange")] = 9095,
+    submitters: Annotated[
+        str,
+        typer.Option(metavar="A,B", help="who signs runs: a name, for whom a key is made, or the file NAME.pub of a key that they made"),
+    ] = "submitter",
 ) -> None:
     """Make a kit: an authority, the server's folder, and one folder per site."""
     from fl_bn_site.kit import KitError, KitPlan
     from fl_bn_site.kit import create as make
 
     try:
-        make(KitPlan(superlink, _split(sites), exchange_host, _split(also), days, fleet_port, exchange_port), output)
-    except (KitError, OSError) as error:
+        plan = KitPlan(superlink, _split(sites), exchange_host, _split(also), days, fleet_port, exchange_port, _split(submitters))
+        make(plan, output)
+    except (KitError, OSError, ValueError) as error:
         raise refused(error) from error
     typer.echo(
-        f"{output}: read {output / 'README.md'} first. Keys are in authority/, server/ and sites/*/: each belongs to one machine only."
+        f"{output}: read {output / 'README.md'} first. Keys are in authority/, server/, sites/*/ and submitters/*/: "
+        "each belongs to one machine, or one person, only."
     )
 
 
@@ -192,27 +202,50 @@ def submit(
     parallel: Annotated[
         int, typer.Option(min=0, help="start this run while fewer than so many runs go on; 0: the number in server.toml")
     ] = 0,
+    key: KeyOption = None,
+    own: Annotated[
+        Path | None,
+        typer.Option("--app", metavar="FOLDER", help="a Flower app of your own, or a folder with modules: a network, a loader, a loss"),
+    ] = None,
+    sign_only: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="sign the run and write it to FILE, and no more: FOLDER may be a copy on another machine"),
+    ] = None,
+    signed: Annotated[Path | None, typer.Option(metavar="FILE", help="submit what --sign-only wrote, as it is")] = None,
 ) -> None:
     """Submit a run to the deployed sites, wait for the runs before it, and show its log.
 
     The exit code is 1 if the run does not complete.
     """
+    from fl_bn_site.submit import sign_only as write_signed
     from fl_bn_site.submit import submit as run
+    from fl_bn_site.submit import submit_signed
 
-    _carry_out(lambda: run(_server(folder), run_config, control, _say, parallel))
+    if signed and (sign_only or key or run_config or own):
+        raise refused(ValueError("--signed submits what was signed: --run-config, --key, --app and --sign-only go with the signature"))
+    if sign_only:
+        with _refusals():
+            name = write_signed(_server(folder), run_config, sign_only, key, own)
+            typer.echo(f"{sign_only}: {name}, signed. On the server's machine: fl-bn submit FOLDER --signed {sign_only.name}")
+        return
+    if signed:
+        _carry_out(lambda: submit_signed(_server(folder), signed, control, _say, parallel))
+        return
+    _carry_out(lambda: run(_server(folder), run_config, control, _say, parallel, key, own))
 
 
-def resume(folder: Path, name: str, control: str) -> None:
+def resume(folder: Path, name: str, control: str, key: Path | None = None) -> None:
     """Resume a deployed run, and show its log, as ``submit`` does.
 
     Args:
         folder: The server's folder.
         name: The name of the run; empty: the run with the newest checkpoint.
         control: The address of the Control API; empty: the one in server.toml.
+        key: The submitter's key, which signs the run anew; None: see ``submitters.key_file``.
     """
     from fl_bn_site.submit import resume as run
 
-    _carry_out(lambda: run(_server(folder), name, control, _say))
+    _carry_out(lambda: run(_server(folder), name, control, _say, key=key))
 
 
 def _say(line: str) -> None:
@@ -427,4 +460,8 @@ def add_to(app: typer.Typer, panel: str) -> None:
     """Add the commands of a deployment to ``app``, under the heading ``panel`` of its help."""
     for command in (start, register, submit, status, runs, abort, fetch, queue, audit):
         app.command(rich_help_panel=panel)(command)
+    from fl_bn_site import cli_signing
+
+    kit.command()(cli_signing.submitter)
+    kit.command()(cli_signing.trust)
     app.add_typer(kit, name="kit", rich_help_panel=panel)

@@ -184,7 +184,8 @@ def supernode(site: SiteFolder) -> Command:
         "could not be activated": "the server still counts this site as connected, as it does for a minute after a crash. The SuperNode "
         "tries again; if this line keeps coming, another machine uses this site's key",
     }
-    flower = (sys.executable, "-P", str(SUPERNODE), "--poll-seconds", str(site.poll_seconds))
+    own = {"--poll-seconds": site.poll_seconds, "--policy": site.policy, "--accepted": site.accepted}
+    flower = (sys.executable, "-P", str(SUPERNODE), *_flat(own))
     argv = (sys.executable, "-I", "-S", str(WATCHED), *flower, *_flat(options))
     return Command("supernode", argv, _environment(site.node_dir), site.path, hints=hints, reads=(site.private_key,))
 
@@ -195,7 +196,8 @@ def clientapp(site: SiteFolder) -> Command:
     This program needs no key, so it may run as another user than the SuperNode.
     """
     options = {"--appio-api-address": site.clientappio, "--policy": site.policy, "--audit": site.audit_log}
-    return Command("clientapp", (sys.executable, "-P", str(APP_HOST), *_flat(options)), _environment(site.state_dir), site.path)
+    found = {"PYTHONPATH": os.pathsep.join([*site.code, *filter(None, [os.environ.get("PYTHONPATH")])])} if site.code else {}
+    return Command("clientapp", (sys.executable, "-P", str(APP_HOST), *_flat(options)), _environment(site.state_dir) | found, site.path)
 
 
 def node_config(site: SiteFolder) -> dict[str, Scalar]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.support.durable import write
-from fl_bn.support.flower_config import flower_config
 from fl_bn_site.certificates import public_in, read_public
 from fl_bn_site.commands import check_flower, environment, local, program
 from fl_bn_site.folders import ServerFolder
@@ -29,6 +28,7 @@ ANSWER = 300.0  # seconds that ``flwr`` may take to answer; to submit a run, it 
 SILENCE = 600.0  # seconds without an answer after which the SuperLink counts as lost
 # ends ``flwr`` after so many seconds, even if this process is killed meanwhile
 BOUNDED = "import os, signal, sys; signal.alarm(int(sys.argv[1])); os.execvp(sys.argv[2], sys.argv[2:])"
+STARTER = (sys.executable, "-P", str(Path(__file__).with_name("start_run.py")))  # submits a package
 PROJECT = """\
 [project]
 name = "fl-bn-federation"
@@ -84,7 +84,20 @@ class Control:
         Raises:
             ControlError: The SuperLink does not answer, or refuses the request.
         """
-        argv, inherited = [program("flwr"), *words, "--format", "json"], () if lock is None else (lock,)
+        return self._answer([program("flwr"), *words, "--format", "json"], f"flwr {' '.join(words[:2])}", lock)
+
+    def _answer(self, argv: list[str], called: str, lock: int | None) -> dict[str, Any]:
+        """Run a program that prints one JSON object, and return the object.
+
+        Args:
+            argv: The program and its arguments.
+            called: What the program is called in the message of an error.
+            lock: As for ``ask``.
+
+        Raises:
+            ControlError: The SuperLink does not answer, or refuses the request.
+        """
+        inherited = () if lock is None else (lock,)
         if inherited:
             argv = [sys.executable, "-I", "-S", "-c", BOUNDED, str(math.ceil(ANSWER) + 30), *argv]
         pipe = subprocess.PIPE
@@ -101,7 +114,7 @@ class Control:
             answer = {"error-message": (out + err).strip()}
         if not answer.get("success"):
             lines = [line for line in str(answer.get("error-message", "")).splitlines() if line.strip() and not line.startswith(PREAMBLE)]
-            reason = " ".join(lines[-3:]) or f"`flwr {' '.join(words[:2])}` ended with exit code {process.returncode} and printed nothing"
+            reason = " ".join(lines[-3:]) or f"`{called}` ended with exit code {process.returncode} and printed nothing"
             raise ControlError(f"the SuperLink at {self.address}: {reason}")
         return answer
 
@@ -122,24 +135,23 @@ class Control:
             raise
         return True
 
-    def start_run(self, app: Path, run_config: str, lock: int | None = None) -> str:
-        """Submit an app to the SuperLink, which starts it as a run.
+    def start_run(self, package: Path, run_config: str, lock: int | None = None) -> str:
+        """Submit a package to the SuperLink, which starts it as a run. Sites receive the same bytes.
 
         Args:
-            app: The folder of the app.
+            package: The file of the package (``project.build``).
             run_config: Keys of the run config, as ``flwr run --run-config`` takes them.
-            lock: The descriptor of a locked file. The file stays locked until the app is submitted, even if this
+            lock: The descriptor of a locked file. The file stays locked until the package is submitted, even if this
                 process is killed meanwhile; None: no file.
 
         Returns:
             Flower's id of the run.
 
         Raises:
-            ControlError: The SuperLink does not answer, or refuses the app.
+            ControlError: The SuperLink does not answer, or refuses the package.
         """
-        at = flower_config({"address": self.address, "root-certificates": str(self.authority)})
-        answer = self.ask("run", str(app), FEDERATION, "--federation-config", at, "--run-config", run_config, lock=lock)
-        return str(answer["run-id"])
+        argv = [*STARTER, self.address, str(self.authority), str(package), run_config]
+        return str(self._answer(argv, "start_run.py", lock)["run-id"])
 
     def unregister(self, node: int) -> None:
         """Shut out the site with this node id. It gets no message from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import partial
@@ -41,6 +42,7 @@ def diagnose(folder: Path, overrides: str = "") -> Iterator[Finding]:
 
 def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     node = node_config(site)
+    sys.path[:0] = [folder for folder in site.code if folder not in sys.path]  # as the ClientApp has them
     host, port = host_port(site.superlink)
     yield Finding("ok", "folder", f"{site.path}: site {site.site}")
     yield from guard_each("kit", lambda: kit_files(site.path))
@@ -50,6 +52,8 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
     if site.audit is not None:  # else it is in state-dir
         yield guard("audit", lambda: machine.storage("audit", site.audit_log))
     yield guard("policy", lambda: _policy(site.policy))
+    if site.code:
+        yield guard("code", lambda: _code(site))
     running = any(_running(folder) for folder in (site.logs, site.node_dir / "logs"))
     yield guard("clientappio", lambda: network.port_free("clientappio", site.clientappio, "clientappio in site.toml", running=running))
     yield from _superlink(host, port, site.root_certificates)
@@ -57,15 +61,35 @@ def _site(site: SiteFolder, overrides: str) -> Iterator[Finding]:
 
 
 def _policy(file: Path) -> Finding:
-    from fl_bn_site.policy import Policy, PolicyError
+    from fl_bn_site.policy import ANY, Policy, PolicyError
 
     try:
         policy = Policy.read(file)
     except PolicyError as error:
         return Finding("fail", "policy", str(error), "correct that line: until then this site refuses every run")
     lines = {spec.name.replace("_", "-"): getattr(policy, spec.name) for spec in fields(policy)}
+    lines["trusted-submitters"] = ", ".join(map(str, policy.trusted_submitters)) or ()
     set_here = [f"{name} = {value}" for name, value in lines.items() if value != getattr(Policy(), name.replace("-", "_"))]
-    return Finding("ok", "policy", f"{file}: {'; '.join(set_here) or 'takes part in every run'}")
+    text = f"{file}: {'; '.join(set_here) or 'takes part in every run'}"
+    if policy.allow_code == ANY:
+        what = f"{text}. The policy is open: whoever holds the server runs any code here, with this site's data before it"
+        return Finding("warn", "policy", what, 'write allow-code = "signed" and trusted-submitters, or allow-code = "installed"')
+    return Finding("ok", "policy", text)
+
+
+def _code(site: SiteFolder) -> Finding:
+    if missing := [folder for folder in site.code if not Path(folder).is_dir()]:
+        return Finding("fail", "code", f"there is no folder {missing[0]}", "correct code in site.toml, or make the folder")
+    return Finding("ok", "code", f"modules of this site's own are in {', '.join(site.code)}")
+
+
+def _submitter(server: ServerFolder) -> Finding:
+    from fl_bn_site.submitters import VARIABLE, describe, key_file
+
+    if (file := key_file(server)) is None:
+        what = f"no key is found here: runs are signed elsewhere (--signed), or by the key that --key or {VARIABLE} names"
+        return Finding("ok", "submitter", f'{what}. Sites with allow-code = "signed" refuse all others')
+    return Finding("ok", "submitter", f"{describe(file)} signs runs, with {file}: once sites have real data, the key belongs elsewhere")
 
 
 def _superlink(host: str, port: int, authority: Path) -> Iterator[Finding]:
@@ -101,6 +125,7 @@ def _server(server: ServerFolder, overrides: str) -> Iterator[Finding]:
     yield from guard_each("kit", lambda: kit_files(server.path))
     yield guard("expiry", lambda: expiry([server.authority, server.certificate]))
     yield guard("site keys", lambda: site_keys(server))
+    yield guard("submitter", lambda: _submitter(server))
     yield guard("state", lambda: machine.storage("state", server.state))
     yield guard("results", lambda: machine.storage("results", server.results))
     running = _running(server.logs)

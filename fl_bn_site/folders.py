@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -94,6 +95,11 @@ def _device(name: str) -> None:
 def _pace(seconds: float) -> None:
     if not 0.1 <= seconds <= 60:
         raise ValueError(f"must be 0.1..60, but got {seconds:g}")
+
+
+def _code(folders: tuple[str, ...]) -> None:
+    if wrong := [folder for folder in folders if not folder or os.pathsep in folder]:
+        raise ValueError(f"must be folders, whose paths have no {os.pathsep}, but got {wrong[0]!r}")
 
 
 def _given(text: str) -> None:
@@ -236,7 +242,8 @@ class ServerFolder(Folder):
 class SiteFolder(Folder):
     """Hold the settings of ``kit/sites/NAME``, the folder for the machine of one site.
 
-    ``data_path`` becomes absolute, unless ``dataset`` is a function: then the function gets the text as it stands.
+    ``data_path`` becomes absolute, unless ``dataset`` is a function: then the function gets the text as it stands. The
+    folders in ``code`` become absolute.
     """
 
     site: str = _line("this site's name", check=site_name)
@@ -251,6 +258,7 @@ class SiteFolder(Folder):
         "",
     )
     data_path: str = _line("where they are; npz and CSV files are separated by commas", "")
+    code: tuple[str, ...] = _line("folders with modules of this site's own, for dataset = package.module:function, say", (), _code)
     allow_modules: str = _line("modules here, beside the app's own, of which a run config may name a function; by commas", "")
     device: str = _line("auto (a GPU if there is one), cpu, cuda:1, ...", "auto", _device)
     state_dir: Path = _line("what must survive a crash of this machine (local layers, momentum): back it up", "state", _given)
@@ -266,6 +274,7 @@ class SiteFolder(Folder):
         if self.data_path and ":" not in self.dataset:
             parts = [str(_within(self.path, part.strip())) for part in self.data_path.split(",")]
             object.__setattr__(self, "data_path", ",".join(parts))
+        object.__setattr__(self, "code", tuple(str(_within(self.path, folder)) for folder in self.code))
 
     @property
     def audit_log(self) -> Path:
@@ -281,6 +290,11 @@ class SiteFolder(Folder):
     def node_dir(self) -> Path:
         """Return the folder of the SuperNode's state, with the apps of the runs."""
         return self.path / "node"
+
+    @property
+    def accepted(self) -> Path:
+        """Return the folder in which the SuperNode remembers which run came with which signature."""
+        return self.node_dir / "accepted"
 
 
 def read_folder(path: Path | str) -> ServerFolder | SiteFolder:
@@ -349,7 +363,7 @@ def _value(source: Path, name: str, spec: Field[Any], type_hint: Any, values: di
     """
     if name not in values and spec.default is MISSING:
         raise FolderError(f"{source}: the line {name} is missing ({spec.metadata['help']})")
-    value = values.get(name, spec.default)
+    value = values.get(name, list(spec.default) if isinstance(spec.default, tuple) else spec.default)
     kind: type = type_hint if type_hint in (int, float) else list if type_hint == tuple[str, ...] else str
     value = float(value) if kind is float and type(value) is int else value
     texts: list[Any] = value if isinstance(value, list) else [value] if kind is str else []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from string import Template
 
-from fl_bn_site.folders import EXCHANGE_PORTS
+from fl_bn_site.folders import EXCHANGE_PORTS, one_line
 
 
 def kit_file(name: str) -> str:
@@ -14,9 +14,10 @@ def kit_file(name: str) -> str:
     return files("fl_bn_site").joinpath("kit_files", name).read_text(encoding="utf-8")
 
 
-def kit_readme(sites: Sequence[str]) -> str:
-    """Return the README of a kit, for the person who makes it. It has a row for each of the ``sites``."""
+def kit_readme(sites: Sequence[str], submitters: Sequence[str]) -> str:
+    """Return the README of a kit, for the person who makes it. It has a row for each of ``sites`` and ``submitters``."""
     rows = [f"| `sites/{site}/` | the IT person of {site}, over a channel that keeps it secret | `site.key` |" for site in sites]
+    rows += [f"| `submitters/{name}/` | {name}, who submits runs: no machine of the server | `submitter.key` |" for name in submitters]
     return Template(kit_file("kit.md")).substitute(rows="\n".join(rows))
 
 
@@ -42,6 +43,13 @@ def site_guide(site: str, fleet: str, exchange: str) -> str:
     return Template(kit_file("site.md")).substitute(
         install=_install(), site=site, fleet=fleet, exchange=exchange, more_ports=EXCHANGE_PORTS - 1
     )
+
+
+def site_policy(submitters: Sequence[str]) -> str:
+    """Return the policy of a new site, which lets runs in that one of ``submitters`` signed."""
+    if not submitters:
+        return kit_file("policy.toml").replace("$submitters", "[]  # `fl-bn kit trust . NAME FILE` adds one")
+    return Template(kit_file("policy.toml")).substitute(submitters=one_line(submitters))
 
 
 def _install() -> str:

@@ -8,8 +8,12 @@ from pathlib import Path
 
 from fl_bn_site.certificates import alternative_name, make_authority, make_server, write_site_key
 from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name
-from fl_bn_site.guides import kit_file, kit_readme, server_guide, site_guide
+from fl_bn_site.guides import kit_file, kit_readme, server_guide, site_guide, site_policy
+from fl_bn_site.policy import SUBMITTERS
+from fl_bn_site.signing import Submitter
+from fl_bn_site.submitters import hand_out, public_key, write_submitter_key
 
+PUB = ".pub"  # ends the name of a public key file
 LOCAL = ("localhost", "127.0.0.1", "::1")  # names under which the server's own machine submits runs
 
 
@@ -30,6 +34,8 @@ class KitPlan:
         days: The days for which the server's certificate is valid.
         fleet_port: The port to which SuperNodes connect.
         exchange_port: The first port of the layer-wise exchange.
+        submitters: Those whose signatures count at every site: a name, for whom a key pair is made, or a public key
+            file NAME.pub of a key pair that the submitter made.
 
     Raises:
         KitError: A host, a name, a port or the number of days is not allowed.
@@ -42,13 +48,14 @@ class KitPlan:
     days: int = 825
     fleet_port: int = 9092
     exchange_port: int = 9095
+    submitters: Sequence[str] = ("submitter",)
 
     def __post_init__(self) -> None:
         try:
             for host in (self.superlink, self.exchange, *self.also):
                 alternative_name(host)
-            for site in self.sites:
-                site_name(site)
+            for name in (*self.sites, *map(submitter_name, self.submitters)):
+                site_name(name)
         except ValueError as error:
             raise KitError(str(error)) from error
         if not self.sites or len({site.casefold() for site in self.sites}) < len(self.sites):
@@ -56,6 +63,9 @@ class KitPlan:
             raise KitError(
                 f"a kit needs at least one site, and the sites' names must differ in more than upper and lower case, but got {names}"
             )
+        if not self.submitters or len(set(map(submitter_name, self.submitters))) < len(self.submitters):
+            names = ", ".join(self.submitters) or "none"
+            raise KitError(f"a kit needs at least one submitter, and their names must differ, but got {names}")
         ports = (self.fleet_port, self.exchange_port, self.exchange_port + EXCHANGE_PORTS - 1)
         if self.days < 1 or not all(0 < port < 65536 for port in ports):
             raise KitError(f"days must be at least 1 and ports 1..65535, but got {self.days}, {self.fleet_port}, {self.exchange_port}")
@@ -69,6 +79,11 @@ class KitPlan:
     def fleet(self) -> str:
         """Return the address to which SuperNodes connect, HOST:PORT."""
         return joined(self.superlink, self.fleet_port)
+
+
+def submitter_name(item: str) -> str:
+    """Return the name of a submitter, who is given by a name or by a file NAME.pub."""
+    return Path(item).stem if item.endswith(PUB) else item
 
 
 def joined(host: str, port: int) -> str:
@@ -113,14 +128,19 @@ def create(plan: KitPlan, output: Path) -> None:
     _script(server / "run.sh")
     (server / "GUIDE.md").write_text(server_guide(plan.fleet_port, plan.exchange_port))
 
+    submitters = [
+        public_key(submitter_name(item), Path(item)) if item.endswith(PUB) else write_submitter_key(output / SUBMITTERS / item, item)
+        for item in plan.submitters
+    ]
+    hand_out(submitters, server)
     for name in plan.sites:
         folder = output / "sites" / name
-        write_site(folder, name, plan.fleet, joined(plan.exchange, plan.exchange_port), ca)
+        write_site(folder, name, plan.fleet, joined(plan.exchange, plan.exchange_port), ca, submitters)
         (server / "sites" / f"{name}.pub").write_bytes((folder / "site.pub").read_bytes())
-    (output / "README.md").write_text(kit_readme(plan.sites))
+    (output / "README.md").write_text(kit_readme(plan.sites, [name for name in plan.submitters if not name.endswith(PUB)]))
 
 
-def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes) -> None:
+def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes, submitters: Sequence[Submitter]) -> None:
     """Fill the empty folder of a site: key pair, the authority's certificate, site.toml, policy, guide and script.
 
     Args:
@@ -129,13 +149,15 @@ def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes) ->
         fleet: The address to which SuperNodes connect, HOST:PORT.
         exchange: The first address of the layer-wise exchange, HOST:PORT.
         ca: The certificate of the kit's authority, in PEM.
+        submitters: Those whose signatures count at the site.
     """
     write_site_key(folder / "site.key", folder / "site.pub", name)
     (folder / "ca.crt").write_bytes(ca)
     server, exchange_host = (address.rpartition(":")[0] for address in (fleet, exchange))
     other = "" if exchange_host == server else exchange_host
     (folder / SiteFolder.file).write_text(render(SiteFolder, site=name, superlink=fleet, exchange_addresses=other))
-    (folder / "policy.toml").write_text(kit_file("policy.toml"))
+    (folder / "policy.toml").write_text(site_policy([submitter.name for submitter in submitters]))
+    hand_out(submitters, folder)
     _script(folder / "start.sh")
     (folder / "GUIDE.md").write_text(site_guide(name, fleet, exchange))
 

@@ -20,6 +20,7 @@ from fl_bn.support.durable import write
 from fl_bn_site.certificates import Identity, make_server, names_in, read_certificate, read_public, write_site_key
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, one_line, site_name
 from fl_bn_site.kit import KitError, joined, write_site
+from fl_bn_site.submitters import known
 
 SOON = 30  # a warning is given when a certificate expires in fewer days
 FORMER = "former"  # the folder for replaced files, beside the new ones
@@ -57,7 +58,7 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
         output.mkdir(parents=True, exist_ok=True, mode=0o700)
         port = host_port(server.fleet)[1]
         exchange = joined(server.exchange_host, server.exchange_port)
-        write_site(output, name, joined(server.superlink, port), exchange, server.authority.read_bytes())
+        write_site(output, name, joined(server.superlink, port), exchange, server.authority.read_bytes(), known(server.path))
         public_key = output / "site.pub"
     server.public_key(name).write_bytes(_read_key(server, name, public_key))
     return _write(server, text)

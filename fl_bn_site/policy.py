@@ -2,27 +2,54 @@
 
 The policy says in which runs the site takes part. ``app_host.py``, which is installed at the site, makes the
 checks before it loads any code of a run. The code that a run brings takes no part in them. A line that the
-file lacks allows everything.
+file lacks allows everything. Whose code it is, ``decide`` says; ``admission.py`` asks that in the SuperNode, before
+anything of the run's package is kept.
 
-This module imports only the standard library, so that ``app_host.py`` can load it by its path.
+This module imports only the standard library, so that other programs of the site can load it by its path.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import io
 import re
+import sys
 import tomllib
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+
+def beside(name: str) -> ModuleType:
+    """Load the module ``name`` of this folder by its path, under a name that no module of a run has."""
+    own = f"{name}_of_this_site"
+    if own not in sys.modules:
+        spec = importlib.util.spec_from_file_location(own, Path(__file__).with_name(f"{name}.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[own] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[own])
+    return sys.modules[own]
+
+
+if TYPE_CHECKING or __package__:
+    from fl_bn_site import signing
+else:
+    signing = beside("signing")
 
 FILE = "policy.toml"
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")  # package.module:function
-CODE = ("sent", "installed")
+SIGNED, INSTALLED, ANY = "signed", "installed", "any"
+CODE = (SIGNED, INSTALLED, ANY)
+SUBMITTERS = "submitters"  # the folder beside the policy with the public keys of those who sign runs
 PACKAGE = "fl_bn/"  # the files of a run that allow-code = "installed" compares with those of the site
 BATCHES = ("batch-size", "hbn-stat-samples")  # run-config keys for how many samples a statistic summarises; 0: all samples of the site
+MOST_BYTES = 64 << 20  # of an unpacked package; Flower sends at most 10 MiB, packed
 GB = 1 << 30  # bytes
 
 
@@ -35,14 +62,42 @@ class NotAllowed(Exception):
 
 
 @dataclass(frozen=True)
+class Decision:
+    """Hold what the policy says to the code of one run, for logs and records.
+
+    Attributes:
+        allow_code: The policy's line by which it was decided.
+        code: The SHA-256 of the package.
+        signature: The signature of the run, which was checked; None: it was not asked for, or is refused.
+        refusal: Why the run is refused, as a sentence; empty: it is allowed.
+    """
+
+    allow_code: str
+    code: str
+    signature: signing.Signature | None = None
+    refusal: str = ""
+
+    @property
+    def submitter(self) -> str:
+        """Return the name of the one who signed the run; empty: the policy does not ask, or the run is refused."""
+        return self.signature.submitter.name if self.signature else ""
+
+    def enforce(self) -> None:
+        """Raise NotAllowed where the run is refused."""
+        if self.refusal:
+            raise NotAllowed(self.refusal)
+
+
+@dataclass(frozen=True)
 class Policy:
     """Hold the lines of ``policy.toml``. The value None allows everything.
 
     Attributes:
         allow_methods: The values of the run-config key ``method`` that are allowed.
         allow_modules: The modules whose functions a run config may name. A package allows its submodules, too.
-        allow_code: ``sent`` allows any code that the server sends; ``installed`` allows only code that equals the
-            fl-bn that is installed here.
+        allow_code: ``signed`` allows the runs that one of ``trusted_submitters`` signed; ``installed`` allows only
+            code that equals the fl-bn that is installed here; ``any`` allows whatever the server sends.
+        trusted_submitters: Those whose signatures count.
         max_memory: The memory in GB (2**30 bytes) that the process of a message may use for data.
         min_samples: The smallest number of samples that a statistic or a reply may summarise; 0: no limit.
         max_evaluations: The largest number of evaluations that this site answers in one run.
@@ -52,7 +107,8 @@ class Policy:
 
     allow_methods: tuple[str, ...] | None = None
     allow_modules: tuple[str, ...] | None = None
-    allow_code: str = "sent"
+    allow_code: str = ANY
+    trusted_submitters: tuple[signing.Submitter, ...] = ()
     max_memory: float | None = None
     min_samples: int = 0
     max_evaluations: int | None = None
@@ -74,7 +130,43 @@ class Policy:
         known = {spec.name.replace("_", "-"): spec.name for spec in fields(cls)}
         if others := sorted(values.keys() - known.keys()):
             raise PolicyError(f"{file}: there is no line {others[0]!r}; there are {', '.join(known)}")
-        return cls(**{known[name]: _check_line(file, name, value) for name, value in values.items()})
+        read = cls(**{known[name]: _check_line(file, name, value) for name, value in values.items()})
+        if read.allow_code == SIGNED and not read.trusted_submitters:
+            raise PolicyError(
+                f'{file}: allow-code = "signed" needs trusted-submitters, those whose signatures count: `fl-bn kit trust` adds one'
+            )
+        return read
+
+    def decide(self, fab_hash: str, fab: bytes, config: Mapping[str, Any], package: Path, now: float | None = None) -> Decision:
+        """Decide by ``allow_code`` whether the code of a run may run here. Nothing of ``fab`` is written or run for this.
+
+        Whether a signature came with another run before is not decided here (``admission.py``).
+
+        Args:
+            fab_hash: The SHA-256 of the package, as the server says.
+            fab: The package of the run, as a zip file.
+            config: The run config with which the run was submitted.
+            package: The folder of the package ``fl_bn`` that is installed here.
+            now: The time, in seconds since 1970; None: now.
+        """
+        code = hashlib.sha256(fab).hexdigest()
+        if self.allow_code == ANY:
+            return Decision(ANY, code)
+        try:
+            if fab_hash != code:
+                raise NotAllowed(f"{self.has_code()}, but the package of the run has another hash than the server says")
+            if self.allow_code == INSTALLED:
+                self.check_code(fab, package)
+                return Decision(INSTALLED, code)
+            return Decision(SIGNED, code, signature=signing.check(code, config, self.trusted_submitters, now))
+        except NotAllowed as error:
+            return Decision(self.allow_code, code, refusal=str(error))
+        except signing.NotSigned as error:
+            return Decision(self.allow_code, code, refusal=f"{self.has_code()}, but {error}")
+
+    def has_code(self) -> str:
+        """Return the beginning of a refusal by ``allow_code``."""
+        return f"this site's policy has allow-code = {self.allow_code}"
 
     def check_run(self, run_config: Mapping[str, Any]) -> None:
         """Check whether the policy allows a run with this run config.
@@ -109,10 +201,15 @@ class Policy:
         Raises:
             NotAllowed: Only installed code is allowed, and the app of the run has other files.
         """
-        if self.allow_code != "installed":
+        if self.allow_code != INSTALLED:
             return
-        with zipfile.ZipFile(io.BytesIO(fab)) as archive:
-            sent = {name: archive.read(name) for name in archive.namelist() if name.startswith(PACKAGE) and name.endswith(".py")}
+        try:
+            with zipfile.ZipFile(io.BytesIO(fab)) as archive:
+                if sum(entry.file_size for entry in archive.infolist()) > MOST_BYTES:
+                    raise _refusal("allow-code", self.allow_code, f"the package of the run has more than {MOST_BYTES >> 20} MiB")
+                sent = {name: archive.read(name) for name in archive.namelist() if name.startswith(PACKAGE) and name.endswith(".py")}
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+            raise _refusal("allow-code", self.allow_code, f"the package of the run cannot be read: {error}") from error
         if f"{PACKAGE}__init__.py" not in sent:
             raise _refusal("allow-code", self.allow_code, "the run brings an app that is not fl-bn's")
         for name, content in sorted(sent.items()):
@@ -174,6 +271,22 @@ def summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
     return (int(samples[0]) if samples else None), counts
 
 
+def _submitter(file: Path, item: str) -> signing.Submitter:
+    """Return the submitter of one item of ``trusted-submitters``: a name, or a public key with the name behind it."""
+    try:
+        if item.startswith(signing.KIND):
+            return signing.read_submitter(" ".join(item.split()[2:]) or "a key of the policy", item)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", item):
+            raise ValueError(f"a name has letters, digits, '.', '_' and '-', but got {item!r}")
+        path = file.parent / SUBMITTERS / f"{item}.pub"
+        try:
+            return signing.read_submitter(item, path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: {error.strerror if isinstance(error, OSError) else error}") from error
+    except ValueError as error:
+        raise PolicyError(f"{file}: trusted-submitters: {error}") from error
+
+
 def _refusal(line: str, allowed: object, reason: str) -> NotAllowed:
     shown = ", ".join(map(str, allowed)) or "nothing" if isinstance(allowed, tuple) else allowed
     return NotAllowed(f"this site's policy has {line} = {shown}, but {reason}")
@@ -195,8 +308,12 @@ def _check_line(file: Path, name: str, value: Any) -> Any:
         return tuple(value)
     if name == "allow-code":
         if value not in CODE:
-            raise wrong(" or ".join(CODE))
+            raise wrong(f"{', '.join(CODE[:-1])} or {CODE[-1]} (which was `sent` in earlier versions)")
         return value
+    if name == "trusted-submitters":
+        if not isinstance(value, list) or not all(type(item) is str for item in value):
+            raise wrong(f"a list of names, each of a file NAME.pub in the folder {SUBMITTERS}, or of public keys")
+        return tuple(_submitter(file, item) for item in value)
     if name in ("max-evaluations", "max-unknown-rounds"):
         if type(value) is not int or value < 0:
             raise wrong("a whole number, 0 for none")

@@ -12,9 +12,13 @@ from pathlib import Path
 
 import tomli_w
 
+from fl_bn.flower.compat import find
 from fl_bn.support.commit import COMMIT, commit_of
 from fl_bn_site.folders import FolderError, ServerFolder
+from fl_bn_site.signing import KEY
 
+PYPROJECT = "pyproject.toml"
+OF_RUN = ("name", "client-nodes", "client-names", KEY)  # keys that fl-bn fills in for every run
 SENT = {".py", ".toml", ".md"}  # the kinds of files that Flower sends
 APART = ("pyvenv.cfg", "server/server.toml", "server.toml", "site.toml")  # files that only an environment or a folder of a kit has
 
@@ -36,6 +40,73 @@ def project_of(server: ServerFolder) -> Path:
     return folder
 
 
+def build(server: ServerFolder, own: Path | None = None) -> bytes:
+    """Pack what ``server`` submits, as the package that every site receives. The same files make the same bytes.
+
+    Args:
+        server: The server's folder.
+        own: The folder of a Flower app of one's own, which is packed in place of fl-bn's; or a folder with modules
+            (a network, a loader, a loss), which are packed beside fl-bn's app. None: fl-bn's app alone.
+
+    Raises:
+        FolderError: A file of the project is wrong, or the package is too large for Flower.
+    """
+    if own is not None and not own.is_dir():
+        raise FolderError(f"there is no folder {own}")
+    is_app = own is not None and (own / PYPROJECT).exists()
+    project = own if own is not None and is_app else project_of(server)
+    with stage(project) as app:
+        if own is not None:
+            _complete(app, project) if is_app else _add_modules(own, app)
+        try:
+            package: bytes = find("build_fab_from_disk")(app)
+        except ValueError as error:
+            raise FolderError(f"{project} cannot be packed: {error}") from error
+    return package
+
+
+def _complete(app: Path, source: Path) -> None:
+    """Add to the copy of a Flower app the keys of the run config by which fl-bn finds its run again, unless it has them.
+
+    Args:
+        app: The copy.
+        source: The folder of the app, for messages.
+
+    Raises:
+        FolderError: The folder has no Flower app.
+    """
+    file = app / PYPROJECT
+    values = tomllib.loads(file.read_text(encoding="utf-8"))
+    flower = values.get("tool", {}).get("flwr", {}).get("app", {})
+    components = flower.get("components", {})
+    for part in ("serverapp", "clientapp"):
+        module = str(components.get(part, "")).partition(":")[0]
+        if not module or not any(app.joinpath(*module.split(".")).with_suffix(end).exists() for end in (".py", "")):
+            raise FolderError(
+                f"{source / PYPROJECT}: [tool.flwr.app.components] must name a {part} in this folder, as package.module:app, but got "
+                f"{components.get(part)!r}"
+            )
+    flower["config"] = dict.fromkeys(OF_RUN, "") | flower.get("config", {})
+    file.write_text(tomli_w.dumps(values), encoding="utf-8")
+
+
+def _add_modules(source: Path, app: Path) -> None:
+    """Copy the modules of a folder beside those of an app, so that a run config may name their functions.
+
+    Raises:
+        FolderError: The folder has no module, or the app has one of the same name.
+    """
+    with stage(source) as copy:
+        entries = sorted(entry for entry in copy.iterdir() if entry.suffix == ".py" or entry.is_dir() and next(entry.rglob("*.py"), None))
+        if not entries:
+            raise FolderError(f"{source} has neither {PYPROJECT} nor a module: expected a Flower app, or modules with a network, say")
+        for entry in entries:
+            target = app / entry.name
+            if target.exists() or (app / entry.stem).exists() or target.with_suffix(".py").exists():
+                raise FolderError(f"{source / entry.name}: fl-bn's own project has {entry.stem}, too, so give this module another name")
+            shutil.move(entry, target)
+
+
 @contextmanager
 def stage(project: Path) -> Iterator[Path]:
     """Copy the files of a project that Flower sends, into a temporary folder.
@@ -55,9 +126,10 @@ def stage(project: Path) -> Iterator[Path]:
         FolderError: pyproject.toml cannot be read, ``not-sent`` is not a list of texts, or a file cannot be
             copied.
     """
-    file = project / "pyproject.toml"
+    file = project / PYPROJECT
     try:
-        listed = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("fl-bn", {}).get("not-sent", [])
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        listed = tomllib.loads(text).get("tool", {}).get("fl-bn", {}).get("not-sent", [])
     except (OSError, ValueError) as error:
         raise FolderError(f"{file} cannot be read: {error}") from error
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):

@@ -21,9 +21,10 @@ from pathlib import Path
 from fl_bn.support.flower_config import Scalar, flower_config
 from fl_bn_site.control import Control, ControlError, NotRegistered
 from fl_bn_site.folders import FolderError, ServerFolder
-from fl_bn_site.project import project_of, stage
+from fl_bn_site.project import build
 from fl_bn_site.queue_store import DROPPED, REFUSED, STARTED, STARTING, WAITING, QueuedRun, QueueError, QueueStore, run_name
 from fl_bn_site.registered import Submitted
+from fl_bn_site.submitters import Package
 
 FINISHED_ENTRIES = 50  # entries of started, refused or dropped runs that are kept; older ones are deleted
 FREE_MEMORY = 1024  # MiB of memory that must be free before a run starts beside another
@@ -53,7 +54,7 @@ class Queue:
         """
         return self.store.entries(WAITING, STARTING)
 
-    def add(self, config: Mapping[str, Scalar], parallel: int = 0, rename: bool = True) -> QueuedRun:
+    def add(self, config: Mapping[str, Scalar], parallel: int = 0, rename: bool = True, package: Package | None = None) -> QueuedRun:
         """Add a run at the end of the queue.
 
         Args:
@@ -61,6 +62,8 @@ class Queue:
             parallel: The most runs that may go on at a time while this one does, itself included; 0: the number
                 in server.toml.
             rename: Where another run has the name, append a number to it, in place of raising NameTaken.
+            package: The package of the run, and who signs it. The entry then has the package's hash and the signature,
+                and the package is kept until the run starts. None: the project is packed when the run starts.
 
         Returns:
             The new entry, with its number and the name of the run's folder.
@@ -83,8 +86,12 @@ class Queue:
                     )
                 name = free
             values = dict(config) | ({} if resumes else {"name": name})
+            if package:
+                values |= package.signed(self.complete_config(values))
+                self.store.keep_package(package.code, package.content)
             now = datetime.now().astimezone().isoformat(timespec="seconds")
-            return self.store.add(QueuedRun(0, resumes or name, values, parallel, now, submitter=whoami()))
+            code = package.code if package else ""
+            return self.store.add(QueuedRun(0, resumes or name, values, parallel, now, submitter=whoami(), code=code))
 
     def remove(self, entry: QueuedRun) -> bool:
         """Take a waiting run out of the queue. Its entry stays, and says who did so, and when.
@@ -165,12 +172,13 @@ class Queue:
             return names
         return list(self.server.sites) if config["clients"] == len(self.server.sites) else []
 
-    def submit(self, given: Mapping[str, Scalar], control: Control) -> str:
+    def submit(self, given: Mapping[str, Scalar], control: Control, package: Package | None = None) -> str:
         """Submit a run to the SuperLink at once, without the queue.
 
         Args:
             given: The keys of the run config.
             control: The SuperLink.
+            package: As for ``add``.
 
         Returns:
             Flower's id of the run.
@@ -179,7 +187,8 @@ class Queue:
             ControlError: The SuperLink does not answer, or refuses the run.
             FolderError: A file of the project cannot be read, or a site of the run is not in server.toml any more.
         """
-        return self._send(self._add_sites(given, control), control)
+        values = dict(given) | (package.signed(self.complete_config(given)) if package else {})
+        return self._send(self._add_sites(values, control), control, package.content if package else None)
 
     def _add_sites(self, given: Mapping[str, Scalar], control: Control) -> dict[str, Scalar]:
         """Return the whole run config for the keys in ``given``.
@@ -196,9 +205,12 @@ class Queue:
             config["client-names"] = ",".join(names)
         return config
 
-    def _send(self, config: Mapping[str, Scalar], control: Control, lock: int | None = None) -> str:
-        with stage(project_of(self.server)) as app:
-            return control.start_run(app, flower_config(config), lock)
+    def _send(self, config: Mapping[str, Scalar], control: Control, package: bytes | None, lock: int | None = None) -> str:
+        sent = Package(build(self.server) if package is None else package)
+        with tempfile.NamedTemporaryFile(prefix="fl-bn-", suffix=".fab") as file:
+            file.write(sent.content)
+            file.flush()
+            return control.start_run(Path(file.name), flower_config(sent.known(config)), lock)
 
     def _start(self, entry: QueuedRun, active: list[Submitted], control: Control, lock: int) -> str:
         """Start the run of ``entry``, and add it to ``active``.
@@ -220,7 +232,7 @@ class Queue:
             config = self._add_sites(given, control)
             starting = replace(entry, state=STARTING, earlier_runs=earlier)
             self.store.update(starting)
-            run = self._send(config, control, lock)
+            run = self._send(config, control, self.store.package(entry.code) if entry.code else None, lock)
         except NotRegistered as error:  # the run waits, since `fl-bn register` may not have finished yet
             return str(error)
         except (ControlError, FolderError, OSError, ValueError) as error:
@@ -298,7 +310,11 @@ class Queue:
         return free
 
     def _forget(self, entries: Sequence[QueuedRun]) -> None:
-        """Delete old entries of started, refused and dropped runs, all but the last ``FINISHED_ENTRIES``."""
+        """Delete old entries of started, refused and dropped runs, all but the last ``FINISHED_ENTRIES``.
+
+        Packages are deleted, too, but those of runs that wait.
+        """
+        self.store.forget_packages({entry.code for entry in entries if entry.state in (WAITING, STARTING)})
         if old := [entry.number for entry in entries if entry.state in (STARTED, REFUSED, DROPPED)][:-FINISHED_ENTRIES]:
             self.store.remove(old)
 

@@ -11,19 +11,21 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from fl_bn.support.durable import write
 from fl_bn.support.locks import hold
 from fl_bn_site.control import ANSWER
 from fl_bn_site.registered import Submitted
 
 WAITING, STARTING, STARTED, REFUSED, DROPPED = "waiting", "starting", "started", "refused", "dropped"
 DATABASE, LOCK = "queue.db", ".lock"
+PACKAGE = ".fab"  # ends the name of a package's file, after its hash
 VERSION = 2  # the version of the table in queue.sql
 SINCE_2 = ("submitter", "code")  # columns that a table of version 1 lacks
 LAST = "last"  # a file of earlier versions, which holds the highest number that an entry has had
@@ -56,7 +58,7 @@ class QueuedRun:
         run: Flower's id of this run; empty: it is not started.
         why: Why the run was refused, or who took it out of the queue, and when; empty: neither happened.
         submitter: Who submitted the run: USER@HOST, as the machine says on which the command was typed.
-        code: The SHA-256 of the app that the sites receive; empty: the run is not started.
+        code: The SHA-256 of the package that the sites receive; empty: the run is neither started nor signed.
     """
 
     number: int
@@ -156,6 +158,36 @@ class QueueStore:
         with self._transaction() as connection:
             columns = ", ".join(f"{name} = :{name}" for name in _names())
             connection.execute(f"UPDATE runs SET {columns} WHERE number = :number", _row(entry))
+
+    def keep_package(self, code: str, content: bytes) -> None:
+        """Keep the package of a run that waits.
+
+        Args:
+            code: The SHA-256 of the package.
+            content: The package.
+
+        Raises:
+            QueueError: It cannot be written, for example because the disk is full.
+        """
+        with self._errors():
+            write(self._package(code), content)
+
+    def package(self, code: str) -> bytes:
+        """Return the package with this SHA-256 that ``keep_package`` kept.
+
+        Raises:
+            OSError: It is not there.
+        """
+        return self._package(code).read_bytes()
+
+    def forget_packages(self, needed: Collection[str]) -> None:
+        """Delete all packages but those with the hashes ``needed``."""
+        for path in self.folder.glob(f"*{PACKAGE}"):
+            if path.name.removesuffix(PACKAGE) not in needed:
+                path.unlink(missing_ok=True)
+
+    def _package(self, code: str) -> Path:
+        return self.folder / f"{code}{PACKAGE}"
 
     def remove(self, numbers: Sequence[int]) -> None:
         """Remove the entries with these ``numbers``.

@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from fl_bn.run.checkpoints import FOLDER
@@ -17,12 +18,16 @@ from fl_bn.support.flower_config import Scalar, flower_config
 from fl_bn_site.control import SILENCE, Control, ControlError, control_of
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.membership import check_expiry
+from fl_bn_site.own_config import own_config
+from fl_bn_site.project import build
 from fl_bn_site.queue import Queue
 from fl_bn_site.queue_store import DROPPED, REFUSED, STARTED, NoQueue, QueuedRun, QueueError
+from fl_bn_site.signing import KEY
+from fl_bn_site.submitters import VARIABLE, Package, key_file, read_key, read_signed, write_signed
 
 COMPLETED = "finished:completed"
 LOOK = 1.0  # seconds between two looks at the queue, or at the status of the run
-OF_FOLDER = (  # run-config keys that are not taken from a run to resume, since they follow from the server's folder today
+OF_FOLDER = (  # run-config keys that are not taken from a run to resume: they follow from the server's folder, and a run is signed anew
     "output",
     "client-nodes",
     "exchange-host",
@@ -31,6 +36,7 @@ OF_FOLDER = (  # run-config keys that are not taken from a run to resume, since 
     "exchange-key",
     "exchange-authority",
     "name",
+    KEY,
 )
 Say = Callable[[str], None]
 
@@ -50,7 +56,21 @@ def run_config(server: ServerFolder, overrides: str) -> dict[str, Scalar]:
     return _complete(server, _with_defaults(server, parse_overrides(overrides)))
 
 
-def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
+UNSIGNED = (
+    'the run is not signed, so sites with allow-code = "signed" refuse it: give the submitter\'s key by --key or '
+    f"{VARIABLE} (`fl-bn kit submitter` makes one)"
+)
+
+
+def submit(
+    server: ServerFolder,
+    overrides: str,
+    address: str = "",
+    say: Say = print,
+    parallel: int = 0,
+    key: Path | None = None,
+    own: Path | None = None,
+) -> bool:
     """Submit a run, wait in the server's queue until it starts, and follow its log to the end.
 
     Args:
@@ -60,6 +80,8 @@ def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = p
         say: Called with each message, and with each line of the log.
         parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
             server.toml.
+        key: The submitter's key, which signs the run; None: see ``submitters.key_file``.
+        own: The folder of an own app, or of own modules, as for ``project.build``.
 
     Returns:
         Whether the run completed.
@@ -71,15 +93,89 @@ def submit(server: ServerFolder, overrides: str, address: str = "", say: Say = p
         ControlError: The SuperLink does not answer, or refuses the run.
         QueueError: The queue cannot be written.
     """
+    package = _package(server, key, say, own)
+    given, fresh = _named(server, overrides, package)
+    return _carry_out(server, given, address, say, parallel, fresh, package)
+
+
+def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None = None, own: Path | None = None) -> str:
+    """Sign a run, and write it to a file for ``submit_signed``, on a machine that may be another than the server's.
+
+    Args:
+        server: The server's folder, or a copy of it. Its keys and its queue are not needed.
+        overrides: The user's keys of the run config, as for ``submit``.
+        file: The file to write.
+        key: The submitter's key; None: see ``submitters.key_file``.
+        own: As for ``submit``.
+
+    Returns:
+        The name of the run.
+
+    Raises:
+        ConfigError: The run config is wrong.
+        FolderError: There is no key, or a file of the kit or of the project is wrong.
+    """
+    if (signs := key_file(server, key)) is None:
+        raise FolderError(f"there is no key to sign with: give --key or {VARIABLE} (`fl-bn kit submitter` makes one)")
+    package = Package(build(server, own), read_key(signs))
+    given, _ = _named(server, overrides, package)
+    write_signed(file, package.signed(Queue(server).complete_config(given)), package)
+    return str(given.get("resume") or given["name"])
+
+
+def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say = print, parallel: int = 0) -> bool:
+    """Submit a run that ``sign_only`` wrote to a file, as it is. The rest is as in ``submit``.
+
+    Args:
+        server: The server's folder.
+        file: The file.
+        address: The address of the Control API; empty: the one in server.toml.
+        say: Called with each message, and with each line of the log.
+        parallel: As for ``submit``.
+
+    Returns:
+        Whether the run completed.
+
+    Raises:
+        ConfigError: The run config is not one for this server.
+        NameTaken: Another run has the name.
+        FolderError: A file cannot be read.
+        ControlError: The SuperLink does not answer, or refuses the run.
+        QueueError: The queue cannot be written.
+    """
+    signed, package = read_signed(file)
+    given = signed
+    if not _is_own(package):
+        given = _with_defaults(server, signed)
+        RunConfig.from_mapping(_complete(server, given))
+    return _carry_out(server, given, address, say, parallel, False, package)
+
+
+def _is_own(package: Package) -> bool:
+    """Return whether a package is a Flower app of one's own: it has not the keys of fl-bn's."""
+    return package.defaults is not None and not package.defaults.keys() >= RunConfig.keys().keys()
+
+
+def _named(server: ServerFolder, overrides: str, package: Package) -> tuple[dict[str, Scalar], bool]:
+    """Return the user's keys with the name of the run, and whether the name was made here."""
+    if _is_own(package):
+        return own_config(package, overrides, datetime.now())
     given = _with_defaults(server, parse_overrides(overrides))
     checked = RunConfig.from_mapping(_complete(server, given))
     fresh = not checked.name and not checked.resume
     if fresh:
         given["name"] = checked.name_at(datetime.now())  # in the run config, by which the SuperLink's runs are found again
-    return _carry_out(server, given, address, say, parallel, fresh)
+    return given, fresh
 
 
-def resume(server: ServerFolder, name: str, address: str = "", say: Say = print, parallel: int = 0) -> bool:
+def _package(server: ServerFolder, key: Path | None, say: Say, own: Path | None = None) -> Package:
+    file = key_file(server, key)
+    if file is None:
+        say(UNSIGNED)
+    return Package(build(server, own), read_key(file) if file else None)
+
+
+def resume(server: ServerFolder, name: str, address: str = "", say: Say = print, parallel: int = 0, key: Path | None = None) -> bool:
     """Resume a run from its last checkpoint, with the run config in its folder. It waits and shows its log as in ``submit``.
 
     Args:
@@ -89,6 +185,7 @@ def resume(server: ServerFolder, name: str, address: str = "", say: Say = print,
         say: Called with each message, and with each line of the log.
         parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
             server.toml.
+        key: The submitter's key, which signs the run anew; None: see ``submitters.key_file``.
 
     Returns:
         Whether the run completed.
@@ -104,7 +201,7 @@ def resume(server: ServerFolder, name: str, address: str = "", say: Say = print,
     given = {key: value for key, value in config.to_mapping().items() if key not in OF_FOLDER}
     if not given["client-names"]:
         del given["client-names"]
-    return _carry_out(server, _with_defaults(server, given), address, say, parallel, False)
+    return _carry_out(server, _with_defaults(server, given), address, say, parallel, False, _package(server, key, say))
 
 
 def how_to_go_on(server: ServerFolder, name: str) -> str:
@@ -149,7 +246,9 @@ def _newest(server: ServerFolder) -> str:
     return runs[-1].parent.parent.name
 
 
-def _carry_out(server: ServerFolder, given: Mapping[str, Any], address: str, say: Say, parallel: int, rename: bool) -> bool:
+def _carry_out(
+    server: ServerFolder, given: Mapping[str, Any], address: str, say: Say, parallel: int, rename: bool, package: Package
+) -> bool:
     name = str(given.get("resume") or given["name"])
     if warning := check_expiry(server):
         say(warning)
@@ -157,10 +256,10 @@ def _carry_out(server: ServerFolder, given: Mapping[str, Any], address: str, say
     with control_of(server, address) as control:
         control.runs()  # raises ControlError at once where no SuperLink answers
         try:
-            entry = queue.add(given, parallel, rename)
+            entry = queue.add(given, parallel, rename, package)
         except NoQueue:
             say(f"you may not write to {queue.store.folder}, so the run cannot be queued: it is started at once, beside any other runs")
-            run = queue.submit(given, control)
+            run = queue.submit(given, control, package)
         else:
             name, run = entry.name, _its_turn(queue, entry, control, say)
             if not run:

@@ -1,9 +1,9 @@
 """Run Flower 1.25's ``flower-supernode`` so that it asks for messages more often, and answers for processes that died.
 
-Usage: ``python -P supernode.py --poll-seconds S ARGUMENT...``. Flower's SuperNode asks the server for messages
-every 3 s, looks for the answer of its app every 0.5 s, and waits 1 s for a tensor that has not arrived. Here it
-asks every S seconds while messages come, and every 3 s again after a minute without any. The two other waits
-are 0.1 s.
+Usage: ``python -P supernode.py --poll-seconds S [--policy FILE --accepted FOLDER] ARGUMENT...``. Flower's SuperNode
+asks the server for messages every 3 s, looks for the answer of its app every 0.5 s, and waits 1 s for a tensor that
+has not arrived. Here it asks every S seconds while messages come, and every 3 s again after a minute without any. The
+two other waits are 0.1 s.
 
 Where the process that works on a message dies, Flower 1.25 notices after a minute, fails to say so to the
 server, and the round waits until its deadline. Here the message gets an error reply at once, with the reason:
@@ -16,7 +16,10 @@ server, and the round waits until its deadline. Here the message gets an error r
 A reply goes on its way when all of it is here. A process that dies while it sends one would else leave a part,
 for whose rest the SuperNode waits for ever.
 
-This file is run by its path, and runs ``compat`` and ``endings`` by theirs, since the package around them would import torch.
+With ``--policy``, each message is checked by the site's policy before it is taken in (``admission.py``).
+
+This file is run by its path, and runs ``compat``, ``endings`` and ``admission`` by theirs, since the package around
+them would import torch.
 """
 
 import argparse
@@ -40,6 +43,7 @@ NOBODY = f"the program that runs its ClientApps has not asked for work for {ABSE
 compat = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))
 find: Callable[[str], Any] = compat["find"]
 ENDED = runpy.run_path(str(Path(__file__).with_name("endings.py")))["ENDED"]
+REFUSED = "<class 'fl_bn_site.policy.NotAllowed'>:<'{}'>"  # as Flower writes what a ClientApp raises: the server knows it by that
 
 
 class PollingTime:
@@ -69,15 +73,19 @@ class PollingTime:
 # Processes that ended
 
 
-def fail(state: Any, run: int, why: str) -> None:
+def fail(state: Any, run: int, why: str, refused: bool = False) -> None:
     """Answer the messages of a run that are here with an error, in place of the process that worked on them.
 
     Args:
         state: Flower's state of the SuperNode, which holds the messages.
         run: Flower's id of the run.
         why: The reason for the server.
+        refused: Whether the site's policy refuses the run, so that the server does not ask again.
     """
     from flwr.app import Error, Message
+
+    codes = find("ErrorCode")
+    error = Error(codes.CLIENT_APP_RAISED_EXCEPTION, REFUSED.format(why)) if refused else Error(codes.CLIENT_APP_CRASHED, why)
 
     insert = find("start_client_internal").__globals__["_insert_message"]
     with state.lock_msg_store:
@@ -95,7 +103,7 @@ def fail(state: Any, run: int, why: str) -> None:
             state.record_message_processing_start(message_id=identity)  # without both times Flower drops the reply
             state.record_message_processing_end(message_id=identity)
             logging.getLogger("flwr").warning("a %s message gets an error as its answer: %s", message.metadata.message_type, why)
-            insert(Message(Error(find("ErrorCode").CLIENT_APP_CRASHED, why), reply_to=message), state, state.object_store)
+            insert(Message(error, reply_to=message), state, state.object_store)
 
 
 def ended(state: Any, token: str, why: str) -> None:
@@ -185,6 +193,8 @@ def own_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split a command line into the options of this program and the remaining words, which are for Flower's program."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--poll-seconds", type=float, default=ASKING)
+    parser.add_argument("--policy", type=Path)
+    parser.add_argument("--accepted", type=Path)
     return parser.parse_known_args(words)
 
 
@@ -199,6 +209,11 @@ def main() -> None:
     names["time"] = PollingTime(own.poll_seconds)
     names["pull_objects"] = partial(names["pull_objects"], initial_backoff=SHORTEST)
     answer_for_the_dead(find("InMemoryNodeState"), find("ClientAppIoServicer"))
+    if own.policy:
+        if not own.accepted:
+            sys.exit("--policy needs --accepted, a folder that remembers which runs came")
+        admission = runpy.run_path(str(Path(__file__).with_name("admission.py")))
+        admission["refuse_runs"](names, admission["Admission"](own.policy, own.accepted), partial(fail, refused=True))
     logging.getLogger("flwr").addFilter(in_a_line)
     sys.argv = ["flower-supernode", *rest]
     try:

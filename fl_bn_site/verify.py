@@ -13,6 +13,8 @@ from fl_bn_site.audit_check import check, is_log
 from fl_bn_site.certificates import is_for, key_in, names_in, public_half, read_certificate, read_public
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port
 from fl_bn_site.membership import SOON
+from fl_bn_site.policy import SUBMITTERS, Policy, PolicyError
+from fl_bn_site.submitters import PRIVATE
 
 WILDCARDS = ("0.0.0.0", "::")  # these stand for all addresses of a machine
 NEW_KIT = "ask the person who made the kit for the right file"
@@ -89,6 +91,8 @@ def _kit(folder: Path) -> Iterator[Check]:
             name,
         )
         yield _equal(f"{own / site.file}: superlink", host_port(site.superlink), (server.superlink, port))
+    for own in sorted((folder / SUBMITTERS).glob(f"*/{PRIVATE}")):
+        yield from _private(own)
     for part in parts:
         yield _same(f"{part / 'ca.crt'} is {authority}", (part / "ca.crt").read_bytes, authority.read_bytes, NEW_KIT)
 
@@ -123,6 +127,7 @@ def _site(folder: Path, noted: str = "") -> Iterator[Check]:
     yield Check(True, f"{folder / site.file} is complete")
     yield from _dates(site.root_certificates)
     yield from _private(site.private_key)
+    yield _policy(site)
     yield _same(
         f"{site.private_key} belongs to {site.public_key}",
         lambda: public_half(site.private_key),
@@ -148,6 +153,16 @@ def _audit(folder: Path, noted: str) -> Iterator[Check]:
     if noted:
         remedy = "no line has it, so the log was computed anew or removed since it was noted, or the hash is another log's"
         yield Check(bool(found.noted), f"the audit log in {folder} has a line with the hash {noted}", remedy)
+
+
+def _policy(site: SiteFolder) -> Check:
+    """Return the check that the policy can be read, with the public keys that it names."""
+    subject = f"{site.policy} is complete"
+    try:
+        Policy.read(site.policy)
+    except PolicyError as error:
+        return Check(False, subject, f"{error}. Until then this site refuses every run")
+    return Check(True, subject)
 
 
 def _dates(path: Path) -> Iterator[Check]:

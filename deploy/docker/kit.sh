@@ -4,6 +4,7 @@
 #   /kit/authority       ca.key, which no other container mounts; it is needed only to renew certificates
 #   /kit/server          for the SuperLink and the ServerApp
 #   /kit/sites/SITE      for one SuperNode
+#   /kit/submitters      submitter.key, which signs runs: for the service `run`
 #
 # SITES=site-1,site-2,site-3    the names of the sites; their order gives each its partition-id
 # ALSO=                         further names and addresses for the server's certificate, for sites on other machines
@@ -31,6 +32,7 @@ fl-bn kit create --output "$fresh/kit" --superlink superlink --exchange-host ser
 mkdir -p "$fresh/kit/server/results" # the volume of results is mounted here in the ServerApp
 for site in $sites; do cp -R "$fresh/kit/sites/$site/." "$kit/sites/$site"; done
 cp -R "$fresh/kit/authority/." "$kit/authority"
+mkdir -p "$kit/submitters" && cp -R "$fresh/kit/submitters/." "$kit/submitters"
 mv "$fresh/kit/server/server.toml" "$fresh"
 cp -R "$fresh/kit/server/." "$kit/server"
 cp "$fresh/server.toml" "$kit/server/server.toml" # copied last: it shows that the kit is complete

@@ -4,7 +4,7 @@
 #   sh site-users.sh /var/lib/fl-bn/site [KEY_USER [APP_USER]]     # existing users, by name or number; default: fl-bn and fl-bn-app
 #
 # KEY_USER   owns the folder and reads site.key; its service writes to node/ only
-# APP_USER   reads site.toml, policy.toml and ca.crt, and writes to state/ only: it can neither read site.key nor change site.toml
+# APP_USER   reads site.toml, policy.toml, submitters/ and ca.crt, and writes to state/ only: it can neither read site.key nor change site.toml
 set -eu
 [ $# -ge 1 ] && [ -f "$1/site.toml" ] || { echo "usage: $0 FOLDER [KEY_USER [APP_USER]], where FOLDER has a site.toml" >&2; exit 2; }
 folder=$1 key=${2:-fl-bn} app=${3:-fl-bn-app}
@@ -15,5 +15,6 @@ chown -R "$app:$group" "$folder/state"
 chmod 0750 "$folder"
 find "$folder" -maxdepth 1 -type f -exec chmod 0640 {} +
 chmod 0750 "$folder/start.sh"
+[ ! -d "$folder/submitters" ] || { chmod 0750 "$folder/submitters" && find "$folder/submitters" -type f -exec chmod 0640 {} +; }
 chmod 0600 "$folder/site.key"
 chmod 0700 "$folder/node" "$folder/state"

@@ -168,6 +168,9 @@ def resume(
     control: Annotated[
         str, typer.Option("--control", metavar="HOST:PORT", help="for a deployed run: the address of the SuperLink's Control API")
     ] = "",
+    key: Annotated[
+        Path | None, typer.Option("--key", metavar="FILE", help="for a deployed run: the submitter's key; default: as for `fl-bn submit`")
+    ] = None,
 ) -> None:
     """Resume an interrupted run from its last checkpoint, with the run config in its folder."""
     if (folder / "server.toml").exists():
@@ -175,7 +178,7 @@ def resume(
             raise refused(NotInstalled(missing))
         from fl_bn_site.cli import resume as go_on
 
-        go_on(folder, name, control)
+        go_on(folder, name, control, key)
         return
     from fl_bn.run.errors import ConfigError
     from fl_bn.run.resume import config_to_resume

@@ -28,11 +28,11 @@ class Refused(ValueError):
 class Quantity(Enum):
     """Name the kinds of vectors. The kind decides a vector's length, for a layer of C channels, and the weights of its average."""
 
-    MEAN = "mean" # (C,) means, averaged with the numbers of activations as weights
-    VARIANCE = "variance" # (C,) variances about the cohort's mean, averaged in the same way
-    MOMENTS = "moments" # (2C,) each client's means and biased variances, pooled
-    GRADIENTS = "gradients" # (2C,) gradients by mean and by variance, weighted by batch sizes
-    STATISTICS = "statistics" # like MOMENTS, but the answer has the unbiased variance, as running statistics do
+    MEAN = "mean"  # (C,) means, averaged with the numbers of activations as weights
+    VARIANCE = "variance"  # (C,) variances about the cohort's mean, averaged in the same way
+    MOMENTS = "moments"  # (2C,) each client's means and biased variances, pooled
+    GRADIENTS = "gradients"  # (2C,) gradients by mean and by variance, weighted by batch sizes
+    STATISTICS = "statistics"  # like MOMENTS, but the answer has the unbiased variance, as running statistics do
 
     def width(self, channels: int) -> int:
         """Return the length of the vector for a layer of ``channels`` channels."""

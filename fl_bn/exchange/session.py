@@ -101,7 +101,7 @@ class Session:
         believing: whether to use the counts and batch sizes that clients report. False: every client gets the
             median client's, so that under a defence no client decides its own weight.
         given_up: the end of the log's message if the exchange fails for all clients.
-        called: the clients' names in the log.
+        called: gives the clients' names for the log.
     """
 
     def __init__(

@@ -1,26 +1,27 @@
-"""Adapt a trained model to a client outside the training, by its unlabelled samples and by the known clients' tensors.
+"""Adapt a trained model to a new client, with its unlabelled samples and the tensors of the clients that trained.
 
 FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix
-G: the affine is the average of the known clients', the statistics are the new client's own. For comparison there are
+G: the affine is the average over the known clients, the statistics are the new client's own. For comparison there are
 other ways:
 
     average-affine   appendix G
-    recompute        the affine of the shared model (the initial one, if the affine stays at the clients), own statistics
-    nearest          all tensors of the known client whose data look most alike, also its statistics
-    test-batch       the affine of average-affine, the statistics of each test batch: no data are needed before. Nado et
+    recompute        the affine of the shared model (the initial affine, if clients keep theirs), and the new client's
+                     own statistics
+    nearest          all tensors that one known client keeps, also its statistics: the client whose data are most similar
+    test-batch       the affine of average-affine, and the statistics of each test batch: no other samples are needed. Nado et
                      al., Evaluating Prediction-Time Batch Normalization for Robustness under Covariate Shift, 2020;
                      Schneider et al., NeurIPS 2020
 
-If a method shares the affine, the average is the shared one, and the first two are the same.
+If a method shares the affine, ``average-affine`` and ``recompute`` both take the shared affine, so they are the same.
 
-**How alike** two clients' data look is read off the input of the first BatchNorm layer. Its distribution depends on
-the data and on the shared weights below it alone. So the statistics that a known client keeps there can be compared
-with those that the new client measures. In deeper layers they cannot: their inputs went through BatchNorm layers with
-every client's own affine and statistics. A comparison there would have to run the new client's data through each known
-client's whole network, which is yet to be chosen. The distance is the symmetric Kullback-Leibler divergence of
-Gaussians, mean over channels. It does not change when a channel is scaled, and neither does BatchNorm's output. The
-2-Wasserstein distance does change, and the channels of large variance would decide alone. The running statistics of
-training and those measured afterwards differ a little even on the same data: the former lag behind the weights.
+**The similarity** of two clients' data is measured at the input of the first BatchNorm layer. The distribution of this
+input depends only on the data and on the shared weights below the layer. So the statistics that a known client keeps
+for this layer can be compared with those that the new client measures. Deeper layers cannot be compared: their inputs
+went through BatchNorm layers with each client's own affine and statistics. The distance is the symmetric
+Kullback-Leibler divergence of Gaussians, averaged over channels. Scaling a channel changes neither this distance nor
+BatchNorm's output. It would change the 2-Wasserstein distance, in which the channels of large variance would decide.
+Running statistics from training differ a little from statistics measured afterwards on the same data, because they lag
+behind the weights.
 
 Legend: N samples, C channels.
 """
@@ -51,17 +52,18 @@ HOW = (AVERAGE_AFFINE, RECOMPUTE, NEAREST, TEST_BATCH)
 
 
 class NotAdaptable(ValueError):
-    """Report that there is nothing to adapt, or that a way of adapting lacks something; the message names it."""
+    """Report that a model cannot be adapted. The message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """Hold the tensors that a run leaves behind, by names of the state_dict.
+    """Hold the tensors of a finished run, by their names in the state_dict.
 
     Attributes:
         shared: The server's tensors.
-        clients: Name of a known client -> its whole model, if clients keep tensors and their models are at hand.
-        average: The clients' average of the tensors that they keep, if the average alone is known.
+        clients: Name of a known client -> all tensors of its model. Empty if clients keep no tensors, or if their
+            models are not available.
+        average: The average of the tensors that clients keep, if only this average is known.
     """
 
     shared: Named
@@ -75,7 +77,8 @@ class Adapted:
 
     Attributes:
         model: The model.
-        distances: For ``nearest``: known client -> its distance; the nearest one's tensors are in the model.
+        distances: With ``nearest``: name of a known client -> the distance of its data. The model has the tensors of
+            the client with the smallest distance. Empty for other ways.
     """
 
     model: nn.Module
@@ -86,13 +89,13 @@ class Adaptation:
     """Make models for new clients from one finished run.
 
     Args:
-        network: The network as its author wrote it, with the initial weights; it is copied.
+        network: The network as its author wrote it, with the initial weights. It stays unchanged.
         method: The run's method.
         known: The run's tensors.
 
     Raises:
-        NotAdaptable: The method shares nothing, normalises without statistics, or ``known`` is of another network or
-            method.
+        NotAdaptable: The method shares nothing or normalises without statistics, or ``known`` belongs to another
+            network or method.
     """
 
     def __init__(self, network: nn.Module, method: Method, known: Known) -> None:
@@ -121,7 +124,7 @@ class Adaptation:
             self._average = {name: known.average[name] for name in names if name in known.average}
 
     def before(self) -> nn.Module | None:
-        """Return the model for an unknown client: shared tensors, and the known clients' average of those they keep.
+        """Return the model for a new client before it adapts: the shared tensors, and the average of those that clients keep.
 
         None if that average is unknown.
         """
@@ -129,10 +132,10 @@ class Adaptation:
         return None if any(name not in self._average for name in names) else self._with(self._average)
 
     def refusal(self, how: str) -> str:
-        """Return the reason why the way ``how`` is impossible here; empty if it is possible.
+        """Return the reason why the way ``how`` is impossible for this run; empty if it is possible.
 
         Raises:
-            ValueError: ``how`` is none of ``HOW``.
+            ValueError: ``how`` is not in ``HOW``.
         """
         check_name("how to adapt", how, HOW)
         if how == NEAREST and not self._kept[Role.STATISTIC]:
@@ -146,14 +149,14 @@ class Adaptation:
     def adapt(self, how: str, x: Tensor) -> Adapted:
         """Adapt the model in the way ``how``.
 
-        The model of test-batch has the average's statistics, and is to be evaluated ``with_batch_statistics``.
+        With ``test-batch`` the model has the clients' average statistics: evaluate it ``with_batch_statistics``.
 
         Args:
             how: The way of adapting.
-            x: The new client's samples (N, ...), without labels; test-batch does not use them.
+            x: The new client's samples (N, ...), without labels. ``test-batch`` does not use them.
 
         Raises:
-            NotAdaptable: See ``refusal``; or the samples are too few for a variance.
+            NotAdaptable: The way is impossible (see ``refusal``), or there are too few samples for a variance.
         """
         if reason := self.refusal(how):
             raise NotAdaptable(reason)
@@ -184,9 +187,9 @@ class Adaptation:
 
 
 def recompute_statistics(model: nn.Module, x: Tensor) -> None:
-    """Set the statistics of ``model``, in place, to those of all of ``x`` (N, ...): mean and unbiased variance.
+    """Set the statistics of ``model``, in place, to the mean and the unbiased variance over all of ``x`` (N, ...).
 
-    Every layer is measured under the new statistics of the layers below. This is re-calibration with one client.
+    Each layer is measured after the layers below it have their new statistics. This is re-calibration with one client.
 
     Raises:
         NotAdaptable: A layer sees fewer than two values per channel.
@@ -196,7 +199,7 @@ def recompute_statistics(model: nn.Module, x: Tensor) -> None:
 
 
 def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
-    """Measure the statistics of each BatchNorm layer's input over ``x`` (N, ...), in evaluation mode; ``model`` stays.
+    """Return the statistics of each BatchNorm layer's input over ``x`` (N, ...), in evaluation mode.
 
     Raises:
         NotAdaptable: A layer gets fewer than two values per channel.
@@ -211,7 +214,7 @@ def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
 
 @torch.no_grad()
 def first_layer(model: nn.Module, x: Tensor) -> tuple[str, float]:
-    """Return name and eps of the BatchNorm layer that ``x`` reaches first, whatever the order in the network's code.
+    """Return the name and the eps of the BatchNorm layer that ``x`` reaches first in the forward pass.
 
     Raises:
         NotAdaptable: The forward pass uses no BatchNorm layer.
@@ -229,12 +232,12 @@ def first_layer(model: nn.Module, x: Tensor) -> tuple[str, float]:
 
 
 def divergence(a: Running, b: Running, eps: float = 0.0) -> float:
-    """Return KL(a || b) + KL(b || a) of Gaussians, mean over channels (C,).
+    """Return KL(a || b) + KL(b || a) of two Gaussians per channel, averaged over the channels (C,).
 
     Args:
-        a: The statistics of one side.
-        b: The statistics of the other side.
-        eps: A number that is added to both variances, as BatchNorm does.
+        a: The statistics of one client.
+        b: The statistics of another client.
+        eps: The number that is added to both variances, as in BatchNorm.
 
     >>> divergence(Running(torch.zeros(1), torch.ones(1)), Running(torch.ones(1), torch.ones(1)))
     1.0
@@ -245,7 +248,7 @@ def divergence(a: Running, b: Running, eps: float = 0.0) -> float:
 
 
 def with_batch_statistics(model: nn.Module) -> nn.Module:
-    """Copy ``model``, whose BatchNorm layers then normalise every batch with its own statistics in evaluation, too."""
+    """Return a copy of ``model`` whose BatchNorm layers normalise every batch with its own statistics, also in evaluation."""
     model = copied(model)
     for layer in batch_norms(model).values():
         layer.running_mean = layer.running_var = None

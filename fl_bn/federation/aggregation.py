@@ -1,4 +1,4 @@
-"""Compute the server's half of a round, in plain torch: average the weights, combine the statistics, step."""
+"""Compute the server's half of a round in plain torch: average weights, combine statistics, and make the pseudo-gradient."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def combine(
     pace: float = 1.0,
     scales: Mapping[str, float] = NO_SCALES,
 ) -> dict[str, Running]:
-    """Combine the clients' reports to new shared statistics per layer, in float64.
+    """Combine the clients' moments into new shared statistics of each layer, in float64.
 
     A layer that no client ran in this round keeps its statistics.
 
     Args:
         rule: The method's rule for one layer.
-        shared: Layer -> the shared statistics before.
-        reports: Each client's moments by layer, in partition order.
-        steps: Each client's training batches, in the same order.
-        layers: Layer -> its module, for the momentum.
+        shared: Layer -> the shared statistics before the round.
+        reports: Each client's moments by layer, in the order of the clients.
+        steps: Each client's number of training batches, in the same order.
+        layers: Layer -> its module, which has the momentum of the statistics.
         defence: The defence against Byzantine clients.
         pace: See ``LayerReports``.
         scales: Layer -> scale, see ``LayerReports``.
@@ -76,21 +76,21 @@ def combine(
 
 
 def pseudo_gradient(weights: Named, mean: Named) -> dict[str, Tensor]:
-    """Return ``weights - average`` in float64, with the average rounded as the weights are stored.
+    """Return ``weights - average`` in float64, with the average rounded to the dtype of the weights.
 
-    So the difference is exact, and a step of 1 along it gives that average bit for bit. With the unrounded average, the
-    rounding of the difference would decide a tie between two float32 numbers anew (one weight in 40 if two clients count
-    3 and 7).
+    So the difference is exact, and a step of size 1 along it gives the rounded average bit for bit. With the unrounded
+    average, the result could be rounded to the other neighbour in float32. This happens to one tensor value in 40 if two
+    clients are averaged in the ratio 3 to 7.
     """
     return {name: difference(weights[name].double(), mean[name].clone(), weights[name].dtype) for name in mean}
 
 
 def difference(weight: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``pseudo_gradient`` of one tensor or a piece of it, in the memory of ``mean``.
+    """Return the pseudo-gradient of one tensor or of a piece of it, and store it in the memory of ``mean``.
 
     Args:
-        weight: The weight before, float64.
-        mean: The average, float64.
+        weight: The weight before the round, in float64.
+        mean: The average, in float64. It is overwritten.
         dtype: The dtype of the stored weights.
     """
     return torch.sub(weight, mean.copy_(mean.to(dtype)), out=mean)
@@ -98,12 +98,12 @@ def difference(weight: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Drift:
-    """Hold how far one combination moved the shared statistics.
+    """Describe how far the statistics moved when they were updated once.
 
     Attributes:
         largest: The largest change of a mean, in standard deviations of the old statistics.
         layer: The layer of that change.
-        min_var: The smallest running variance.
+        min_var: The smallest of the new running variances.
         growth: The largest factor by which a layer's mean variance grew.
     """
 
@@ -114,7 +114,7 @@ class Drift:
 
     @classmethod
     def between(cls, old: Mapping[str, Running], new: Mapping[str, Running], eps: float = 1e-5) -> Drift | None:
-        """Compare old and new statistics; return None if no statistics are shared."""
+        """Compare ``old`` and ``new`` statistics, by layer. Return None if there are none."""
         if not new:
             return None
         moved = {k: float(((new[k].mean - old[k].mean).abs() / (old[k].var + eps).sqrt()).max()) for k in new}
@@ -124,12 +124,12 @@ class Drift:
 
 
 def _extent(value: float) -> tuple[bool, float]:
-    """Return a key for ``max`` that counts NaN as the largest; ``max`` itself would pass it over."""
+    """Return a key for ``max`` that makes NaN the largest value. Without it, ``max`` could ignore NaN."""
     return math.isnan(value), value
 
 
 def merge_drifts(drifts: Iterable[Drift]) -> Drift | None:
-    """Return the most extreme of each figure, over clients whose statistics stay home; None without clients."""
+    """Merge the drifts of clients that keep their statistics: each number is the most extreme one. None without drifts."""
     drifts = list(drifts)
     if not drifts:
         return None
@@ -138,7 +138,7 @@ def merge_drifts(drifts: Iterable[Drift]) -> Drift | None:
 
 
 def running_statistics(model: nn.Module) -> dict[str, Running]:
-    """Copy every BatchNorm layer's running statistics to the CPU, without layers that keep none."""
+    """Return layer -> a copy of its running statistics on the CPU, for all BatchNorm layers that have some."""
     return {
         name: Running(layer.running_mean.detach().cpu().clone(), layer.running_var.detach().cpu().clone())
         for name, layer in batch_norms(model).items()

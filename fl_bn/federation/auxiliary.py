@@ -1,4 +1,7 @@
-"""Describe tensors that travel beside the weights, one per shared parameter that learns: control variates, momentum."""
+"""Describe auxiliary tensors, which are sent with the weights: control variates and optimiser buffers.
+
+Each shared parameter that is trained has one.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ from fl_bn.roles import roles
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """Describe one section that is the same downwards and upwards.
+    """Describe one section of auxiliary tensors. Instructions and replies both have it.
 
-    The server's tensors start as zeros. With ``added`` a round adds the mean of the clients' tensors, times the share of
-    all clients that sent them (SCAFFOLD's control variate). Otherwise their average, with the weights' weights, replaces
-    the server's (momentum).
+    The server's tensors start as zeros. With ``added`` a round adds the mean of the clients' tensors to them, times the
+    share of all clients that sent some (SCAFFOLD's control variate). Otherwise the average of the clients' tensors
+    replaces the server's tensors (momentum). Clients have the same weights in it as in the average of the model.
 
     Attributes:
         section: The section's name.
-        added: Whether the clients' tensors are added.
-        scalar: Whether there is one number per parameter; if not, a tensor of its shape.
+        added: Whether the clients' tensors are added to the server's.
+        scalar: True: one number per parameter. False: a tensor of the parameter's shape.
         at_least: The smallest allowed value.
     """
 
@@ -44,7 +47,7 @@ class Auxiliary:
         """Return the server's tensors after a round.
 
         Args:
-            before: The server's tensors before.
+            before: The server's tensors before the round.
             parts: The clients' tensors of this round.
             weights: The clients' weights.
             clients: The number of all clients, also those outside the round.
@@ -61,7 +64,7 @@ class Auxiliary:
 
 
 def auxiliary(settings: LocalTraining) -> tuple[Auxiliary, ...]:
-    """Return the sections beside the weights for training by ``settings``: control variates, optimiser buffers."""
+    """Return the auxiliary sections that training with ``settings`` needs: control variates, optimiser buffers."""
     kinds = [Auxiliary(CONTROL, added=True)] if settings.objective.travels else []
     if settings.maintain == "global":
         for buffer, section in SECTIONS[settings.optimizer].items():
@@ -72,6 +75,6 @@ def auxiliary(settings: LocalTraining) -> tuple[Auxiliary, ...]:
 
 
 def has_auxiliary(model: nn.Module, method: Method) -> dict[str, nn.Parameter]:
-    """Return the parameters that have auxiliary tensors, by name: those that learn and are shared."""
+    """Return the parameters that have auxiliary tensors, by name: those that are trained and shared."""
     role = roles(model)
     return {name: p for name, p in model.named_parameters() if p.requires_grad and method.shares(role[name])}

@@ -15,7 +15,7 @@ from fl_bn.task import CLASSIFICATION, Task
 
 
 class Bar(Callback):
-    """Display a run on ``stream``, a terminal, until ``on_end``, with the metric of ``task``."""
+    """Display a run on the terminal ``stream``, with the metric of ``task``. ``on_end`` ends the display."""
 
     def __init__(self, stream: TextIO, task: Task = CLASSIFICATION) -> None:
         self.task, self._metric, self._first, self._begin = task, "", 0, time.monotonic()
@@ -29,7 +29,7 @@ class Bar(Callback):
         self._progress.console.print(Text(text, style), soft_wrap=True)
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """Note the metric for the round's line."""
+        """Remember the metric, which ``on_round`` shows."""
         if (metric := self.task.metric) in record.evaluation:
             self._metric = f"  {metric} {self.task.format_metric(record.evaluation[metric])}"
 
@@ -51,7 +51,7 @@ class Bar(Callback):
 
 
 class _RemainingTime(TextColumn):
-    """Show the remaining time, which runs down between the rounds."""
+    """Show the remaining time, and count it down between rounds."""
 
     def __init__(self) -> None:
         super().__init__("")

@@ -1,4 +1,4 @@
-"""Callbacks that choose by an evaluation: keep the best model, and end a run that no longer improves."""
+"""Callbacks that follow evaluations: one keeps the best model, one ends a run that no longer improves."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class Best(Callback):
     Args:
         metric: The metric. Default: the task's own, such as ``accuracy``.
         higher_is_better: Whether a higher value is better. Default: as the task says; a loss should be low.
-        least: An evaluation is better if it is ahead of the best by more than this, at least 0.
+        least: An evaluation counts as better only if it improves the best value by more than this; at least 0.
 
     Attributes:
-        best: The best value so far; NaN before the first.
-        round: The round of that value; 0 before the first.
+        best: The best value so far; NaN before the first evaluation.
+        round: The round of the best value; 0 before the first evaluation.
     """
 
     def __init__(self, metric: str = "", higher_is_better: bool | None = None, least: float = 0.0) -> None:
         if not 0 <= least < math.inf:
-            raise ValueError(f"least must be >= 0 and finite: by how much an evaluation must be better, but got {least}")
+            raise ValueError(f"least (by how much an evaluation must be better) must be finite and >= 0, but got {least}")
         self.metric, self._higher, self._least = metric, higher_is_better, least
         self.best, self.round, self.since = math.nan, 0, 0
 
     def on_start(self, running: Running) -> None:
-        """Begin anew, from the evaluations of a run that continues."""
+        """Forget earlier results. If the run continues an earlier one, read the evaluations of the earlier rounds."""
         task = running.task
         self.running, self.name = running, self.metric or task.metric
         self.higher = self._higher
@@ -58,7 +58,7 @@ class Best(Callback):
             self.did_not(record, rounds)
 
     def on_end(self, error: BaseException | None) -> None:
-        """Warn if nothing was evaluated, so that nothing could be chosen."""
+        """Warn if no round was evaluated."""
         if not self.round and not self.since:
             LOGGER.warning("%s had nothing to choose by: no round was evaluated", type(self).__name__)
 
@@ -69,7 +69,7 @@ class Best(Callback):
         """Handle an evaluation that is not better than the best one."""
 
     def _better(self, record: RoundRecord) -> bool:
-        """Tell whether an evaluation is the best so far, and note it. A value that is not finite never is."""
+        """Tell whether an evaluation is the best so far, and remember it if so. NaN and infinite values never are."""
         if self.name not in record.evaluation:
             raise ValueError(
                 f"{type(self).__name__} follows {self.name!r}, but round {record.round} evaluated {', '.join(record.evaluation)}: name one "
@@ -92,21 +92,21 @@ class EarlyStop(Best):
     >>> stop = EarlyStop(patience=3, metric="loss")  # Federation(..., callbacks=[stop])
 
     Args:
-        patience: The run ends after so many evaluations in a row that are not better than the best one, at
-            least 1.
+        patience: The number of evaluations in a row that are not better than the best one, after which the
+            run ends; at least 1.
         metric: The metric. Default: the task's own.
         higher_is_better: Whether a higher value is better. Default: as the task says; a loss should be low.
-        least: An evaluation is better if it is ahead of the best by more than this.
+        least: An evaluation counts as better only if it improves the best value by more than this; at least 0.
     """
 
     def __init__(self, patience: int, metric: str = "", higher_is_better: bool | None = None, least: float = 0.0) -> None:
         if patience < 1:
-            raise ValueError(f"patience must be >= 1: evaluations without a better one, after which the run ends, but got {patience}")
+            raise ValueError(f"patience (evaluations in a row without a better one, before the run ends) must be >= 1, but got {patience}")
         super().__init__(metric, higher_is_better, least)
         self.patience = patience
 
     def did_not(self, record: RoundRecord, rounds: int) -> None:
-        """End the run after ``patience`` evaluations."""
+        """End the run after ``patience`` evaluations in a row that were not better."""
         if self.since >= self.patience and record.round < rounds:
             self.running.stop(
                 f"{self.name} did not improve in {self.since} evaluation{'s' * (self.since > 1)}; the best was {self.best:.4g}, in round "
@@ -115,10 +115,10 @@ class EarlyStop(Best):
 
 
 class KeepBest(Best):
-    """Keep the model of the best evaluation in a safetensors file, which is whole or absent at any moment.
+    """Keep the model of the best evaluation in a safetensors file. At any moment the file is complete or absent.
 
-    The file has the tensors of ``Running.arrays``. If clients keep tensors and are in this process, the network
-    of client 3 is in ``NAME-client-3.safetensors`` beside it.
+    The file has the tensors of ``Running.arrays``. If clients keep tensors and are in this process, each client's
+    network is in a file of its own beside it: ``NAME-client-3.safetensors`` for client 3.
 
     >>> from fl_bn import KeepBest
     >>> keep = KeepBest("best.safetensors")  # Federation(..., callbacks=[keep])
@@ -149,6 +149,6 @@ class KeepBest(Best):
 
 
 def _write(path: Path, arrays: Mapping[str, Tensor], about: dict[str, str]) -> None:
-    """Write tensors to a safetensors file, in rows whatever their memory format."""
+    """Write tensors to a safetensors file, in row-major order whatever their memory format is."""
     rows = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in arrays.items()}
     durable.write(path, durable.in_order(save(rows, about)), mode=0o666)

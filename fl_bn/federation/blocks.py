@@ -1,4 +1,4 @@
-"""Read large tensors a block at a time: a block's results stay in the processor's cache, and nothing is copied whole."""
+"""Process large tensors block by block: a block stays in the processor's cache, and no whole tensor is copied."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def extremes(array: np.ndarray) -> tuple[float, float]:
 
 
 def sizes(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest absolute value of each tensor, by name, among its finite values.
+    """Return name -> the largest absolute value among a tensor's finite values.
 
-    It is 0 if there are none, and for tensors of whole numbers.
+    It is 0 for a tensor of integers, and for one without finite values.
     """
     return {name: _size(tensor.detach()) for name, tensor in tensors.items()}
 
@@ -57,7 +57,7 @@ def fits(tensor: Tensor, dtype: torch.dtype, before: Tensor | None = None) -> bo
     Args:
         tensor: The values.
         dtype: The dtype to store them in.
-        before: Earlier values; infinite numbers and NaN that they have at the same place are allowed.
+        before: Earlier values. A value may be infinite or NaN if ``before`` has the same at its place.
     """
     if not dtype.is_floating_point:
         return True
@@ -69,14 +69,14 @@ def fits(tensor: Tensor, dtype: torch.dtype, before: Tensor | None = None) -> bo
 
 
 def views(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Return tensors in the arrays' own memory, for reading alone: a received array lies in its message's bytes."""
+    """Return tensors that share the arrays' memory. Do not change them: a received array is a part of its message's bytes."""
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def _zeros(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return float64 zeros in one piece of memory.
+    """Return zeros in float64, in the shapes of ``like``, in one large piece of memory.
 
-    It goes back to the system as soon as it is free; many smaller pieces would not.
+    The system gets one large piece back as soon as it is freed, but not many small ones.
     """
     whole = torch.from_numpy(np.zeros(sum(tensor.numel() for tensor in like.values())))
     pieces = whole.split([tensor.numel() for tensor in like.values()])
@@ -86,7 +86,7 @@ def _zeros(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class WeightedSum:
     """Sum named tensors, each times its weight, in float64 and in the order in which they are added.
 
-    Large tensors are added a block at a time, without a copy in float64; that changes no bit.
+    Large tensors are added block by block, without a float64 copy of the whole tensor. The result has the same bits.
 
     Attributes:
         tensors: The sum so far, by name.
@@ -102,7 +102,7 @@ class WeightedSum:
         return other
 
     def add(self, parts: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> None:
-        """Add several parts, which costs less than one after the other; the first part ever defines the names."""
+        """Add several parts, which is faster than adding one after the other. The very first part defines the names."""
         if not self.tensors:
             self.tensors = _zeros(parts[0])
         for name, total in self.tensors.items():

@@ -1,8 +1,8 @@
-"""Bound the numbers of a reply, in units of the sent model: larger ones would spoil a mean that has no defence.
+"""Bound the values in a reply, relative to the model that the server sent. Larger values would spoil a plain average.
 
-One finite number of 3e38 is in the average of all. Then the model is finite, but no client can train on it any more,
-and nobody can tell who sent the number. Honest training multiplies no weight by ten thousand in one round, not even in
-the first steps of a deep network that was never trained.
+If one client sends a finite value of 3e38, it dominates the average. The new model is then finite, but no client can
+train it any more, and nobody can tell who sent the value. Honest training multiplies no weight by ten thousand in one
+round, not even in the first steps of an untrained deep network.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from fl_bn.federation.payload import Sections, tensor_name
 from fl_bn.federation.values import Reply
 from fl_bn.support.stated_sizes import FEWEST
 
-WIDEST_WEIGHT = 1e4  # a reply's largest weight, in units of the largest that the server sent, or of 1
-WIDEST = 1e3  # auxiliary tensors and running means, in units of the median client's largest
+WIDEST_WEIGHT = 1e4  # the largest allowed weight in a reply, as a multiple of the server's largest weight (or of 1, if that is smaller)
+WIDEST = 1e3  # the largest allowed auxiliary value or running mean, as a multiple of the median client's largest
 
 
 def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dict[str, float]:
-    """Return section -> the largest number that a reply may hold; other sections have no bound here.
+    """Return section -> the largest absolute value that a reply may have. Other sections have no bound here.
 
-    A gradient may be so large that its step is as large as the largest weight.
+    A gradient times the learning rate may be as large as the largest allowed weight.
 
     Args:
         sent: The sections of the instruction.
         rate: The learning rate of the instruction.
-        buffers: Buffers in the section of the weights, which may be larger, and have no bound.
+        buffers: Names of buffers in the section of the weights. The bound neither applies to them nor depends on them.
     """
     weight = WIDEST_WEIGHT * max([1.0, *(size for name, size in sizes(sent.get("weights", {})).items() if name not in buffers)])
     return {"weights": weight, "gradients": weight / rate if rate > 0 else math.inf}
 
 
 def far_numbers(parts: Sequence[Reply], sections: Sequence[str]) -> dict[int, str]:
-    """Find the clients whose auxiliary tensors are far larger than the others'.
+    """Find the clients whose auxiliary tensors have far larger values than the other clients' tensors.
 
     Control variates and optimiser buffers are sums and squares of gradients. So their size depends on the loss and on
-    the clients' own learning rates.
+    the clients' own learning rates, and only a comparison between clients can bound them.
 
     Args:
         parts: Checked replies of one cohort.
@@ -54,20 +54,21 @@ def far_numbers(parts: Sequence[Reply], sections: Sequence[str]) -> dict[int, st
         for client, size in largest.items():
             if size > limit:
                 reasons[client] = (
-                    f"{section}: expected numbers within +-{limit:.3g}, which is {WIDEST:g} times the median client's largest, or 1, but "
-                    f"the largest is {size:.3g}"
+                    f"{section}: expected values within +-{limit:.3g} ({WIDEST:g} times the median client's largest, and at least "
+                    f"{WIDEST:g}), but the largest is {size:.3g}"
                 )
     return reasons
 
 
 def far_statistics(parts: Sequence[Reply], sent: Mapping[str, float]) -> dict[int, str]:
-    """Find the clients whose running means are far larger than the others', which a frozen layer would pass on.
+    """Find the clients whose running means are far larger than the other clients' means.
 
-    Moments need no such bound: in a pool, the distance of a mean from the others' is in the common variance.
+    A frozen layer would normalise with such a mean. Moments need no such bound: when they are pooled, a mean that is far
+    from the others also enlarges the common variance.
 
     Args:
         parts: Checked replies of one cohort.
-        sent: Name -> the largest number of each tensor in the statistics of the instruction (``sizes``).
+        sent: Name -> the largest absolute value of a tensor in the statistics of the instruction (``sizes``).
 
     Returns:
         Client -> the reason.
@@ -83,6 +84,7 @@ def far_statistics(parts: Sequence[Reply], sent: Mapping[str, float]) -> dict[in
         limit = WIDEST * max(1.0, sent[name], math.sqrt(sent[variance]), median_high(usual))
         for client, found in own.items():
             if (mean := found[name]) > limit:
-                what = f"which is {WIDEST:g} times the server's largest, the median client's, or 1, but the largest is {mean:.3g}"
-                reasons.setdefault(client, f"statistics/{name}: expected means within +-{limit:.3g}, {what}")
+                what = f"{WIDEST:g} times the larger of the server's and the median client's largest, and at least {WIDEST:g}"
+                found_one = f"expected means within +-{limit:.3g} ({what}), but the largest is {mean:.3g}"
+                reasons.setdefault(client, f"statistics/{name}: {found_one}")
     return reasons

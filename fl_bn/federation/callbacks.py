@@ -1,4 +1,4 @@
-"""Callbacks, which are called during a run. Displays, files and trackers follow the rounds by them."""
+"""Callbacks: objects whose methods are called during a run. Displays, result files and trackers use them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Running:
 
     Attributes:
         task: The task whose metrics are evaluated.
-        arrays: Returns a copy of the shared model as evaluated last, by the names of your network's
-            state_dict. ``load_state_dict`` takes it; where clients keep tensors, these are missing, so load with
-            ``strict=False``.
-        clients: Returns client -> its own network, whole, where clients keep tensors and are in this process.
-            Otherwise there are none: a client of a Flower app keeps its tensors to itself.
-        history: The records of the rounds before ``on_start``, of a run that continues.
-        reason: Why the run ends early; empty if it does not.
+        arrays: Returns a copy of the shared tensors as evaluated last, by their names in your network's
+            state_dict. ``load_state_dict`` takes it. Tensors that clients keep are missing, so if there are any,
+            load with ``strict=False``.
+        clients: Returns client -> all tensors of its own network, if clients keep tensors and are in this
+            process. Otherwise it returns an empty dict: a client of a Flower app keeps its tensors to itself.
+        history: The records of earlier rounds, if the run continues an earlier one.
+        reason: The reason why the run ends early; empty if it does not.
     """
 
     task: Task
@@ -41,7 +41,7 @@ class Running:
         """End the run after this round. Its results are those of the last evaluation.
 
         Args:
-            reason: Why, for the log. The first reason counts.
+            reason: The reason, for the log. If there are several, the first one is kept.
         """
         self.reason = self.reason or reason
 
@@ -59,23 +59,23 @@ class Callback:
         """Handle the start of the run, before its first round.
 
         Args:
-            running: has the model at any later time, and ends the run.
+            running: gives the run's model at any later time, and can end the run.
         """
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
         """Handle an evaluation, before ``on_round`` of the same round.
 
         Args:
-            record: its ``evaluation`` has the metrics by name.
-            rounds: of the whole run.
+            record: the round's record. Its ``evaluation`` has the metrics by name.
+            rounds: the number of rounds of the whole run.
         """
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
         """Handle the end of a round, also of a failed one.
 
         Args:
-            record: of the round.
-            rounds: of the whole run.
+            record: the round's record.
+            rounds: the number of rounds of the whole run.
         """
 
     def on_end(self, error: BaseException | None) -> None:
@@ -88,37 +88,37 @@ class Callback:
 
 
 class Callbacks(Callback):
-    """Combine several callbacks to one; they are called in order.
+    """Combine several callbacks into one, which calls them in order.
 
-    At the end every one is called, even if another one raises.
+    At the end of the run every callback is called, even if another one raises.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self.all = tuple(callbacks)
 
     def on_start(self, running: Running) -> None:
-        """Call ``on_start`` of each."""
+        """Call ``on_start`` of every callback."""
         for callback in self.all:
             callback.on_start(running)
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """Call ``on_evaluation`` of each."""
+        """Call ``on_evaluation`` of every callback."""
         for callback in self.all:
             callback.on_evaluation(record, rounds)
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Call ``on_evaluation`` first if the round was evaluated, then ``on_round`` of each."""
+        """Call ``on_evaluation`` of every callback if the round was evaluated, then ``on_round`` of every callback."""
         if record.evaluation:
             self.on_evaluation(record, rounds)
         for callback in self.all:
             callback.on_round(record, rounds)
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Call ``on_end`` of each at the end of a ``with`` block."""
+        """Call ``on_end`` of every callback. It has the arguments of ``__exit__``, for an ``ExitStack``."""
         self.on_end(error)
 
     def on_end(self, error: BaseException | None) -> None:
-        """Call ``on_end`` of each."""
+        """Call ``on_end`` of every callback."""
         with ExitStack() as stack:
             for callback in reversed(self.all):
                 stack.callback(callback.on_end, error)

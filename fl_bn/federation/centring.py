@@ -1,13 +1,13 @@
 """Centre gradients: the gradient of a weight loses its mean over the inputs of each output.
 
-BatchNorm subtracts the batch's mean from its input, so the mean input of the layer before has no part in that layer's
-gradient. If training normalises with constants, it has the largest part: inputs that come out of a ReLU are positive,
-and their mean points in nearly the same direction for every output. That one direction then decides which learning
-rate is stable, and along it clients of different classes pull apart. Without it FBN learns as fast as BatchNorm on IID
-clients: docs/methods/fbn.md.
+BatchNorm subtracts the batch's mean from its input. So the mean input of the layer before BatchNorm contributes nothing
+to that layer's gradient. If training normalises with constants, it contributes the largest part: inputs that come out of
+a ReLU are positive, and their mean points in nearly the same direction for every output. This one direction then limits
+the learning rate, and clients with different classes drift apart along it. Without it FBN learns as fast as BatchNorm on
+IID clients: docs/methods/fbn.md.
 
 Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et al., ECCV 2020 (equation 1).
-There every weight is centred. Here the head is not, nor a weight of few inputs, which has no direction to lose.
+The paper centres every weight. This module leaves out the head, and weights with fewer than ``FEWEST`` inputs per output.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fl_bn.models.head import head_of
 CENTRED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose first axis of ``weight`` is the output, and whose other axes are the inputs."""
 FEWEST = 8
-"""Fewest inputs of an output: a linear layer on two features would lose half of the directions that it may learn."""
+"""The smallest number of inputs per output. With two inputs, a linear layer would lose half of its directions."""
 
 
 def centred_weights(model: nn.Module) -> list[str]:
-    """Return the names of the weights whose gradients are centred: those of linear layers and convolutions but the head.
+    """Return the names of the weights whose gradients are centred: those of linear layers and convolutions, without the head.
 
     A weight that is derived from others (spectral norm, parametrizations) is no parameter, and is left out.
     """
@@ -43,12 +43,12 @@ def centred_weights(model: nn.Module) -> list[str]:
 
 @contextmanager
 def centring(parameters: Mapping[str, Tensor], names: list[str], stacked: bool = False) -> Iterator[None]:
-    """Centre gradients in the block, as autograd makes them, whatever loop computes them.
+    """Centre gradients inside the ``with`` block, as soon as autograd has computed them. Any training loop can be inside.
 
     Args:
-        parameters: Name -> parameter; those that do not learn are skipped.
-        names: See ``centred_weights``.
-        stacked: Whether a first axis counts clients.
+        parameters: Name -> parameter. Those without a gradient (``requires_grad`` is False) are skipped.
+        names: The names of the weights to centre, see ``centred_weights``.
+        stacked: Whether the tensors have a first axis over clients.
     """
     with ExitStack() as hooks:
         for name in names:

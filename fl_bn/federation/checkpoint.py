@@ -1,7 +1,7 @@
-"""Store the state of a run in one file that is whole or absent: safetensors, which run no code, with JSON beside.
+"""Store the state of a run in one file, which is complete or absent at any moment.
 
-A run over Flower and a ``Federation`` use the same form. What each of them puts into it stands in
-``flower.app.checkpoint``, and in ``FederationState`` below.
+The format is safetensors, which cannot run code, with JSON in the metadata. Runs over Flower and ``Federation`` both use
+it. ``flower.app.checkpoint`` and ``FederationState`` below say what each of them stores.
 """
 
 from __future__ import annotations
@@ -91,18 +91,19 @@ class FederationState:
     """Hold the state of a ``Federation`` after a round.
 
     Attributes:
-        round: The last round that is in this state.
+        round: The last round that this state includes.
         rounds: The number of rounds of the run.
         failed: The number of failed rounds in a row.
-        decides: What decides the numbers of the run, in words by name. A run that continues must have the same.
+        decides: Name -> value, as text, of everything that determines the run's results. A run that continues
+            must have the same values.
         arrays: Name -> shared tensor.
-        evaluated: Name -> shared tensor with which the model was evaluated last.
+        evaluated: Name -> shared tensor of the model that was evaluated last.
         optimizer: The server optimizer's buffers.
         auxiliary: ``section/name`` -> auxiliary tensor.
         clients: The state that each client keeps, in order.
         loaders: The states of the generators of each client's DataLoader.
         history: The records of all rounds so far.
-        keeps: Whether the server keeps all replies of a round until the last is in.
+        keeps: Whether the server keeps all replies of a round until the last one has come.
         generators: The states of the global generators, see ``generators``.
     """
 

@@ -1,7 +1,7 @@
 """Carry out the client's half of a round, around any training loop: (instruction, state) -> (reply, state).
 
-``fl_bn.federation.own_loop`` puts it around a user's own loop, ``fl_bn.federation.client_round`` around the
-application's.
+``fl_bn.federation.own_loop`` uses it with a user's own training loop, ``fl_bn.federation.client_round`` with
+fl-bn's training loop.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ LOGGER = logging.getLogger("flwr")
 
 
 def trainable(model: nn.Module, method: Method, phase: Phase, role: Mapping[str, Role] | None = None) -> dict[str, nn.Parameter]:
-    """Return the parameters that an optimiser steps in ``phase``, by name.
+    """Return the parameters that an optimiser updates in ``phase``, by name.
 
-    Parameters that do not learn, and those that the method freezes, are left out.
+    Parameters without a gradient, and those that the method freezes, are left out.
 
     Args:
         model: The converted network.
@@ -81,13 +81,13 @@ class LocalRound:
         instruction: The server's instruction.
         kept: The state that the client kept after its last round. Default: nothing, as before its first
             round.
-        settings: The settings of the application's own loop. Default: none, for a user's own loop.
+        settings: The settings of fl-bn's training loop. Default: those for a user's own loop.
         connect: Joins the layer-wise exchange, see ``Connect``. Phase EXCHANGE (FedTAN) needs it. In phase
             MEASURE it makes the client measure one layer after the other, with the cohort.
 
     Raises:
-        ValueError: The server's model is another one, or ``connect`` does not fit the phase.
-        WireError: A tensor of the instruction is missing, extra, or not as expected.
+        ValueError: The server's model differs from ``model``, or ``connect`` does not fit the phase.
+        WireError: The instruction lacks a tensor, or has one that is unexpected or of a wrong shape or type.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class LocalRound:
         self.method, self.instruction, self.kept = method, instruction, kept
         self.settings = settings or LocalTraining(batch_size=2, epochs=1)
         self.phase, self.steps = instruction.phase, 0
-        self.corrected = 0  # gradients that the objective made
-        self.rates: list[float] = []  # of the optimiser's steps, where that is not the instruction's
+        self.corrected = 0  # how many gradients the objective has computed
+        self.rates: list[float] = []  # the learning rates of the steps of a user's own optimiser
         self.measured_samples = 0
-        self.moments: dict[str, Moments] | None = None  # of a pass, once it was made; layers that are held still are in none
+        self.moments: dict[str, Moments] | None = None  # measured in a statistics pass, without layers held in evaluation mode
         self.buffers: Buffers = {}
         self._connect, self._first = connect, FirstBatch(self.model, connect)
         self._observing, self.passes = ExitStack(), TrainingPasses({})
@@ -126,7 +126,7 @@ class LocalRound:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that an optimiser steps in this round, by name."""
+        """Return the parameters that an optimiser updates in this round, by name."""
         return trainable(self.model, self.method, self.phase, self.network.role)
 
     @property
@@ -151,7 +151,7 @@ class LocalRound:
 
     @contextmanager
     def open(self, full_gradient: Callable[[], dict[str, Tensor]] | None = None) -> Iterator[LocalRound]:
-        """Prepare the model for training in this block.
+        """Prepare the model for training inside the ``with`` block.
 
         It is in training mode, frozen layers are frozen, and its BatchNorm layers are observed.
 
@@ -189,7 +189,7 @@ class LocalRound:
 
     @property
     def centred(self) -> list[str]:
-        """Return the names of the weights whose gradients lose their mean over the inputs in this round."""
+        """Return the names of the weights whose gradients are centred in this round (see ``centring``)."""
         return self.network.centred if self.method.centres(self.phase) else []
 
     @property
@@ -203,19 +203,19 @@ class LocalRound:
         return self.method.reports(self.phase) in (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.MOVING)
 
     def set_modes(self, model: nn.Module) -> None:
-        """Put ``model`` into training mode, and freeze its frozen layers.
+        """Put ``model`` into training mode, and freeze the layers that are frozen in this round.
 
-        Parts that its owner holds in evaluation mode stay in it.
+        Parts that the model's owner holds in evaluation mode stay in evaluation mode.
         """
         freeze_statistics(model, layers=None if self.freezes else frozen_affine(model))
         train_mode(model)
 
     def adopt_observations(self, observed: dict[str, list[Moments]], batch: int) -> None:
-        """Store observations of a model that trained as one of a stack (``federation.engines.vectorised``).
+        """Store the moments of a client that trained in a stack with others (``federation.engines.vectorised``).
 
         Args:
-            observed: Layer -> moments of each training batch.
-            batch: Samples of the first batch.
+            observed: Layer -> the moments of each training batch.
+            batch: The number of samples of the first batch.
         """
         self.passes.observed, self._first.samples = observed, batch
 
@@ -245,11 +245,11 @@ class LocalRound:
         self._first.begin(samples, self.steps)
 
     def inputs_seen(self, samples: int) -> None:
-        """Note that an input before the first step has ``samples`` samples, which nothing else has counted."""
+        """Add ``samples`` samples of an input before the first step. They are used if nothing else counts the batch."""
         self._first.inputs += samples
 
     def gradient_ready(self) -> None:
-        """End the exchange once the gradient of the first batch is complete; later batches have none."""
+        """End the exchange once the gradient of the first batch is complete. Later batches do not exchange."""
         if self.steps == 0:
             self._first.end(self.method.name)
 
@@ -268,7 +268,7 @@ class LocalRound:
             self._observing.close()
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Note the learning rate of a step that a user's own ``optimizer`` made.
+        """Record the learning rate of a step that a user's own ``optimizer`` made.
 
         Raises:
             ValueError: The objective needs another optimiser.
@@ -377,7 +377,7 @@ class LocalRound:
         return own if self.trains else StatisticsPass.for_exchange(self.instruction.measured, own.samples)
 
     def load_momentum(self, optimizer: Optimizer) -> None:
-        """Load maintained buffers into ``optimizer``: the server's, else those that the client kept."""
+        """Load maintained buffers into ``optimizer``: those that the server sent, otherwise those that the client kept."""
         if self.settings.maintain != "reset":
             load_buffers(optimizer, self.parameters, self.maintained)
 
@@ -420,7 +420,7 @@ class LocalRound:
             loss: The mean loss over the training batches.
             client: The client's number.
             metrics: Further numbers for the record, by name.
-            tells_drift: Whether the reply says how far statistics that stay at home moved.
+            tells_drift: Whether the reply says how far the statistics moved, if the client keeps them.
 
         Returns:
             The reply, and the state.
@@ -437,13 +437,13 @@ class LocalRound:
         else:
             sections, numbers, kept = {"moments": complete_moments(self, self.moments or {})}, {}, self.kept
         if self.measured_samples:
-            numbers["measured"] = self.measured_samples  # behind the moments of a pass
+            numbers["measured"] = self.measured_samples  # the number of samples in the statistics pass
         if not _finite(sections) and (wrong := self.input_watch.count()):
             numbers[BAD_INPUTS] = wrong
         return Reply(client, sections, samples, weight, numbers, self.instruction.round, self.network.signature), kept
 
     def _trained(self, samples: int, client: int, tells_drift: bool) -> tuple[Sections, dict[str, float], ClientState]:
-        """Return what training gives: tensors to send, numbers for the record, and the state to keep.
+        """Return the results of training: tensors to send, numbers for the record, and the state to keep.
 
         The arguments and the errors are those of ``reply``.
         """

@@ -112,7 +112,7 @@ class Source(Protocol):
 
 
 class Member(NamedTuple):
-    """Join the round of one client of a cohort with its source of batches."""
+    """Hold the round of one client of a cohort, and its source of batches."""
 
     round: LocalRound
     source: Source
@@ -122,7 +122,7 @@ Result = tuple[Reply, ClientState]
 
 
 class Engine(Protocol):
-    """Compute the rounds of a cohort's clients: each alone, or all as one program."""
+    """Compute the rounds of a cohort's clients: one after the other, or all together in vectorised code."""
 
     def check(self, members: Sequence[Member]) -> None:
         """Raise the engine's own error if it cannot compute the rounds of ``members``."""
@@ -133,7 +133,7 @@ class Engine(Protocol):
         ...
 
     def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
-        """Train every member on its own ``batches``, and return the results of each one's passes."""
+        """Train every member on its own ``batches``. Return, for each member, the result of each pass over them."""
         ...
 
 
@@ -182,7 +182,7 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
     if not first.trains:
         engine.measure(members)
         return [source.reply(round, (), ()) for round, source in members]
-    batches = [source.batches(round) for round, source in members]  # before the statistics pass, which one sample may break
+    batches = [source.batches(round) for round, source in members]  # before the statistics pass: few samples are refused first
     if first.method.reports(first.phase) is StatisticsReport.PASS:
         engine.measure(members)
     before = [tested(member) for member in members]
@@ -198,7 +198,7 @@ def tested(member: Member) -> float | None:
     The network, the modes of its modules and torch's random numbers stay as they are.
 
     Returns:
-        None if the settings ask for no such evaluation, or there is nothing to compute the metric from.
+        The value. None if the settings ask for no such evaluation, or if the metric has no finite value.
     """
     (round, source), own = member, member.source.test
     if own is None or not round.settings.local_evaluation:

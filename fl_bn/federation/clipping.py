@@ -1,4 +1,4 @@
-"""Clip gradients: by their whole norm, by the largest move in a round, by value, or adaptively."""
+"""Clip gradients: by their overall norm, by the distance that the weights may move in a round, by value, or adaptively."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ PATH = 20.0
 """Limit of ``round`` for networks that normalise with constants in training (FBN, in part HBN): measured, see the guide."""
 FROZEN = 0.1
 """Limit of ``adaptive`` for rounds with frozen statistics: measured, see docs/methods/fixbn.md."""
-SMALLEST = 1e-3  # a weight's norm counts as at least this, or fresh zeros could never move
+SMALLEST = 1e-3  # the smallest norm that weights count with; otherwise weights that start at zero could never change
 
 
 def unit_norm(x: Tensor) -> Tensor:
-    """Return Euclidean norms over all axes but the first, which become 1; with one axis or none, the norm of all."""
+    """Return the Euclidean norm of each output unit: over all axes but the first, which stay as axes of size 1.
+
+    A tensor with at most one axis has one norm over all its values.
+    """
     axes = tuple(range(1, x.dim())) or None
     norm: Tensor = torch.linalg.vector_norm(x, dim=axes, keepdim=axes is not None)
     return norm
@@ -60,7 +63,7 @@ def clip(
 
 
 def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
-    """Resolve ``auto``: ``round`` if nothing else keeps a client near the shared weights (``drifts``), else none."""
+    """Resolve ``auto``: ``round`` if nothing else keeps a client near the shared weights (``drifts``), else ``none``."""
     if how != "auto":
         return how, limit
     return ("round", PATH) if drifts else ("none", limit)
@@ -69,16 +72,16 @@ def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
 def bounded(
     method: Method, clip: str, optimizers: Mapping[int, Optimizer], settings: LocalTraining
 ) -> tuple[Method, dict[int, LocalTraining]]:
-    """Bound the path of each client's SGD in a round, if ``clip`` says so, and if all clients have SGD.
+    """Limit how far SGD moves each client's weights in a round, if ``clip`` is ``auto`` and all clients use SGD.
 
     Args:
         method: The method.
         clip: ``auto`` or ``none``.
-        optimizers: An optimiser of each kind that clients have, by a key.
+        optimizers: Key -> one optimiser of each kind that clients use.
         settings: The settings of local training.
 
     Returns:
-        The method; and, by key, the settings for it.
+        The method, and the settings of local training for each key of ``optimizers``.
     """
     check_name("clip", clip, ("auto", "none"))
     if clip == "none" or not all(isinstance(one, SGD) for one in optimizers.values()) or settings.objective.travels:
@@ -100,7 +103,10 @@ def norm_in_round(path: float, learning_rate: float, steps: int, momentum: float
 
 @torch.no_grad()
 def clip_rows(parameters: Iterable[nn.Parameter], how: str, limits: Tensor, head: Iterable[nn.Parameter] = ()) -> None:
-    """Clip the stacked gradients of K clients, each row by itself, to its own of ``limits`` (K,); see ``clip``."""
+    """Clip the stacked gradients of K clients, each client's to its own limit in ``limits`` (K,); see ``clip``.
+
+    For ``value`` and ``adaptive``, all limits must be the same.
+    """
     parameters = list(parameters)
     if how in ("norm", "round"):
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -122,7 +128,8 @@ def clip_adaptive(parameters: Iterable[nn.Parameter], limit: float, norm_of: Cal
     """Clip each output unit's gradient to at most ``limit`` times the norm of its weights.
 
     High-Performance Large-Scale Image Recognition Without Normalization, Brock, De, Smith, Simonyan, ICML 2021, equation
-    3; the client side of FedWon. A bias or scale (one axis) counts as one unit. The last layer stays unclipped, as there.
+    3; the client side of FedWon. A bias or scale (one axis) counts as one unit. As in the paper, the last layer is not
+    clipped: the caller leaves it out.
     """
     for p in parameters:
         if p.grad is not None:

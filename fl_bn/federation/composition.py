@@ -33,7 +33,7 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
     if exchanges and settings.clip != "none":
         raise ValueError(
             f"{method.name} starts a round with the centralised step, but clipping changes each client's gradient by itself, so the step "
-            "would not be the centralised one: set clip to none"
+            "would not be the centralised one: set clip='none'"
         )
     if objective.anchored and not method.shares(Role.WEIGHT):
         raise ValueError(
@@ -41,11 +41,11 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
         )
     if robust and (objective.travels or settings.maintain == "global"):
         what = f"{objective.name}'s control variates" if objective.travels else "maintain-momentum='global'"
-        raise ValueError(f"{what} travel beside the weights, where no robust rule guards them against Byzantine clients: leave them out")
+        raise ValueError(f"{what} are sent beside the weights, and no robust rule guards them against Byzantine clients: leave them out")
     if settings.update == "gradients" and method.frozen - {Role.STATISTIC}:
         raise ValueError(
-            f"{method.name} freezes scale and shift at the clients, but with update='gradients' the server steps them: set update to "
-            "weights, or freeze-what to statistics"
+            f"{method.name} freezes scale and shift at the clients, but with update='gradients' the server changes them: set "
+            "update='weights' or freeze-what='statistics'"
         )
     if settings.update == "gradients" and server_optimizer == "fedacg":
         raise ValueError("fedacg needs the movement of the clients' weights, but update='gradients' sends one gradient: take fedavgm")

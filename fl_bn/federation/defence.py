@@ -1,7 +1,6 @@
-"""Combine the clients' messages at the server when some of them may lie.
+"""Combine the clients' messages at the server when some clients may lie.
 
-A defence names the rules, the number of Byzantine clients, and the numbers that the server no longer
-believes.
+A defence holds the rules and the number of Byzantine clients, and replaces the numbers that clients claim.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ def _rule(rule: str | Rule) -> Rule:
 
 
 class TooFew(ValueError):
-    """Report that there are fewer replies than a rule needs against so many Byzantine clients."""
+    """Report that there are fewer replies than a rule needs against ``f`` Byzantine clients."""
 
 
 @dataclass(frozen=True)
 class Defence:
     """Describe the rules against ``f`` Byzantine clients: one for BN statistics and one for updates.
 
-    An active defence believes no count that a client claims. Samples, activations and steps are those of the
-    median client, so that all clients have the same weight.
+    An active defence does not believe the counts that clients claim. It uses the median client's numbers of
+    samples, activations and steps for every client, so that all clients have the same weight.
 
     Attributes:
         f: The number of Byzantine clients that the rules withstand, at least 0.
@@ -59,7 +58,7 @@ class Defence:
 
     @property
     def active(self) -> bool:
-        """Tell whether this is another defence than none at all."""
+        """Tell whether this differs from ``NO_DEFENCE``, which has plain averages and ``f`` = 0."""
         return self != NO_DEFENCE
 
     def check(self, n: int) -> None:
@@ -73,7 +72,7 @@ class Defence:
                 raise TooFew(problem)
 
     def without(self, refused: int, n: int) -> Defence:
-        """Return the defence for the remaining replies, when others were left out because of their contents.
+        """Return the defence for the remaining replies, after other replies were refused because of their contents.
 
         A refused client may be honest (its training diverged, say). Then all Byzantine clients are still
         there. So ``f`` stays as it is if the rules work with it. Only if ``n`` is too small, ``f`` is
@@ -100,8 +99,8 @@ class Defence:
     def average(self) -> Average:
         """Return the rule for statistics.
 
-        If a layer has fewer rows than the rule needs, since few clients ran it, the rule withstands as many
-        liars as it can.
+        If only few clients ran a layer, it may have fewer rows than the rule needs. The rule then withstands
+        as many Byzantine clients as it can.
         """
         if self.statistics == "mean":
             return _unweighted if self.active else weighted_mean
@@ -120,7 +119,7 @@ class Defence:
         Args:
             parts: The tensors of each client, by name.
             origin: The tensors that the clients started from. The rule combines the differences from them,
-                and they are added to the result. None: the rule combines ``parts`` themselves.
+                and ``origin`` is added to the result. None: the rule combines ``parts`` themselves.
 
         Returns:
             The combined tensors by name, and the rule's report.
@@ -151,7 +150,7 @@ def _unweighted(values: Tensor, counts: Tensor) -> Tensor:
 
 @lru_cache
 def _problem(rule: str | Rule, n: int, f: int) -> str:
-    """Return the reason why ``rule`` cannot combine n rows, and how many it needs; empty if they are enough."""
+    """Return the reason why ``rule`` cannot combine ``n`` rows, with the number that it needs; empty if it can."""
     if n == 0:
         return "there is no reply to combine"
     if _serves(rule, n, f):

@@ -1,4 +1,4 @@
-"""Recognise training that diverges, and say so in words that name the cause: the rate, a client's data, or its code."""
+"""Recognise training that diverges, and name the cause: the learning rate, a client's data, or its code."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from collections.abc import Iterator
 from fl_bn.federation.record import RoundRecord
 from fl_bn.methods import Phase
 
-RUNAWAY_GROWTH = 10.0  # a layer's mean variance, from one round to the next
-RUNAWAY_DRIFT = 10.0  # a mean, in standard deviations
+RUNAWAY_GROWTH = 10.0  # the factor by which a layer's mean variance grows from one round to the next
+RUNAWAY_DRIFT = 10.0  # the change of a mean from one round to the next, in standard deviations
 RUNAWAY_LOSS = 10.0
-"""A loss above this multiple of the first round's, or of 1 if that is more, says that training diverged.
+"""Training diverged if its loss is above this multiple of the first round's loss, or of 1 if that is larger.
 
-An untrained classifier's loss is the logarithm of the number of classes, and training lowers it.
+An untrained classifier's loss is about the logarithm of the number of classes, and training lowers it.
 """
 NOT_FINITE, DIVERGED = "values are not finite", "the client's training diverged"
 BAD_INPUTS = "bad-inputs"
-"""The number in a reply that counts batches with inputs that are not finite, if the reply is not finite, either."""
+"""The key of a number in a reply with values that are not finite: how many batches had inputs that are not finite."""
 INPUTS = "its own inputs are not finite"
 LOWER = "lower the learning rate"
 
 
 def about_inputs(batches: int) -> str:
-    """Return the reason that a reply is not finite, if ``batches`` of the client's inputs were not; empty for 0."""
+    """Return a text that blames the client's inputs for a reply that is not finite; empty for 0 ``batches``.
+
+    ``batches`` is the number of batches with inputs that are not finite.
+    """
     if not batches:
         return ""
     what = "a batch" if batches == 1 else f"{batches} batches"
@@ -41,10 +44,10 @@ def why_failed(record: RoundRecord) -> str:
 
 
 def watch(record: RoundRecord, first_loss: float = math.nan) -> Iterator[str]:
-    """Warn of statistics that run away, and of a loss that is not finite or far above the first round's.
+    """Yield warnings about statistics that run away, and about a loss that is not finite or far above the first round's.
 
-    Statistics run away where training normalises with shared constants: many steps at a high rate amplify their
-    own effect.
+    Statistics run away if they change more and more from round to round. It happens where training normalises with
+    shared constants, and clients make many steps at a high learning rate.
 
     Args:
         record: the record of a round.
@@ -59,7 +62,7 @@ def watch(record: RoundRecord, first_loss: float = math.nan) -> Iterator[str]:
             f"({drift.layer or 'model'}) in one round. The statistics no longer follow the weights: {LOWER} or the local "
             "steps"
         )
-    masked = "masked" in record.bytes_up  # a client that diverges sends no summand; privacy withholds the loss
+    masked = "masked" in record.bytes_up  # with masks a client that diverges sends nothing, and privacy hides the loss
     if record.aggregated and not masked and _diverged(record, first_loss):
         before = f", and was {first_loss:.4g} in the first round" if math.isfinite(record.loss) else ""
         yield f"round {record.round}: the training loss is {record.loss:.4g}{before}: training diverged; {LOWER}"
@@ -70,7 +73,7 @@ def _diverged(record: RoundRecord, first_loss: float) -> bool:
 
 
 def at_the_end(record: RoundRecord, first_loss: float, failed: int = 0) -> str:
-    """Return a warning of a run that ends with a diverged model, or with failed rounds; empty if its last round is well.
+    """Return a warning if the run ends with a diverged model or with failed rounds; otherwise an empty text.
 
     Args:
         record: the record of the last round.

@@ -1,11 +1,12 @@
-"""torch's optimizers without the parts that serve ``torch.compile``.
+"""Provide torch's optimizers without the parts that serve ``torch.compile``.
 
 torch guards the construction, ``zero_grad`` and ``step`` of its optimizers against being compiled. The first guard imports the compiler:
 1.5 s of processor time in every process (torch 2.15), of each client, worker and cell of a sweep. These classes run the same functions
 without the guards, so they give the same bits.
 
-A step of the default network takes 69 us, and 87 us by ``torch.optim.SGD(foreach=True)``, since no profiler record is made and no hook is
-called. No public option of torch does both: ``fused=True`` is faster (42 us), but it imports the compiler as well, and its bits differ.
+A step of the default network takes 69 us, because no profiler record is made and no hook is called. ``torch.optim.SGD(foreach=True)``
+takes 87 us. No public option of torch avoids the compiler and gives the same bits: ``fused=True`` is faster (42 us), but it imports the
+compiler, too, and its bits differ.
 ``torch.compile`` cannot trace these classes.
 """
 
@@ -20,7 +21,10 @@ from torch import optim
 
 
 class Eager(optim.Optimizer):
-    """Keep an optimizer's books without guards; name it before a class of torch's, or alone."""
+    """Replace ``add_param_group`` and ``zero_grad`` by versions without the guards of ``torch.compile``.
+
+    List it before an optimizer class of torch as a base class, or use it alone.
+    """
 
     add_param_group = inspect.unwrap(optim.Optimizer.add_param_group)
 
@@ -36,7 +40,7 @@ class SGD(Eager, optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step, and return the loss of ``closure`` where one is given."""
+        """Make one step. Return the loss of ``closure`` if one is given."""
         return _sgd_step(self, closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it at the first construction
@@ -47,7 +51,7 @@ class Adam(Eager, optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step, and return the loss of ``closure`` where one is given."""
+        """Make one step. Return the loss of ``closure`` if one is given."""
         return _adam_step(self, closure)
 
     step.hooked = True  # type: ignore[attr-defined]

@@ -76,37 +76,39 @@ class Federation:
         method: The method, one of ``fl_bn.methods``.
         clients: The training batches of each client: a list, a DataLoader or ``SeededBatches``, but no
             generator.
-        task: Reads a batch, and computes loss and metrics. This and the next four may also be a list with one
-            value for each client, or ``per_client(function)`` of the client's number.
-        loss: ``loss(output, targets)``: the mean over a batch. Default: the task's.
+        task: Reads a batch, and computes loss and metrics. ``task``, ``loss``, ``metrics``, ``optimizer`` and
+            ``scheduler`` may also be lists with one value for each client, or ``per_client(function)``, a function
+            of the client's number.
+        loss: ``loss(output, targets)`` returns the mean over a batch. Default: the task's loss.
         metrics: Further metrics by name: objects with ``update``, ``compute`` and ``reset``, such as
             torchmetrics has. Each sees all test samples, and computes once.
-        optimizer: Makes a client's optimiser of parameters, anew in every round. Default: SGD with learning
-            rate 0.05 and momentum 0.9.
+        optimizer: Makes a client's optimiser for given parameters, anew in every round. Default: SGD with
+            learning rate 0.05 and momentum 0.9.
         scheduler: Makes a scheduler of that optimiser, stepped after every batch. Default: none.
         schedule: ``schedule(round, rounds)``: a factor of the learning rate for a whole round. Default: 1.
         objective: The local objective, such as ``FedProx``. Default: the loss alone.
         local_epochs: Passes over a client's batches in a round, at least 1.
         local_evaluation: Whether each client tests its network on its test batches before and after local
-            training, for ``before`` and ``after`` of its record. It costs two evaluations per client and round.
-        test: The batches to evaluate on; ``per_client(...)``: each client's own. Default: there is no
-            evaluation.
+            training. The results are ``before`` and ``after`` in its record. This takes two evaluations per client
+            and round.
+        test: The batches to evaluate on, or ``per_client(...)`` with each client's own test batches. Default:
+            there is no evaluation.
         evaluate_every: Rounds between evaluations, at least 1; the last round is always evaluated.
         fraction: The share of the clients that train in a round, in (0, 1].
-        server_optimizer: Steps on the pseudo-gradient of the weights. Default: the average is the new model.
+        server_optimizer: Steps along the pseudo-gradient of the weights. Default: the average is the new model.
         defence: Rules against Byzantine clients. Default: none.
-        calibrate: Statistics-only exchanges before round 1; -1: as many as make all layers exact; -2: so if
-            the method needs it, else none.
-        unit_scale: Whether the weights before BatchNorm are rescaled after that calibration.
+        calibrate: The number of statistics-only exchanges before round 1. -1: as many as make the statistics of
+            all layers exact. -2: like -1 if the method needs it, otherwise none.
+        unit_scale: Whether the weights of layers before BatchNorm are rescaled after these exchanges.
         clip: ``auto``: the gradients of SGD are clipped if the method needs it; ``none``: never.
         seed: Decides the cohorts, the order of ``SeededBatches``, and dropout.
-        device: The device on which clients train. Default: that of ``model``.
-        engine: ``sequential``, or ``vectorised``: the clients of a cohort as one program, for
-            ``SeededBatches``.
-        workers: The number of processes that compute clients. The results have the same bits. 0: one per
-            core, once the rounds that are left are worth their start, and if all parts are fl-bn's or torch's
-            own (see ``engines.processes.can_move``).
-        progress: Whether a terminal shows a progress bar.
+        device: The device on which clients train. Default: the device of ``model``.
+        engine: ``sequential``: one client after the other. ``vectorised``: the clients of a cohort together, in
+            one vectorised program, which needs ``SeededBatches``.
+        workers: The number of processes that compute clients. It does not change a bit of the results. 0: this
+            process at first. It starts one process per core if the remaining rounds then take less time, and
+            if all parts are fl-bn's or torch's own (see ``engines.processes.can_move``).
+        progress: Whether to show a progress bar on a terminal.
         callbacks: Called after every round and at the end, see ``Callback``.
 
     Raises:
@@ -187,7 +189,7 @@ class Federation:
             LOGGER.info("%s", buffers)
         self.history: list[RoundRecord] = []
         where = torch.device(device) if device is not None else inputs_like(model).device
-        pristine = copied(self.server.model)  # what the server has changes
+        pristine = copied(self.server.model)  # the server's own model changes during the run
         shares = [(rates[id(make)] or base or 1.0) / (base or 1.0) for make in makers]
         kinds = [by_kind[id(make)] for make in makers]
         every = zip(clients, tasks, makers, schedulers_of(scheduler, count), kinds, shares, self.tests or (None,) * count, strict=True)
@@ -195,7 +197,7 @@ class Federation:
         common = Clients(pristine, method, where, own, schedule, seed)
         self._transport = LocalTransport(self.server, common, self.tests, workers, engine == VECTORISED)
         self._evaluated: Named = self.server.shared.tensors()
-        self._last: Round | None = None  # of the run that goes on, or of the last one
+        self._last: Round | None = None  # the last finished round, of this run or an earlier one
         self._resumed: FederationState | None = None
         self._decides = {
             "method": method.name,
@@ -227,7 +229,7 @@ class Federation:
         return self._transport.model(self._evaluated, batches_trained(self.history))
 
     def client_model(self, client: int) -> nn.Module:
-        """Return the network of one client: the shared tensors as evaluated last, and the client's own.
+        """Return the network of one client: the shared tensors as evaluated last, and the client's own tensors.
 
         Args:
             client: The client's number, from 0.
@@ -237,8 +239,8 @@ class Federation:
     def save(self, path: str | Path) -> None:
         """Save the shared model as evaluated last, as safetensors.
 
-        The names are those of the unconverted network's state_dict. Tensors that the clients keep are left
-        out. docs/how-to/export.md says which methods' files load into which network.
+        The tensors have the names of the unconverted network's state_dict. Tensors that clients keep are left
+        out. docs/how-to/export.md says into which network each method's file can be loaded.
 
         Args:
             path: The file.
@@ -246,10 +248,10 @@ class Federation:
         save_file(self.server.shared.whole(self._evaluated, batches_trained(self.history)), str(path))
 
     def run(self, rounds: int) -> Iterator[RoundRecord]:
-        """Train for ``rounds`` rounds, and yield each one's record: loss, evaluation, drift of the statistics.
+        """Train for ``rounds`` rounds, and yield each round's record: loss, evaluation, drift of the statistics.
 
-        This is a generator: a round runs when its record is requested. A second call trains on from the
-        present model.
+        This is a generator: a round runs when its record is requested. A second call continues from the present
+        model.
 
         Args:
             rounds: The number of rounds; 0: only the statistics are measured.
@@ -258,7 +260,7 @@ class Federation:
             The record of each round.
 
         Raises:
-            Diverged: In three rounds in a row no reply could be used.
+            Diverged: In three rounds in a row, too few replies could be used.
         """
         callbacks, start = Callbacks([*self._bar(), *self.callbacks]), self._start(rounds)
         shared = self.server.shared
@@ -276,15 +278,15 @@ class Federation:
                         LOGGER.info("the run ends after round %s of %s: %s", one.record.round, rounds, running.reason)
                         break
         except BaseException as error:
-            callbacks.on_end(None if isinstance(error, GeneratorExit) else error)  # who asks for no more has what they wanted
+            callbacks.on_end(None if isinstance(error, GeneratorExit) else error)  # the caller stopped iterating
             raise
         callbacks.on_end(None)
 
     def checkpoint(self, path: str | Path) -> None:
-        """Save the whole federation as it is after its last round, to go on from by ``resume``.
+        """Save the whole federation as it is after its last round, so that ``resume`` can continue from there.
 
-        The file has the server's and all clients' tensors, the optimiser's memory, the records, and the states of
-        random generators. It is safetensors, which run no code.
+        The file has the server's and all clients' tensors, the server optimiser's buffers, the records, and the states
+        of random generators. Its format is safetensors, which cannot run code.
 
         Args:
             path: The file.
@@ -316,21 +318,22 @@ class Federation:
     def resume(self, path: str | Path) -> None:
         """Load the state that ``checkpoint`` saved, into a federation made with the same arguments.
 
-        ``run(rounds)`` then goes on after the last round, with the same number of rounds. On the CPU it has the
-        bits of a run that was never interrupted, with ``SeededBatches`` or loaders that have a generator.
+        ``run(rounds)`` then continues after the saved round; ``rounds`` must be the same number as before. On the
+        CPU the results are bit for bit those of a run without interruption, if every loader is ``SeededBatches`` or
+        has a generator of its own.
 
         Args:
             path: The file.
 
         Raises:
-            ValueError: The file is damaged, or is of another network, method, number of clients, or other
+            ValueError: The file is damaged, or was saved with another network, method, number of clients, or other
                 settings.
         """
         state, server = FederationState.load(Path(path)), self.server
         mine = self._decides | {"calendar": self._calendar(state.rounds)}
         if other := [name for name in mine if state.decides.get(name) != mine[name]]:
             theirs, ours = state.decides.get(other[0], "nothing"), mine[other[0]]
-            raise ValueError(f"{path} is of another federation: {other[0]} was {theirs}, and is {ours}: make it with the same arguments")
+            raise ValueError(f"{path} is of another federation: {other[0]} was {theirs}, but is {ours}: make it with the same arguments")
         own = [generators(loader) for loader in self.clients]
         if [len(of) for of in own] != [len(of) for of in state.loaders]:
             raise ValueError(f"{path} is of another federation: its loaders had other generators: make it with the same loaders")
@@ -345,10 +348,10 @@ class Federation:
         self._resumed = state
 
     def _start(self, rounds: int) -> Start:
-        """Return where a run of ``rounds`` rounds begins: at round 1, or after a checkpoint that was loaded.
+        """Return where a run of ``rounds`` rounds begins: at round 1, or after the round of a loaded checkpoint.
 
         Raises:
-            ValueError: The checkpoint is of a run of another length.
+            ValueError: The checkpoint's run has another number of rounds.
         """
         state, self._resumed = self._resumed, None
         if state is None or state.round >= state.rounds:
@@ -356,8 +359,8 @@ class Federation:
         if rounds != state.rounds:
             self._resumed = state
             raise ValueError(
-                f"the checkpoint is of round {state.round} of {state.rounds}, and calendars depend on that number: call "
-                f"run({state.rounds}), but got run({rounds})"
+                f"the checkpoint is of round {state.round} of {state.rounds}, and the schedule of a run depends on its number of rounds: "
+                f"expected run({state.rounds}), but got run({rounds})"
             )
         if self.server.shared.statistics() and Passes(self.server).rescales(rounds):
             self.server.shared.was_at_unit_scale()
@@ -365,7 +368,7 @@ class Federation:
         return Start(state.round + 1, state.failed)
 
     def _calendar(self, rounds: int) -> str:
-        """Return the phases and the learning rates of a run of ``rounds`` rounds, in short."""
+        """Return a short hash of the phases and the learning rates of all rounds."""
         method, policy = self.server.method, self.server.policy
         every = [(method.phase(n, rounds).value, policy.rate(n, rounds)) for n in range(1, rounds + 1)]
         return hashlib.sha256(repr(every).encode()).hexdigest()[:16]
@@ -385,11 +388,11 @@ class Federation:
         return [Bar(sys.stderr, self.task)]
 
     def evaluate(self, batches: Loader | PerClient | None = None) -> dict[str, float]:
-        """Compute loss and the task's metrics of the shared model.
+        """Compute the loss and the task's metrics of the shared model.
 
         If clients have models, tasks or batches of their own, the result is the mean over clients, weighted by
-        their test samples. Of the clients with models of their own (FedBN, SiloBN), those count that have
-        trained so far.
+        their test samples. If clients have models of their own (FedBN, SiloBN), only clients that have trained so
+        far are included.
 
         Args:
             batches: The batches to evaluate on, or ``per_client(...)``. Default: ``test``.

@@ -1,4 +1,4 @@
-"""Declare and check the fields of a message's record: bytes of another side go in, checked values come out.
+"""Declare and check the fields of a message's record, whose values another side has sent.
 
 A ``Form`` declares the fields of one record. ``read`` checks a record and returns ``Values``; reading a field that the
 form does not declare raises ``Undeclared``. Undeclared fields of a record are dropped, or kept unchecked if the form
@@ -18,7 +18,7 @@ from fl_bn.support.wire import WireError, excerpt, printable
 
 LARGEST = 2**53  # whole numbers are exact in float64 up to here
 NAME = 300  # characters of a layer's name
-NEEDED: Any = object()  # the default of a field that has none
+NEEDED: Any = object()  # in place of a default: the field must be present
 
 
 class Undeclared(KeyError):
@@ -114,7 +114,10 @@ def blobs(items: int, longest: int) -> Field:
 
 
 def whole_list(items: int) -> Field:
-    """Declare whole numbers as a JSON list in a text, which becomes a tuple; it is matched, not parsed: JSON may nest."""
+    """Declare a text with a JSON list of whole numbers, which becomes a tuple.
+
+    A pattern reads it, not a JSON parser, because JSON from another side may be nested deeply.
+    """
     pattern = re.compile(r"\[(?:\d{1,15}(?:, ?\d{1,15})*)?\]", re.ASCII)
 
     def fits(value: Any) -> bool:
@@ -124,7 +127,7 @@ def whole_list(items: int) -> Field:
 
 
 def wholes_by_name(items: int) -> Field:
-    """Declare whole numbers by layer as a JSON object in a text, ``{"stem.bn": 3}``, which becomes a dict."""
+    """Declare a text with a JSON object of whole numbers by layer, ``{"stem.bn": 3}``, which becomes a dict."""
     name, digits = rf'"([^"\\]{{0,{NAME}}})"', r"(\d{1,15})"
     pattern = re.compile(rf"\{{(?:{name}: ?{digits}(?:, ?{name}: ?{digits})*)?\}}", re.ASCII)
     pair = re.compile(rf"{name}: ?{digits}", re.ASCII)
@@ -139,7 +142,7 @@ def wholes_by_name(items: int) -> Field:
 class Values(dict[str, Any]):
     """Hold a record's checked values by field.
 
-    Reading a declared field that is absent raises KeyError; reading another one raises ``Undeclared``.
+    Reading a declared field that is absent raises KeyError. Reading an undeclared field raises ``Undeclared``.
     """
 
     def __init__(self, form: Form, values: Mapping[str, Any]) -> None:
@@ -168,7 +171,7 @@ class Form:
     Attributes:
         record: The record's name.
         fields: Name -> field.
-        series: Name without its number (``accuracy-class-``) -> field.
+        series: Stem of a numbered name (``accuracy-class-`` for ``accuracy-class-3``) -> field.
         others: Whether undeclared fields are kept unchecked.
     """
 

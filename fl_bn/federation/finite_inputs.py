@@ -1,4 +1,4 @@
-"""Notice batches of a client whose own inputs are not finite: where its weights are not, that is the reason to tell."""
+"""Count a client's batches with inputs that are not finite. If its weights are not finite either, the inputs are blamed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fl_bn.layers import in_backward
 
 
 class Hook:
-    """Hook into one network. In its copies, also pickled ones, the hook does nothing.
+    """Hold a hook of one network. In copies of the network, also in pickled ones, the hook does nothing.
 
     Args:
-        call: called with the hook's arguments.
+        call: the function that the hook calls with its arguments.
     """
 
     def __init__(self, call: Callable[..., None]) -> None:
@@ -50,24 +50,24 @@ class InputWatch:
     def __init__(self) -> None:
         self._wrong: list[Tensor] = []
         self.later: Any = None
-        """Inputs that an engine trained on without a forward pass of the network itself."""
+        """Inputs of an engine that trains without forward passes of the network itself. ``count`` checks them."""
 
     def note(self, inputs: Any) -> None:
-        """Note one batch of ``inputs``: tensors, also in lists, tuples and dicts."""
+        """Check one batch of ``inputs`` (tensors, also in lists, tuples and dicts). Count it if a value is not finite."""
         parts = [~part.isfinite().all() for part in _floats(inputs)]
         if parts:
             wrong = parts[0] if len(parts) == 1 else torch.stack([part.to(parts[0].device) for part in parts]).any()
             self._wrong = [self._wrong[0] + wrong.to(self._wrong[0].device)] if self._wrong else [wrong.long()]
 
     def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield ``batches`` of inputs, and note each."""
+        """Yield ``batches`` of inputs, and check each for values that are not finite."""
         for batch in batches:
             self.note(batch)
             yield batch
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Note the inputs of the forward passes of ``model`` that train."""
+        """Check the inputs of training forward passes of ``model`` inside the ``with`` block."""
 
         def forward(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             if model.training and torch.is_grad_enabled() and not in_backward():
@@ -88,7 +88,7 @@ class InputWatch:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of real numbers in ``value``, but none of a batch of clients (``torch.func.vmap``)."""
+    """Yield the floating-point tensors in ``value``, without those that ``torch.func.vmap`` has batched over clients."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and not value.is_sparse and not torch._C._functorch.is_batchedtensor(value):
             yield value.detach()

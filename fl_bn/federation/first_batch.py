@@ -12,7 +12,7 @@ from fl_bn.exchange.call import Exchange
 from fl_bn.methods.fedtan import exchanging
 
 Connect = Callable[[int], Exchange]
-"""``connect(batch)``: this client's side of a layer-wise exchange, joined with the size of the batch that it drew."""
+"""``connect(batch)`` joins the layer-wise exchange with a batch of that size, and returns the client's side of it."""
 
 
 class Batch(int):
@@ -22,7 +22,7 @@ class Batch(int):
 
     @classmethod
     def of(cls, samples: int, say: Callable[[int], None]) -> Batch:
-        """Make the number ``samples``. A later call passes the new number to ``say``."""
+        """Make the number ``samples``. Calling it passes a new number to ``say``."""
         new = cls(samples)
         new.say = say
         return new
@@ -33,7 +33,7 @@ class Batch(int):
 
 
 class FirstBatch:
-    """Hold what a round knows of its first batch. As a context, it leaves the exchange at the end of the block.
+    """Hold the size of a round's first batch, and the exchange of that batch. A ``with`` block ends the exchange.
 
     Args:
         model: The network, whose layers exchange.
@@ -41,7 +41,7 @@ class FirstBatch:
 
     Attributes:
         samples: The number of samples; 0 as long as it is unknown.
-        inputs: The number of samples in the inputs before the first step that nothing else has counted.
+        inputs: The number of samples in inputs before the first step, for use if nothing else has counted them.
         waited: Seconds that the client waited for others in the exchange.
     """
 
@@ -57,11 +57,11 @@ class FirstBatch:
         return self._exchange.__exit__(kind, error, trace)
 
     def begin(self, samples: int, steps: int) -> None:
-        """Note that the batch has ``samples`` samples, and join the exchange if there is one.
+        """Store that the batch has ``samples`` samples, and join the exchange if there is one.
 
         Args:
             samples: The number of samples.
-            steps: The number of steps that were made.
+            steps: The number of steps that were made before.
 
         Raises:
             ValueError: The number is below 1, the first step is over, or the client has joined the exchange

@@ -10,9 +10,9 @@ all of them count as planned, the average is bit for bit that of ``aggregation.a
 is lost or refused) the sum is multiplied by ``planned / total`` at the end, which rounds once more in
 float64.
 
-A reply that may still be refused waits, with all after it, until every reply is there. Its numbers may be so
-large that the server's step could overflow, or its claims may be far from the others'. If claims are
-compared, nothing is added before enough replies are there to compare.
+A reply may still be refused later if its values are so large that the server's step could overflow, or if its
+claims are far from the other clients' claims. Such a reply waits, and so do all replies after it, until every
+reply has arrived. If claims are compared, nothing is added before there are enough replies to compare.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fl_bn.federation.blocks import WeightedSum
 from fl_bn.federation.values import Reply
 
 FOLDED = ("weights", "gradients")
-COMPARED = 5  # replies that a claim is compared with as replies come; at the end it is with all
-TOGETHER = 2  # replies that are added at once: the sum is read and written half as often as one by one, and no more wait in memory
+COMPARED = 5  # how many replies a claim is compared with while replies arrive; in the end it is compared with all
+TOGETHER = 2  # how many replies are added at once: the sum is read and written half as often, and only one reply waits in memory
 
 
 @dataclass
@@ -46,9 +46,9 @@ class PartialAverage:
     sum: WeightedSum = field(default_factory=WeightedSum)
 
     def mean(self, parts: Sequence[Reply], section: str, weights: Sequence[float]) -> dict[str, Tensor]:
-        """Return the average of all replies, those in the sum included.
+        """Return the average of all replies, including those that are in the sum already.
 
-        If there are no other replies, the result takes the sum's own memory, and the sum is empty afterwards.
+        If all are in the sum, the result takes the sum's own memory, and the sum is empty afterwards.
 
         Args:
             parts: All replies of the average.
@@ -71,8 +71,8 @@ class StreamingAverage:
     Args:
         planned: Client of the cohort -> its planned weight.
         weigh: Returns the weight of a reply.
-        waits: Takes a reply and some of the others, and tells whether it may still be refused.
-        least: The number of replies that must be there before one is added.
+        waits: Takes a reply and some other replies, and tells whether the reply may still be refused.
+        least: The number of replies that must have arrived before one is added.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StreamingAverage:
         self._advance()
 
     def end(self) -> tuple[list[Reply], PartialAverage]:
-        """Return all replies in client order, and the sum of the added ones.
+        """Return all replies in client order, and the sum of the replies that were added.
 
         The weights of added replies are tensors without memory.
         """
@@ -114,7 +114,7 @@ class StreamingAverage:
                 continue
             others = [other for other in islice(self._replies.values(), COMPARED) if other.client != client]
             if self._waits(reply := self._replies[client], others):
-                self._turns.clear()  # all after it wait, too
+                self._turns.clear()  # all replies after it wait, too
                 return
             self._next.append(reply)
             if len(self._next) == TOGETHER:

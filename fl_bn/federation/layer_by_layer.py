@@ -1,12 +1,12 @@
-"""Measure exact statistics of every BatchNorm layer by one forward pass: all clients measure and set a layer in turn.
+"""Measure exact statistics of every BatchNorm layer in one forward pass: the clients measure one layer after the other.
 
-Passes (``federation.passes``) give the same numbers by one forward pass per layer, as each pass makes one more layer
-exact. Here all batches of a client stop at a layer until the cohort's statistics of its input arrive (one exchange),
-and continue with these. So nothing is computed twice, as long as the activations of all batches fit into memory. If
-they do not, every layer takes a forward pass of its own, which ends at that layer.
+Passes (``federation.passes``) give the same numbers with one forward pass per layer, because each pass makes one more
+layer exact. In this module, all batches of a client stop at a layer until the cohort's statistics of the layer's input
+arrive (one exchange), and continue with these. So nothing is computed twice, as long as the activations of all batches
+fit into memory. If they do not, every layer takes a forward pass of its own, which ends at that layer.
 
-The order of the layers is that of their first use. A network that uses a layer twice, or whose batches take different
-ways through it, has no such order: it is measured by passes.
+The layers are in the order of their first use. A network has no such order if it uses a layer twice, or if its batches
+take different ways through it. Then it is measured by passes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from fl_bn.roles import batch_norms, inputs_like
 from fl_bn.task import tensors_in
 
 LOGGER = logging.getLogger("flwr")
-HELD = 3  # activations of a forward pass that waits, in units of the largest input of a BatchNorm layer: it, its output, and a shortcut
+HELD = 3  # activations of a waiting forward pass, as a multiple of a BatchNorm layer's largest input: input, output and a shortcut
 
 Inputs = Callable[[], Iterable[Any]]
-"""The batches of inputs, the same in every call."""
+"""Returns the batches of inputs, the same in every call."""
 Forward = Callable[[nn.Module, Any], Any]
 Reached = Callable[[str, Tensor], None]
 LayerMoments = tuple[str, Moments]
@@ -60,7 +60,7 @@ class LayerOrder:
     @classmethod
     @torch.no_grad()
     def at(cls, model: nn.Module, inputs: Inputs, forward: Forward) -> LayerOrder:
-        """Take two samples from the first batch and run them; ``model`` stays unchanged."""
+        """Find the order by a forward pass of two samples from the first batch. ``model`` stays unchanged."""
         batch = next(iter(inputs()), None)
         if batch is None:
             return cls("there is no batch to measure")
@@ -88,8 +88,8 @@ def layer_by_layer(
 ) -> dict[str, Moments]:
     """Measure the moments of every BatchNorm layer's input over all batches.
 
-    Each layer is measured under the cohort's exact statistics in the layers before it. ``model`` stays unchanged. The
-    ``exchange`` is left at the end.
+    While a layer is measured, the layers before it normalise with the cohort's exact statistics. ``model`` stays
+    unchanged. At the end the client leaves the ``exchange``.
 
     Args:
         model: The network.
@@ -100,7 +100,7 @@ def layer_by_layer(
         forward: A function that runs the network on a batch.
 
     Raises:
-        ExchangeFailed: The cohort's exchange was given up, or the batches take different ways through the network.
+        ExchangeFailed: The cohort's exchange failed, or the batches take different ways through the network.
     """
     by_layer: dict[str, Moments] = {}
     layers, own, dtype = exchanged_layers(model), batch_norms(model), inputs_like(model).dtype
@@ -112,7 +112,7 @@ def layer_by_layer(
                 by_layer[name] = moments
                 local = torch.cat([moments.mean, moments.var]).to(dtype).to(layers[name].dtype)  # rounded as in a reply
                 answer = exchange(Key(name, Quantity.STATISTICS), local, moments.count)
-                if answer.count > 1:  # of one value there is no unbiased variance: the statistics stay as they are
+                if answer.count > 1:  # one value has no unbiased variance: the statistics stay as they are
                     _set(own[name], *answer.values.chunk(2))
         exchange.close()
     except BaseException as error:
@@ -125,7 +125,7 @@ def layer_by_layer(
 
 
 Step = Callable[[Mapping[str, Moments]], LayerMoments | None]
-"""Takes all batches on to the first layer without moments; returns it and its moments over all batches, None at the end."""
+"""Runs all batches up to the first layer without moments. Returns this layer and its moments; None after the last layer."""
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def _steps(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, for
 
 
 def _kept(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, forward: Forward) -> list[_Pass] | None:
-    """Return a forward pass per batch, none of which has begun; None if their activations are too large."""
+    """Return a forward pass for each batch, not yet started. None if their activations need more than ``memory``."""
     held, kept = 0.0, list[_Pass]()
     for x in inputs():
         held += order.held * _elements(x)
@@ -179,7 +179,7 @@ def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, by_layer: Mapp
 
 
 def _together(at: list[LayerMoments | None], by_layer: Mapping[str, Moments]) -> LayerMoments | None:
-    """Return the layer at which all batches are, and its moments over all of them."""
+    """Return the layer that all batches have reached, and its moments over all of them. None at the end of the network."""
     if not any(at):
         return None
     layers = {None if one is None else one[0] for one in at}
@@ -196,11 +196,11 @@ def _twice(layer: str) -> ExchangeFailed:
 
 
 class _Stop(BaseException):
-    """End a forward pass early; this is no Exception, which a network may catch."""
+    """End a forward pass early. It is not an ``Exception``, because a network's own code may catch those."""
 
 
 class _Pass(threading.Thread):
-    """Run the forward pass of one batch while somebody waits in ``go_on``; it stops where its thread calls ``stop``."""
+    """Run the forward pass of one batch in a thread. It runs only during ``go_on``, and pauses where it calls ``stop``."""
 
     def __init__(self, forward: Callable[[], Any]) -> None:
         super().__init__(name="forward-pass", daemon=True)
@@ -211,7 +211,7 @@ class _Pass(threading.Thread):
         self._over = False
 
     def go_on(self) -> LayerMoments | None:
-        """Run until the next stop, and return its layer; None at the end. An error of the pass is raised here."""
+        """Run until the next stop. Return the layer there and its moments; None at the end. Raise an error of the pass."""
         self._at = None
         if not self._over:
             if self.ident is None:
@@ -231,7 +231,7 @@ class _Pass(threading.Thread):
             raise _Stop
 
     def end(self) -> None:
-        """Give the pass up, wherever it is."""
+        """End the pass at the layer where it is."""
         self._over, self._forward = True, None
         if self.ident is not None:
             self._going.release()

@@ -1,4 +1,4 @@
-"""Leave replies out when all have arrived: clients outside the exchange, false claims, numbers that overflow."""
+"""Refuse replies after all have arrived: of clients outside the exchange, with false claims, or with overflowing values."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ LOGGER = logging.getLogger("flwr")
 
 
 def without_far(parts: Sequence[Reply], far: Collection[int]) -> list[Reply]:
-    """Return ``parts`` without the replies of the clients ``far``, except for weights that are in the average already."""
+    """Return ``parts`` without the replies of the clients ``far``. Replies that are in the average already stay."""
     for part in (stays := [part for part in parts if part.folded and part.client in far]):
-        LOGGER.warning("the reply of client %s was added up before the others' showed that its claims are far from theirs", part.client)
+        LOGGER.warning("client %s's claims are far from the other clients', but its reply is already in the average", part.client)
     return [part for part in parts if part.client not in far or part in stays]
 
 
 def without_overflow(
     parts: Sequence[Reply], attempt: Callable[[list[Reply], int], T], called: ClientNames = UNNAMED
 ) -> tuple[list[Reply], dict[int, str], T]:
-    """Call ``attempt(parts, 0)``; while it raises NotFinite, call it again without the largest reply.
+    """Call ``attempt(parts, 0)``. While it raises NotFinite, call it again without the reply that has the largest values.
 
     Args:
         parts: The replies.
-        attempt: A function of the remaining replies and the number of refused ones.
+        attempt: A function of the remaining replies and of the number of refused replies.
         called: The names of the clients.
 
     Returns:
@@ -56,9 +56,10 @@ def without_overflow(
 
 
 def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:
-    """Return the replies of clients that took part in the exchange, each weighted by its batches in the exchange.
+    """Return the replies of clients that took part in the exchange, each weighted by its batch size in the exchange.
 
-    Under ``abort`` these are all of the replies, or none. Adds the reason for each omitted reply to ``refused``.
+    With the policy ``abort``, one missing reply makes all others unusable. The reason for each reply that is left out is
+    added to ``refused``.
     """
     usable, batches = {part.client: part for part in parts}, session.taking_part
     missing = sorted(set(batches) - set(usable))

@@ -14,7 +14,7 @@ from fl_bn.federation.settings import seeded
 from fl_bn.federation.sources import BATCHES, IndexBatches
 
 Loader = Iterable[Any]
-"""Batches that can be iterated over again and again: a DataLoader, a list; in a form that the task reads."""
+"""Batches that can be iterated over many times, such as a DataLoader or a list. The task reads each batch."""
 
 
 REITERABLE = (
@@ -27,12 +27,12 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
     """Check that ``loader`` can be iterated over, more than once if ``again``.
 
     Args:
-        whose: The begin of the message.
+        whose: The start of the error message.
         loader: The batches.
         again: Whether it is iterated over more than once.
 
     Raises:
-        ValueError: It is an iterator (a generator, ``zip``, ``map``), or no iterable at all.
+        ValueError: It is an iterator (a generator, ``zip``, ``map``), or not iterable at all.
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise ValueError(f"{whose}: expected batches, but got a {type(loader).__name__}. {REITERABLE}")
@@ -41,9 +41,10 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
 
 
 class SeededBatches:
-    """Batch a client's samples in an order of the seed, the client and the round alone: runs repeat bit for bit.
+    """Divide a client's samples into batches. Runs repeat bit for bit.
 
-    A single sample joins the batch before, since it has no variance. A client of one sample trains only if
+    The order of the samples depends only on the seed, the client and the round. If one sample is left at the end,
+    it joins the batch before, because a single sample has no variance. A client with only one sample trains only if
     the method needs no batch statistics.
 
     >>> from fl_bn import SeededBatches
@@ -89,6 +90,6 @@ class SeededBatches:
 
 
 def generators(loader: Loader) -> list[torch.Generator]:
-    """Return torch's generators of a DataLoader: their state lasts from one pass to the next."""
+    """Return the torch generators of a DataLoader, whose state continues from one pass to the next."""
     candidates = [getattr(part, "generator", None) for part in (loader, getattr(loader, "sampler", None))]
     return list({id(one): one for one in candidates if isinstance(one, torch.Generator)}.values())

@@ -23,7 +23,7 @@ from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 PASS_BATCH = 256
-"""Samples of one forward pass that measures."""
+"""The number of samples in one forward pass of a statistics pass."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Samples:
         Args:
             index: The samples of the batch.
             like: A tensor of the wanted dtype and device.
-            augment: Changes inputs and labels before.
+            augment: Changes inputs and labels before they are scaled.
 
         Returns:
             Inputs (B, ...), images as -1..1, and labels (B, ...).
@@ -57,7 +57,7 @@ class Samples:
         return to_input(x.to(like.device), like.dtype), y.to(like.device)
 
     def rows(self, index: np.ndarray, augment: Augment | None = None) -> tuple[Tensor, Tensor]:
-        """Return a batch as it lies in memory: not scaled, and not on a device."""
+        """Return a batch as it is stored: not scaled, and not moved to a device."""
         chosen = torch.from_numpy(index)
         x, y = self.x[chosen], self.y[chosen]
         return (x, y) if augment is None else augment(x, y)
@@ -65,7 +65,7 @@ class Samples:
 
 @contextmanager
 def torch_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Let dropout and the like draw from ``seed`` in the block; afterwards torch's generators are as before."""
+    """Seed torch's generators inside the ``with`` block, for dropout and the like. Afterwards they are as before."""
     cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if cuda else []):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every accelerator, forked or not
@@ -86,17 +86,17 @@ def statistics_pass(
 ) -> dict[str, Moments]:
     """Measure the moments that ``how`` describes, of every BatchNorm layer, in evaluation mode.
 
-    The model stays unchanged: no gradient, no statistic, the mode of every module as before; random numbers come from
-    ``rng`` alone. Normalisers depend on how data fall into batches, so they are measured in random batches. They need two
-    samples; with fewer nothing is measured.
+    The model stays unchanged: its gradients, its statistics and the modes of its modules. Random numbers come only from
+    ``rng``. The statistics that layers normalise with (``NORMALISERS``) depend on how the samples are divided into batches,
+    so these batches are random. They need two samples: with fewer, nothing is measured.
 
     Args:
         model: The network.
         samples: The samples.
         how: What to measure, and on how many random samples.
         rng: The generator of the random samples and batches.
-        batch_size: The batch size of normalisers, which should be that of training.
-        measure: A function of the batches of inputs that replaces ``measured``.
+        batch_size: The batch size. For ``NORMALISERS`` it should be the batch size of training.
+        measure: A function that measures instead of ``measured``. It gets a function that returns the batches of inputs.
     """
     like = inputs_like(model)
     parts = pieces(len(samples), how, rng, batch_size)
@@ -127,7 +127,7 @@ def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 
     Args:
         model: The network.
         data: Samples, or an iterable of batches as ``task.read`` takes them (a DataLoader, say).
-        batch_size: The batch size for samples; 0: 500, or 8 with masks, which are large.
+        batch_size: The batch size for ``Samples``. 0: 500, or 8 if the labels are masks, which are large.
         task: The task.
     """
     model.eval()

@@ -1,4 +1,4 @@
-"""Measure what normalisation layers see of data (the statistics pass), and leave the network unchanged."""
+"""Measure the moments of BatchNorm layers over data (the statistics pass), and leave the network unchanged."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def measured(
 ) -> dict[str, Moments]:
     """Measure the moments that ``how`` describes, of every BatchNorm layer over ``batches`` of inputs.
 
-    The model is in evaluation mode and stays unchanged: no gradient, no random number, no statistic, the mode of every
-    module as before. A batch with one value per channel in a layer that normalises as in training is left out.
+    The model runs in evaluation mode and stays unchanged: its gradients, its statistics and the modes of its modules. No
+    random number is drawn. A batch is left out if it has one value per channel in a layer that normalises as in training.
     """
     with measuring(model, how) as observed:
         for x in batches:
@@ -38,14 +38,14 @@ def measured(
             except ValueError as error:
                 if NO_VARIANCE not in str(error):
                     raise
-                for name, seen in before.items():  # a batch of one sample is left out of the pass as of training
+                for name, seen in before.items():  # as in training, a batch of one sample is left out
                     del observed[name][seen:]
     return pooled(observed)
 
 
 @contextmanager
 def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[Moments]]]:
-    """Put ``model`` into the modes of the pass ``how``; each of its forward passes adds moments by BatchNorm layer."""
+    """Prepare ``model`` for the pass ``how`` in a ``with`` block. Each forward pass adds moments to the yielded dict."""
     training = {module: module.training for module in model.modules()}
     held = held_layers(model)
     model.eval()

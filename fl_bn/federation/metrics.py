@@ -1,4 +1,4 @@
-"""Handle metrics by name: series of them, and the summary over several clients."""
+"""Handle metrics by name: numbered series of metrics, and summaries over several clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fl_bn.task import Task, weighted_mean
 
 
 def series(metrics: Mapping[str, float], stem: str) -> list[float]:
-    """Return the metrics with the name ``stem`` and a number, in order; empty without any."""
+    """Return the values of the metrics ``stem`` + "0", ``stem`` + "1", ..., as long as there are any."""
     names = (f"{stem}{index}" for index in count())
     return [metrics[name] for name in takewhile(metrics.__contains__, names)]
 
@@ -31,9 +31,9 @@ def fits(task: Task, name: str, value: float) -> bool:
 def over_clients(task: Task, measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Summarise the metrics of several clients, each client counted once.
 
-    The task's own metric, always in its range, has mean, standard deviation and worst value (``accuracy``,
-    ``accuracy-std``, ``accuracy-min``). ``loss`` has its mean. Every other metric has the mean over the clients with a
-    value in its range; NaN without any.
+    The result has the mean, the standard deviation and the worst value of the task's own metric (``accuracy``,
+    ``accuracy-std``, ``accuracy-min``), and the mean of ``loss``. Of every other metric it has the mean over the clients
+    with a value in the metric's range; NaN if there are none.
     """
     own = np.array([metrics[task.metric] for metrics in measured])
     worst = own.min() if task.higher_is_better else own.max()
@@ -50,7 +50,7 @@ def over_clients(task: Task, measured: Sequence[Mapping[str, float]]) -> dict[st
 def over_samples(measured: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """Return the mean of each metric over clients, weighted by their test samples.
 
-    A metric counts for the clients that have it: a client without a sample of a class has no accuracy of it.
+    The mean of a metric is over the clients that have it: a client without a sample of a class has no accuracy of it.
 
     Args:
         measured: Each client's number of test samples, and its metrics by name.

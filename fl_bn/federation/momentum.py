@@ -1,8 +1,8 @@
-"""Keep momentum between rounds: the clients' optimiser buffers in and out, by name.
+"""Keep momentum between rounds: load the clients' optimiser buffers by name, and read them.
 
 Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (seed 000), appendix C.4: ``reset``
-every round, ``local`` (kept by each client), or ``global`` (sent up, averaged with the weights' weights, sent down:
-double payload).
+every round, ``local`` (kept by each client), or ``global``: sent to the server, averaged like the model's weights, and
+sent back, which doubles the payload.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.optim import Optimizer
 from fl_bn.methods import Method, Phase
 
 MAINTAIN = ("reset", "local", "global")
-SECTIONS = {  # by optimiser: torch's buffer -> the section in which it travels
+SECTIONS = {  # optimiser -> torch's name of a buffer -> the section of messages that holds it
     "sgd": {"momentum_buffer": "momentum"},
     "adam": {"exp_avg": "momentum", "exp_avg_sq": "second-moment", "step": "steps"},
 }
-Buffers = dict[str, dict[str, Tensor]]  # torch's name of the buffer, name of the parameter
+Buffers = dict[str, dict[str, Tensor]]  # torch's name of the buffer -> name of the parameter -> buffer
 
 
 def load_buffers(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Load ``buffers`` into ``optimizer``, for its parameters that have all of them; the others start afresh."""
+    """Load ``buffers`` into ``optimizer``. Parameters that lack one of the buffers start without any."""
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
         if buffers and id(parameter) in mine and all(name in of for of in buffers.values()):
@@ -43,7 +43,7 @@ def buffers_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], kin
         kinds: Its keys are torch's names of the buffers to return, as in ``SECTIONS``.
 
     Returns:
-        Kind -> parameter's name -> buffer. A parameter that was never stepped has no entry.
+        Kind -> parameter's name -> buffer. A parameter that the optimiser never updated has no entry.
     """
     state = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
     return {
@@ -57,7 +57,7 @@ def to_kept(buffers: Buffers) -> dict[str, Tensor]:
 
 
 def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
-    """Return the buffers of such a section: the inverse of ``to_kept``."""
+    """Return the buffers of a section that ``to_kept`` made: its inverse."""
     buffers: Buffers = {}
     for entry, tensor in kept.items():
         key, _, name = entry.partition("/")
@@ -66,7 +66,7 @@ def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
 
 
 def restart(optimizer: Optimizer, method: Method, phase: Phase, steps: int) -> None:
-    """Clear the state of ``optimizer`` after an exchanged step, if the method asks for it; call this after each step.
+    """Clear the state of ``optimizer`` after an exchanged first step, if the method asks for it. Call this after each step.
 
     Args:
         optimizer: The optimiser of one client, or of a stack of clients.

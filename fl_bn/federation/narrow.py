@@ -1,9 +1,10 @@
-"""Send weights and gradients in two bytes a number instead of four.
+"""Send weights and gradients in two bytes per value instead of four.
 
-Rounding to the nearest changes a number by at most 2^-8 of its size as ``bfloat16`` (range of float32), and by at most
-2^-11 as ``float16``, whose largest number is 65504. Below 2^-14 float16 has steps of 2^-24, so the error there is up to
-2^-25. Everything else stays exact: statistics and moments, buffers, and auxiliary tensors (control variates,
-momentum). NumPy has no bfloat16, so its bit patterns travel as uint16; the message's header names the type.
+Rounding to ``bfloat16``, which has the range of float32, changes a value by at most 2^-8 of its absolute value. Rounding
+to ``float16``, whose largest value is 65504, changes it by at most 2^-11 of its absolute value. Below 2^-14 float16 has
+steps of 2^-24, so the error there is up to 2^-25. Everything else stays exact: statistics and moments, buffers, and
+auxiliary tensors (control variates, momentum). NumPy has no bfloat16, so its bit patterns are sent as uint16. The
+message's header names the type.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ Turn = Callable[[str, str, np.ndarray], np.ndarray]
 
 
 class Overflow(ValueError):
-    """Report a number that is too large for the type in which it should travel."""
+    """Report a value that is too large for the dtype in which it should be sent."""
 
 
 @dataclass(frozen=True)
 class PayloadDtype:
-    """Convert the sections ``ROUNDED`` of a message to the dtype in which they travel, and back.
+    """Convert the sections ``ROUNDED`` of a message to the dtype in which they are sent, and back.
 
     Attributes:
         dtype: The name of the dtype on the wire.
@@ -56,14 +57,14 @@ class PayloadDtype:
         return cls(dtype, wide)
 
     def narrow(self, payload: Payload, overflows: bool = False) -> Payload:
-        """Return ``payload`` as it travels; NaN and Inf, of a training that diverged, stay as they are.
+        """Return ``payload`` in the dtype in which it is sent. NaN and Inf, from training that diverged, stay as they are.
 
         Args:
             payload: The payload in the model's own dtypes.
-            overflows: Whether a number that is too large becomes Inf.
+            overflows: Whether a value that is too large becomes Inf. False: it raises an error.
 
         Raises:
-            Overflow: A finite number is too large, without ``overflows``.
+            Overflow: A finite value is too large, and ``overflows`` is False.
         """
         return payload if self.dtype == AS_THE_MODEL else self._each(payload, partial(self._narrowed, overflows))
 
@@ -71,12 +72,12 @@ class PayloadDtype:
         """Return ``payload`` in the model's own dtypes; the schema checks names and shapes.
 
         Raises:
-            WireError: A tensor has another type than the message should have.
+            WireError: A tensor has another dtype than the one in which it should be sent.
         """
         return payload if self.dtype == AS_THE_MODEL else self._each(payload, self._widened)
 
     def nbytes(self, sections: Mapping[str, Mapping[str, Tensor]]) -> dict[str, int]:
-        """Return section -> bytes of these tensors as they travel."""
+        """Return section -> the bytes of its tensors as they are sent."""
         sizes = {section: nbytes({section: tensors}) for section, tensors in sections.items()}
         for section in ROUNDED if self.tensors else ():
             narrowed = [tensor for name, tensor in sections.get(section, {}).items() if name in self.tensors]

@@ -1,4 +1,4 @@
-"""Lend pristine copies of a converted network to one round after another, and compute its facts once."""
+"""Lend unchanged copies of a converted network to rounds, and compute once what follows from the network."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _TORCHS = frozenset(vars(nn.Module()))  # torch's own bookkeeping: tensors, subm
 
 
 class Network:
-    """Lend copies of ``model`` to those that train or test it; ``model`` itself is never changed.
+    """Lend copies of ``model`` for training and testing. ``model`` itself is never changed.
 
-    It must be converted for ``method`` already. A copy that comes back is reset and lent again, so no more copies are
-    made than are in use at the same time. What follows from model and method, such as schemas, is computed once.
+    It must be converted for ``method`` already. A returned copy is reset and lent again, so there are only as many
+    copies as are in use at the same time. What follows from model and method, such as schemas, is computed once.
     """
 
     def __init__(self, model: nn.Module, method: Method, device: torch.device | None = None) -> None:
@@ -45,7 +45,7 @@ class Network:
 
     @contextmanager
     def lend(self) -> Iterator[Copy]:
-        """Lend a pristine copy of ``model`` on the device, for the block."""
+        """Lend a copy of ``model`` on the device for the ``with`` block, in the original state of ``model``."""
         while self._back:
             lent, pristine = self._back.pop()
             if pristine.restored():
@@ -60,7 +60,7 @@ class Network:
                 self._back.append((lent, pristine))
 
     def keep(self, most: int) -> None:
-        """Drop all returned copies but ``most``."""
+        """Delete returned copies until at most ``most`` are left."""
         del self._back[most:]
 
     @cached_property
@@ -116,7 +116,7 @@ class Copy:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load tensors as ``model.load_state_dict(tensors, strict=False)`` does; a schema has checked them."""
+        """Load tensors as ``model.load_state_dict(tensors, strict=False)`` does. A schema must have checked them before."""
         if self._slots is None:
             load_tensors(self.model, tensors)
         elif tensors:
@@ -143,7 +143,7 @@ class _Pristine:
 
     @torch.no_grad()
     def restored(self) -> bool:
-        """Restore the state; return False if a change cannot be undone, so that another copy is needed."""
+        """Restore the state. Return False if a change cannot be undone, so that a new copy is needed."""
         if not all(len(now) == len(names) and all(map(is_, map(now.get, names), were)) for now, names, were in self._slots):
             return False
         if list(map(len, self._hooks)) != self._hooked:
@@ -157,21 +157,22 @@ class _Pristine:
             if tensor.requires_grad is not learns:
                 tensor.requires_grad_(learns)
         for module, training in self._modes:
-            if module.training is not training:  # a module sets an attribute slowly
+            if module.training is not training:  # setting a module's attribute is slow
                 module.training = training
         return True
 
 
 def _own_state(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of ``module`` beside torch's bookkeeping, without the results of hooks in a forward pass."""
+    """Return the attributes of ``module`` that neither torch nor a hook in a forward pass has set."""
     others = _TORCHS | results(module)
     return {name: value for name, value in vars(module).items() if name not in others}
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:
-    """Return name -> (a module's tensors, key) for each tensor of the state_dict; ``model.to`` may replace the tensors.
+    """Return name -> (the dict of a module that holds the tensor, its key there) for each tensor of the state_dict.
 
-    None if loading a state_dict is more than copying its tensors, because a module loads in its own way.
+    ``model.to`` may replace a tensor in its dict. None if a module loads a state_dict in its own way, so that copying the
+    tensors is not enough.
     """
     if not all(map(_has_no_way, model.modules())):
         return None
@@ -191,7 +192,7 @@ def _has_no_way(module: nn.Module) -> bool:
 
 
 def _plain(value: Any) -> bool:
-    """Tell whether ``==`` compares all of the state of ``value``."""
+    """Tell whether ``==`` compares the complete state of ``value``."""
     if isinstance(value, tuple | list | set | frozenset):
         return all(map(_plain, value))
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Check before round 1 that a network has the layers that a method is about, by one rule for every door."""
+"""Check before round 1 that a network has the layers that its method is about. Every way of starting a run uses it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fl_bn.methods import Method, Refresh, StatisticsReport
 from fl_bn.roles import Role, batch_norms, tracks_statistics, unknown_norms
 
 LOGGER = logging.getLogger("flwr")
-SHOWN = 3  # layers of a kind that a message names
+SHOWN = 3  # the largest number of layers of one kind that a message names
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Tell whether ``model``, converted or not, has a layer that methods take for BatchNorm."""
+    """Tell whether ``model``, converted or not, has a layer that methods treat as BatchNorm."""
     return bool(batch_norms(model)) or any(kind_of(module) is not None for module in model.modules())
 
 
 def no_batch_norm(model: nn.Module, method: Method) -> str:
-    """Explain that ``method`` has nothing to do in a ``model`` without BatchNorm.
+    """Explain that ``method`` is plain federated averaging for ``model``, because it has no BatchNorm layer.
 
     Returns:
-        One sentence; empty if the method has something to do, or is plain averaging anyway.
+        The explanation. Empty if the method does something else for this model, or is plain averaging for any model.
     """
     if has_batch_norm(model) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
         return ""
@@ -45,10 +45,10 @@ def registering(kind: str) -> str:
 
 
 def without_subject(method: Method) -> bool:
-    """Tell whether ``method`` is about statistics that clients report or measure: without BatchNorm it is refused.
+    """Tell whether ``method`` is about statistics that clients report or measure.
 
-    Other methods (those that keep BatchNorm at the clients, or replace it by another normaliser) are federated averaging
-    there, with a warning.
+    Such a method is refused for a network without BatchNorm. Other methods (those that keep BatchNorm at the clients, or
+    replace it by another normaliser) are plain federated averaging for such a network, with a warning.
     """
     return method.report is not StatisticsReport.NOTHING or method.refresh is not Refresh.NOTHING
 
@@ -57,14 +57,14 @@ def check_layers(model: nn.Module, method: Method) -> None:
     """Check that ``model``, converted for ``method`` or not, has BatchNorm.
 
     Raises:
-        ValueError: It has none, and ``method`` means nothing without it.
+        ValueError: It has no BatchNorm, and ``method`` is only about BatchNorm.
     """
     if without_subject(method) and (reason := no_batch_norm(model, method)):
         raise ValueError(reason)
 
 
 def looks_like_norm(model: nn.Module, method: Method) -> list[str]:
-    """Return one sentence per kind of layer in ``model`` that is a norm layer by its looks alone."""
+    """Return a sentence for each class of layers in ``model`` that look like norm layers, but are not known as such."""
     by_kind = defaultdict[type[nn.Module], list[str]](list)
     for name, layer in unknown_norms(model).items():
         if kind_of(layer) is None:

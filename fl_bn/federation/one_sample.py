@@ -1,9 +1,9 @@
 """Handle batches of one sample, which have no variance in a BatchNorm layer with one value per channel.
 
-If no layer normalises with the statistics of its batch (FBN, group and layer normalisation, frozen rounds), one sample
-is a batch like any other. Otherwise a loader's batch of one sample is left out if a layer would see one value per
-channel of it. Batches that fl-bn draws itself never have one sample there: it joins the batch before, and a client of
-one sample sits the round out.
+If no layer normalises with the statistics of its batch (FBN, group and layer normalisation, frozen rounds), a batch of
+one sample needs no special care. Otherwise a loader's batch of one sample is left out if some layer would get only one
+value per channel. In such rounds fl-bn's own batches never have one sample: a single sample at the end joins the batch
+before, and a client with only one sample sits the round out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def batch_statistics(model: nn.Module, method: Method, phase: Phase) -> dict[str
 
 
 def fewest(model: nn.Module, method: Method, phase: Phase) -> int:
-    """Return the fewest samples of a batch that fl-bn draws: 2 if a layer normalises with its statistics, else 1."""
+    """Return the smallest size of fl-bn's own batches: 2 if a layer normalises with the batch's statistics, else 1."""
     return 2 if batch_statistics(model, method, phase) else 1
 
 
@@ -86,9 +86,9 @@ class Trainable:
 
 @torch.no_grad()
 def without_variance(model: nn.Module, layers: Mapping[str, nn.Module], x: Any, task: Task = CLASSIFICATION) -> list[str]:
-    """Return the names of those ``layers`` of ``model`` that see one value per channel of the inputs ``x``.
+    """Return the names of the ``layers`` of ``model`` that get only one value per channel if the input is ``x``.
 
-    It takes a forward pass in evaluation mode, which leaves the model unchanged.
+    This runs a forward pass in evaluation mode, which leaves the model unchanged.
     """
     names: list[str] = []
 

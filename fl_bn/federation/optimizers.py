@@ -5,8 +5,8 @@ Federated Visual Classification, Hsu, Qi, Brown, 2019. FedAdagrad, FedAdam, FedY
 Optimization, Reddi et al., ICLR 2021, Algorithm 2. FedACG: Communication-Efficient Federated Learning with
 Accelerated Client Gradient, Kim, Kim, Han, CVPR 2024, Algorithm 1.
 
-They never step statistics. Running variances that pass through Adam become negative; here the method's rule
-combines them.
+They never change statistics, because Adam, for example, can make running variances negative. The method's rule
+combines the statistics instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from fl_bn.options import Options, option, takes
 from fl_bn.support.names import check_name
 
 Gradient = Callable[[Tensor, Tensor, torch.dtype], Tensor]
-"""Takes a weight in float64, a tensor that it may change, and the weight's stored dtype; returns the weight's gradient, in float64."""
+"""A function that returns a weight's gradient in float64. Its arguments are the weight in float64, a tensor that it may
+change, and the dtype in which the weight is stored.
+"""
 
 
 class FedOpt(Eager):
@@ -70,7 +72,7 @@ class FedOpt(Eager):
 
 
 class FedACG(Eager):
-    """Set the weights to the clients' average, and keep their movement: the server's half of FedACG.
+    """Set the weights to the clients' average, and remember by how much they moved: the server's half of FedACG.
 
     Clients start at ``weights + momentum * movement`` (``ServerOptimizer.lookahead``). The paper's local
     penalty towards that point is FedProx's. Symbols: theta -> the weights, m -> movement, lambda -> momentum.
@@ -112,7 +114,7 @@ class ServerOptimizer:
 
         Args:
             weights: Name -> weight before the step.
-            gradient: Name -> gradient; other weights are left out of the result.
+            gradient: Name -> gradient. Weights without a gradient are not in the result.
             learning_rate_factor: A factor of the step size.
         """
         result = {name: tensor.to(torch.float64, copy=True) for name, tensor in gradient.items()}
@@ -122,13 +124,12 @@ class ServerOptimizer:
     def step_within(self, weights: Named, tensors: Named, gradient: Gradient | None = None, learning_rate_factor: float = 1.0) -> None:
         """Write the weights after one step into ``tensors``.
 
-        Only a piece of the weights is copied at a time: one tensor or, if the optimiser remembers nothing of
-        it, a block.
+        It copies only one tensor at a time or, if the optimiser has no buffers, only one block of a tensor.
 
         Args:
             weights: Name -> weight before the step.
-            tensors: Name -> float64 tensor that holds the gradient, or the input of ``gradient``.
-            gradient: Makes the gradient, see ``Gradient``. Default: ``tensors`` are the gradient.
+            tensors: Name -> float64 tensor with the gradient, or with the input of ``gradient``. It is overwritten.
+            gradient: Computes the gradient, see ``Gradient``. Default: ``tensors`` are the gradient.
             learning_rate_factor: A factor of the step size.
         """
         if not tensors:  # nothing is shared
@@ -152,7 +153,7 @@ class ServerOptimizer:
             parameter.data = _without_memory(tensor)
 
     def lookahead(self, weights: Named) -> dict[str, Tensor]:
-        """Return the point where clients start, in float64, if it is not ``weights`` (FedACG); else nothing."""
+        """Return the weights with which clients start (FedACG), in float64; empty if these are ``weights`` themselves."""
         if self._optimizer is None or not (momentum := self._optimizer.param_groups[0].get("lookahead", 0.0)):
             return {}
         state = self._optimizer.state
@@ -165,7 +166,7 @@ class ServerOptimizer:
         return self._optimizer
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the optimiser's memory between steps (momentum, moments, counts), by ``buffer/weight``.
+        """Return the optimiser's buffers (momentum, moments, counts), by the names ``buffer/weight``.
 
         It is empty for plain SGD, and before the first step.
         """
@@ -180,7 +181,7 @@ class ServerOptimizer:
         }
 
     def restore(self, buffers: Named) -> None:
-        """Load the memory of another optimiser, see ``buffers``."""
+        """Load the buffers that ``buffers`` of an equal optimiser returned."""
         shapes = {entry.partition("/")[2]: tensor for entry, tensor in buffers.items()}
         if not shapes:
             self._optimizer = None
@@ -192,7 +193,7 @@ class ServerOptimizer:
 
 
 def _without_memory(like: Tensor) -> Tensor:
-    """Return float64 zeros of the shape of ``like``, which are one number in memory."""
+    """Return float64 zeros in the shape of ``like``, which take the memory of one number."""
     return torch.zeros((), dtype=torch.float64).expand(like.shape)
 
 
@@ -209,7 +210,7 @@ def _adaptivity() -> Any:
 
 @dataclass(frozen=True)
 class ServerOptions(Options):
-    """Hold the options of every server optimiser here. fedavg and fedacg refuse those that they cannot follow.
+    """Hold the options that all server optimisers have. ``fedacg`` refuses a learning rate other than 1.
 
     Attributes:
         learning_rate: The step size, above 0.
@@ -232,14 +233,14 @@ class FedAvgOptions(ServerOptions):
 
 @takes(FedAvgOptions)
 def fedavg(options: FedAvgOptions) -> ServerOptimizer:
-    """Make FedAvg, whose new weights are the average itself for a learning rate of 1.
+    """Make FedAvg. With a learning rate of 1, the new weights are the average itself.
 
     Raises:
         ValueError: A momentum is given.
     """
     if options.momentum > 0:
         raise ValueError(
-            f"fedavg has no server momentum: set server-optimizer to fedavgm, or server-momentum to 0, but got {options.momentum}"
+            f"fedavg has no server momentum, but got server-momentum={options.momentum}: set it to 0, or server-optimizer='fedavgm'"
         )
     return ServerOptimizer(lambda parameters: SGD(parameters, lr=options.learning_rate))
 
@@ -268,7 +269,7 @@ class FedAdagradOptions(ServerOptions):
 
     Attributes:
         momentum: The weight of the old first moment, beta_1, in [0, 1).
-        adaptivity: Keeps the step finite where gradients are small, tau, above 0.
+        adaptivity: tau, above 0. It keeps the step finite where gradients are small.
     """
 
     name: ClassVar[str] = "fedadagrad"
@@ -289,7 +290,7 @@ class FedAdamOptions(ServerOptions):
     Attributes:
         momentum: The weight of the old first moment, beta_1, in [0, 1).
         beta2: The weight of the old second moment, in [0, 1).
-        adaptivity: Keeps the step finite where gradients are small, tau, above 0.
+        adaptivity: tau, above 0. It keeps the step finite where gradients are small.
     """
 
     name: ClassVar[str] = "fedadam"
@@ -342,7 +343,7 @@ def fedacg(options: FedACGOptions) -> ServerOptimizer:
         ValueError: The learning rate is not 1.
     """
     if options.learning_rate != 1:
-        raise ValueError(f"fedacg takes the clients' average as it is: set {RATE} to 1, but got {options.learning_rate}")
+        raise ValueError(f"fedacg takes the clients' average as it is: expected {RATE}=1, but got {options.learning_rate}")
     return ServerOptimizer(lambda parameters: FedACG(parameters, options.momentum))
 
 

@@ -32,9 +32,10 @@ def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[
 
 
 def sections_to_send(round: LocalRound, gradients: Named, finish: Finish, moments: Mapping[str, Moments]) -> Sections:
-    """Return the tensors that travel, by section.
+    """Return the tensors to send, by section.
 
-    A tensor that this round did not train goes back as it was sent; so does a control variate.
+    A tensor that this round did not train is returned unchanged. A control variate that it did not train is sent as
+    zeros, because clients send the changes of control variates.
     """
     state, settings = round.state, round.settings
     expected = round.network.reply(round.phase, settings.update, round.auxiliary).sections
@@ -51,9 +52,9 @@ def sections_to_send(round: LocalRound, gradients: Named, finish: Finish, moment
 
 
 def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: int) -> ClientState:
-    """Return the state that the client keeps: its own layers, and the memory of its optimiser and objective.
+    """Return the state that the client keeps: its own layers, and the buffers of its optimiser and objective.
 
-    Where a tensor is not finite, the state before the round stays: one bad round then spoils no later one.
+    If a tensor is not finite, the client keeps its state from before the round, so that later rounds are not spoilt.
     """
     state, settings, method, role = round.state, round.settings, round.method, round.network.role
     local = {name: state[name].clone() for name in role if method.keeps(role[name])}
@@ -78,7 +79,7 @@ def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: i
 
 
 def home_drift(round: LocalRound, before: Mapping[str, Running]) -> dict[str, float]:
-    """Return how far statistics that stay at home moved from ``before``, as numbers of the reply; none where they are shared."""
+    """Return numbers for the reply: how far the client's own statistics moved from ``before``. Empty if they are shared."""
     if round.method.shares(Role.STATISTIC):
         return {}
     after = running_statistics(round.model)
@@ -101,7 +102,7 @@ def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def step_at_home(round: LocalRound, gradients: Named) -> None:
-    """Step the parameters that stay home along ``gradients``: the server never does."""
+    """Step the parameters that the client keeps along ``gradients``, because the server cannot do it."""
     for name, parameter in round.model.named_parameters():
         if name in gradients and not round.method.shares(round.network.role[name]):
             parameter.sub_(gradients[name], alpha=round.instruction.learning_rate)

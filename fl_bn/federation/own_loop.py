@@ -68,8 +68,9 @@ def local_round(
             trained.
         method: The method, the same as the server's.
         instruction: The server's instruction.
-        kept: The state that ``round.reply`` returned in the client's round before. Default: the first round.
-        objective: The local objective. One other than the default needs ``round.backward`` in the loop.
+        kept: The state that ``round.reply`` returned in the client's last round. Default: no state, for its first
+            round.
+        objective: The local objective. If it is not the default, the loop must call ``round.backward``.
         connect: Joins FedTAN's layer-wise exchange, see ``client.Connect``. Other methods do not need it.
 
     Raises:
@@ -84,7 +85,7 @@ def local_round(
         return
     _check_processes(round)
     fixed = [p for name, p in model.named_parameters() if p.requires_grad and name not in round.parameters]
-    for parameter in fixed:  # an optimiser of all parameters leaves alone what the method freezes
+    for parameter in fixed:  # so an optimiser of all parameters does not change what the method freezes
         parameter.requires_grad_(False)
     try:
         with advised(), round.open(), _watched(round):
@@ -95,7 +96,7 @@ def local_round(
 
 
 def client_model(model: nn.Module, method: Method, instruction: Instruction, kept: ClientState = NOTHING) -> nn.Module:
-    """Return one client's network in evaluation mode: the server's tensors, and what the client keeps (FedBN's layers).
+    """Return one client's network in evaluation mode: the server's tensors, and those that the client keeps (FedBN).
 
     >>> from fl_bn import client_model, methods, server_state
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
@@ -107,8 +108,8 @@ def client_model(model: nn.Module, method: Method, instruction: Instruction, kep
         model: The network as you wrote it, not converted. It stays unchanged.
         method: The method, the same as the server's.
         instruction: The server's newest instruction, whose tensors the network gets.
-        kept: The state that ``round.reply`` returned in the client's last round. Default: that of a client before
-            its first round.
+        kept: The state that ``round.reply`` returned in the client's last round. Default: no state, as before its
+            first round.
 
     Raises:
         ValueError: The parts do not fit together.
@@ -152,7 +153,8 @@ def _per_sample(round: LocalRound) -> bool:
     learns. It accepts other layers that mix samples, so this function refuses them.
 
     Raises:
-        ValueError: There are no such gradients, or the objective adds a part that opacus leaves out.
+        ValueError: A layer mixes samples, so that there are no such gradients; or the objective adds a part to the
+            gradients, which opacus leaves out.
     """
     if not any(hasattr(p, "grad_sample") for p in round.parameters.values()):
         return False
@@ -203,7 +205,7 @@ def _watched(round: LocalRound) -> Iterator[None]:
 
 
 def _check_rate(round: LocalRound) -> None:
-    """Warn if a loop steps faster than frozen statistics allow: the method lowers the rate when they freeze."""
+    """Warn if a loop's learning rate ignores that the method lowers the rate in rounds with frozen statistics."""
     rate, step_rate = round.instruction.learning_rate, round.rates[-1]
     if round.instruction.rate_share < 1 and step_rate > rate * (1 + 1e-6):
         LOGGER.warning(
@@ -214,16 +216,16 @@ def _check_rate(round: LocalRound) -> None:
 
 
 class _FirstBatch:
-    """Find the size of the first batch of a user's loop by its inputs and layers, unless the loop says it."""
+    """Find the size of the first batch of a user's loop from its inputs and layers, unless it calls ``round.batch``."""
 
     def __init__(self, round: LocalRound) -> None:
         self._round, self._explicit = round, False
-        self._sizes: list[int] = []  # that the arguments of the forward pass have
+        self._sizes: list[int] = []  # possible sizes of the batch, from the arguments of the forward pass
         self._passes = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Observe the forward passes inside the block."""
+        """Observe the forward passes inside the ``with`` block."""
         round = self._round
         handle = round.model.register_forward_pre_hook(Hook(self._forward), with_kwargs=True)
         try:
@@ -249,29 +251,29 @@ class _FirstBatch:
         round.inputs_seen(next(iter(self._sizes), 0))
 
     def _layer(self, layer: nn.Module, x: Tensor) -> bool:
-        """Join the cohort in phase EXCHANGE, with the size of the batch, before the first layer that runs."""
+        """Join the exchange with the size of the batch, before the first layer runs. Return False: no moments are kept."""
         round, rows = self._round, len(x)
         if round.steps or not (layer.training and torch.is_grad_enabled()) or in_backward():
             return False
         if not round.begun:
             if self._sizes and rows not in self._sizes:
                 raise ValueError(
-                    f"the first BatchNorm layer of the network saw {rows} rows, but the inputs have {self._sizes}: say how many samples "
-                    "the batch has, round.batch(n), before the first forward pass"
+                    f"the first BatchNorm layer of the network saw {rows} rows, but the inputs have {self._sizes}, so the number of "
+                    "samples is unclear: call round.batch(n) before the first forward pass"
                 )
             if not self._sizes:
                 LOGGER.info("the first BatchNorm layer sees a batch of %d samples; if it has another number, call round.batch(n)", rows)
             round.begin_batch(rows)
         elif not self._explicit and rows != round.batch and self._passes:
             raise ValueError(
-                f"the BatchNorm layers of the network saw {int(round.batch)} and {rows} rows: say how many samples the batch has, "
-                "round.batch(n), before the first forward pass"
+                f"the batch has {int(round.batch)} rows in one BatchNorm layer and {rows} in another, so its number of samples is "
+                "unclear: call round.batch(n) before the first forward pass"
             )
         return False
 
 
 def _sizes(value: Any) -> Iterator[int]:
-    """Yield possible sizes of a batch, by its inputs: the length of a list, the first dimension of a tensor."""
+    """Yield possible sizes of a batch from its inputs: the length of a list, the first dimension of a tensor."""
     if isinstance(value, Tensor):
         if value.dim():
             yield len(value)
@@ -302,16 +304,16 @@ def server_state(
     1
 
     Args:
-        model: The unconverted network; its tensors are the start.
-        method: The method: it says what is shared, and how statistics are combined.
+        model: The unconverted network. The run starts with its tensors.
+        method: The method. It decides what is shared, and how statistics are combined.
         rounds: The number of rounds of the run.
-        clients: The number of clients in all.
-        optimizer: Steps on the pseudo-gradient of the shared weights. Default: the average itself is the new
+        clients: The number of all clients.
+        optimizer: Steps along the pseudo-gradient of the shared weights. Default: the average itself is the new
             model.
         defence: Rules against Byzantine clients. Default: none.
         objective: The clients' objective.
-        rate: ``rate(round, rounds)``: the learning rate in the instructions; a loop of your own may ignore
-            it. Default: 0.05 in all rounds.
+        rate: ``rate(round, rounds)`` returns the learning rate for the instructions. A loop of your own may
+            ignore it. Default: 0.05 in all rounds.
 
     Returns:
         The state. Its ``instruction()`` is for the clients of the next round.
@@ -329,7 +331,7 @@ def server_state(
 
 
 def server_round(state: Server, replies: Sequence[Reply], exchange: Session | None = None) -> tuple[Server, RoundRecord]:
-    """Combine the ``replies`` to ``state.instruction()``.
+    """Combine the clients' ``replies`` to ``state.instruction()``.
 
     >>> from fl_bn import convert, local_round, methods, server_round, server_state
     >>> net, method = nn.Linear(2, 1), methods.fedavg()
@@ -346,7 +348,7 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
         exchange: The session of FedTAN's layer-wise exchange.
 
     Returns:
-        The state after the round; and the round's record, which names refused replies with the reasons.
+        The state after the round, and the round's record. The record names refused replies with the reasons.
     """
     new = copied(state)
     instruction = new.begin(state.round + 1)

@@ -1,8 +1,8 @@
-"""Make statistics-only exchanges: all clients measure under the present weights, and the server pools.
+"""Make statistics-only exchanges: clients measure moments with the present weights, and the server pools them.
 
-Pass p makes layers 1..p exact. They take place before round 1 (``calibrate``), before evaluations (HBN,
-static BN: ``Method.refresh``), and as a run of its own (``rounds=0``: re-calibration). If all clients can be
-there at once, one pass that goes layer by layer makes all layers exact (``federation.layer_by_layer``).
+Pass p makes the statistics of layers 1..p exact. Passes take place before round 1 (``calibrate``), before evaluations
+(HBN, static BN: ``Method.refresh``), and as a run of their own (``rounds=0``: re-calibration). If all clients can take
+part at the same time, one pass that goes layer by layer makes all layers exact (``federation.layer_by_layer``).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fl_bn.methods import INPUTS, NORMALISERS, Phase, Refresh
 LOGGER = logging.getLogger("flwr")
 MISSING = "{client}'s statistics are missing from the exchange: {reason}"
 Ask = Callable[[Instruction], RoundReplies | None]
-"""Has clients measure, and returns their replies; None where that did not come about."""
+"""A function that lets clients measure, and returns their replies; None if it is not possible."""
 
 
 class TooFewMeasured(Exception):
-    """Report that a run which only measures statistics has too few clients."""
+    """Report that too few clients measured, in a run that only measures statistics."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Measured:
 
 
 class Passes:
-    """Make the statistics-only exchanges of one run. ``outcomes`` holds those before round 1.
+    """Make the statistics-only exchanges of one run. ``outcomes`` has the results of those before round 1.
 
     Args:
         server: The server, whose statistics they change.
-        private: Whether each exchange costs privacy. If so, only exchanges are made that the run config
-            names.
+        private: Whether each exchange costs privacy. If so, only the exchanges that the run config asks for are
+            made.
     """
 
     def __init__(self, server: Server, private: bool = False) -> None:
@@ -79,8 +79,8 @@ class Passes:
     def rescales(self, rounds: int) -> bool:
         """Tell whether the weights are rescaled before round 1, see ``federation.unit_scale``.
 
-        They are if the option is on, statistics are measured before round 1 (the calibration), and the first batch
-        is normalised with them.
+        They are rescaled if the option is on, statistics are measured before round 1 (the calibration), and the first
+        batch is normalised with these statistics.
 
         Args:
             rounds: The number of rounds of the run.
@@ -93,8 +93,8 @@ class Passes:
     ) -> Named:
         """Make the exchanges before round 1.
 
-        If training starts with shared statistics, bring the weights to unit scale, too. With 0 rounds these
-        exchanges are all of the run, and each needs the clients that a round needs.
+        If training starts with shared statistics, bring the weights to unit scale, too. With 0 rounds the run
+        consists only of these exchanges, and each needs as many clients as a round does.
 
         Args:
             transport: The way to the clients.
@@ -106,7 +106,7 @@ class Passes:
             The shared tensors with which round 1 starts.
 
         Raises:
-            TooFewMeasured: A run of 0 rounds lacks clients.
+            TooFewMeasured: In a run of 0 rounds, too few clients measured.
         """
         shared, policy = self.server.shared, self.server.policy
         most, least = self.calibration(rounds), 0
@@ -133,12 +133,13 @@ class Passes:
     def refreshed(self, transport: Transport, round: int, tensors: Named) -> Named:
         """Renew the statistics for an evaluation, as the method requires.
 
-        They are made exact, measured as training normalises, or taken from the round's reports.
+        Depending on ``Method.refresh``, they are made exact, measured in the way in which training normalises, or
+        taken from the round's replies.
 
         Args:
             transport: The way to the clients.
             round: The round.
-            tensors: Name -> shared tensor after it.
+            tensors: Name -> shared tensor after the round.
 
         Returns:
             The shared tensors with the new statistics.
@@ -162,13 +163,13 @@ class Passes:
     ) -> Iterator[Measured]:
         """Yield the results of ``most`` exchanges, or of as many as make all layers exact (UNTIL_STILL).
 
-        Each measures under the statistics of the one before; ``tensors`` stays unchanged. They end early if
-        one moves nothing by more than ``tolerance``. With 0 no bit moved then, so that further exchanges
-        would move nothing, either. If all layers become exact, one pass that goes layer by layer replaces
-        them, if possible.
+        Each exchange starts with the statistics of the one before; ``tensors`` stays unchanged. The exchanges end
+        early if one changes no statistic by more than ``tolerance``. With a tolerance of 0 not one bit changed, so
+        further exchanges would change nothing. If the exchanges make all layers exact, one pass that goes layer by
+        layer replaces them, if that is possible.
         """
         layers = len(self.server.shared.statistics())
-        most = layers if most == UNTIL_STILL and self.private else most  # what moves may be noise, and each costs privacy
+        most = layers if most == UNTIL_STILL and self.private else most  # noise changes them every time, and each exchange costs privacy
         whole = measured == INPUTS and (most == UNTIL_STILL or most >= layers)
         if whole and layers > 1:
             result = self._pass(transport, transport.measure_layer_by_layer, 1, round, tensors, tolerance, measured)

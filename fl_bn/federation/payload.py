@@ -1,4 +1,4 @@
-"""Encode payloads: named tensors by section, as tensors here and as NumPy arrays on the wire."""
+"""Encode payloads, which are named tensors by section: torch's tensors in memory, NumPy arrays in messages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     """Convert tensors to NumPy arrays.
 
     Raises:
-        WireError: NumPy, and so the wire, does not have the dtype.
+        WireError: NumPy does not have the dtype, so the tensor cannot be sent.
     """
     arrays: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():

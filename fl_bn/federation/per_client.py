@@ -51,8 +51,8 @@ def each(what: str, value: Any, clients: int, expected: str, fits: Callable[[Any
         value: One value for all clients, a ``PerClient``, or a list or tuple of one value per client.
         clients: The number of clients.
         expected: What a value must be, in words.
-        fits: Tells whether a value is that.
-        sequences: Whether a list or tuple means one value per client. If not, it is a value itself.
+        fits: Tells whether a value is as ``expected``.
+        sequences: True: a list or tuple has one value per client. False: it is itself one value for all clients.
 
     Raises:
         ValueError: There are more or fewer values than clients, or a value is of another type.
@@ -80,11 +80,13 @@ def _named(value: Any) -> str:
 
 
 def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ...]:
-    """Return the task of every client, with its loss and its further metrics. Clients with one of each share one task.
+    """Return the task of every client, with its loss and its further metrics.
+
+    Clients with the same task, loss and metrics get the same object.
 
     Args:
         task: The task, or one for each client.
-        loss: The loss, or one for each client; None: that of the task.
+        loss: The loss, or one for each client; None: the task's loss.
         metrics: Further metrics, or those of each client; None: there are none.
         clients: The number of clients.
 
@@ -99,7 +101,7 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
         key = (id(own[0]), id(own[1]), id(own[2]))
         if key not in made:
             made[key] = own[0] if own[1] is None and not own[2] else extended(*own)
-            made[key].state()  # refuses what is no metric now, and not after a round
+            made[key].state()  # an object that is no metric raises now, and not after a round
     return tuple(made[id(one), id(of), id(more)] for one, of, more in zip(tasks, losses, further, strict=True))
 
 
@@ -123,7 +125,7 @@ def own_tests(test: Any, clients: int, again: bool = True) -> tuple[Loader, ...]
         again: Whether the batches are iterated over more than once.
 
     Raises:
-        ValueError: Something is no batches, or there are too few or too many.
+        ValueError: A value cannot be iterated over as batches, or there are more or fewer values than clients.
     """
     if test is None:
         return None
@@ -138,6 +140,6 @@ def _function(value: Any) -> bool:
 
 
 def rate_of(optimizer: Optimizer) -> float | None:
-    """Return the learning rate of an optimiser; None if it has none that is a number above 0."""
+    """Return the learning rate of an optimiser; None if it is not a number above 0."""
     rate = optimizer.param_groups[0].get("lr")
     return float(rate) if isinstance(rate, float | int) and rate > 0 else None

@@ -1,8 +1,8 @@
-"""Compute max pooling without gradients by torch's kernel for channels last, with the same bits.
+"""Make max pooling in passes without gradients faster: use torch's kernel for channels last. It gives the same bits.
 
-On a CPU the kernel is two to five times as fast as that for channels first. A pass of the default network
-over a client's 142 samples takes 10.1 ms instead of 14.4, about the time of half a training step of 16. Other
-networks here gain 0 to 40 % of an evaluation.
+On a CPU the kernel is two to five times as fast as the kernel for channels first. A pass of the default network
+over a client's 142 samples takes 10.1 ms instead of 14.4 ms. Evaluations of fl-bn's other networks take 0 to 40 %
+less time.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def _pooled(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     if torch.is_grad_enabled() or inside_transform() or input.device.type != "cpu" or not _channels_first(input):
         return forward(input)
     output = forward(input.contiguous(memory_format=torch.channels_last)).contiguous()
-    return output.view(-1).view(output.shape)  # of one pixel a channel, strides would still say channels last
+    return output.view(-1).view(output.shape)  # with one pixel per channel, the strides would still be those of channels last
 
 
 def _channels_first(x: Tensor) -> bool:
-    """Tell whether ``x`` (B, C, H, W) lies channel by channel; false for one channel, whose layout cannot say it."""
+    """Tell whether ``x`` (B, C, H, W) is stored channel by channel. False for one channel: both layouts are the same."""
     return x.dim() == 4 and x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)

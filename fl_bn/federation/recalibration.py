@@ -1,13 +1,14 @@
 """Re-calibrate: compute the exact statistics of the union of the clients' data in every BatchNorm layer, by passes.
 
-This is PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson, 2021, section 3) without its batches, and federated. In
-evaluation mode every client normalises with the same constants, so the pooled moments of a layer's input are those of
-the union of all data *under the statistics of the layers below*. These are exact after the pass before: pass p makes
-layers 1..p exact, and L passes all L of them. If a pass moves nothing, all are exact. Passes without a given number
-change the layers from below (``unreached``). A given, smaller number of passes changes all layers each time, so that no
-layer keeps statistics that are known to be wrong.
+This is PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson, 2021, section 3), federated, and without its division
+into batches. In evaluation mode every client normalises with the same constants, so the pooled moments of a layer's input
+are those of the union of all data, given the statistics of the layers below. A layer is exact if the layers below were
+exact in the pass before. So pass p makes layers 1..p exact, and L passes make all L layers exact. If a pass changes
+nothing, all layers are exact. If the number of passes is not given, each pass changes only the lower layers
+(``unreached``). If it is given and smaller than L, each pass changes all layers, so that no layer keeps statistics that
+are known to be wrong.
 
-It works for any torch network, converted or not, trained in a federation or not; weights never change.
+It works for any torch network, converted or not, trained in a federation or not. Weights never change.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from fl_bn.roles import Role, batch_norms, inputs_like
 TOLERANCE = 32.0
 """Largest movement that counts as none, in units of the rounding (eps) of the statistics' dtype.
 
-A mean moves relative to its size and its standard deviation, a variance relative to itself. A pass repeated on the same
-statistics gives the same bits on a CPU. On a GPU the order of a sum is not fixed, and its rounding is some eps per level of the
-summation tree. 32 eps are 4e-6 in float32 and 7e-15 in float64.
+The movement of a mean is relative to its absolute value plus its standard deviation, that of a variance is relative to
+the variance. A pass repeated on the same statistics gives the same bits on a CPU. On a GPU the order of a sum is not
+fixed, and its rounding error is some eps per level of the summation tree. 32 eps are 4e-6 in float32 and 7e-15 in
+float64.
 """
 
 
 class Movement(NamedTuple):
-    """Hold how far a pass moved one layer's statistics, by the channel that moved most.
+    """Describe how far a pass moved one layer's statistics, in the channel that moved most.
 
-    Both numbers have the layer's ``eps`` in the variance, as it normalises.
+    Both numbers use variances plus the layer's ``eps``, as the layer does when it normalises.
 
     Attributes:
         layer: The layer's name.
@@ -54,15 +56,15 @@ class Movement(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """Hold one pass.
+    """Describe the result of one pass.
 
     Attributes:
-        number: The pass, from 1.
+        number: The number of the pass, from 1.
         movements: The movement of each layer.
         clients: How many clients were measured.
         settled: Whether it moved nothing, so that another pass would move nothing, either.
-        exchanges: The exchanges of a pass that goes layer by layer, after which all layers are exact; else 0.
-        in_order: Whether no layer moved but the last one that the network registers.
+        exchanges: The number of exchanges, if the pass went layer by layer, so that all layers are exact. Otherwise 0.
+        in_order: Whether no layer moved, except perhaps the last layer that the network registers.
     """
 
     number: int
@@ -86,17 +88,17 @@ class Pass:
     ) -> Pass:
         """Compare the statistics before and after a pass, as the model holds them.
 
-        A pass without clients settles nothing.
+        After a pass without clients, ``settled`` is False.
 
         Args:
-            number: The pass.
+            number: The number of the pass.
             clients: How many clients were measured.
             old: Layer -> the statistics before.
             new: Layer -> the measured statistics.
             eps: Layer -> its epsilon.
             tolerance: The largest movement that counts as none, see ``TOLERANCE``.
-            exchanges: The exchanges of a pass that goes layer by layer.
-            kept_layers: Layers that keep their statistics.
+            exchanges: The number of exchanges, if the pass went layer by layer.
+            kept_layers: Layers whose statistics the pass does not change.
         """
         settled = clients > 0 and all(_still(old[name], new[name], eps[name], tolerance) for name in new)
         in_order = all(_still(old[name], new[name], eps[name], TOLERANCE) for name in list(new)[:-1])
@@ -110,7 +112,7 @@ class Pass:
 
 
 def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
-    """Return the layers that pass ``number`` keeps unchanged, if passes go on until all layers are exact.
+    """Return the layers that pass ``number`` does not change, if passes go on until all layers are exact.
 
     A pass changes the layers that it makes exact and one more, in the order in which the network registers them. A pass
     that changed all layers would measure each under wrong statistics of those before it. In a deep network such errors
@@ -120,11 +122,11 @@ def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
 
 
 def through(layers: int, outcome: Pass) -> bool:
-    """Tell whether ``made`` is the last of the passes that go on until all ``layers`` are exact.
+    """Tell whether ``outcome`` is the last of the passes that go on until all ``layers`` are exact.
 
-    As a rule, that is the pass with their number. A network may call its layers in another order than that in which it
-    registers them. Then something below the last layer still moves, and as many passes again, which change all layers,
-    are enough for any order.
+    Usually that is pass number ``layers``. But a network may call its layers in another order than that in which it
+    registers them. Then a layer below the last one still moves, and as many passes again, which change all layers, are
+    enough for any order.
     """
     return outcome.settled or outcome.number >= 2 * layers or (outcome.number >= layers and outcome.in_order)
 
@@ -132,13 +134,13 @@ def through(layers: int, outcome: Pass) -> bool:
 def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, tolerance: float = TOLERANCE) -> list[Pass]:
     """Set the running statistics of ``model`` to those of the union of the clients' data (variance unbiased).
 
-    Measurements are rounded to the model's dtype, as on the wire: a federated run with the same clients has the same bits.
+    Measurements are rounded to the model's dtype, as in messages. So a federated run with the same clients has the same bits.
     A layer that the network uses at two depths depends on itself. Its statistics may converge, but are not exact.
 
     Args:
         model: The network, which changes.
         clients: The samples of each client.
-        passes: The most passes; 0: as many as make all layers exact.
+        passes: The largest number of passes; 0: as many as make all layers exact.
         tolerance: The largest movement that counts as none, after which passes stop; see ``TOLERANCE``.
 
     Returns:

@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("flwr")
 
 
-@dataclass(frozen=True, slots=True)  # a run keeps those of all rounds
+@dataclass(frozen=True, slots=True)  # slots: a run keeps the records of all rounds
 class ClientRecord:
-    """Record one client's part in a round. Bytes are of arrays alone.
+    """Record one client's part in a round. Bytes are those of arrays, without the rest of the messages.
 
     Attributes:
-        client: The client's index.
-        samples: The samples that it trained on.
-        steps: Its local steps.
+        client: The client's number.
+        samples: The number of samples that it trained on.
+        steps: The number of its local steps.
         loss: Its mean training loss.
         bytes_down: Bytes that it received.
         bytes_up: Bytes that it sent.
-        exchanges: Its layer-wise exchanges (FedTAN).
-        waited: Its seconds in exchanges, its own sending included.
+        exchanges: The number of its layer-wise exchanges (FedTAN).
+        waited: The seconds that it spent in exchanges, including the time to send.
         distance: The distance (L2) of its update to the result of a robust rule.
-        refused: The reason why its reply was not used; empty if it was.
+        refused: The reason why its reply was not used; empty if it was used.
         before: The task's metric of its network on its own test data, before local training; NaN if unknown.
-        after: The same after local training.
+        after: The same metric after local training.
     """
 
     client: int
@@ -60,12 +60,12 @@ class Disclosure:
     """Record one kind of content that left one client in one message (in FedTAN's exchange: in one round).
 
     Attributes:
-        client: The client's index.
+        client: The client's number.
         section: The section of the message.
         what: The content in words.
-        tensors: How many arrays it has.
-        nbytes: Their bytes.
-        samples: How many different samples one statistic in it summarises; 0 without statistics.
+        tensors: The number of arrays.
+        nbytes: The number of bytes of these arrays.
+        samples: The number of different samples that a statistic in it summarises; 0 without statistics.
         values: Activations per channel in the layer with the fewest; 0 if unknown.
     """
 
@@ -83,24 +83,24 @@ class RoundRecord:
     """Record one training round.
 
     Attributes:
-        round: From 1; 0 before the first.
-        phase: Its phase in the method's calendar, by name.
-        learning_rate: Of the clients in this round.
+        round: The round, from 1; 0 before the first round.
+        phase: The name of the round's phase.
+        learning_rate: The clients' learning rate in this round.
         clients: The records of the cohort's clients, in client order.
         drift: How far the shared statistics moved, if there are any.
-        tensors_down: Tensors that a client received.
-        tensors_up: Tensors that a client sent.
+        tensors_down: The number of tensors that a client received.
+        tensors_up: The number of tensors that a client sent.
         bytes_down: Section -> bytes of arrays that a client received.
         bytes_up: Section -> bytes of arrays that a client sent.
-        exchanges: Layer-wise exchanges.
-        carrier: The carrier of these exchanges.
+        exchanges: The number of layer-wise exchanges.
+        carrier: How these exchanges were carried, see ``exchange.settings``; empty without any.
         aggregated: Whether the round changed the model.
-        seconds: Its seconds of wall clock.
+        seconds: The round's seconds of wall-clock time.
         evaluation: Metrics by name; empty without an evaluation. A callback's ``on_evaluation`` may add others.
         client_evaluation: Client -> metrics by name.
-        own_metrics: Means over the clients of your own training metrics, by name (a Flower app of your own).
+        own_metrics: Name -> mean over the clients, for the training metrics of your own Flower app.
         client_metrics: Client -> its own training metrics by name.
-        disclosures: The contents that left the clients, also in statistics-only exchanges.
+        disclosures: The contents that left the clients, including statistics-only exchanges.
     """
 
     round: int
@@ -129,7 +129,7 @@ class RoundRecord:
 
     @property
     def far(self) -> list[int]:
-        """Return the clients whose update is farther from the robust one than ``FAR`` times the median distance."""
+        """Return the clients whose update is farther from the robust update than ``FAR`` times the median distance."""
         known = [c for c in self.accepted if not math.isnan(c.distance)]
         limit = FAR * median([c.distance for c in known]) if known else 0.0
         return [c.client for c in known if c.distance > limit]
@@ -151,17 +151,18 @@ def with_clients(
     distances: Sequence[float] = (),
     warning: str = "round {round}: {client}'s reply is not used: {reason}",
 ) -> RoundRecord:
-    """Add every client of a cohort to ``record``, and the bytes of the round; warn of each refused reply.
+    """Add every client of a cohort to ``record``, and the bytes of the round. Log a warning for each refused reply.
 
     Args:
-        record: Of the round, with the bytes of one instruction.
-        replies: Of the cohort.
+        record: The record of the round, with the bytes of one instruction.
+        replies: The replies of the cohort.
         parts: The replies that were used.
-        refused: Why another client's reply was not, by client.
-        rounding: The type in which weights travel.
+        refused: Client -> the reason why its reply was not used.
+        rounding: The dtype in which weights are sent.
         called: The names of the clients, for the log.
-        distances: Of the updates to the robust one, in the order of ``parts``; empty where there are none.
-        warning: About one refused reply.
+        distances: The distance of each used update to the robust update, in the order of ``parts``; empty without a
+            robust rule.
+        warning: The text of the warning about a refused reply.
     """
     exchange, down = replies.exchange, record.bytes_down
     traffic = {} if exchange is None else exchange.traffic
@@ -196,10 +197,10 @@ def with_clients(
 
 
 def batches_trained(records: Iterable[RoundRecord]) -> int:
-    """Count a client's training batches in the rounds that changed the model.
+    """Count the training batches of an average client, in the rounds that changed the model.
 
     Returns:
-        The sum over these rounds of the mean over the round's clients, rounded, at least 1 a round.
+        The sum over these rounds. A round counts with its clients' mean number of steps, rounded, and at least 1.
     """
     steps = [[client.steps for client in record.accepted] for record in records if record.aggregated and record.phase != "measure"]
     return sum(max(1, round(sum(own) / len(own))) for own in steps if own)

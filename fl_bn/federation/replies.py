@@ -1,8 +1,8 @@
-"""Check a client's reply before it is used, by the same rules at every door.
+"""Check a client's reply before it is used, by the same rules for all ways of running fl-bn.
 
-In a loop of one's own and in ``Federation`` replies are values (``Expected.check``). In Flower's messages they are
-records, whose header names the round and the model that they answer (``flower.replies``). Their numbers and arrays are
-then checked by the same lines.
+In a user's own loop and in ``Federation``, replies are values (``Expected.check``). In Flower's messages they are
+records, whose header names the round and the model that they answer (``flower.replies``). Numbers and arrays of both are
+checked by the same code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.support.wire import Absent, WireError, check_samples, excerpt, printable, reason
 
 LOGGER = logging.getLogger("flwr")
-REPLIED = Form(  # samples 0: the client sat out
+REPLIED = Form(  # samples 0: the client took no part in the round
     "metrics", {"samples": whole(), "measured": whole(default=None), BAD_INPUTS: whole(default=None)}
 )
 TRAINED = REPLIED.and_also(
@@ -50,7 +50,7 @@ TRAINED = REPLIED.and_also(
         },
     )
 )
-LOOPED = TRAINED.and_also(Form("metrics", {"steps": whole()}))  # a loop of one's own may end before its first step
+LOOPED = TRAINED.and_also(Form("metrics", {"steps": whole()}))  # a user's own loop may end before its first step
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Expected:
     Attributes:
         round: The round of the instruction.
         signature: The signature of model and method (``payload.signature``).
-        schema: The tensors.
-        form: The numbers.
+        schema: The expected tensors.
+        form: The expected numbers.
         samples: Client -> the number of samples that it announced, if it did.
-        most_steps: A function of a number of samples that returns the most local steps; 0: unknown.
-        bounds: Section -> its largest allowed number.
-        unbounded: Tensors without such a bound.
+        most_steps: Returns the largest allowed number of local steps for a number of samples; 0: unknown.
+        bounds: Section -> its largest allowed absolute value.
+        unbounded: The names of tensors without such a bound.
     """
 
     round: int
@@ -78,10 +78,10 @@ class Expected:
     unbounded: Collection[str] = ()
 
     def check(self, reply: Reply) -> Reply:
-        """Return ``reply`` with plain tensors on the CPU, the numbers of its form, and ``largest``.
+        """Return ``reply`` with plain tensors on the CPU, only the numbers that ``form`` declares, and its ``largest`` value.
 
         Raises:
-            Absent: The client sat out.
+            Absent: The client took no part in the round.
             WireError: Something is not as expected; the first such thing is named.
         """
         if type(reply.round) is not int or reply.round != self.round:
@@ -103,11 +103,11 @@ class Expected:
         """Check the numbers of a reply of ``client``.
 
         Args:
-            client: The client's index.
+            client: The client's number.
             record: The received numbers; None if the record is missing.
 
         Raises:
-            Absent: The client sat out.
+            Absent: The client took no part in the round.
             WireError: A number is missing, or is not as expected; the first one is named.
         """
         samples: int = REPLIED.read(record)["samples"]
@@ -116,7 +116,7 @@ class Expected:
             raise WireError("metrics", "samples", f"expected at most {most}, the number that the client announced, but got {samples}")
         values = self.form.read(record)
         trains = "steps" in self.form.fields
-        measured = self.samples.get(client, LARGEST if trains else samples)  # a client may train on few of its samples and measure all
+        measured = self.samples.get(client, LARGEST if trains else samples)  # a client may train on some of its samples and measure all
         for name, most in (("batch", samples), ("measured", measured)):
             if name in self.form.fields and values.get(name, 0) > most:
                 raise WireError("metrics", name, f"expected at most {most}, the client's samples, but got {values[name]}")
@@ -147,14 +147,15 @@ class Expected:
         return Reply(client, sections, samples, samples, numbers, self.round, self.signature, max(largest.values(), default=0.0))
 
     def _check_sizes(self, section: str, arrays: Mapping[str, np.ndarray], most: float) -> None:
-        """Raise WireError for the first tensor with a number above ``most``; buffers (counts, say) have no bound."""
+        """Raise WireError for the first tensor with an absolute value above ``most``, except for ``unbounded`` tensors."""
         for name, array in arrays.items():
             if name not in self.unbounded and (size := _size(array)) > most:
                 raise WireError(
                     section,
                     name,
-                    f"expected numbers within +-{most:.3g}, by the server's model ({WIDEST_WEIGHT:g} times its largest weight, or 1), but "
-                    f"the largest is {size:.3g}: {DIVERGED}, or it lies",
+                    f"expected values within +-{most:.3g} ({WIDEST_WEIGHT:g} times the largest weight of the server's model, and at least "
+                    f"{WIDEST_WEIGHT:g}{', divided by the learning rate' if section == 'gradients' else ''}), but the largest is "
+                    f"{size:.3g}: {DIVERGED}, or it lies",
                 )
 
 
@@ -168,7 +169,7 @@ def arrays_of(sections: Any) -> Payload:
 
     Raises:
         WireError: They are not tensors by name and section, or have no readable values (sparse tensors, or
-            those of device ``meta``).
+            tensors of the device ``meta``).
     """
     if not isinstance(sections, Mapping):
         raise WireError("reply", "sections", f"expected tensors by name and section, but got a {type(sections).__name__}")
@@ -194,12 +195,12 @@ def checked(
 ) -> RoundReplies:
     """Check the ``replies`` of clients in this process.
 
-    If several usable replies name the same client, none of them counts. A reply that names no client is
+    If several usable replies name the same client, none of them is used. A reply that names no client of the run is
     reported in the log.
 
     Args:
         replies: The replies to one instruction.
-        expected: The description of each reply.
+        expected: Describes what a reply must be.
         clients: The number of clients of the run.
         exchange: The session of their layer-wise exchange, if there was one.
         cohort: The clients that received the instruction. Default: all that replied.

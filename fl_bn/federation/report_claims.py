@@ -1,8 +1,9 @@
 """Find replies that claim more activations or steps than their samples can have, compared with the cohort's claims.
 
-Moments weigh by their number of activations (``moments/LAYER.count``). That is the number of samples behind them times
-the activations of a sample. The samples are in the reply: those of the first batch (``batch``), of a pass
-(``measured``), or of the steps. Activations are compared with the median client's (``claims``), layer by layer.
+Moments are weighted by their number of activations (``moments/LAYER.count``). It is the number of samples that they
+summarise, times the activations of one sample. The reply says how many samples these are: those of the first batch
+(``batch``), of a statistics pass (``measured``), or of all local steps. Activations per sample (or per step) are compared
+with those of the median client (``claims``), layer by layer.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ MOMENTS = "moments"
 
 
 def behind(reply: Reply, report: StatisticsReport) -> tuple[int, str]:
-    """Return the number of samples or steps behind the moments of ``reply``, and the word for one of them.
+    """Return the number of samples or steps that the moments of ``reply`` summarise, and the word "sample" or "step".
 
-    A reply without that number counts with all its samples.
+    If the reply does not give the number, it is the number of all its samples.
     """
     metrics = reply.metrics
     if report is StatisticsReport.BATCHES:
@@ -30,12 +31,12 @@ def behind(reply: Reply, report: StatisticsReport) -> tuple[int, str]:
 
 
 def far_claims(parts: Sequence[Reply], report: StatisticsReport, steps_are_known: bool = True) -> dict[int, str]:
-    """Find the clients that claim too much.
+    """Find the clients that claim too many activations or steps.
 
     Args:
         parts: Checked replies of one cohort.
-        report: The kind of report behind their moments.
-        steps_are_known: Whether the server set the number of steps, and nobody claims more.
+        report: The kind of report that their moments are.
+        steps_are_known: Whether the server knows the number of steps, so that larger claims are refused already.
 
     Returns:
         Client -> the reason.
@@ -58,7 +59,7 @@ def far_claims(parts: Sequence[Reply], report: StatisticsReport, steps_are_known
 
 
 def _per_unit(part: Reply, report: StatisticsReport) -> dict[str, float]:
-    """Return layer -> activations per sample, or per step."""
+    """Return layer -> activations per local step if the report is of all training batches, else per sample."""
     of, _ = behind(part, report)
     names = {name: name.rpartition(".") for name in part.sections.get(MOMENTS, {})}
     return {layer: int(part.sections[MOMENTS][name]) / of for name, (layer, _, key) in names.items() if key == "count"}
@@ -69,9 +70,9 @@ def _layers(claims: Iterable[Mapping[str, float]]) -> list[str]:
 
 
 def _many_steps(parts: Sequence[Reply]) -> dict[int, str]:
-    """Find the clients that claim too many steps, both in all and for their samples.
+    """Find the clients that claim too many steps, both in total and per sample.
 
-    A client that trains for epochs has more steps because it has more samples.
+    One of the two is not enough: with local epochs, a client with more samples makes more steps.
     """
     steps = {part.client: float(part.steps) for part in parts}
     each = {part.client: part.steps / max(part.samples, 1) for part in parts}

@@ -19,15 +19,16 @@ from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
 from fl_bn.support.names import check_name, names_of
 
 RECALIBRATIONS = ("auto", "passes", "exchange")
-"""How exact statistics of all BatchNorm layers are measured.
+"""The ways to measure exact statistics of all BatchNorm layers.
 
-``passes``: a message and a forward pass per layer. ``exchange``: one message, one forward pass and an exchange per layer, where all clients
-can be there at once; else by passes. ``auto``: as ``exchange``, but by passes in a simulation, where they mostly cannot.
+``passes``: one message and one forward pass per layer. ``exchange``: one message, one forward pass, and one exchange per
+layer. This needs all clients at the same time; otherwise ``passes`` is used. ``auto``: ``passes`` in a simulation, where
+clients mostly do not run at the same time, otherwise ``exchange``.
 """
 GIB = 2**30
 MEMORY = GIB
-UNTIL_STILL = -1  # of ``calibrate``: as many as make the statistics of all layers exact
-AS_METHOD = -2  # the same where the method wants it, else none
+UNTIL_STILL = -1  # value of ``calibrate``: as many exchanges as make the statistics of all layers exact
+AS_METHOD = -2  # value of ``calibrate``: like UNTIL_STILL if the method needs it, otherwise none
 
 
 def constant_rate(round: int, rounds: int) -> float:
@@ -46,12 +47,12 @@ def unbounded(samples: int) -> int:
 
 
 def joins_of(text: str) -> dict[int, int]:
-    """Read the first rounds of clients that join later from a text.
+    """Read from a text which clients join later, and in which round.
 
     ``"4:10, 5:20"`` becomes {4: 10, 5: 20}, an empty text {}.
 
     Raises:
-        ValueError: The text is not of that form, or names a client twice.
+        ValueError: The text does not have this form, or names a client twice.
     """
     pairs = [re.fullmatch(r"(\d+)\s*:\s*(\d+)", part) for part in names_of(text)]
     joins = {int(pair[1]): int(pair[2]) for pair in pairs if pair}
@@ -69,7 +70,7 @@ def measures_in_the_clear(method: Method, config: Any) -> bool:
     """Tell whether clients may measure the statistics of all layers at once: in the clear, and without attackers.
 
     Args:
-        method: As the run config builds it.
+        method: The method that the run config describes.
         config: The run config, whose values are read by key.
     """
     return _measures_exactly(method, config) and not config["secure-aggregation"] and config["attack"] == "none"
@@ -82,7 +83,7 @@ def _measures_exactly(method: Method, config: Any) -> bool:
 
 
 def _at_server(weights: str) -> str:
-    """Return the server's meaning of client-weights. With all samples or some, clients send how many count."""
+    """Return what ``client-weights`` means for the server: ``data`` is ``samples``, since clients send the right number."""
     return "samples" if weights == ALL_SAMPLES else weights
 
 
@@ -117,47 +118,48 @@ class Rounds(Options):
     died.
 
     Args:
-        clients: The number of clients in all, 1..100000.
+        clients: The number of all clients, 1..100000.
         fraction: The share of the clients that train in a round, in (0, 1].
         min_replies: The share of a cohort's replies that must be usable, 0..1. With fewer, the round changes
             nothing and counts as failed.
-        max_failed: Failed rounds in a row after which the run stops, at least 1.
+        max_failed: The number of failed rounds in a row after which the run stops, at least 1.
         timeout: The deadline of every message.
-        wait: How long the server waits for all clients before round 1, and for ``min_cohort`` of them later.
-        evaluate_every: Rounds between evaluations, at least 1; the last round is always evaluated.
+        wait: How long the server waits for all clients before round 1, and for ``min_cohort`` clients later.
+        evaluate_every: The number of rounds between evaluations, at least 1. The last round is always evaluated.
         client_weights: A client's weight in averages: ``samples`` or ``uniform``.
         update: What clients send, see ``LocalTraining``.
         seed: Decides the cohorts.
-        calibrate: Statistics-only exchanges before round 1, see ``UNTIL_STILL`` and ``AS_METHOD``.
+        calibrate: The number of statistics-only exchanges before round 1, see ``UNTIL_STILL`` and ``AS_METHOD``.
         unit_scale: Whether weights are rescaled after the calibration (``federation.unit_scale``).
-        rate: ``rate(round, rounds)``: the learning rate. Default: 0.05 in all rounds.
+        rate: ``rate(round, rounds)`` returns the learning rate. Default: 0.05 in all rounds.
         exchange: How the layer-wise exchange is carried.
-        max_steps: The number of local steps that the server asks for, so that nobody may claim more; 0:
+        max_steps: The number of local steps that the server asks for. No client may claim more. 0: unknown.
+        planned_steps: ``planned_steps(samples)`` returns this number for a client with so many samples. 0:
             unknown.
-        planned_steps: Returns the same for a client with a number of samples; 0: unknown.
-        min_cohort: The number of clients that must be there for a round to start, and whose replies must be
+        min_cohort: The number of clients that must be connected for a round to start, and whose replies must be
             usable.
-        at_clients: Whether evaluations are on the clients' own test data.
+        at_clients: Whether models are evaluated on the clients' own test data.
         retry: How long a round waits for a client whose process died to come back. FedTAN's exchange does not
             wait.
-        checkpoint_every: Rounds between the server's checkpoints; 0: none.
+        checkpoint_every: The number of rounds between the server's checkpoints; 0: none are made.
         auxiliary: The kinds of tensors that accompany the weights (``federation.auxiliary`` of the clients'
             settings).
-        unseen: Whether clients send after the last round the BatchNorm tensors that they keep. Unseen clients
-            get their average.
-        at_start: The number of clients that suffice for the run to start; 0: all. The others take part from
-            the next round after they connect.
-        min_sites: The number of sites that suffice where the others refuse the run by their policy; 0: a refusal
-            ends the run.
+        unseen: Whether clients send, after the last round, the BatchNorm tensors that they keep. Unseen clients get
+            the average of these tensors.
+        at_start: The number of connected clients with which the run starts; 0: all. A client that connects later
+            takes part from the next round.
+        min_sites: The number of sites with which the run goes on if other sites refuse it by their policy. 0: a
+            refusal ends the run.
         joining: Client -> the first round in which it may take part, if that is not 1.
-        nodes: Flower's node id of each client, so that no other node is taken for it; empty: unknown.
-        names: The name of each client's site, for logs, errors and records; empty: a client is its number.
-        registered: Returns the sites' names by the nodes that they have now, see ``ClientNames``.
+        nodes: Flower's node id of each client, so that no other node can pose as this client; empty: unknown.
+        names: The name of each client's site, for logs, errors and records; empty: clients are named by their
+            numbers.
+        registered: Returns node -> name of the site that has this node now, see ``ClientNames``.
         recalibration: How the statistics of all layers are made exact, see ``RECALIBRATIONS``.
-        memory: Bytes of activations that a process may keep for that.
-        planned: Returns the number of different samples that a client with a number of samples trains on in a
-            round. Its weight is then known before its reply.
-        payload: The dtype in which weights and gradients travel, see ``federation.narrow``.
+        memory: The bytes of activations that a process may keep in an exchange that goes layer by layer.
+        planned: ``planned(samples)`` returns the number of different samples that a client with so many samples
+            trains on in a round. So the server knows its weight before its reply.
+        payload: The dtype in which weights and gradients are sent, see ``federation.narrow``.
 
     Raises:
         ValueError: A value is out of range, or two do not fit together.
@@ -294,7 +296,7 @@ class Rounds(Options):
         return self.max_steps > 0 or self.planned_steps is not unbounded
 
     def most_steps(self, samples: int) -> int:
-        """Return the most local steps that a client of ``samples`` samples may claim; 0: unknown."""
+        """Return the largest number of local steps that a client with ``samples`` samples may claim; 0: unknown."""
         return self.max_steps or self.planned_steps(samples)
 
     def __post_init__(self) -> None:
@@ -323,7 +325,7 @@ class Rounds(Options):
         return ClientNames(self.names, self.nodes, self.registered)
 
     def pace(self, learning_rate: float, rounds: int) -> float:
-        """Return ``learning_rate`` as a share of the first round's; 1 if it is larger (a warm-up).
+        """Return ``learning_rate`` as a share of the first round's rate, but at most 1 (it may rise in a warm-up).
 
         Args:
             learning_rate: The rate of a round.

@@ -1,6 +1,6 @@
-"""Run the calendar: calibrate, then in each round train, refresh the statistics and evaluate.
+"""Run a federation's rounds: calibrate before round 1, then in each round train, refresh the statistics and evaluate.
 
-``Federation`` and Flower's strategies run through this page. They differ in their ``Transport``.
+``Federation`` and Flower's strategies both use this module. They differ in their ``Transport``.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Round:
     Attributes:
         record: The record of the round.
         tensors: Name -> shared tensor after the round.
-        evaluated: Name -> shared tensor with which the model was evaluated. Its statistics may differ from
-            those of ``tensors``.
-        failed: The number of failed rounds in a row, this one included; 0 if it did not fail.
+        evaluated: Name -> shared tensor of the model that was evaluated. Its statistics may differ from those of
+            ``tensors``.
+        failed: The number of failed rounds in a row, including this one; 0 if it did not fail.
     """
 
     record: RoundRecord
@@ -68,15 +68,15 @@ def run(
     start: Start = FROM_THE_START,
     show: Callable[[Measured], None] = lambda measured: None,
 ) -> Iterator[Round]:
-    """Train for ``rounds`` rounds, and yield each one when it is over.
+    """Train for ``rounds`` rounds, and yield each round's results when it is over.
 
     This is a generator: a round runs when its result is requested.
 
     Args:
         server: The server, with the shared tensors that the run starts from.
         transport: The way to the clients.
-        rounds: The number of rounds in all; 0: only the statistics are measured.
-        passes: Makes the statistics-only exchanges, and keeps their outcomes. Default: a fresh one.
+        rounds: The number of rounds of the whole run; 0: only the statistics are measured.
+        passes: Makes the statistics-only exchanges, and keeps their outcomes. Default: a new ``Passes``.
         start: The first round. Default: round 1.
         show: Called with the result of each statistics-only exchange in a run of 0 rounds.
 
@@ -85,7 +85,7 @@ def run(
 
     Raises:
         Diverged: In ``max_failed`` rounds in a row too few replies could be used.
-        TooFewMeasured: A run of 0 rounds lacks clients.
+        TooFewMeasured: In a run of 0 rounds, too few clients measured.
     """
     passes, policy, failed = passes or Passes(server), server.policy, start.failed
     server.rounds, first_loss = rounds, math.nan

@@ -1,6 +1,6 @@
-"""Describe the expected content of a payload, which the receiver derives from its own model, method and phase.
+"""Describe the expected content of a payload. The receiver derives it from its own model, method and phase.
 
-A payload with any other content is refused, and the error names the tensor.
+A payload with other content is refused, and the error names the tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fl_bn.roles import DOWN_ONLY, Role, batch_norms, roles
 from fl_bn.support.wire import WireError, excerpt, printable
 
 FLOATS = ("float32", "float64")
-SMALL = 1 << 14  # most values of a tensor that is checked together with others
+SMALL = 1 << 14  # the largest number of values of a tensor that is checked together with others
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Spec:
         dtype: The name of its dtype, as in NumPy.
         at_least: The smallest allowed value.
         at_most: The largest allowed value.
-        any_value: Whether it is constant, and may also hold infinite numbers and NaN.
-        sent: The values of the server, if they hold such numbers; a value with the same bits is no result of
-            training, and is allowed.
+        any_value: Whether every value is allowed, also infinity and NaN.
+        sent: The server's values, if some are infinite or NaN. A value with the same bits as the server's is
+            allowed, because training did not change it.
     """
 
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Spec:
         return array.shape == self.shape and dtype_name(array.dtype) == self.dtype
 
     def check(self, section: str, name: str, array: np.ndarray) -> float:
-        """Return the largest size of a number in ``array``; 0 for whole numbers.
+        """Check that ``array`` is as described. Return its largest absolute value; 0 for an array of integers.
 
         Raises:
             WireError: The array is not as described.
@@ -86,7 +86,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Schema:
-    """Describe the sections of a payload, and in each the tensors: no more and no less.
+    """Describe which sections a payload has, and which tensors each section has. Other tensors are not allowed.
 
     Attributes:
         sections: Section -> name -> tensor.
@@ -97,7 +97,7 @@ class Schema:
     optional: dict[str, dict[str, Spec]] = field(default_factory=dict)
 
     def check(self, payload: Payload) -> dict[str, float]:
-        """Return section -> the largest size of a number in ``payload``.
+        """Check that ``payload`` is as described. Return section -> its largest absolute value.
 
         Raises:
             WireError: A section or tensor is missing, extra, of a wrong shape or dtype, or out of range; the first one is
@@ -130,11 +130,11 @@ def _same_bits(array: np.ndarray, sent: np.ndarray) -> np.ndarray:
 
 
 def _usual(specs: Mapping[str, Spec], arrays: Mapping[str, np.ndarray]) -> tuple[set[str], float]:
-    """Check small tensors that may hold any number together, in a fraction of the time.
+    """Check several small tensors in one call, which is faster. Only tensors that allow every finite number are checked.
 
     Returns:
-        The names of those that are as described, and the largest size of a number in them. No names if one of the
-        numbers is not finite.
+        The names of the tensors that are as described, and the largest absolute value in them. No names if one of
+        their values is not finite.
     """
     free = {name: arrays[name] for name, spec in specs.items() if spec.any_number and spec.shaped(arrays[name])}
     small = {name: array for name, array in free.items() if 0 < array.size <= SMALL}
@@ -163,7 +163,7 @@ def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
             there = _form(theirs[name].shape, dtype_name(theirs[name].dtype), dtypes) if name in theirs else "nothing"
             if here != there:
                 return f"{printable(name)} is {here} here, and {there} there"
-    return f"all tensors that travel agree, so a role, an integer buffer or the method differs. {COMPARE}"
+    return f"all tensors in messages agree, so a role, an integer buffer or the method differs. {COMPARE}"
 
 
 COMPARE = "To compare, run on both sides: fl-bn layers MODEL --method METHOD --tensors"
@@ -174,20 +174,20 @@ def _form(shape: tuple[int, ...], dtype: str, dtypes: bool) -> str:
 
 
 def names(model: nn.Module, method: Method, *wanted: Role) -> list[str]:
-    """Return the state_dict names of the tensors in ``wanted`` roles that travel under ``method``."""
+    """Return the state_dict names of the tensors in ``wanted`` roles that ``method`` shares."""
     return [name for name, role in roles(model).items() if role in wanted and method.shares(role)]
 
 
-KEPT = "kept"  # section, and query, of layers that stay at home
-START = "start"  # section of the same layers as the run starts with, for a client that keeps none yet
+KEPT = "kept"  # the section, and the query, of layers that clients keep
+START = "start"  # the section with the initial values of these layers, for a client that keeps none yet
 WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.OTHER_AFFINE, Role.BUFFER)
 
 
 def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
-    """Describe the server's message: weights, buffers that clients receive and do not send, shared statistics.
+    """Describe the server's message: weights, buffers that only the server sends, and shared statistics.
 
-    For training it has the auxiliary tensors, too. A client that keeps nothing yet may also get the initial values of its
-    own layers, section ``START``.
+    For training it has the auxiliary tensors, too. A client that keeps nothing yet may also get the section ``START``
+    with the initial values of its own layers.
     """
     state = model.state_dict()
     start = {START: {name: _spec(name, state[name]) for name in at_home(model, method)}}
@@ -197,7 +197,7 @@ def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary]
 def at_home(model: nn.Module, method: Method) -> list[str]:
     """Return the names of the tensors that clients keep and that a run may start with.
 
-    They are all local ones but HBN's mixing logits, which start at 0 everywhere.
+    These are all local tensors except HBN's mixing logits, which start at 0 at every client.
     """
     wanted = method.local - {Role.MIXING}
     return [name for name, role in roles(model).items() if role in wanted]
@@ -217,7 +217,7 @@ def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights
         sections["moments"] = {}
         for layer, module in batch_norms(model).items():
             if (mean := module.running_mean) is None:
-                continue  # keeps no statistics, so none are asked for
+                continue  # a layer without statistics
             sections["moments"] |= {
                 tensor_name(layer, "count"): Spec((1,), "int64", 0, LARGEST_COUNT),  # 0: the layer did not run
                 tensor_name(layer, "mean"): _reported(tensor_name(layer, "mean"), mean),
@@ -227,7 +227,7 @@ def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights
 
 
 def kept_layers(model: nn.Module, method: Method) -> Schema:
-    """Describe a client's answer about its own layers: scale, shift and statistics that ``method`` keeps there."""
+    """Describe a client's answer about its own layers: the scale, shift and statistics that clients of ``method`` keep."""
     state, wanted = model.state_dict(), method.local & {Role.AFFINE, Role.STATISTIC}
     return Schema({KEPT: {name: _spec(name, state[name]) for name, role in roles(model).items() if role in wanted}})
 

@@ -1,7 +1,7 @@
 """Carry out the server's half of a round: (state, replies) -> (state, record).
 
-A round changes the shared model, or leaves it as it was. Numbers that are not finite are never stored: the
-client that sent them is left out.
+A round changes the shared model, or leaves it as it was. Values that are not finite are never stored: the reply
+that has them is refused.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ LOGGER = logging.getLogger("flwr")
 
 
 class Server:
-    """Hold the server's state: the shared model, its optimiser's memory, and the record of the round.
+    """Hold the server's state: the shared model, its optimiser's buffers, and the record of the round.
 
     Args:
-        model: The unconverted network; its tensors are the start of the run.
-        method: The method: it says what is shared, and how statistics are combined.
+        model: The unconverted network. The run starts with its tensors.
+        method: The method. It decides what is shared, and how statistics are combined.
         policy: How rounds are run.
-        rounds: The number of rounds of the run; calendars and schedules depend on it.
-        optimizer: Steps on the pseudo-gradient of the shared weights. Default: the average itself is the new
+        rounds: The number of rounds of the run. The phases and the learning rates depend on it.
+        optimizer: Steps along the pseudo-gradient of the shared weights. Default: the average itself is the new
             model.
         defence: Rules against Byzantine clients. Default: none.
 
     Raises:
-        ValueError: ``model`` has no BatchNorm layer, and without one ``method`` means nothing
+        ValueError: ``model`` has no BatchNorm layer, but ``method`` is only about BatchNorm
             (``norm_layers.check_layers``).
     """
 
@@ -74,9 +74,9 @@ class Server:
         self.optimizer = optimizer or server_optimizer("fedavg")
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self.round = 0
-        self._bounds: dict[str, float] = {}  # of the numbers in the replies to the round that is under way
-        self._sent: dict[str, float] = {}  # sizes of the statistics in its instruction
-        self.keeps_replies = False  # all replies until the last is in: a round was lost since one could not be left out any more
+        self._bounds: dict[str, float] = {}  # section -> the largest allowed value in replies of this round
+        self._sent: dict[str, float] = {}  # the largest values of the statistics in this round's instruction
+        self.keeps_replies = False  # whether to add no reply before all have come: True once a bad reply was added and spoilt a round
 
     @property
     def model(self) -> nn.Module:
@@ -87,8 +87,8 @@ class Server:
         """Return the instruction to the next round's clients.
 
         Section ``start`` holds the initial values of the tensors that clients keep. A client that keeps
-        nothing yet begins with them. You may leave the section out for other clients. The record's bytes do
-        not count it.
+        nothing yet begins with them. You may leave the section out for other clients. The bytes in the record
+        do not include it.
         """
         instruction = self.begin(self.round + 1)
         return replace(instruction, sections=instruction.sections | self.shared.start())
@@ -100,7 +100,7 @@ class Server:
             round: The round, from 1.
 
         Raises:
-            ValueError: The model has no parameter that learns.
+            ValueError: The model has no parameter that can be trained.
         """
         check_learns(self.source)
         phase, scheduled = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
@@ -109,12 +109,12 @@ class Server:
         instruction = self.shared.instruction_to_train(round, phase, self.optimizer, rate, share)
         down = instruction.sections
         self._sent = sizes(down.get("statistics", {}))
-        self._bounds = {} if self.defence.active else bounds_of(down, rate, self.shared.buffers)  # a rule needs none
+        self._bounds = {} if self.defence.active else bounds_of(down, rate, self.shared.buffers)  # a robust rule needs no bounds
         self.record = RoundRecord(round, phase.value, rate, tensors_down=count_tensors(down), bytes_down=self.rounding.nbytes(down))
         return instruction
 
     def conclude(self, replies: RoundReplies) -> bool:
-        """Check and combine the round's replies, and step the shared model.
+        """Check and combine the round's replies, and update the shared model.
 
         ``record`` then names the refused clients, with the reasons.
 
@@ -122,7 +122,7 @@ class Server:
             replies: The checked replies to the instruction of ``begin``.
 
         Returns:
-            Whether the model changed; false if too few replies were usable.
+            Whether the model changed. False if too few replies were usable.
         """
         shared, phase, policy = self.shared, Phase(self.record.phase), self.policy
         self.round = self.record.round
@@ -148,18 +148,18 @@ class Server:
         return True
 
     def _step(self, parts: list[Reply], overflowing: int, replies: RoundReplies) -> list[float]:
-        """Step the shared model by the usable replies.
+        """Update the shared model by the usable replies.
 
         Args:
             parts: The usable replies.
-            overflowing: The number of other replies, left out because of too large numbers.
+            overflowing: The number of replies that were left out because their values are too large.
             replies: All replies of the round.
 
         Returns:
-            The distances of the clients' updates to the robust one, if a rule computed them.
+            The distances of the clients' updates to the robust update, if a robust rule computed them.
 
         Raises:
-            TooFew: The round may not count with so few replies.
+            TooFew: There are too few replies for the round, or for the robust rule.
             NotFinite: The result is not finite.
         """
         policy, phase, cohort = self.policy, Phase(self.record.phase), len(replies.cohort)
@@ -188,7 +188,7 @@ class Server:
             what: The measured quantity, ``inputs`` or ``normalisers``.
 
         Returns:
-            The replies that count; and client -> the reason why its reply does not.
+            The replies that were used, and client -> the reason why its reply was not used.
 
         Raises:
             TooFew: There are fewer replies than the defence needs; the statistics stay unchanged.
@@ -232,8 +232,8 @@ class Server:
             samples: Client of the cohort -> the number of samples that it stated.
 
         Returns:
-            None if all replies are needed at once. Robust rules, the layer-wise exchange, and tensors that
-            accompany the weights (control variates, momentum) need them so.
+            The average. None if all replies are needed at the same time: for robust rules, the layer-wise
+            exchange, and auxiliary tensors (control variates, momentum).
         """
         phase, policy = Phase(self.record.phase), self.policy
         if self.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or self.keeps_replies:
@@ -247,9 +247,9 @@ class Server:
         )
 
     def _far(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
-        """Return client -> the reason why its reply is not used: its claims are far from the others'.
+        """Return client -> the reason why its reply is not used: its claims are far from the other clients' claims.
 
-        With an active defence nobody is refused for that.
+        With an active defence no client is refused for this reason.
         """
         report = self.method.reports(phase)
         if self.defence.active:
@@ -262,10 +262,10 @@ class Server:
 
 
 def check_weights(method: Method, client_weights: str) -> None:
-    """Check that ``client_weights`` are those of the method's exchange.
+    """Check that ``client_weights`` fit the method: a layer-wise exchange needs ``samples``.
 
     Raises:
-        ValueError: They are not.
+        ValueError: They do not fit.
     """
     if client_weights != "samples" and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
         raise ValueError(
@@ -275,7 +275,7 @@ def check_weights(method: Method, client_weights: str) -> None:
 
 
 def check_learns(model: nn.Module) -> None:
-    """Check that ``model`` has a parameter that an optimiser can step.
+    """Check that ``model`` has a parameter that can be trained.
 
     Raises:
         ValueError: It has none.

@@ -1,4 +1,4 @@
-"""Describe a client's training in one round, and the calendar of the learning rate."""
+"""Describe a client's training in one round, and the schedule of the learning rate."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ OPTIMIZERS = ("sgd", "adam")
 UPDATES = ("weights", "gradients")
 PRECISIONS = ("float32", "mixed")
 SCHEDULES = ("constant", "step", "exponential", "cosine", "milestones")
-ALL_SAMPLES = "data"  # of client-weights: all that a client has
+ALL_SAMPLES = "data"  # value of client-weights: a client's weight is the number of all its samples
 LEARNING_RATE = 0.05
-"""The learning rate of round 1 where nobody names one: of run configs, of ``Rounds``, and of the optimizer that ``Federation`` makes."""
+"""The default learning rate of round 1: of run configs, of ``Rounds``, and of the optimiser that ``Federation`` makes."""
 CLIP_LIMITS = used_with("clip", "norm", "round", "value", "adaptive")
 
 
@@ -34,14 +34,14 @@ CLIP_LIMITS = used_with("clip", "norm", "round", "value", "adaptive")
 class LocalTraining(Options):
     """Describe how a client trains in one round.
 
-    Most fields are options, with their keys in docs/config.md. A package of your own adds options by a class
-    derived from this one, see docs/how-to/method.md.
+    Most fields are options, with their keys in docs/config.md. A package of your own can add options by a
+    subclass, see docs/how-to/method.md.
 
     Args:
-        batch_size: Samples of a batch, at least 2. A last batch of one sample joins the batch before.
-        epochs: Passes over the client's own data in a round. Exactly one of ``epochs`` and ``steps`` is
-            positive.
-        steps: Batches of a round, in place of ``epochs``.
+        batch_size: The number of samples in a batch, at least 2. A last batch of one sample joins the batch before.
+        epochs: The number of passes over the client's own data in a round. Exactly one of ``epochs`` and
+            ``steps`` is positive.
+        steps: The number of batches in a round, in place of ``epochs``.
         optimizer: ``sgd`` or ``adam``.
         momentum: The optimiser's momentum, in [0, 1). With ``update="gradients"`` it is in EMA form, and its
             buffer stays on the client between rounds.
@@ -50,15 +50,16 @@ class LocalTraining(Options):
             SGD).
         precision: ``float32``, or ``mixed``: bfloat16 by torch's autocast.
         augment: The random changes of training images, by name; ``none``: no changes.
-        objective: What is minimised, or how gradients are corrected. One that is off becomes the plain one.
-        maintain: The momentum buffers between rounds: ``reset``, kept by each client (``local``), or averaged
-            by the server (``global``).
+        objective: What is minimised, or how gradients are corrected. An objective with strength 0 is replaced by
+            the plain objective.
+        maintain: What happens to momentum buffers between rounds: ``reset``; ``local``: each client keeps its
+            own; ``global``: the server averages them.
         clip: How gradients are clipped: ``none``, ``norm``, ``round``, ``value`` or ``adaptive``.
         clip_limit: The limit of ``clip``, above 0: a norm, a path, a value, or a share of the weights' norm.
         frozen_clip: In rounds with frozen statistics, gradients are clipped adaptively to this share of the
-            weights' norm; 0: as in other rounds.
-        weigh_all: Whether all samples of a client count for its weight in averages. Default: only those that
-            it trained on in the round.
+            weights' norm. 0: they are clipped as in other rounds.
+        weigh_all: Whether all samples of a client count for its weight in averages. Default: only the samples
+            that it trained on in the round.
         drop_last: Whether a last batch smaller than ``batch_size`` is left out. A client with fewer samples
             then sits the round out.
         local_evaluation: Whether a client tests its network before and after local training.
@@ -133,42 +134,44 @@ class LocalTraining(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.local_evaluation and self.update == "gradients":
-            raise ValueError("update='gradients' makes no local step to test before and after: set local_evaluation to False")
+            raise ValueError(
+                "local_evaluation tests before and after the local steps, but update='gradients' makes none: set local_evaluation=False"
+            )
         if not self.objective.on:
             object.__setattr__(self, "objective", PLAIN)
         if (self.epochs > 0) == (self.steps > 0):
             raise ValueError(f"give either local epochs or local steps, but got epochs={self.epochs} and steps={self.steps}")
         if self.optimizer == "adam" and self.momentum > 0:
-            raise ValueError(f"adam has moments of its own: set the optimiser's momentum to 0, but got {self.momentum}")
+            raise ValueError(f"optimizer='adam' has moments of its own, so it needs momentum=0, but got momentum={self.momentum}")
         if self.update == "gradients" and (self.steps != 1 or self.optimizer != "sgd"):
             raise ValueError(
-                "update='gradients' is one batch, one gradient, one round (DSGD): set local steps to 1, local epochs to 0 and optimizer "
-                f"to sgd, but got steps={self.steps}, epochs={self.epochs}, optimizer={self.optimizer!r}"
+                "update='gradients' sends the gradient of one batch per round (DSGD), so it needs steps=1, epochs=0 and optimizer='sgd', "
+                f"but got steps={self.steps}, epochs={self.epochs} and optimizer={self.optimizer!r}"
             )
-        check_name("clip", self.clip, CLIPS)  # what auto means depends on the method: whoever knows it chooses
+        check_name("clip", self.clip, CLIPS)  # the caller, which knows the method, has resolved "auto"
         if not 0 <= self.frozen_clip < math.inf:
             raise ValueError(f"frozen_clip must be >= 0 and finite, but got {self.frozen_clip}")
         if self.clip == "round" and self.optimizer != "sgd":
-            raise ValueError(f"clip='round' bounds the path of SGD: set optimizer to sgd, or clip to norm, but got {self.optimizer!r}")
+            raise ValueError(f"clip='round' needs optimizer='sgd', but got {self.optimizer!r}: set optimizer='sgd' or clip='norm'")
         self._check_maintain()
         self._check_objective()
 
     def _check_maintain(self) -> None:
         if self.maintain != "reset" and self.update == "gradients":
-            raise ValueError("update='gradients' keeps its momentum at the client already: set maintain-momentum to reset")
+            raise ValueError("update='gradients' already keeps its momentum at the client: set maintain-momentum='reset'")
         if self.maintain != "reset" and self.optimizer == "sgd" and self.momentum == 0:
-            raise ValueError(f"maintain-momentum={self.maintain!r}, but there is no momentum: set momentum, or maintain-momentum to reset")
+            raise ValueError(f"maintain-momentum={self.maintain!r} needs momentum > 0: set momentum, or maintain-momentum='reset'")
 
     def _check_objective(self) -> None:
         objective = self.objective
         if objective is not PLAIN and self.update == "gradients":
             raise ValueError(
-                f"{objective.name} is for several local steps, but update='gradients' sends one gradient: set objective to none"
+                f"{objective.name} is for several local steps, but update='gradients' sends one gradient: set objective='none'"
             )
         if objective.travels and (self.optimizer != "sgd" or self.momentum > 0 or self.clip != "none" or self.frozen_clip):
             raise ValueError(
-                f"{objective.name}'s control variates are means of the gradients that plain SGD stepped along: set optimizer to sgd, "
-                f"momentum to 0 and clip to none, but got {self.optimizer}, {self.momentum} and {self.clip}"
+                f"{objective.name}'s control variates are means of the gradients of plain SGD, so it needs optimizer='sgd', momentum=0 "
+                f"and clip='none', but got optimizer={self.optimizer!r}, momentum={self.momentum} and clip={self.clip!r}"
             )
 
     def clipping(self, frozen: bool) -> tuple[str, float]:
@@ -189,7 +192,7 @@ class LocalTraining(Options):
         return samples if self.weigh_all else trained
 
     def fewest(self, least: int) -> int:
-        """Return the number of samples that a client needs at least.
+        """Return the smallest number of samples that a client needs.
 
         Args:
             least: The number that a batch needs.
@@ -211,7 +214,7 @@ class LocalTraining(Options):
         return list(draw_batches(samples, self.batch_size, rng, **several, drop_last=self.drop_last))
 
     def planned(self, samples: int) -> int:
-        """Return the weight in averages of a client, before its round.
+        """Return a client's weight in averages, as known before its round.
 
         Args:
             samples: The number of all its samples.
@@ -246,7 +249,7 @@ def learning_rate(
         decay: The factor of ``step`` and ``exponential``.
         round: The round, from 1.
         rounds: The number of rounds.
-        milestones: Pairs of a share of the rounds, and the factor of ``base`` after it.
+        milestones: Pairs: a share of the rounds, and the factor of ``base`` after this share.
 
     Raises:
         ValueError: There is no such schedule.
@@ -272,7 +275,7 @@ class Schedule(Options):
         base: The rate of round 1.
         kind: One of ``SCHEDULES``, see ``learning_rate``.
         decay: The factor of ``step`` and ``exponential``.
-        milestones: For ``milestones``: pairs of a share of the rounds, and the factor of ``base`` after it.
+        milestones: For the kind ``milestones``: pairs of a share of the rounds, and the factor of ``base`` after it.
     """
 
     name: ClassVar[str] = "the schedule"
@@ -300,7 +303,7 @@ class Schedule(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind == "milestones" and not self.milestones:
-            raise ValueError("learning-rate-schedule='milestones' needs milestones: set learning-rate-milestones, to '0.5:0.1' say")
+            raise ValueError("learning-rate-schedule='milestones' needs milestones: set learning-rate-milestones, for example to '0.5:0.1'")
 
     def __call__(self, round: int, rounds: int) -> float:
         """Return the learning rate of ``round`` (from 1) in a run of ``rounds`` rounds."""
@@ -335,7 +338,7 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
 
 
 def seeded(*key: int) -> np.random.Generator:
-    """Return a random generator that depends on ``key`` alone, in every process and engine.
+    """Return a random generator that depends only on ``key``, in every process and engine.
 
     Args:
         key: Whole numbers, such as the seed, the client, the round and a purpose.

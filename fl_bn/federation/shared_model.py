@@ -36,16 +36,16 @@ LOGGER = logging.getLogger("flwr")
 
 
 class NotFinite(Exception):
-    """Report that tensor ``name`` of the shared model would not be finite in its dtype; the model stays unchanged."""
+    """Report that the tensor ``name`` of the shared model would not be finite in its dtype. The model stays unchanged."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(f"{name}: the combination of the clients' replies is not finite")
 
     def farthest(self, parts: Sequence[Reply]) -> int | None:
-        """Return the index of the reply with the largest value in that tensor, among those that can be left out.
+        """Return the index of the reply with the largest value in this tensor, among the replies that can be left out.
 
-        None without any.
+        None if no reply can be left out.
         """
         return max((i for i, part in enumerate(parts) if not part.folded), key=lambda i: self._size(parts[i]), default=None)
 
@@ -70,9 +70,9 @@ class ServerStep:
 
     Attributes:
         parts: The replies of a round.
-        weights: The weight of each in averages.
+        weights: The weight of each reply in averages.
         optimizer: The server's optimiser.
-        rate: The learning rate of gradients.
+        rate: The clients' learning rate, which multiplies the server's step if clients send gradients.
         defence: The defence against Byzantine clients.
         folded: The part of the average that is computed already.
     """
@@ -86,7 +86,7 @@ class ServerStep:
 
 
 class SharedModel:
-    """Hold ``model``, converted for ``method``, at the server; its local tensors never travel and never change.
+    """Hold ``model``, converted for ``method``, at the server. Its local tensors are never changed, and not shared.
 
     Attributes:
         method: The method.
@@ -95,9 +95,9 @@ class SharedModel:
         layers: Its BatchNorm layers.
         auxiliary: Section -> the server's auxiliary tensors.
         buffers: The names of its buffers.
-        personal: Whether every client evaluates a model of its own, since it keeps tensors.
+        personal: Whether every client evaluates a model of its own, because clients keep tensors.
         scales: Layer -> the deviation of its input at the start of the run, see ``LayerReports``; 1 if missing.
-        reported: The statistics that ``Method.renew`` made of the last round's reports; for ``Refresh.REPORTED`` alone.
+        reported: The statistics that ``Method.renew`` made from the last round's replies. Only for ``Refresh.REPORTED``.
     """
 
     def __init__(self, model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = (), clients: int = 1) -> None:
@@ -123,24 +123,24 @@ class SharedModel:
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
 
     def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
-        """Return the instruction to measure or evaluate: weights, and statistics unless they stay at the clients."""
+        """Return the instruction to measure or evaluate: weights, and statistics if they are shared."""
         return Instruction(round, phase, self.sections(), signature=self.signature, **fields)
 
     def sections(self) -> Sections:
-        """Copy the shared tensors, by section."""
+        """Return copies of the shared tensors, by section."""
         state = self._copy.state
         wanted = self._expected.sections
         return {section: {name: state[name].detach().clone() for name in names} for section, names in wanted.items()}
 
     def start(self) -> Sections:
-        """Return section ``START``, the initial values of the tensors that clients keep; no section if they keep none."""
+        """Return the section ``START``, with the initial values of tensors that clients keep. Empty if they keep none."""
         state, names = self._copy.state, self._at_home
         return {schema.START: {name: state[name].detach().clone() for name in names}} if names else {}
 
     def instruction_to_train(
         self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float, rate_share: float = 1.0
     ) -> Instruction:
-        """Return the instruction to train: the weights to start from by ``optimizer``, and the auxiliary tensors."""
+        """Return the instruction to train: the weights from which clients start, and the auxiliary tensors."""
         sections, state = self.sections(), self._copy.state
         ahead = optimizer.lookahead({name: state[name] for name in self._learnable})
         sections["weights"] |= {name: tensor.to(state[name].dtype) for name, tensor in ahead.items()}
@@ -165,15 +165,15 @@ class SharedModel:
         return {name: tensor for section in self.sections().values() for name, tensor in section.items()}
 
     def whole(self, tensors: Named, batches: int = 0, kept: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the tensors of a file for ``load_state_dict`` with ``strict=True``: all but those that clients keep.
+        """Return the tensors to save in a file for ``load_state_dict``: all tensors that clients do not keep.
 
         The names are those of the unconverted network, without the prefixes of wrappers (``derived.plain_names``). If the
-        method replaces BatchNorm by other layers, they are the converted network's.
+        method replaces BatchNorm by other layers, the names are those of the converted network.
 
         Args:
             tensors: Name -> shared tensor, as evaluated last.
-            batches: Training batches of one client since the start, which BatchNorm's counters add.
-            kept: Names of tensors that clients keep and the file has, too.
+            batches: The number of training batches of one client since the start. It is added to BatchNorm's counters.
+            kept: Names of tensors that are in the file although clients keep them.
         """
         role, state = roles(self.model), self._copy.state
         saved = {name: tensors.get(name, state[name]) for name in state if name in kept or not self.method.keeps(role[name])}
@@ -182,7 +182,7 @@ class SharedModel:
         return {plain[name]: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()}
 
     def counters(self, batches: int) -> dict[str, Tensor]:
-        """Return BatchNorm's counters of the unconverted network after ``batches`` more; none if clients keep them."""
+        """Return BatchNorm's counters: the initial ones plus ``batches``. Empty if clients keep them."""
         return {} if self.method.keeps(Role.COUNTER) else {name: count + batches for name, count in self._counters.items()}
 
     def load(self, tensors: Named) -> None:
@@ -198,15 +198,15 @@ class SharedModel:
             held = held_layers(self.model)
             sources = {norm: source for norm, source in producers(self.model).items() if norm not in held}
         except ValueError as error:
-            LOGGER.warning("the initial weights keep their scale, so mind the learning rate: %s", error)
+            LOGGER.warning("unit-scale has no effect, so lower the learning rate if training diverges: %s", error)
             return
         LOGGER.info("unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(sources), len(self.layers))
         eps, self.scales = epsilons(self.model), dict.fromkeys(sources, self.method.scale)
         self._copy.load(rescaled(self._copy.state, self.statistics(), eps, sources, self.method.scale))
 
     def was_at_unit_scale(self) -> None:
-        """Note that the run, which continues from a checkpoint, was brought to unit scale when it began."""
-        with suppress(ValueError):  # where it cannot be traced it was left as it is
+        """Restore ``scales`` for a run that was brought to unit scale at its start and continues from a checkpoint."""
+        with suppress(ValueError):  # a network that cannot be traced was not rescaled
             held = held_layers(self.model)
             self.scales = {norm: self.method.scale for norm in producers(self.model) if norm not in held}
 
@@ -253,7 +253,7 @@ class SharedModel:
         self._copy.load(tensors)
 
     def change(self, step: ServerStep, statistics: Mapping[str, Running]) -> list[float]:
-        """Make one server step, and store the new shared ``statistics``: all of it or, if anything is not finite, nothing.
+        """Make one server step, and store the new shared ``statistics``. If any value is not finite, nothing changes.
 
         The step goes along the pseudo-gradient ``weights - average``, or along the clients' averaged gradients.
 
@@ -281,12 +281,12 @@ class SharedModel:
         return distances
 
     def _stepped(self, step: ServerStep) -> tuple[dict[str, Tensor], list[float]]:
-        """Compute the new weights in float64, in the memory of the average, and the distances of a defence."""
+        """Return the new weights in float64, in the memory of the average, and the distances that a defence computes."""
         parts, weights, defence = step.parts, step.weights, step.defence
         section, distances = "gradients" if "gradients" in parts[0].sections else "weights", list[float]()
         state, tensors = self._copy.state, [part.sections[section] for part in parts]
         if not tensors[0]:
-            return {}, distances  # all weights stay home
+            return {}, distances  # clients keep all weights
         if step.folded is not None:
             mean = step.folded.mean(parts, section, weights)
         elif defence.updates == "mean":
@@ -303,14 +303,14 @@ class SharedModel:
         return mean, distances
 
     def _without_infinite(self, tensors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Drop buffers with numbers that are not finite, as the server sent them: robust rules take distances."""
+        """Return ``tensors`` without buffers that are not finite, which robust rules cannot compare by distances."""
         left_out = {
             name for name in tensors[0] if name not in self._learnable and not all(bool(part[name].isfinite().all()) for part in tensors)
         }
         return [{name: tensor for name, tensor in part.items() if name not in left_out} for part in tensors] if left_out else tensors
 
     def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence, pace: float = 1.0) -> dict[str, Running]:
-        """Return the shared statistics after this round's reports, in float64; ``pace``: see ``LayerReports``."""
+        """Return the shared statistics after this round's replies, in float64. For ``pace`` see ``LayerReports``."""
         shared, report = self.statistics(), self.method.reports(phase)
         if report is StatisticsReport.NOTHING:
             return shared
@@ -324,17 +324,18 @@ class SharedModel:
         return combine(self.method.combine, shared, reports, steps, self.layers, defence, pace, self.scales)
 
     def may_be_refused(self, part: Reply) -> bool:
-        """Tell whether a reply may still be left out when all have arrived.
+        """Tell whether a reply may still be left out after all replies have arrived.
 
-        Only numbers beyond the allowed mean of a report (the square root of the dtype's largest number, over 4) can make
-        the server's step overflow.
+        Only a reply with very large values can make the server's step overflow: larger than the largest mean that a
+        report may have, which is a quarter of the square root of the dtype's largest number.
         """
         return part.largest > self._moderate
 
     def measured(self, parts: Sequence[Reply], defence: Defence, what: str = INPUTS) -> dict[str, Running]:
-        """Combine a statistics-only exchange of ``what`` to shared statistics, under the present weights.
+        """Combine the replies of a statistics-only exchange of ``what`` into shared statistics.
 
-        Those of the layers' inputs are the union's, whatever the method makes of the normalisers.
+        For ``inputs`` these are the exact statistics of the union of the data. For ``normalisers`` the method's own rule
+        combines them.
         """
         rule = replace_by_pooled if what == INPUTS else self.method.renew
         reports = [decode_moments(part.sections["moments"]) for part in parts]

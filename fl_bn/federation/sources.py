@@ -1,4 +1,4 @@
-"""Draw batches from samples in memory, by seed: the application's source of a client's round."""
+"""Draw batches from samples in memory, by seed, for fl-bn's own training loop."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class IndexBatches:
             yield to_input(x.to(self.like.device), self.like.dtype), y.to(self.like.device)
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the batches as they lie in memory: not yet scaled, not yet on a device."""
+        """Yield the batches as they are stored: not scaled, and not moved to a device."""
         for index in self.indices:
             self.seen[index] = True
             yield self.samples.rows(index, self.augment)
@@ -71,14 +71,14 @@ class IndexBatches:
 class SampleSource:
     """Draw batches from one client's samples, as the settings of a round say.
 
-    All random numbers depend on ``seed``, ``client`` and the round alone.
+    All random numbers depend only on ``seed``, ``client`` and the round.
 
     Attributes:
         samples: The client's samples.
         seed: The seed of the run.
         client: The client's number.
         task: Computes the loss.
-        tells_drift: Whether the reply says how far statistics that stay at home moved.
+        tells_drift: Whether the reply says how far the statistics moved, if the client keeps them.
         test: The client's test samples, for settings with ``local_evaluation``.
     """
 
@@ -118,7 +118,7 @@ class SampleSource:
         return (to_input(self.samples.rows(index)[0], dtype) for index in pieces(len(self.samples), round.statistics_pass, rng, size))
 
     def training(self, round: LocalRound, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Return a context in which dropout draws from seed, client and round."""
+        """Return a context in which dropout's random numbers depend only on the seed, the client and the round."""
         seed = int(seeded(self.seed, self.client, round.instruction.round, DROPOUT).integers(2**62))
         return torch_seed(seed, inputs_like(round.model).device)
 
@@ -127,7 +127,7 @@ class SampleSource:
         return full_gradient(round, self.samples, self.task)
 
     def reply(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
-        """Make the reply. It counts the different samples of the batches."""
+        """Make the reply. Its number of samples is that of the different samples in the batches."""
         n = len(self.samples)
         if not round.trains:
             return round.reply(n, client=self.client)
@@ -139,7 +139,7 @@ class SampleSource:
 def pass_sampling(round: LocalRound, n: int, seed: int, client: int) -> tuple[np.random.Generator, int]:
     """Return the generator of the round's statistics pass, and its batch size.
 
-    The round notes how many samples the pass takes.
+    It also stores in ``round`` how many samples the pass takes.
 
     Args:
         round: The client's round.
@@ -167,7 +167,7 @@ def training_batches(round: LocalRound, samples: Samples, seed: int, client: int
     settings, number = round.settings, round.instruction.round
     least = fewest(round.network.original, round.method, round.phase)
     indices = settings.draw(len(samples), seeded(seed, client, number, BATCHES), least)
-    changes = settings.augment != "none"  # else nothing is drawn, and making a generator takes as long as a layer
+    changes = settings.augment != "none"  # without augmentation no generator is needed, and making one takes as long as a layer
     augment = augmenter(settings.augment, seeded(seed, client, number, AUGMENT)) if changes else None
     return IndexBatches(samples, indices, inputs_like(round.model), augment)
 
@@ -182,7 +182,7 @@ def alone(
     connect: Connect | None = None,
     number: int = 0,
 ) -> LocalRound:
-    """Make a round of ``model`` alone, from the tensors that it has.
+    """Make a client's round without a server: it starts from the tensors of ``model``.
 
     Args:
         model: The converted network.

@@ -1,7 +1,7 @@
-"""Recognise the forward passes of a training batch: a report counts each batch of the optimiser's step once.
+"""Recognise the forward passes of training batches, so that a report counts each batch once.
 
-A user's training loop also validates, evaluates a copy (an average of the weights, a teacher), computes activations
-anew (checkpointing), or evaluates a closure several times. None of these is another batch.
+A user's training loop may also validate, evaluate a copy of the network (an average of the weights, a teacher), compute
+activations again (checkpointing), or call a closure several times. None of these passes is another batch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from fl_bn.moments import Moments
 
 
 class TrainingPasses:
-    """Decide, layer by layer, whether a forward pass counts as one of the batches of the optimiser's next step.
+    """Decide, layer by layer, whether a forward pass counts as a batch of the optimiser's next step.
 
-    Passes in training mode under autograd count, also all micro-batches whose gradients add up. Passes that compute
-    activations anew do not count, nor do passes whose gradients were thrown away. After such a pass, a second pass at other
-    weights does not count, either (a closure that is called again, the second half of a sharpness-aware step).
+    Passes in training mode with autograd count, also all micro-batches whose gradients are added up. A pass that computes
+    activations again does not count. If the gradients are cleared before the step, a further pass at the same weights
+    replaces the passes so far. A further pass at other weights does not count, and the passes so far stay counted (a
+    closure that is called again, the second half of a sharpness-aware step).
 
     Attributes:
         observed: Layer -> the moments of the counted passes.
@@ -36,7 +37,7 @@ class TrainingPasses:
         self.next_step()
 
     def next_step(self) -> None:
-        """Begin to count for another step of the optimiser."""
+        """Begin to count for the next step of the optimiser."""
         self._rows: dict[int, list[int]] = {}
         self._forward_seen = self._backward_seen = False
         self._kept = {name: len(parts) for name, parts in self.observed.items()}
@@ -44,15 +45,15 @@ class TrainingPasses:
 
     @property
     def samples(self) -> int:
-        """Return the samples of the step's batches so far.
+        """Return the number of samples in the step's batches so far.
 
-        That is the first dimension of a layer's inputs, summed over its passes. If layers differ, it is the smallest: others
-        run more than once in a pass.
+        It is the first dimension of a layer's inputs, summed over its passes. If the layers give different numbers, it is
+        the smallest, because the other layers run more than once in a pass.
         """
         return min((sum(rows) for rows in self._rows.values()), default=0)
 
     def counts(self, layer: nn.Module, x: Tensor) -> bool:
-        """Decide on the pass in which ``layer`` gets the input ``x`` (B, ...)."""
+        """Tell whether the pass in which ``layer`` gets the input ``x`` (B, ...) counts."""
         if self._ignoring or not (layer.training and torch.is_grad_enabled()):
             return False
         if in_backward():
@@ -68,7 +69,7 @@ class TrainingPasses:
         return True
 
     def _cleared(self) -> bool:
-        """Tell whether the gradients of the passes so far are gone: then a batch begins once more, not a micro-batch."""
+        """Tell whether the gradients so far were cleared. The next pass is then no further micro-batch."""
         return not any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
 
     def _start_over(self) -> None:
@@ -80,7 +81,7 @@ class TrainingPasses:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Count no pass inside the block."""
+        """Count no pass inside the ``with`` block."""
         self._ignoring = True
         try:
             yield
@@ -89,7 +90,7 @@ class TrainingPasses:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Notice backward passes inside the block."""
+        """Notice backward passes inside the ``with`` block."""
 
         def computed(parameter: Tensor) -> None:
             self._backward_seen = True

@@ -1,4 +1,4 @@
-"""Define how a run reaches its clients: the one thing that engines and networks do differently."""
+"""Define how a run reaches its clients. All other code is the same for every engine and network."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fl_bn.federation.values import Instruction, RoundReplies
 class Transport(ABC):
     """Take instructions to clients, and bring their replies back.
 
-    ``run`` decides when clients train, measure and evaluate; a transport only carries. Write ``train``,
-    ``measure`` and ``evaluate``. The other methods have a default. An example is
+    ``run`` decides when clients train, measure and evaluate. A transport only delivers instructions and replies.
+    A subclass must define ``train``, ``measure`` and ``evaluate``. The other methods have a default. An example is
     tests/extension/threads_transport.py.
 
     Attributes:
@@ -47,7 +47,7 @@ class Transport(ABC):
             tensors: Name -> shared tensor.
 
         Returns:
-            Metrics by name; none if there is nothing to evaluate on.
+            Metrics by name; empty if there are no data to evaluate on.
         """
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
@@ -73,7 +73,7 @@ class Transport(ABC):
             replies: The checked replies.
 
         Returns:
-            The replies that count.
+            The replies that were used, with the reasons why others were not.
         """
         parts, refused = self.server.store(replies, instruction.measured)
         return replies.only(parts, refused)

@@ -1,11 +1,11 @@
 """Rescale weights before round 1, so that every BatchNorm layer's input has the standard deviation ``Method.scale``.
 
-If training normalises with constants, these constants scale every step of the weights. A fresh network's activations
-are small; a small deviation divides them, and the gradient of the weights grows by as much. BatchNorm survives that,
-since its gradient is orthogonal to the weights; with constants the first rounds diverge. Weights and statistics
-divided by the same number keep the function of the network (up to ``eps``), and bring its gradients to ordinary size.
-This is the start of LSUV (All You Need Is a Good Init, Mishkin and Matas, ICLR 2016; there the deviation is 1), with
-statistics measured over all clients.
+If training normalises with constants, these constants scale every step of the weights. A new network's activations are
+small, and so is their standard deviation. Normalisation divides by this small deviation, so the gradient of the weights
+grows by the same factor. BatchNorm survives this, because its gradient is orthogonal to the weights. With constants the
+first rounds diverge. If the weights, means and standard deviations are divided by the same number, the network computes
+the same function (up to ``eps``), and its gradients get an ordinary size. This is the initialisation LSUV (All You Need Is
+a Good Init, Mishkin and Matas, ICLR 2016; there the deviation is 1), with statistics measured over all clients.
 
 Symbols: s -> deviation.
 """
@@ -30,14 +30,15 @@ HOMOGENEOUS: tuple[Any, ...] = (
     nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, nn.Dropout2d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
     F.relu, F.leaky_relu, F.dropout, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, torch.relu, "relu",
 )  # fmt: skip
-"""Operations that pass a positive factor per channel on: modules by type, functions, and methods by name."""
+"""Operations whose output scales with a positive factor per channel of the input: module types, functions, method names."""
 
 
 def producers(model: nn.Module) -> dict[str, str]:
-    """Return BatchNorm layer -> the layer whose output it alone consumes, for every BatchNorm layer that has one.
+    """Return BatchNorm layer -> the layer before it, whose output only this BatchNorm layer uses, if there is one.
 
-    Operations between the two may pass a positive factor on (ReLU, pooling). Layers are left out that are used more than
-    once, share their weight with another, derive it (spectral norm, say), do not learn, or are not among ``PRODUCERS``.
+    Between the two there may be ``HOMOGENEOUS`` operations (ReLU, pooling). A layer before BatchNorm is left out if it is
+    used more than once, shares its weight with another layer, derives it (spectral norm, for example), is not trained, or
+    is not one of ``PRODUCERS``.
 
     Raises:
         ValueError: torch.fx cannot trace the network (control flow that depends on data, say).
@@ -73,9 +74,9 @@ def rescaled(
 ) -> dict[str, Tensor]:
     """Return rescaled tensors, by name, with which the input of each BatchNorm layer has the standard deviation ``scale``.
 
-    Weight and bias of the layer before a BatchNorm layer and its running statistics are divided by the same number,
-    ``sqrt(var + eps) / scale`` of the channel. So the network computes the same function, up to ``eps``. The running
-    variances become ``scale**2 * var / (var + eps)``.
+    Let s be ``sqrt(var + eps) / scale`` of a channel. The weight and bias of the layer before a BatchNorm layer, and its
+    running mean, are divided by s, and the running variance by s^2. So the network computes the same function, up to
+    ``eps``. The running variances become ``scale**2 * var / (var + eps)``.
 
     Args:
         state: The network's state_dict.
@@ -105,7 +106,7 @@ class _Tracer(fx.Tracer):
 
 
 def _source(norm: fx.Node, modules: Mapping[str, nn.Module]) -> str | None:
-    """Return the module whose output reaches ``norm`` alone, through homogeneous operations only."""
+    """Return the module whose output reaches only ``norm``, and only through ``HOMOGENEOUS`` operations."""
     node = norm.all_input_nodes[0] if norm.all_input_nodes else None
     while node is not None and len(node.users) == 1:
         if node.op == "call_module" and type(modules[str(node.target)]) not in HOMOGENEOUS:

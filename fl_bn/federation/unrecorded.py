@@ -1,4 +1,4 @@
-"""Run forward passes in training mode that leave no trace: no running statistic, no random number."""
+"""Run forward passes in training mode that change neither running statistics nor torch's random generators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def unrecorded(model: nn.Module) -> Iterator[None]:
-    """Let buffers change in the block; afterwards they are as before."""
+    """Restore the model's buffers at the end of the ``with`` block."""
     own = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     for module, buffers in own:  # copies take the changes: torch keeps the buffers themselves for the backward pass
         module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})

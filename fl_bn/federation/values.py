@@ -26,16 +26,16 @@ class Instruction:
 
     Attributes:
         round: The round, from 1.
-        phase: Its phase in the method's calendar. ``Phase.MEASURE``: clients only measure statistics.
-        sections: Section -> name in the state_dict -> tensor. ``weights``, and ``statistics`` if they are
-            shared. In training also the tensors that accompany the weights (control variates, momentum).
-            ``start``, if it is there, has the initial values of what clients keep at home.
+        phase: The phase of the round. ``Phase.MEASURE``: clients only measure statistics.
+        sections: Section -> name in the state_dict -> tensor. The sections are ``weights``, and ``statistics`` if
+            they are shared. In training there are also auxiliary tensors (control variates, momentum). There may
+            be a section ``start`` with the initial values of the tensors that clients keep.
         learning_rate: The learning rate of this round.
         measured: What a statistics-only exchange measures, ``inputs`` or ``normalisers``.
         signature: The signature of model and method, see ``payload.signature``; empty: not checked.
         memory: Bytes of activations that a client may keep in an exchange that goes layer by layer.
-        rate_share: ``learning_rate`` as a share of the schedule's. It is below 1 if statistics are frozen
-            (``Method.learning_rate``).
+        rate_share: ``learning_rate`` as a share of the schedule's rate. It is below 1 if the method lowers the rate
+            because statistics are frozen (``Method.learning_rate``).
     """
 
     round: int
@@ -58,9 +58,9 @@ class ClientState:
     """Hold the state that a client keeps between its rounds.
 
     Attributes:
-        round: The round after which it was kept; 0 before the first.
-        sections: Section -> name -> tensor. ``local`` are the layers that stay at home; ``momentum``,
-            ``objective`` and ``optimizer`` are memories of training.
+        round: The round after which it was stored; 0 before the client's first round.
+        sections: Section -> name -> tensor. ``local`` has the tensors that the method keeps at the client.
+            ``momentum``, ``objective`` and ``optimizer`` have what training continues with.
         counted: Whether the reply of that round changed the server's model.
     """
 
@@ -69,7 +69,7 @@ class ClientState:
     counted: bool = True
 
     def get(self, section: str) -> dict[str, Tensor]:
-        """Return the tensors of ``section``, by name; none if it is missing."""
+        """Return the tensors of ``section``, by name; empty if it is missing."""
         return self.sections.get(section, {})
 
 
@@ -82,20 +82,21 @@ class Reply:
 
     Attributes:
         client: The client's number.
-        sections: Section -> name -> tensor. ``weights`` or ``gradients``; ``statistics`` or ``moments``, as
-            the method reports them; and the tensors that accompany the weights.
+        sections: Section -> name -> tensor. The sections are ``weights`` or ``gradients``; ``statistics`` or
+            ``moments``, if the method reports them; and the auxiliary tensors.
         samples: The number of different samples that the client trained on, or measured.
-        weight: Its weight in averages, in samples; ``samples`` unless the phase says otherwise.
+        weight: The client's weight in averages. It is ``samples``, but in phase EXCHANGE it is the size of the first
+            batch.
         metrics: Numbers by name. ``loss``: the mean over the training batches. ``steps``: local steps.
             ``batch``: samples of the first batch. ``measured``: samples of a statistics pass. ``waited``:
             seconds in exchanges. ``kept``: the round of the state that the client began with. ``drift``,
-            ``drift-layer``, ``min-var`` and ``growth``: how far its own statistics moved, if the run shares
-            that. ``before`` and ``after``: the task's metric on its test data, before and after local training,
-            if the run measures that.
+            ``drift-layer``, ``min-var`` and ``growth``: how far the client's own statistics moved, if the run lets
+            clients tell it. ``before`` and ``after``: the task's metric on the client's test data, before and
+            after local training, if the run measures it.
         round: The round of the instruction that it answers.
         signature: The signature of the client's model and method.
-        largest: The largest size of a number in the sections; 0 if it was not measured.
-        folded: Whether the server's average has its weights already; the reply then lacks them.
+        largest: The largest absolute value in the sections; 0 if it is unknown.
+        folded: Whether its weights are in the server's average already. The reply then no longer has them.
     """
 
     client: int
@@ -110,7 +111,7 @@ class Reply:
 
     @cached_property
     def statistics_sizes(self) -> dict[str, float]:
-        """Return the largest size in each tensor of section ``statistics``, by name, see ``blocks.sizes``."""
+        """Return name -> the largest absolute value of each tensor in section ``statistics``, see ``blocks.sizes``."""
         return sizes(self.sections.get("statistics", {}))
 
     @property
@@ -143,9 +144,9 @@ class RoundReplies:
         cohort: The clients that received the instruction, in order.
         parts: The usable replies, in client order.
         refused: Client -> the reason why its reply is not used.
-        wrong: Clients whose reply no correct client would have sent.
+        wrong: Clients whose reply breaks the protocol: they are faulty or Byzantine.
         exchange: The session of the layer-wise exchange (FedTAN), if there was one.
-        carrier: The carrier of that exchange.
+        carrier: How this exchange was carried, see ``exchange.settings``; empty without any.
         messages: The number of messages that each client received.
         partial: The part of the average that was computed while replies arrived.
     """
@@ -160,10 +161,10 @@ class RoundReplies:
     partial: PartialAverage | None = None
 
     def only(self, parts: Sequence[Reply], refused: Mapping[int, str]) -> RoundReplies:
-        """Return a copy in which just ``parts`` count.
+        """Return a copy in which only ``parts`` are usable.
 
         Args:
-            parts: The replies that count.
-            refused: Client -> the reason why its reply does not count.
+            parts: The usable replies.
+            refused: Client -> the reason why its reply is not used.
         """
         return replace(self, parts=parts, refused=refused)

@@ -2,7 +2,7 @@
 
 ``OBJECTIVES`` maps a name of the run config to an objective. A method (``fl_bn.methods``) decides how
 normalisation is federated, an objective how a client trains. They combine freely, except for the few pairs
-that ``training.composition`` refuses.
+that ``federation.composition`` refuses.
 """
 
 from fl_bn.objectives.fedprox import FedProx

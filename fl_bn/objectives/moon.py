@@ -5,7 +5,7 @@ Model-Contrastive Federated Learning, Li, He, Song, CVPR 2021, Algorithm 1, equa
 The representation is the input of the network's head (``models.head``). With the paper's projection
 (``with_projection``), it is the projection's output. The previous model is the client's own after its last
 round. The received and the previous model are in evaluation mode, as in the authors' code. In a client's
-first round there is no previous model and no term. (Two equal models would make a constant there.)
+first round there is no previous model, and therefore no term.
 
 Symbols: z -> z, z_glob -> z_global, z_prev -> z_previous, tau -> temperature, mu -> mu.
 """
@@ -31,8 +31,8 @@ def contrastive_term(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
 
     Args:
         z: representations of the trained model, (B, d).
-        z_global: those of the received model, (B, d). Their similarity to ``z`` is g.
-        z_previous: those of the client's previous model, (B, d). Their similarity to ``z`` is p.
+        z_global: representations of the received model, (B, d). Their similarity to ``z`` is g.
+        z_previous: representations of the client's previous model, (B, d). Their similarity to ``z`` is p.
         temperature: above 0.
 
     Returns:

@@ -13,7 +13,7 @@ from fl_bn.robust.gram import Gram, gram
 from fl_bn.robust.table import NonFinite, Output, Rows, Table, to_numpy
 from fl_bn.robust.weights import capped
 
-FAR = 3.0  # a row is far from the value beyond this many median distances
+FAR = 3.0  # a row is far if its distance to the value is more than this many times the median distance
 
 
 class Report:
@@ -155,7 +155,7 @@ class View:
         return self.n
 
     def __getitem__(self, row: int) -> Any:
-        """Compute one row of the view, for rules from elsewhere."""
+        """Compute one row of the view, for rules that users write."""
         if not 0 <= row < self.n:
             raise IndexError(row)
         shares = np.eye(self.n)[row]

@@ -17,9 +17,10 @@ from fl_bn.support.wire import reason
 FOLDER, CONFIG = "checkpoints", "config.toml"
 AT_ONCE = 2  # how many checkpoints are kept: the last, and the one before it in case the last is damaged
 FREE = {  # run-config keys that may differ from those of the resumed run, since they change only the last digits of numbers
-    "name", "output", "resume", "checkpoint-every", "pictures", "callbacks", "early-stop", "keep-best", "device", "threads", "workers",
-    "deterministic", "memory-format", "share-label-counts", "min-replies", "min-cohort", "clients-at-start", "min-sites", "client-nodes",
-    "client-names", "max-failed-rounds", "round-timeout", "wait-timeout", "retry-timeout", "recalibration", "recalibration-memory",
+    "name", "output", "resume", "run-signature", "checkpoint-every", "pictures", "callbacks", "early-stop", "keep-best", "device",
+    "threads", "workers", "deterministic", "memory-format", "share-label-counts", "min-replies", "min-cohort", "clients-at-start",
+    "min-sites", "client-nodes", "client-names", "max-failed-rounds", "round-timeout", "wait-timeout", "retry-timeout",
+    "recalibration", "recalibration-memory",
     *(name for name in FIELDS if name.startswith("exchange")),
 }  # fmt: skip
 

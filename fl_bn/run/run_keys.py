@@ -71,6 +71,7 @@ class RunKeys(DataKeys):
         "go on from the last checkpoint: latest (the newest run in output that is not finished), or a run's folder name",
         "latest or a name",
     )
+    run_signature: str = option("", "the submitter's signature of a deployed run, which `fl-bn submit` makes", "what it made, or empty")
     # layer-wise exchange (fedtan, fedtan2, fedavg-alg2; recalibration)
     exchange: str = declared(ExchangeSettings, "carrier")
     exchange_policy: str = declared(ExchangeSettings, "policy")

@@ -10,14 +10,14 @@ Both have no unit, and are 0 for data with the moments of the reference. Their a
 are the deviations of the union. So ``mean = r + s * first`` and ``var = s^2 * (second + 1 - first^2)`` are
 exactly the pooled moments (law of total variance).
 
-A quantiser takes values in [-range, range]. ``within`` brings a client's deviations there: ``first`` as it
-is, and ``second / range``, since it is a square. Values beyond are moved to the nearest moments that fit. So
-a sum of cut moments is still a sum of moments.
+A quantiser takes values in [-range, range]. ``within`` brings a client's deviations into this range: ``first`` as it
+is, and ``second / range``, because ``second`` is a square. Deviations outside the range are replaced by those of the
+nearest moments inside it. So a sum of cut deviations still belongs to moments.
 
 Cancellation: ``second + 1 - first^2`` loses digits if ``|first|`` is large, that is, if the reference is far
-from the data. An error e of both numbers moves the variance by up to ``e * (range + 2 |first| + e)`` s^2. If
-s^2 is far above the variance, that is a large part of it. A second exchange, with the result of the first as
-the reference, restores the digits (see ``lost``).
+from the data. An error e of both numbers changes the variance by up to ``e * (range + 2 |first| + e)`` s^2. If
+s^2 is far above the variance, this change is a large part of the variance. A second exchange, with the result of
+the first as the reference, restores the digits (see ``lost``).
 
 Symbols: C -> channels, e -> error of an average in standardised units, L -> levels of a quantiser of [-range,
 range].
@@ -61,9 +61,9 @@ def from_deviations(count: int, first: Tensor, second: Tensor, reference: Runnin
     below their error. It is then set to 0.
 
     Args:
-        count: of the moments.
-        first: averaged, (C,).
-        second: averaged, (C,).
+        count: the number of activations per channel.
+        first: the averaged ``first`` deviations, (C,).
+        second: the averaged ``second`` deviations, (C,).
         reference: the public reference.
 
     Returns:
@@ -77,7 +77,7 @@ def from_deviations(count: int, first: Tensor, second: Tensor, reference: Runnin
 def running_deviations(running: Running, reference: Running) -> tuple[Tensor, Tensor]:
     """Compute ``(mean - r) / s`` and ``var / s^2 - 1``, (C,) each.
 
-    They are for methods that average running means and running variances separately (FedAvg).
+    These deviations are for methods that average running means and running variances separately (FedAvg).
     """
     s = scale(reference)
     return (running.mean.double() - reference.mean.double()) / s, running.var.double() / s.square() - 1
@@ -97,13 +97,13 @@ def within(first: Tensor, second: Tensor, limit: float) -> tuple[Tensor, Tensor,
     """Bring deviations into the range of a quantiser.
 
     Args:
-        first: (C,).
-        second: (C,).
-        limit: end of the range.
+        first: the first deviations, (C,).
+        second: the second deviations, (C,).
+        limit: the range is ``[-limit, limit]``.
 
     Returns:
         ``first`` and ``second / limit``, both in ``[-limit, limit]``, and the number of channels whose
-        moments were changed for that.
+        moments were changed to fit.
     """
     kept = first.clamp(-limit, limit)
     var = (second + 1 - first.square()).clamp(min=0.0)
@@ -117,7 +117,7 @@ def running_within(mean: Tensor, var: Tensor, limit: float) -> tuple[Tensor, Ten
 
     Returns:
         ``mean`` and ``var / limit``, both in ``[-limit, limit]``, and the number of channels whose statistics
-        were changed for that.
+        were changed to fit.
     """
     kept, ratio = mean.clamp(-limit, limit), var.clamp(max=limit**2)
     return kept, ratio / limit, int(((kept != mean) | (ratio != var)).sum())
@@ -134,8 +134,8 @@ def lost(moments: Moments, first: Tensor, reference: Running, error: float, limi
         moments: the result of the exchange.
         first: (C,), the averaged ``first`` deviations from which it was computed.
         reference: the public statistics from which clients measured their deviations.
-        error: largest error of an average.
-        limit: end of the quantiser's range.
+        error: the largest error of an average.
+        limit: the quantiser's range is ``[-limit, limit]``.
     """
     _, var = moments_error(first, reference, error, limit)
     tolerance = max(1e-3, 4 * limit * error)
@@ -155,10 +155,10 @@ def average_error(clipping_range: float, bits: int, weights: Sequence[float], he
     is below ``n * level * heaviest / sum(weights)``, which is one level for equal weights.
 
     Args:
-        clipping_range: end of the quantiser's range.
-        bits: of the quantiser.
-        weights: one per client, above 0.
-        heaviest: the public weight that stands for 1. 0: the largest of ``weights``.
+        clipping_range: the quantiser's range is ``[-clipping_range, clipping_range]``.
+        bits: the quantiser's number of bits.
+        weights: one weight per client, above 0.
+        heaviest: the public weight by which all weights are divided. 0: the largest of ``weights``.
 
     Raises:
         ValueError: there are no weights, or their sum is not positive.
@@ -173,10 +173,10 @@ def moments_error(first: Tensor, reference: Running, error: float, limit: float)
     """Return the worst-case absolute errors (C,) of mean and variance.
 
     Args:
-        first: averaged, (C,).
+        first: the averaged ``first`` deviations, (C,).
         reference: the public reference.
-        error: largest error of ``first`` and of ``second / limit``.
-        limit: end of the quantiser's range.
+        error: the largest error of ``first`` and of ``second / limit``.
+        limit: the quantiser's range is ``[-limit, limit]``.
     """
     s = scale(reference)
     return s * error, s.square() * error * (limit + 2 * first.abs() + error)

@@ -49,7 +49,7 @@ class Privacy(Options):
     Attributes:
         clip: The largest L2 norm of an update.
         statistics_clip: The largest L2 norm of the standardised statistics.
-        noise: The multiplier of both clips.
+        noise: The noise multiplier. The noise of a sum has a standard deviation of ``noise`` times the clip, or more.
         delta: The delta at which epsilon is stated; it should be well below one over the number of clients.
     """
 
@@ -96,11 +96,11 @@ def noisy(
 
     Args:
         vector: tensors by name.
-        clip: largest L2 norm of the vector.
+        clip: the largest L2 norm of the vector.
         noise: the noise multiplier.
-        contributors: the fewest clients whose sum is ever revealed. Their sum has the promised noise, a
-            larger sum has more.
-        rng: for tests. None: the operating system's entropy.
+        contributors: the smallest number of clients whose sum is ever revealed. Their sum has the promised
+            noise, and a sum of more clients has more.
+        rng: a generator, for tests. None: the operating system's entropy.
 
     Returns:
         The tensors in float64, with noise of standard deviation ``noise * clip / sqrt(contributors)`` per
@@ -128,7 +128,7 @@ def epsilon(releases: int, noise: float, delta: float) -> float:
 
 
 class Journal:
-    """Keep the releases of one run in a file, one line per spend."""
+    """Keep the numbers of releases of one run in a file, one line for each call of ``add``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -142,7 +142,7 @@ class Journal:
         append(self.path, json.dumps({"releases": releases}).encode())
 
     def total(self) -> int:
-        """Return the number of all releases that were ever added. A line that a crash cut short counts ``MOST``."""
+        """Return the number of all releases that were ever added. A line that a crash cut short counts as ``MOST``."""
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []
         return sum(map(_released, filter(None, lines)))
 
@@ -163,7 +163,7 @@ class Accountant:
 
     Attributes:
         privacy: the settings.
-        releases: their number so far.
+        releases: the number of releases so far.
     """
 
     def __init__(self, privacy: Privacy, releases: int = 0) -> None:
@@ -171,12 +171,12 @@ class Accountant:
         self._journal: Journal | None = None
 
     def keep_in(self, journal: Journal) -> None:
-        """Continue from the total of ``journal``, and record every spend there."""
+        """Add the total of ``journal`` to the count, and record all further releases there."""
         self.releases += journal.total()
         self._journal = journal
 
     def spend(self, releases: int) -> None:
-        """Record releases, before they are made.
+        """Count and record ``releases`` releases, before they are made.
 
         Raises:
             OSError: the journal cannot be written. Then nothing may be released.

@@ -10,7 +10,7 @@ from fl_bn.options import Options, option
 from fl_bn.secure.privacy import SECURE, Privacy
 
 MODULUS = 2**32  # the sums are computed modulo this number
-FINEST, WIDEST = 1e-6, 1e3  # of clipping ranges: a wider one would round an honest client's vector away
+FINEST, WIDEST = 1e-6, 1e3  # limits of clipping ranges: in a wider range, an honest client's vector would be rounded to 0
 LEAST = 3  # the fewest clients in a sum: of two clients, each could compute the other's vector
 
 
@@ -22,13 +22,13 @@ class SecureAggregation(Options):
     """Describe SecAgg+. Most fields are options, with their keys in docs/config.md.
 
     Attributes:
-        shares: Parts of each client's secrets, odd; 0: one per client of the cohort. A client is masked
-            against ``shares - 1`` others.
-        threshold: Parts that recover a secret; 0: more than half, which is the fewest allowed.
-        clipping_range: Values beyond it are cut off, in standard deviations for statistics, in their own
-            units for weights.
-        quantization_range: Bits per value within that range.
-        privacy: Clips, and noise that the clients add before they mask; None: no noise.
+        shares: The number of parts into which each client's secrets are split, odd. 0: one part per client of
+            the cohort. A client shares masks with ``shares - 1`` other clients.
+        threshold: The number of parts that recover a secret. 0: the smallest number that is more than half.
+        clipping_range: Values beyond it are cut off. It is in standard deviations for statistics, and in their
+            own units for weights.
+        quantization_range: The number of bits per value within the clipping range.
+        privacy: The clips, and the noise that clients add before they mask. None: no noise.
 
     Raises:
         ValueError: A value is out of range, or two do not fit together.
@@ -68,7 +68,7 @@ class SecureAggregation(Options):
         """Check that the vectors of ``clients`` clients can be summed.
 
         Raises:
-            ValueError: They cannot: they are too few, or the sum would overflow.
+            ValueError: There are too few clients, or the sum would overflow.
         """
         if clients < LEAST:
             raise ValueError(

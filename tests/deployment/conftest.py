@@ -35,11 +35,7 @@ def superlink(monkeypatch: pytest.MonkeyPatch) -> Any:
     for where in (submit_module, runs_module):
         monkeypatch.setattr(where, "control_of", control_of)
     monkeypatch.setattr("fl_bn_site.submit.time.sleep", lambda seconds: None)
-    monkeypatch.setattr(module, "stage", staged)
+    for where in (module, submit_module):
+        monkeypatch.setattr(where, "build", lambda server, own=None: b"a package")
     monkeypatch.setattr(module, "free_memory", lambda: 100_000)
     return made
-
-
-@contextmanager
-def staged(project: Path) -> Iterator[Path]:
-    yield project

@@ -44,7 +44,7 @@ class SuperLink:
                 raise NotRegistered(f"does not know the key {site}")
         return [100 + ord(site.stem[0]) for site in sites]
 
-    def start_run(self, app: Path, config: str, lock: int | None = None) -> str:
+    def start_run(self, package: Path, config: str, lock: int | None = None) -> str:
         if self.killed_at == "before":
             raise KeyboardInterrupt
         if self.refuses:
@@ -74,11 +74,12 @@ class SuperLink:
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """``flwr``, as a shell script in ``folder``."""
+    """``flwr``, and the program that submits a package, as a shell script in ``folder``."""
     path = folder / "flwr"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     monkeypatch.setattr(control, "program", lambda name: str(path))
+    monkeypatch.setattr(control, "STARTER", (str(path),))
 
 
 @contextmanager

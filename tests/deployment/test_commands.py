@@ -359,8 +359,8 @@ class Breaking:
         assert [path.name for path in sites] == ["A.pub", "B.pub"]
         return [2**64 - 1, 7]
 
-    def start_run(self, app: Path, config: str, lock: int | None = None) -> str:
-        assert (app / "client_app/app.py").exists()
+    def start_run(self, package: Path, config: str, lock: int | None = None) -> str:
+        assert "client_app/app.py" in zipfile.ZipFile(package).namelist()
         sent = parse_config_args([config])
         assert (sent["clients"], sent["client-nodes"]) == (2, "18446744073709551615,7")
         return "7"

@@ -181,13 +181,13 @@ def _faults_of_volumes(name: str, service: Compose) -> list[str]:
     """Who may see which volume, and may he write; every volume that he has must be here."""
     number = name[-1]
     allowed = {
-        "kit": {"authority": "rw", "server": "rw", **dict.fromkeys(SITES, "rw")},
+        "kit": {"authority": "rw", "server": "rw", "submitter": "rw", **dict.fromkeys(SITES, "rw")},
         "superlink": {"server": "ro", "superlink": "rw"},
         "register": {"server": "ro"},
         "serverapp": {"server": "ro", "results": "rw"},
-        f"supernode-{number}": {f"site-{number}": "ro"},
+        f"supernode-{number}": {f"site-{number}": "ro", f"node-{number}": "rw"},
         f"clientapp-{number}": {f"state-{number}": "rw"},
-        "run": {"server": "ro"},
+        "run": {"server": "ro", "submitter": "ro"},
     }[name]
     mounted = {volume: mode for volume, (_, mode) in volumes(service).items()}
     return [] if mounted == allowed else [f"{name}: mounts {mounted}, not {allowed}"]
@@ -231,6 +231,8 @@ def test_the_promises_hold(compose: Compose) -> None:
         ("clientapp-1", {"privileged": True}),
         ("supernode-2", {"volumes": ["site-1:/kit/site:ro"]}),
         ("supernode-3", {"volumes": ["site-3:/kit/site"]}),
+        ("supernode-3", {"volumes": ["site-3:/kit/site:ro"]}),
+        ("superlink", {"volumes": ["server:/kit/server:ro", "superlink:/state", "submitter:/kit/submitters:ro"]}),
         ("clientapp-2", {"volumes": ["state-2:/state", "site-2:/kit/site:ro"]}),
         ("serverapp", {"volumes": ["server:/kit/server:ro", "results:/kit/server/results", "authority:/kit/authority:ro"]}),
         ("serverapp", {"volumes": ["server:/kit/server:ro", "/var/run/docker.sock:/var/run/docker.sock"]}),
@@ -346,7 +348,7 @@ def test_the_kit_is_made_once_and_checked_for_being_whole(tmp_path: Path) -> Non
     assert first.returncode == 0, first.stderr
     assert (tmp_path / "server/results").is_dir()
     keys = {path: path.read_bytes() for path in tmp_path.rglob("*.key")}
-    wanted = {"authority/ca.key", "server/server.key", *(f"sites/{site}/site.key" for site in SITES)}
+    wanted = {"authority/ca.key", "server/server.key", *(f"sites/{site}/site.key" for site in SITES), "submitters/submitter/submitter.key"}
     assert {path.relative_to(tmp_path).as_posix() for path in keys} == wanted
     assert {path.stat().st_mode & 0o777 for path in keys} == {0o600}
     names = subprocess.run(["fl-bn", "kit", "verify", str(tmp_path / "server")], capture_output=True, text=True, check=False)

@@ -25,7 +25,7 @@ from fl_bn_site.verify import verify
 PLAN = KitPlan(
     "fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3", "alias"], fleet_port=21092, exchange_port=21095
 )
-PRIVATE = ("authority/ca.key", "server/server.key", "sites/A/site.key", "sites/B/site.key")
+PRIVATE = ("authority/ca.key", "server/server.key", "sites/A/site.key", "sites/B/site.key", "submitters/submitter/submitter.key")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import io
 import sys
 import zipfile
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,10 @@ from flwr.common.constant import ErrorCode
 
 from fl_bn_site import app_host
 from fl_bn_site.doctor import _policy
-from fl_bn_site.guides import kit_file
+from fl_bn_site.guides import site_policy
 from fl_bn_site.policy import NotAllowed, Policy, PolicyError
+from fl_bn_site.signing import Submitter
+from fl_bn_site.submitters import hand_out
 from tests.hostile.bisecting import Bisecting
 from tests.hostile.test_gate import grid
 from tests.listed import listed
@@ -40,7 +43,7 @@ def fab(files: Mapping[str, str]) -> bytes:
 
 
 def test_without_a_file_or_a_line_everything_is_allowed(tmp_path: Path) -> None:
-    for allowed in (Policy.read(None), Policy.read(tmp_path / "none.toml"), policy(tmp_path, kit_file("policy.toml"))):
+    for allowed in (Policy.read(None), Policy.read(tmp_path / "none.toml"), policy(tmp_path, "# nothing\n")):
         assert allowed == Policy()
         allowed.check_run({**RUN, "dataset": "own.module:load", "batch-size": 1})
         allowed.check_code(b"no zip file", tmp_path)
@@ -48,8 +51,12 @@ def test_without_a_file_or_a_line_everything_is_allowed(tmp_path: Path) -> None:
 
 
 def test_the_template_s_lines_can_be_set(tmp_path: Path) -> None:
-    text = "".join(line.removeprefix("#") + "\n" for line in kit_file("policy.toml").splitlines() if not line.startswith("# "))
-    assert policy(tmp_path, text) == Policy(("fedbn", "hbn"), (), "installed", 8.0, 8, 40, 0)
+    alice = Submitter("alice", bytes(32))
+    hand_out([alice], tmp_path)
+    template = site_policy(["alice"])
+    assert policy(tmp_path, template) == Policy(allow_code="signed", trusted_submitters=(alice,)), "a new site takes part in signed runs"
+    text = "".join(line.removeprefix("#") + "\n" for line in template.splitlines() if not line.startswith("# "))
+    assert policy(tmp_path, text) == Policy(("fedbn", "hbn"), (), "signed", (alice,), 8.0, 8, 40, 0)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +97,7 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
     same = {"fl_bn/__init__.py": "VERSION = 1\n", "fl_bn/methods/hbn.py": "x = 1\n", "client_app/app.py": "not loaded"}
     only = policy(tmp_path, 'allow-code = "installed"')
     only.check_code(fab(same), package)
+    assert not only.decide(sha256(fab(same)).hexdigest(), fab(same), {}, package).refusal
     for other, words in (
         ({**same, "fl_bn/methods/hbn.py": "x = 2\n"}, "the file fl_bn/methods/hbn.py of the run differs from this site's"),
         ({**same, "fl_bn/new.py": ""}, "the file fl_bn/new.py of the run differs from this site's"),
@@ -97,7 +105,8 @@ def test_only_the_installed_code_runs_where_the_policy_says_so(tmp_path: Path) -
     ):
         with pytest.raises(NotAllowed, match=words):
             only.check_code(fab(other), package)
-        policy(tmp_path, 'allow-code = "sent"').check_code(fab(other), package)  # control
+        assert words in only.decide(sha256(fab(other)).hexdigest(), fab(other), {}, package).refusal.replace("\\", "")
+        policy(tmp_path, 'allow-code = "any"').check_code(fab(other), package)  # control
 
 
 def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:
@@ -115,7 +124,7 @@ def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:
     [
         ("allow-method = []", "there is no line 'allow-method'"),
         ('allow-methods = "hbn"', "allow-methods must be a list of texts in quotes, but got 'hbn'"),
-        ('allow-code = "any"', "allow-code must be sent or installed"),
+        ('allow-code = "sent"', "allow-code must be signed, installed or any (which was `sent` in earlier versions)"),
         ("max-memory = 0", "max-memory must be a number of GB above 0"),
         ("max-memory = true", "max-memory must be"),
         ("min-samples = 1.5", "min-samples must be a whole number above 0"),
@@ -160,7 +169,12 @@ def test_the_host_hands_the_policy_s_limits_to_the_gate(tmp_path: Path, monkeypa
     def found(name: str) -> Any:
         if name == "pull_clientappinputs":
             (message,) = asked.grid._addressed([asked.message(1, 0.5)])
-            return lambda **of: (message, context, None, SimpleNamespace(content=b""))
+            return lambda **of: (
+                message,
+                context,
+                SimpleNamespace(fab_hash="", fab_id="fl-bn/fl-bn", override_config={}),
+                SimpleNamespace(content=b""),
+            )
         if name == "push_clientappoutputs":
             return lambda stub, token, message, context: (replies.append(message), contexts.append(dict(context.node_config)))
         return {"ErrorCode": ErrorCode}.get(name, MagicMock())
@@ -177,10 +191,18 @@ def test_the_host_hands_the_policy_s_limits_to_the_gate(tmp_path: Path, monkeypa
 
 
 def test_the_doctor_reads_the_policy(tmp_path: Path) -> None:
-    assert _policy(tmp_path / "none.toml").text.endswith("takes part in every run")
-    (tmp_path / "policy.toml").write_text('allow-methods = ["hbn"]\n')
-    found = _policy(tmp_path / "policy.toml")
-    assert (found.status, "allow-methods = ('hbn',)" in found.text) == ("ok", True)
+    for text, words in (
+        ("", "takes part in every run"), ('allow-methods = ["hbn"]\n', "allow-methods = ('hbn',)"), ('allow-code = "any"\n', "takes part"),
+    ):  # fmt: skip
+        (tmp_path / "policy.toml").write_text(text)
+        found = _policy(tmp_path / "policy.toml")
+        assert (found.status, words in found.text) == ("warn", True)
+        assert "The policy is open: whoever holds the server runs any code here" in found.text
+    hand_out([alice := Submitter("alice", bytes(32))], tmp_path)
+    for code, more in (("signed", f"; trusted-submitters = {alice}"), ("installed", "")):
+        (tmp_path / "policy.toml").write_text(f'allow-code = "{code}"\n' + 'trusted-submitters = ["alice"]\n' * bool(more))
+        found = _policy(tmp_path / "policy.toml")
+        assert (found.status, found.text) == ("ok", f"{tmp_path / 'policy.toml'}: allow-code = {code}{more}")
     (tmp_path / "policy.toml").write_text("min-sample = 8\n")
     found = _policy(tmp_path / "policy.toml")
     assert (found.status, "there is no line 'min-sample'" in found.text) == ("fail", True)

@@ -78,11 +78,11 @@ def test_what_cannot_be_started_is_refused_and_holds_up_no_other(
     queue = Queue(server)
     queue.add(named("one"))
 
-    def broken(project: Path) -> None:
+    def broken(server: ServerFolder) -> None:
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "stage", broken)
+        patch.setattr(module, "build", broken)
         assert queue.dispatch(superlink) == {1: str(error)}
     queue.add(named("two"))
     assert queue.dispatch(superlink) == {}
@@ -119,8 +119,8 @@ class Storing(SuperLink):
         names = self.store.read_text().split() if self.store.exists() else []
         return [Submitted(1 + place, "running", {"name": name}, THEN, None) for place, name in enumerate(names)]
 
-    def start_run(self, app: Path, config: str, lock: int | None = None) -> str:
-        return Control("h:1", self.folder, self.folder).start_run(app, config, lock)
+    def start_run(self, package: Path, config: str, lock: int | None = None) -> str:
+        return Control("h:1", self.folder, self.folder).start_run(package, config, lock)
 
 
 def test_a_run_is_not_started_twice_where_its_sender_outlives_whoever_started_it(

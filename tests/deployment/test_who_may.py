@@ -100,6 +100,21 @@ def test_the_supernode_does_not_read_what_the_site_keeps(site: Path) -> None:
 
 
 @root_only
+def test_the_app_does_not_reach_what_the_site_accepted(site: Path) -> None:
+    accepted = SiteFolder.read(site).accepted
+    accepted.mkdir(mode=0o700)
+    (accepted / "nonce.json").write_text("{}")
+    for path in (accepted, accepted / "nonce.json"):
+        os.chown(path, KEY, KEY)
+    assert not may(APP, "read", accepted / "nonce.json")
+    assert not may(APP, "write", accepted)
+    assert may(KEY, "write", accepted)
+    assert not may(APP, "write", site / "submitters")
+    assert not may(APP, "write", site / "submitters/submitter.pub")
+    assert may(APP, "read", site / "submitters/submitter.pub")
+
+
+@root_only
 def test_the_supernode_neither_reads_nor_changes_the_audit_log(site: Path) -> None:
     log = SiteFolder.read(site).audit_log
     append(log, {"run": "1"})

@@ -91,7 +91,12 @@ def _fl_bn(arguments: list[str]) -> None:
         raise AssertionError(f"fl-bn {command.name} {shlex.join(arguments)}: {error.format_message()}") from error
     except click.exceptions.Exit:
         return
-    _run_config(str(parsed.params.get("run_config") or ""))
+    text = str(parsed.params.get("run_config") or "")
+    if str(parsed.params.get("own")) == "myapp":  # in the pages: what `fl-bn new myapp` has written
+        keys = tomllib.loads((ROOT / "fl_bn/templates/app/pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+        assert parse_overrides(text).keys() <= keys.keys(), f"fl-bn {command.name}: an app of fl-bn new has the keys {', '.join(keys)}"
+        return
+    _run_config(text)
 
 
 @cache

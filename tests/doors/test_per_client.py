@@ -70,7 +70,7 @@ def test_each_client_has_its_own_optimiser(engine: str, caplog: pytest.LogCaptur
     assert [alike(0, fast), alike(1, slow)] == [False] * 2  # control
     fallback = [record.message for record in caplog.records if "work one by one" in record.message]
     assert len(fallback) == (engine == "vectorised")  # one line, and why
-    assert all("need one task, loss, optimiser and scheduler, but theirs differ" in line for line in fallback)
+    assert all("need the same task, loss, optimiser and scheduler, but theirs differ" in line for line in fallback)
 
 
 def test_a_sequence_a_function_and_a_single_value_of_the_same_meaning_have_the_same_bits() -> None:

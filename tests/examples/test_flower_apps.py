@@ -285,6 +285,8 @@ def test_it_runs_as_its_user_starts_it(name: str, tmp_path: Path) -> None:
     app = tmp_path / "app"
     shutil.copytree(APPS / name / "after", app, ignore=shutil.ignore_patterns("__pycache__"))
     env = os.environ | {"PYTHONPATH": str(ROOT), "FLWR_HOME": str(tmp_path / "flwr"), "RAY_ADDRESS": "local"}  # no cluster of others
-    command = ("flwr", "run", ".", "--run-config", SHOWN[name][0])
+    scripts = Path(sys.executable).parent  # of an environment that need not be activated
+    env["PATH"] = f"{scripts}{os.pathsep}{env['PATH']}"
+    command = (str(scripts / "flwr"), "run", ".", "--run-config", SHOWN[name][0])
     done = subprocess.run(command, cwd=app, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert [line for line in SHOWN[name][1] if line not in done.stdout + done.stderr] == [], done.stdout + done.stderr

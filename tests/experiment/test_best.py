@@ -131,9 +131,9 @@ def test_by_another_metric_and_where_less_is_better() -> None:
     assert not told(EarlyStop(1, least=0.01), "accuracy", 0.5, 0.55)
     with pytest.raises(ValueError, match="EarlyStop follows 'auc', but round 1 evaluated accuracy: name one of them"):
         told(EarlyStop(1, "auc"), "accuracy", 0.5)
-    with pytest.raises(ValueError, match="patience must be >= 1"):
+    with pytest.raises(ValueError, match="must be >= 1"):
         EarlyStop(0)
-    with pytest.raises(ValueError, match="least must be >= 0 and finite"):
+    with pytest.raises(ValueError, match="must be finite and >= 0"):
         EarlyStop(1, least=-1)
 
 

@@ -63,7 +63,7 @@ def test_whatever_decides_a_number_must_be_as_it_was_and_the_rest_may_be_otherwi
 def test_what_may_differ_is_where_and_how_it_runs_not_what() -> None:
     exchange = {name for name in KEYS if name.startswith("exchange")}
     assert FREE - exchange == {
-        "name", "output", "resume", "checkpoint-every", "pictures", "callbacks", "device", "threads", "workers",
+        "name", "output", "resume", "run-signature", "checkpoint-every", "pictures", "callbacks", "device", "threads", "workers",
         "recalibration", "keep-best", "early-stop", "min-sites",
         "deterministic", "memory-format",
         "recalibration-memory", "share-label-counts", "min-replies", "min-cohort",

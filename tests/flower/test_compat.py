@@ -33,6 +33,7 @@ DEPLOYMENTS = {  # and the simulation's pool of actors
     *("RequestTokenRequest", "GetRunRequest", "HeartbeatSender", "make_app_heartbeat_fn_grpc", "pull_clientappinputs"),
     *("push_clientappoutputs", "install_from_fab", "get_load_client_app_fn", "start_parent_process_monitor"),
     *("InMemoryNodeState", "ClientAppIoServicer", "SendAppHeartbeatRequest", "SendAppHeartbeatResponse"),
+    *("StartRunRequest", "Fab", "NOOP_FEDERATION", "parse_config_args", "user_config_to_proto", "build_fab_from_disk"),
     *("run_health_server_grpc_no_tls", "_wrap_stub", "_make_simple_grpc_retry_invoker"),
 }
 pinned = pytest.mark.pinned("the SuperLink and the simulation that fl-bn repairs are this version's")

@@ -63,7 +63,7 @@ def check(records: list[RoundRecord], section: str) -> None:
     assert all(record.aggregated for record in records)
     assert [[c.client for c in record.accepted] for record in records] == [OTHERS, *[[0, 1, 2, 3, 4]] * (len(records) - 1)]
     assert records[0].clients[LIAR].refused.startswith(section)
-    assert ": expected numbers within +-" in records[0].clients[LIAR].refused
+    assert ": expected values within +-" in records[0].clients[LIAR].refused
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["all numbers", "one number"])
@@ -102,7 +102,7 @@ def test_in_an_app_of_one_s_own_too(node: int) -> None:
     """The first client's reply is added up before the others' have come."""
     ran = own_app.lied(node, huge("weights", 3e38))
     assert all(record.aggregated for record in ran.records)
-    assert ran.records[0].clients[node - 1].refused.startswith("weights/0.weight: expected numbers within +-")
+    assert ran.records[0].clients[node - 1].refused.startswith("weights/0.weight: expected values within +-")
     assert max(float(tensor.abs().max()) for tensor in ran.trajectory[-1].values()) < 100
 
 
@@ -115,7 +115,7 @@ def test_in_server_round_too(size: float) -> None:
     lie = replace(replies[LIAR], sections=replies[LIAR].sections | {"weights": spoilt})
     after, record = server_round(state, [*replies[:LIAR], lie, *replies[LIAR + 1 :]])
     assert [c.client for c in record.accepted] == OTHERS
-    assert record.clients[LIAR].refused.startswith("weights/0.weight: expected numbers within +-")
+    assert record.clients[LIAR].refused.startswith("weights/0.weight: expected values within +-")
     want, _ = server_round(state, [reply for reply in replies if reply.client != LIAR])
     assert apart([after.shared.tensors()], [want.shared.tensors()]) == 0
 

@@ -106,19 +106,19 @@ def test_an_objective_of_strength_0_is_none_bit_for_bit(method: str, network: st
 @listed(
     ("method", "values", "reason"),
     [
-        ("fedavg", {"objective": "scaffold", "momentum": 0.9}, "momentum to 0"),
-        ("fedavg", {"objective": "scaffold", "optimizer": "adam"}, "set optimizer to sgd"),
-        ("fedavg", {"objective": "scaffold", "clip": "norm"}, "clip to none"),
+        ("fedavg", {"objective": "scaffold", "momentum": 0.9}, "momentum=0 and clip='none', but got"),
+        ("fedavg", {"objective": "scaffold", "optimizer": "adam"}, "it needs optimizer='sgd'"),
+        ("fedavg", {"objective": "scaffold", "clip": "norm"}, "and clip='none', but got"),
         ("fedavg", {"objective": "scaffold", "byzantine": 1}, "no robust rule guards them"),
         ("fedavg", {"objective": "scaffold", "update_rule": "median", "declared_byzantine": 0}, "no robust rule guards them"),
         ("fedavg", {"maintain_momentum": "global", "momentum": 0.9, "byzantine": 1}, "no robust rule guards them"),
-        ("fedavg", {"maintain_momentum": "local"}, "there is no momentum"),
+        ("fedavg", {"maintain_momentum": "local"}, "needs momentum > 0"),
         ("fedavg", {"objective": "fedsam", "update": "gradients", "local_steps": 1}, "update='gradients' sends"),
         ("fedavg", {"objective": "moon", "update": "gradients", "local_steps": 1}, "update='gradients' sends"),
         ("fedavg", {"server_optimizer": "fedacg", "update": "gradients", "local_steps": 1}, "take fedavgm"),
         ("fedavg", {"server_optimizer": "fedavg", "server_momentum": 0.9}, "fedavgm"),
-        ("fedavg", {"server_optimizer": "fedacg", "server_learning_rate": 0.5}, "server-learning-rate to 1"),
-        *((method, {"clip": how}, "set clip to none") for method in FEDTAN for how in ("norm", "value", "adaptive")),
+        ("fedavg", {"server_optimizer": "fedacg", "server_learning_rate": 0.5}, "expected server-learning-rate=1"),
+        *((method, {"clip": how}, "set clip='none'") for method in FEDTAN for how in ("norm", "value", "adaptive")),
     ],
 )
 def test_a_refusal_says_why(method: str, values: dict[str, Any], reason: str) -> None:

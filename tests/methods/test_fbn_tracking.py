@@ -137,5 +137,5 @@ def test_a_round_s_path_is_bounded(tiny_clients: Clients) -> None:
         moved[path] = float(torch.cat([(p.detach() - before[k]).flatten() for k, p in model.named_parameters()]).norm())
     assert moved[0.01] < 0.01
     assert moved[100.0] > 1  # control: unbounded, it is far away
-    with pytest.raises(ValueError, match="clip='round' bounds the path of SGD"):
+    with pytest.raises(ValueError, match="clip='round' needs optimizer='sgd'"):
         LocalTraining(batch_size=4, steps=3, optimizer="adam", clip="round")

@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[Cohort, str]] = {
     "scaffold": (Cohort(fedavg(), replace(STEPS, momentum=0.0, objective=Scaffold())), "objective scaffold"),
     "moon": (Cohort(fedavg(), replace(STEPS, objective=Moon())), "objective moon"),
     "fedsam": (Cohort(fedavg(), replace(STEPS, objective=FedSAM())), "objective fedsam"),
-    "adam's moments": (Cohort(fedavg(), replace(STEPS, momentum=0.0, optimizer="adam", maintain="local")), "count their steps"),
+    "adam's moments": (Cohort(fedavg(), replace(STEPS, momentum=0.0, optimizer="adam", maintain="local")), "have counted more steps"),
     "mixed precision": (Cohort(fedavg(), replace(STEPS, precision="mixed")), "autocast leaves what runs under torch.func.vmap"),
     "one sample": (Cohort(fedavg(), sizes=(12, 1, 12)), "at least 2 samples, but one has 1"),
 }

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ExchangeStub:
-    """Missing associated documentation comment in .proto file."""
+    """Average vectors over the clients of a round, layer by layer.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,10 +43,12 @@ class ExchangeStub:
 
 
 class ExchangeServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Average vectors over the clients of a round, layer by layer.
+    """
 
     def Average(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """Serve one client for one round. Each Join and each Local gets one answer, once all clients of the round have sent theirs.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -67,7 +70,8 @@ def add_ExchangeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Exchange:
-    """Missing associated documentation comment in .proto file."""
+    """Average vectors over the clients of a round, layer by layer.
+    """
 
     @staticmethod
     def Average(request_iterator,

@@ -1,1 +1,1 @@
-"""The transports of one process: clients one by one, in worker processes, or all as one program."""
+"""Run clients in this process: one by one, in worker processes, or together in one vectorised program."""

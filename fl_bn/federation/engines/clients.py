@@ -27,21 +27,21 @@ from fl_bn.methods import Method
 from fl_bn.task import Task
 
 Connect = Callable[[int], LocalExchange]
-LEFT_OUT = "left-out"  # of a reply's metrics: batches of one sample that the client did not train on
+LEFT_OUT = "left-out"  # the key of a reply's metric: how many batches of one sample the client did not train on
 
 
 @dataclass(frozen=True)
 class Own:
-    """Hold what one client of a federation may have of its own.
+    """Hold the loaders and settings of one client. They may differ from client to client.
 
     Attributes:
-        loader: Its batches.
+        loader: Its training batches.
         task: Reads a batch and computes its loss.
-        make_optimizer: Makes an optimiser of parameters, at the rate of round 1.
-        make_scheduler: Makes the scheduler of the rate within a round; None: the rate stays the same.
+        make_optimizer: Makes an optimiser for given parameters, with the learning rate of round 1.
+        make_scheduler: Makes the scheduler of the learning rate within a round. None: the rate stays the same.
         settings: The settings of local training.
         rate_share: Its learning rate as a share of the instruction's.
-        test: Its test batches.
+        test: Its test batches; None without any.
     """
 
     loader: Loader
@@ -54,19 +54,19 @@ class Own:
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """Return what clients of one program must have in common."""
+        """Return the values that must be equal for clients that are computed together (vectorised)."""
         return id(self.task), id(self.make_optimizer), id(self.make_scheduler), self.settings, self.rate_share
 
 
 @dataclass
 class Clients:
-    """Hold what all clients of a federation have in common, and what each one has of its own.
+    """Hold all clients of a federation: what they have in common, and each one's own loaders and settings.
 
     Attributes:
         model: The network, converted for ``method``; it stays unchanged.
         method: The method.
         device: The device on which they train.
-        own: What each client has of its own.
+        own: Each client's own loaders and settings.
         schedule: ``schedule(round, rounds)``: the factor of the learning rate.
         seed: The seed of the run.
     """
@@ -108,9 +108,7 @@ class Clients:
                 instruction = replace(instruction, learning_rate=instruction.learning_rate * own.rate_share)
         return LocalRound(model, self.method, instruction, kept, settings, connect)
 
-    def compute(
-        self, instruction: Instruction, rounds: int, client: int, kept: ClientState, connect: Connect | None = None
-    ) -> Result:
+    def compute(self, instruction: Instruction, rounds: int, client: int, kept: ClientState, connect: Connect | None = None) -> Result:
         """Carry out one client's round alone: training, or its part of a statistics-only exchange.
 
         Args:
@@ -129,7 +127,7 @@ class LoaderSource:
     """Draw the batches of one client from its loader.
 
     Attributes:
-        clients: What all clients have in common.
+        clients: All clients of the federation.
         client: The client's number.
         rounds: The number of rounds of the run.
     """
@@ -140,7 +138,7 @@ class LoaderSource:
 
     @property
     def own(self) -> Own:
-        """Return what the client has of its own."""
+        """Return the client's own loaders and settings."""
         return self.clients.own[self.client]
 
     @property
@@ -168,12 +166,12 @@ class LoaderSource:
     def passes(self) -> int:
         """Return how often a round iterates over its batches.
 
-        It is once for ``SeededBatches``, whose batches are those of all epochs.
+        The answer is 1 for ``SeededBatches``: they already contain the batches of all epochs.
         """
         return 1 if isinstance(self.loader, SeededBatches) else self.own.settings.epochs
 
     def batches(self, round: LocalRound) -> Trainable:
-        """Return the batches that the round can train on; it leaves the others out and counts them."""
+        """Return the batches to train on. Batches that the round cannot train on are left out and counted."""
         own, drawn = self.loader, isinstance(self.loader, SeededBatches)
         if isinstance(own, SeededBatches):
             own = own.epochs(self.clients.seed, self.client, round.instruction.round, self.own.settings.epochs)
@@ -203,9 +201,9 @@ class LoaderSource:
 
     @contextmanager
     def training(self, round: LocalRound, optimizer: Optimizer) -> Iterator[None]:
-        """Note the rates of the steps in this block.
+        """Record the learning rate of every step inside the ``with`` block.
 
-        In it, torch's random numbers depend on the client and the round alone.
+        Inside it, torch's random numbers depend only on the seed, the client and the round.
         """
         handle = optimizer.register_step_post_hook(lambda optimizer, args, named: round.optimizer_stepped(optimizer))
         with self._seeded(round, DROPOUT):
@@ -217,7 +215,7 @@ class LoaderSource:
         return None
 
     def reply(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
-        """Make the reply. A client whose loader gave no batch leaves the round, and the others' exchange."""
+        """Make the reply. A client whose loader gave no batch leaves the round and the cohort's exchange."""
         if not round.trains:
             return round.reply(round.measured_samples, client=self.client)
         assert isinstance(batches, Trainable)

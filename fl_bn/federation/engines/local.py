@@ -1,4 +1,4 @@
-"""Run all clients in this process: one by one, in worker processes, or as one program."""
+"""Run all clients in this process: one by one, in worker processes, or together in one vectorised program."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class LocalTransport(Transport):
 
     Args:
         server: The federation's server.
-        clients: What the clients have in common, and their loaders.
-        tests: The batches that each client's model is evaluated on; None: there is no evaluation.
-        workers: The number of processes that compute; 1: this process alone. 0: this process, and one process
-            per core once they are worth it.
-        one_program: Whether clients are computed as one program if possible.
+        clients: All clients, with their loaders and settings.
+        tests: Each client's test batches. None: there is no evaluation.
+        workers: The number of processes that compute clients. 1: only this process. 0: this process at first, and
+            one process per core as soon as they save time (see ``Pace``).
+        one_program: Whether clients are computed together in one vectorised program, if possible.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LocalTransport(Transport):
     ) -> None:
         self.server, self.clients, self._tests, self._count, self._one_program = server, clients, tests, workers, one_program
         self.kept = [NOTHING for _ in clients.own]
-        self._rounds = 1  # of the run
+        self._rounds = 1  # the number of rounds of the run
         self._workers: InWorkers | None = None
         self._pace = Pace(1, 1)
         self._warned, self._fallback = set[int](), Fallback()
@@ -66,7 +66,7 @@ class LocalTransport(Transport):
 
     @contextmanager
     def serving(self, rounds: int, start: Start = FROM_THE_START) -> Iterator[None]:
-        """Serve a run of ``rounds`` rounds in this block, with worker processes if there are several."""
+        """Serve a run of ``rounds`` rounds inside the ``with`` block, with worker processes if ``workers`` asks for them."""
         self._rounds = rounds
         if start.round == 1:
             self.kept = [replace(kept, round=0) for kept in self.kept]  # from before round 1 of this run
@@ -104,27 +104,28 @@ class LocalTransport(Transport):
         return self._checked(self._in_parts(instruction, everyone), instruction, None, everyone)
 
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
-        """Let clients measure by one forward pass each.
+        """Let the clients measure their statistics layer by layer, with one forward pass each.
 
         Returns:
-            The checked replies; None if the clients are too many, or their networks have no order of layers.
+            The checked replies. None if this is impossible: there are too many clients, their networks have no order
+                of layers, or clients are computed in one vectorised program.
         """
         everyone = self._measuring(instruction)
         if self._one_program or turns.too_many(len(everyone), self.clients.model):
-            return None  # one program measures all clients at once
+            return None  # the vectorised program measures all clients at once
         try:
             replies, session = self._exchange(replace(instruction, memory=self.server.policy.memory // len(everyone)), everyone)
         except ExchangeFailed as error:
             LOGGER.warning("%s. Statistics are measured by passes instead", error)
             return None
         finally:
-            self.clients.network.keep(self._cohort_size)  # everyone had a copy at once, and training takes less
+            self.clients.network.keep(self._cohort_size)  # all clients had copies at the same time, and training needs fewer
         if len(session.taking_part) < len(everyone):
             return None
         return self._checked(replies, instruction, session, everyone)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate on the test batches, if there are any, and note each client's metrics in the round's record."""
+        """Evaluate on the test batches, if there are any, and add each client's metrics to the round's record."""
         if self._tests is None:
             return {}
         metrics, by_client = self.evaluate_on(self._tests, self.model(tensors))
@@ -134,15 +135,15 @@ class LocalTransport(Transport):
     def evaluate_on(self, tests: Sequence[Loader], model: nn.Module) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
         """Evaluate ``model`` on each client's test batches, by the client's task.
 
-        If clients have models of their own, these are evaluated, of the clients that have trained.
+        If clients have models of their own, the models of all clients that have trained so far are evaluated instead.
 
         Args:
             tests: Each client's test batches.
             model: The shared network.
 
         Returns:
-            The metrics over all clients (``metrics.over_samples``); and client -> its metrics, if they differ by
-            client.
+            The metrics over all clients (see ``metrics.over_samples``), and client -> its metrics. The second is empty if
+            all clients have the same model, test batches and task.
         """
         device, personal = self.clients.device, self.server.shared.personal
         trained = [client for client, kept in enumerate(self.kept) if kept.get("local")]
@@ -166,7 +167,7 @@ class LocalTransport(Transport):
 
         Args:
             tensors: Name -> shared tensor.
-            batches: The number of batches that BatchNorm's counters add.
+            batches: The number of training batches that is added to BatchNorm's counters.
         """
         model = copied(self.server.model)
         load_tensors(model, {**self.server.shared.counters(batches), **tensors})
@@ -179,13 +180,13 @@ class LocalTransport(Transport):
         return own
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Note in the state of each client of the cohort whether its reply counted."""
+        """Store in the state of each client of the cohort whether its reply was used."""
         counted = {client.client for client in self.server.record.accepted if changed}
         for client in self.cohort(number):
             self.kept[client] = replace(self.kept[client], counted=client in counted)
 
     def cohort(self, number: int) -> list[int]:
-        """Return the clients of round ``number``, in order; the seed decides."""
+        """Return the clients of round ``number`` in ascending order. The seed decides which they are."""
         everyone = range(len(self.clients.own))
         return sorted(Random(f"{self.clients.seed}/{number}").sample(everyone, self._cohort_size))
 
@@ -204,7 +205,7 @@ class LocalTransport(Transport):
         return checked(replies, expected, self.server.policy.clients, session, cohort)
 
     def _in_parts(self, instruction: Instruction, clients: Sequence[int]) -> list[Reply]:
-        """Compute the replies of ``clients``, if possible as one program of ``AT_ONCE`` clients at a time."""
+        """Compute the replies of ``clients``, in groups of ``AT_ONCE``: each group together if possible, else one by one."""
         parts = [clients[begin : begin + AT_ONCE] for begin in range(0, len(clients), AT_ONCE)]
         return [reply for part in parts for reply in self._together(instruction, part) or self._one_by_one(instruction, part)]
 
@@ -224,7 +225,7 @@ class LocalTransport(Transport):
         return reply
 
     def _warn_of(self, round: int, client: int, reply: Reply) -> None:
-        """Warn, once per client, of batches that it could not train on, or of a loader that gave none."""
+        """Warn, once per client, if it could not train on some batches, or if its loader gave no batch."""
         left_out = int(reply.metrics.get(LEFT_OUT, 0))
         if client in self._warned or (reply.samples and not left_out):
             return
@@ -236,7 +237,7 @@ class LocalTransport(Transport):
             LOGGER.warning("client %s: its loader gave no batch in round %s. %s", client, round, REITERABLE)
 
     def _together(self, instruction: Instruction, clients: Sequence[int]) -> list[Reply] | None:
-        """Compute the replies of ``clients`` as one program; None if they must be computed one by one."""
+        """Compute the replies of ``clients`` in one vectorised program; None if they must be computed one by one."""
         if not self._one_program:
             return None
         try:
@@ -252,34 +253,33 @@ class LocalTransport(Transport):
     def _as_one_program(self, instruction: Instruction, clients: Sequence[int]) -> list[Result]:
         every = [self.clients.own[client] for client in clients]
         if not all(isinstance(own.loader, SeededBatches) for own in every):
-            raise CannotVectorise("one program must draw the batches itself: give SeededBatches")
+            raise CannotVectorise("this engine must draw the batches itself: give SeededBatches")
         if len({own.alike for own in every}) > 1:
-            raise CannotVectorise("the clients of one program need one task, loss, optimiser and scheduler, but theirs differ")
+            raise CannotVectorise("all clients need the same task, loss, optimiser and scheduler, but theirs differ")
         sources = [LoaderSource(self.clients, client, self._rounds) for client in clients]
         if any(len(source.samples) < 2 for source in sources):
-            raise CannotVectorise("the batches of one program need at least 2 samples per client, but a client has fewer")
+            raise CannotVectorise("every client needs at least 2 samples, but one has fewer")
         exchanges = instruction.phase is Phase.EXCHANGE
         if exchanges and self.server.defence.active:
-            raise CannotVectorise(f"{self.server.method.name} with a defence averages robustly within a step, which one program cannot")
+            raise CannotVectorise(f"{self.server.method.name} with a defence averages robustly within a step, which this engine cannot do")
         with ExitStack() as returned:
             lent = [returned.enter_context(self._on_cpu.lend()) for _ in clients]
             connect = unneeded if exchanges else None
             rounds = [
-                self.clients.round(client, one, instruction, self.kept[client], connect)
-                for one, client in zip(lent, clients, strict=True)
+                self.clients.round(client, one, instruction, self.kept[client], connect) for one, client in zip(lent, clients, strict=True)
             ]
             members = [Member(round, source) for round, source in zip(rounds, sources, strict=True)]
             return client_rounds(members, AsOneProgram(self.clients.device))
 
     def _exchange(self, instruction: Instruction, clients: Sequence[int]) -> tuple[list[Reply], Session]:
-        """Compute the replies of ``clients``, who exchange layer by layer, and the session of their exchange."""
+        """Let ``clients`` exchange layer by layer. Return their replies, and the session of their exchange."""
         defence = self.server.defence
         session = Session(clients, exchanged_layers(self.server.model), average=defence.average, believing=not defence.active)
         return _in_turns(session, clients, partial(self._compute, instruction)), session
 
 
 def _in_turns(session: Session, clients: Sequence[int], work: Callable[[int, Callable[[int], LocalExchange]], Reply]) -> list[Reply]:
-    """Call ``work(client, connect)`` for all ``clients``, who exchange in ``session``."""
+    """Call ``work(client, connect)`` for each client, in turns. The clients exchange in ``session``."""
     tokens = turns.admit(session)
 
     def one(client: int) -> Reply:

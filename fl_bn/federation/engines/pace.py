@@ -1,4 +1,4 @@
-"""Tell during a run whether worker processes are worth their start."""
+"""Decide during a run whether worker processes would save more time than their start takes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Pace:
     def worth_it(self, round: int) -> bool:
         """Return whether worker processes save more time than they cost, if they compute from ``round`` on.
 
-        They cost their start, and once more what the first round took above a later one: every process loads
-        the data and builds the network.
+        Their cost is the time of their start, plus the extra time of a first round over a later one: every new
+        process loads the data and builds the network, as this process did in the first round.
         """
         before = [seconds for number, seconds in sorted(self.seconds.items()) if number < round]
         if self.workers < 2 or len(before) < WATCHED:

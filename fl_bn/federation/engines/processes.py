@@ -28,15 +28,15 @@ Value = TypeVar("Value", Instruction, ClientState, Reply)
 
 
 MOST_BYTES = 2**30
-"""Every process gets a copy of all clients' data: what is larger stays in one process, unless workers are asked for."""
+"""The most bytes of data for which processes start by themselves: each gets a copy of all clients' data."""
 
 
 def can_move(clients: Clients) -> bool:
-    """Return whether other processes can compute the clients without anybody noticing.
+    """Return whether other processes can compute the clients with the same effects as this process.
 
-    Code of a user's own might note something where it runs, so the tasks must be fl-bn's, and the loaders
-    ``SeededBatches`` or DataLoaders of tensors. The clients train on a CPU, and their data have at most
-    ``MOST_BYTES``.
+    A user's own code may store values in variables, and those of a worker process do not come back. So the tasks must
+    be fl-bn's, and the loaders ``SeededBatches`` or DataLoaders of tensors. The clients must train on a CPU, and their
+    data must not exceed ``MOST_BYTES``.
     """
     if clients.device.type != "cpu" or not all(is_ours(own.task) for own in clients.own):
         return False
@@ -54,7 +54,7 @@ def can_move(clients: Clients) -> bool:
 
 
 class InWorkers:
-    """Send clients to worker processes: ``folder`` gets them once, and each worker reads them once."""
+    """Compute clients in worker processes. A file in ``folder`` holds all clients, and each worker reads it once."""
 
     def __init__(self, clients: Clients, workers: Workers, folder: Path) -> None:
         self._clients, self._workers, self._path = clients, workers, folder / "clients"
@@ -92,7 +92,7 @@ class InWorkers:
 
 @contextmanager
 def in_workers(clients: Clients, count: int) -> Iterator[InWorkers]:
-    """Start ``count`` processes for the block, see ``Workers``."""
+    """Start ``count`` processes for the ``with`` block, see ``Workers``."""
     workers = Workers(count)
     try:
         with tempfile.TemporaryDirectory(prefix="fl-bn-") as folder:
@@ -104,9 +104,9 @@ def in_workers(clients: Clients, count: int) -> Iterator[InWorkers]:
 def _work(
     path: str, same: tuple[int, torch.dtype], packed: Instruction, rounds: int, client: int, kept: ClientState, states: Sequence[Any]
 ) -> Any:
-    """Compute one round in a worker.
+    """Compute one client's round in a worker process.
 
-    It has as many threads as the parent: another number of threads would order sums differently.
+    The worker has as many threads as its parent: with another number, sums would be computed in another order.
     """
     threads, dtype = same
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""Join rounds of clients that are called one by one: each waits for the others, and one program computes all."""
+"""Compute rounds together that are called one by one: each call waits for the others, then all are computed at once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class VmapRendezvous:
-    """Join tasks, of which each may call ``cohort_round`` once.
+    """Run several tasks, each of which may call ``cohort_round`` once, and compute these rounds together.
 
-    They run in turns, so that their code need not be safe in several threads.
+    Only one task runs at a time, so that their code need not be safe in several threads.
 
     Args:
         tasks: The number of tasks.
-        fallback: Reports why rounds cannot be one program.
+        fallback: Reports the reason if the rounds cannot be computed in one vectorised program.
     """
 
     _here = threading.local()
@@ -40,7 +40,7 @@ class VmapRendezvous:
 
         Args:
             tasks: Functions without arguments.
-            fallback: Reports why rounds cannot be one program.
+            fallback: Reports the reason if the rounds cannot be computed in one vectorised program.
         """
         cohort = cls(len(tasks), fallback)
         return cohort._turns.run([partial(cohort._task, task) for task in tasks])
@@ -91,13 +91,13 @@ class VmapRendezvous:
         except CannotVectorise as reason:
             self._fallback.say(reason)
             results = [None] * len(members)
-        except Exception as error:  # each of those who wait is told
+        except Exception as error:  # every waiting task raises this error
             results = [error] * len(members)
         self._results = dict(zip(self._members, results, strict=True))
 
 
 def cohort_round(round: LocalRound, source: SampleSource) -> Result:
-    """Carry out ``round``, as one program with the rest of the cohort if there is one.
+    """Carry out ``round``, together with the rounds of the cohort if the caller is a task of a ``VmapRendezvous``.
 
     Raises:
         ClientTooSmall: The client has too few samples.

@@ -34,7 +34,7 @@ class Stack:
     """Hold the tensors of ``models`` with a first axis of K rows, on the device of ``template``.
 
     ``template`` is a network of the same layers. Its modes and hooks are those of all rows; its own tensors are not used.
-    ``parameters`` are leaves, so an optimiser that works number by number steps all rows at once.
+    ``parameters`` are leaf tensors, so an optimiser that works element by element can step all rows at once.
     """
 
     def __init__(self, models: Sequence[nn.Module], template: nn.Module) -> None:
@@ -56,10 +56,10 @@ class Stack:
         """Run ``answer(network, *batch)`` for the networks ``rows``; their buffers change as in a forward pass.
 
         Args:
-            rows: The networks.
+            rows: The numbers of the networks.
             answer: A function of a network and its batch.
-            batch: Stacks of k = len(rows) rows.
-            observed: A dict that the template's hooks fill in a forward pass; it is emptied again.
+            batch: The tensors of a batch, each a stack of k = len(rows) rows.
+            observed: A dict that the template's hooks fill in a forward pass. It is empty again afterwards.
 
         Returns:
             The stacked results, and the observed moments by layer and row.
@@ -71,7 +71,7 @@ class Stack:
 
         def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor) -> tuple[Tensor, dict[str, Tensor], Any]:
             state = {f"model.{name}": tensor for name, tensor in (parameters | buffers).items()}
-            result = functional_call(_Holder(self.template, answer), state, batch)  # which leaves changed buffers in ``state``
+            result = functional_call(_Holder(self.template, answer), state, batch)  # it leaves changed buffers in ``state``
             moments = {name: [(part.mean, part.var) for part in parts] for name, parts in observed.items()}
             counts.update({name: [part.count for part in parts] for name, parts in observed.items()})
             for parts in observed.values():

@@ -1,10 +1,10 @@
-"""Compute the clients of a cohort as one batched program, with equal numbers up to the order of sums.
+"""Compute the clients of a cohort together, in one vectorised program (``torch.func.vmap``).
 
-Their networks are stacked (``federation.engines.stack``). Forward and backward passes, the optimiser's steps
-and statistics passes are single calls for all clients. Batches of different sizes in one step are grouped by
-size, which is exact for every layer; masks would need masked moments in each. A client without further
-batches stays unchanged while the others go on. A GPU gains most, as there are fewer small kernels; a CPU
-gains little.
+The results equal those of one client after the other, up to the order of sums. The clients' networks are stacked
+(``federation.engines.stack``). Forward and backward passes, the optimiser's steps and statistics passes are
+single calls for all clients. If the batches of one step differ in size, they are grouped by size. This is exact
+for every layer, whereas padding would need masks in every layer. A client without further batches stays
+unchanged while the others go on. A GPU gains most, because it runs fewer small kernels. A CPU gains little.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from fl_bn.task import CLASSIFICATION, Task
 LOGGER = logging.getLogger("flwr")
 ENGINES = SEQUENTIAL, VECTORISED = "sequential", "vectorised"
 AT_ONCE = 64
-"""Clients of one program, unless they exchange: more cost memory and gain little."""
+"""The largest number of clients that are computed together, unless they exchange. More take memory and gain little."""
 OBJECTIVES = (Objective, FedProx)
-"""Those whose gradient of a sum over clients is each client's own."""
+"""Objectives that work on stacked clients: in the gradient of the sum of losses, each row is one client's own gradient."""
 ELEMENTWISE = (SGD, Adam, eager.SGD, eager.Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop)
-"""Optimisers whose step of one number depends on this number's history alone."""
+"""Elementwise optimisers: the step of one parameter value depends only on this value and its own gradients."""
 
 MakeOptimizer = Callable[[LocalRound], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler | None]
@@ -59,7 +59,7 @@ Tensors = dict[str, Tensor]
 
 
 class CannotVectorise(ValueError):
-    """Report why a cohort cannot train as one program. Its rounds are unchanged: each client can train alone."""
+    """Report why clients cannot be computed together. Their rounds are unchanged, so each can be computed alone."""
 
 
 class Drawing(Protocol):
@@ -75,15 +75,15 @@ class AsOneProgram:
     methods raise ``CannotVectorise``.
 
     Args:
-        device: The device of the stack. Default: that of the members' models. Models on the CPU and a stack
-            on a GPU save copies.
+        device: The device of the stack. Default: the device of the members' models. If the models are on the CPU
+            and the stack is on a GPU, fewer tensors are copied.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
 
     def check(self, members: Sequence[Member]) -> None:
-        """Raise CannotVectorise if ``members`` cannot be one program, see ``check_cohort``."""
+        """Raise CannotVectorise if ``members`` cannot be computed together, see ``check_cohort``."""
         check_cohort([round for round, _ in members], [cast(Drawing, source).samples for _, source in members], members[0].source.task)
 
     def measure(self, members: Sequence[Member]) -> None:
@@ -102,12 +102,12 @@ class AsOneProgram:
 
 
 def unneeded(batch: int) -> Exchange:
-    """Raise ExchangeFailed: the exchange of one program is within it (``LocalRound``'s ``connect``)."""
-    raise ExchangeFailed("clients of one program exchange nothing")
+    """Raise ExchangeFailed. Pass it as ``connect`` to rounds of a vectorised program, which never calls it."""
+    raise ExchangeFailed("clients of a vectorised program average inside it, and send no vectors")
 
 
 class Fallback:
-    """Report, once per reason, that a cohort is computed one by one, although one program was requested."""
+    """Report, once per reason, that clients are computed one by one, although ``vectorised`` was requested."""
 
     def __init__(self) -> None:
         self._reasons: set[str] = set()
@@ -120,7 +120,7 @@ class Fallback:
 
 
 def check_cohort(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task = CLASSIFICATION) -> None:
-    """Check that ``rounds`` can be one program, as far as this is known before training.
+    """Check that ``rounds`` can be computed together, as far as this is known before training.
 
     Args:
         rounds: The clients' rounds.
@@ -128,7 +128,7 @@ def check_cohort(rounds: Sequence[LocalRound], samples: Sequence[Samples], task:
         task: The task.
 
     Raises:
-        CannotVectorise: They cannot; the message has the reason.
+        CannotVectorise: They cannot. The message has the reason.
     """
     if reason := _why_not(rounds, samples, task):
         raise CannotVectorise(reason)
@@ -151,7 +151,7 @@ def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Tas
         names = " or ".join(kind.name for kind in OBJECTIVES)
         return f"objective {settings.objective.name} corrects or repeats each client's own step: only {names} can be batched"
     if settings.maintain != "reset" and settings.optimizer == "adam":
-        return f"maintain-momentum={settings.maintain!r} with adam: clients that took part differently often count their steps differently"
+        return f"maintain-momentum={settings.maintain!r} with adam: clients that took part in more rounds have counted more steps"
     if settings.precision == "mixed":
         return "precision 'mixed': torch.autocast leaves what runs under torch.func.vmap in float32"
     drops = [name for name, module in first.model.named_modules() if isinstance(module, _DropoutNd) and module.p > 0]
@@ -211,27 +211,27 @@ def train_together(
 ) -> list[Trained]:
     """Train all ``rounds``, each on its own batches, as ``client_round.train`` does for one client.
 
-    It opens the rounds itself. Maintained momentum is loaded before, and stored afterwards.
+    It opens the rounds itself. Maintained momentum is loaded before training, and stored afterwards.
 
     Args:
         rounds: The clients' rounds.
         batches: The batches of each client.
         task: Reads a batch and computes its loss.
         optimizer: Makes the optimiser of one round, which then steps the stacked parameters.
-        scheduler: Makes the scheduler of the rate; its result may be None.
-        device: The device of the stack. Default: that of the networks.
+        scheduler: Makes the scheduler of the learning rate, or returns None.
+        device: The device of the stack. Default: the device of the networks.
 
     Returns:
         The result of training for each round.
 
     Raises:
-        CannotVectorise: torch cannot batch the network or the task, or the optimiser mixes numbers of several
+        CannotVectorise: torch cannot batch the network or the task, or the optimiser may mix values of several
             clients.
     """
     with ExitStack() as opened, _refused():
         for round in rounds:
             opened.enter_context(round.open())
-        order = sorted(range(len(rounds)), key=lambda place: -len(batches[place]))  # who is done leaves from the end
+        order = sorted(range(len(rounds)), key=lambda place: -len(batches[place]))  # clients that finish first are the last rows
         training = _Training([rounds[place] for place in order], [batches[place] for place in order], task, optimizer, scheduler, device)
         opened.enter_context(centring(training.trained, rounds[0].centred, stacked=True))
         for _ in range(len(batches[order[0]])):
@@ -245,7 +245,7 @@ def train_together(
 class _Training:
     """Train ``rounds`` as a stack.
 
-    Those with the most batches come first, so that the active clients are the first rows.
+    Rounds with the most batches come first, so that the clients that still train are the first rows.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class _Training:
         rate, self.like = first.instruction.learning_rate, inputs_like(template)
         self.optimizer = optimizer(first)
         stacked = {id(own): self.trained[name] for name, own in first.parameters.items()}
-        for group in self.optimizer.param_groups:  # made of one client's, so that groups by shape are as they should be
+        for group in self.optimizer.param_groups:  # the optimiser was made for one client's parameters, so that groups by shape are right
             group["params"] = [stacked[id(own)] for own in group["params"]]
         if type(self.optimizer) not in ELEMENTWISE:
             names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
@@ -337,7 +337,7 @@ class _Training:
 
     @contextmanager
     def _observing(self) -> Iterator[dict[str, list[Moments]]]:
-        """Observe the template in this block, if the method reports moments of this step's batches."""
+        """Observe the template inside the ``with`` block, if the method reports moments of this step's batches."""
         reports = self.first.method.reports(self.first.phase)
         if reports in (StatisticsReport.BATCHES, StatisticsReport.MOVING) or (reports is StatisticsReport.FIRST and self.number == 0):
             with observe(self.stack.template, counts=lambda layer, x: layer.training) as observed:
@@ -356,7 +356,7 @@ class _Training:
                 self.optimizer.state[parameter] = {key: torch.stack(rows)}
 
     def _leave(self, rows: list[int]) -> None:
-        """Take the tensors of finished clients, before the next step changes their rows."""
+        """Store the tensors of finished clients, before the next step changes their rows."""
         kinds = SECTIONS[self.settings.optimizer] if self.settings.maintain != "reset" else {}
         gradients = {
             name: p.grad for name, p in self.stack.parameters.items() if p.grad is not None and self.settings.update == "gradients"
@@ -397,9 +397,9 @@ def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], see
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Raise CannotVectorise for any error in this block.
+    """Raise CannotVectorise for any error inside the ``with`` block.
 
-    The clients are then computed one by one, which raises a user's own mistakes unchanged.
+    The clients are then computed one by one. If the user's own code has a mistake, its error is raised there.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Run processes of this machine that compute the clients' halves of a round at the same time, by joblib's pool."""
+"""Compute the clients' halves of a round at the same time in processes of this machine, with joblib's pool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from joblib.externals.loky.backend.reduction import dumps
 from fl_bn.support.imports import without_gc
 
 MOST_WORKERS = 1024  # processes of one machine
-MOST_THREADS = 1024  # of one process: of 100,000, torch ends with a segmentation fault
+MOST_THREADS = 1024  # threads of one process; with 100,000, torch ends with a segmentation fault
 LOGGER = logging.getLogger("flwr")
 DIED = "its worker process died (killed, or out of memory)"
 
@@ -38,9 +38,9 @@ class Done(NamedTuple):
 class Workers:
     """Run tasks in ``count`` processes; 0: one for each core that this process may use.
 
-    They start with the first task, or with ``load``. After ``close`` joblib keeps them for the next pool, and ends them
-    after a while, or with this process. Large arrays among a task's arguments lie in shared memory, read-only; an array
-    of several tasks lies there once.
+    The processes start with the first task, or with ``load``. After ``close`` joblib keeps them for the next pool, and
+    ends them after a while, or with this process. Large arrays in a task's arguments are put into shared memory, and are
+    read-only. An array that several tasks get is stored there once.
     """
 
     def __init__(self, count: int) -> None:
@@ -52,14 +52,15 @@ class Workers:
         self._open = ExitStack()
 
     def load(self, module: str) -> None:
-        """Start the processes now, and let each import ``module``; the caller does not wait."""
+        """Start the processes now, and let each import ``module``. Do not wait for them."""
         self._loading = self._started()(delayed(_logged)(_load, (module,), sys.path) for _ in range(self.count))
 
     def run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
         """Yield the result of ``function(*task)`` for every task, in their order.
 
-        Log records of a task are logged here, in the same order. Take all results, or call ``close``. If a process dies, the
-        tasks that it may have run are repeated, each alone; a task that kills its process again ends as ``WorkerDied``.
+        The log records of tasks are logged in this process, in the same order. Take all results, or call ``close``. If a
+        process dies, the tasks without a result are run again, one at a time. If a task's process dies again, the task's
+        error is ``WorkerDied``.
         """
         finished = 0
         with closing(self._attempt(function, tasks)) as first:
@@ -78,7 +79,7 @@ class Workers:
     def _attempt(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
         """Yield results; end early if a process dies."""
         try:
-            deque(self._loading, 0)  # an error of it comes again in the tasks
+            deque(self._loading, 0)  # if the import failed, the tasks raise the same error
             with _ended(self._started()(delayed(_logged)(function, task, sys.path) for task in tasks)) as made:
                 for done, records in made:
                     for record in records:
@@ -117,7 +118,9 @@ def cores() -> int:
 
 
 process_executor._MAX_MEMORY_LEAK_SIZE = sys.maxsize
-"""joblib's limit on a worker's growth (300 MB), set in every worker: its data and networks are no leak, and a new process costs seconds."""
+"""joblib replaces a worker whose memory grew by 300 MB. This line, run in every worker, turns that off: the growth is
+the worker's data and networks and not a leak, and a new process takes seconds.
+"""
 
 
 def _load(module: str) -> None:
@@ -126,7 +129,7 @@ def _load(module: str) -> None:
 
 
 def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]) -> tuple[Done, list[logging.LogRecord]]:
-    """Run a task in a worker; return its result and its log records. Ctrl-C is for the parent."""
+    """Run a task in a worker. Return its result and its log records. The worker ignores Ctrl-C, which its parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[:] = path
     with _collected() as records:
@@ -158,7 +161,7 @@ def _collected() -> Iterator[list[logging.LogRecord]]:
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            record.msg, record.args, record.exc_info = record.getMessage(), None, None  # what can be pickled
+            record.msg, record.args, record.exc_info = record.getMessage(), None, None  # only this text can be pickled
             records.append(record)
 
     LOGGER.handlers, propagates, LOGGER.propagate = [Keep()], LOGGER.propagate, False

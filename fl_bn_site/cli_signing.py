@@ -1,0 +1,50 @@
+"""Define the commands for those who sign runs, and for sites that trust them: ``fl-bn kit submitter`` and ``kit trust``.
+
+Each command imports what it needs itself, since an import of ``cryptography`` and Flower takes time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fl_bn.cli.refusal import refused
+
+
+def submitter(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="your name: letters, digits, '.', '_' and '-'")],
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="where the two files are written")] = Path(),
+    passphrase: Annotated[bool, typer.Option("--passphrase", help="ask for a passphrase, which encrypts the key")] = False,
+) -> None:
+    """Make the key with which you sign runs: submitter.key, which is yours alone, and submitter.pub for the sites."""
+    from fl_bn_site.submitters import PRIVATE, PUBLIC, ask_passphrase, write_submitter_key
+
+    try:
+        made = write_submitter_key(output, name, ask_passphrase() if passphrase else "")
+    except (OSError, ValueError) as error:
+        raise refused(error) from error
+    typer.echo(f"{output / PRIVATE}: yours alone, and never on the server's machine")
+    typer.echo(f"{output / PUBLIC}: send it to every site, and tell them its fingerprint")
+    typer.echo(str(made))
+
+
+def trust(
+    site: Annotated[Path, typer.Argument(metavar="SITE", help="the folder of the site: kit/sites/NAME")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="the submitter's name")],
+    public_key: Annotated[Path, typer.Argument(metavar="FILE", help="the submitter's submitter.pub")],
+) -> None:
+    """Let the runs that a submitter signs take place at this site, from the next message on."""
+    from fl_bn_site.folders import SiteFolder
+    from fl_bn_site.submitters import public_key as read
+    from fl_bn_site.submitters import trust as let_in
+
+    try:
+        folder, whom = SiteFolder.read(site), read(name, public_key)
+        asked = let_in(folder, whom)
+    except (OSError, ValueError) as error:
+        raise refused(error) from error
+    typer.echo(f"{folder.policy}: runs of {whom} may take place here. Ask {name} whether that is the fingerprint")
+    if not asked:
+        typer.echo('allow-code is not "signed" there, so no signature is asked for')

@@ -1,0 +1,36 @@
+"""Read the run config of a Flower app of one's own, whose keys are those of its pyproject.toml."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from fl_bn.run.errors import ConfigError
+from fl_bn.run.overrides import parse_overrides
+from fl_bn.support.flower_config import Scalar
+from fl_bn.support.names import unknown
+from fl_bn_site.project import OF_RUN
+from fl_bn_site.submitters import Package
+
+
+def own_config(package: Package, overrides: str, now: datetime) -> tuple[dict[str, Scalar], bool]:
+    """Return the keys of a run config for an app of one's own, with a name, and whether the name was made here.
+
+    Args:
+        package: The package of the app.
+        overrides: The user's keys, as ``num-server-rounds=3 lr=0.1``.
+        now: The time, which is part of a new name.
+
+    Raises:
+        ConfigError: The app has no such key, or the value is of another type than its default.
+    """
+    defaults, given = package.defaults or {}, parse_overrides(overrides)
+    for name, value in given.items():
+        if name not in defaults:
+            keys = [key for key in defaults if key not in OF_RUN]
+            raise ConfigError(f"{unknown('run-config key', name, keys)}; an app's keys stand in its pyproject.toml")
+        kind = type(defaults[name])
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise ConfigError(f"{name} must be of type {kind.__name__}, as in the app's pyproject.toml, but got {value!r}")
+    if given.get("name"):
+        return given, False
+    return {**given, "name": f"{now:%Y%m%d-%H%M%S}-{package.project}"}, True

@@ -1,0 +1,254 @@
+"""Sign a run, and check the signature of a run: ed25519, over the hash of its package and over its run config.
+
+The signature is a value of the run config, ``run-signature``. It stands for the submitter's key, the time, a nonce
+that no other run has, and a statement that both sides make themselves: from the bytes of the package, and from the
+run config that a site has received. Nothing of the package is read for this, only hashed.
+
+This module imports only the standard library, and ``cryptography`` where a signature is made or checked, so that
+``policy.py`` can load it by its path.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import os
+import re
+import secrets
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+KEY = "run-signature"  # the run-config key that holds the signature
+OF_SERVER = (  # keys that a signature does not cover, since the server fills them in when the run starts
+    *("output", "clients", "client-nodes", "client-names", "exchange-host", "exchange-port"),
+    *("exchange-certificate", "exchange-key", "exchange-authority"),
+)
+DAY = 86400
+LASTS = 30 * DAY  # seconds after which a signature is worth nothing: clocks need agree to days only
+AHEAD = DAY  # seconds by which the submitter's clock may be ahead of a site's
+KIND = "ssh-ed25519"
+FORM = re.compile(r"1\.([0-9a-f]{64})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{128})")  # version, key, time, nonce, signature
+
+
+class NotSigned(Exception):
+    """Signal that nobody whom a site trusts has signed a run. The message goes on after "but"."""
+
+
+@dataclass(frozen=True)
+class Submitter:
+    """Hold the name and the public key of somebody who signs runs.
+
+    Attributes:
+        name: The name.
+        key: The 32 bytes of the public key.
+    """
+
+    name: str
+    key: bytes
+
+    def __str__(self) -> str:
+        """Return the name and the fingerprint of the key, as ``ssh-keygen -l`` shows it."""
+        return f"{self.name} ({fingerprint(self.key)})"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Hold a signature that was checked.
+
+    Attributes:
+        submitter: Whose it is.
+        at: When it was made, in seconds since 1970.
+        nonce: What no other signature has, in hexadecimal digits.
+    """
+
+    submitter: Submitter
+    at: int
+    nonce: str
+
+    @property
+    def until(self) -> int:
+        """Return when it ends, in seconds since 1970."""
+        return self.at + LASTS
+
+
+def read_submitter(name: str, line: str) -> Submitter:
+    """Read a public key in OpenSSH's format, ``ssh-ed25519 AAAA...``.
+
+    Args:
+        name: The name of its owner.
+        line: The text of the file, or of the line.
+
+    Raises:
+        ValueError: It is no ed25519 key.
+    """
+    words = line.split()
+    try:
+        blob = base64.b64decode(words[1], validate=True) if len(words) > 1 else b""
+        kind, rest = _field(blob)
+        key, rest = _field(rest)
+    except (binascii.Error, struct.error):
+        kind, key, rest = b"", b"", b"?"
+    if words[:1] != [KIND] or kind != KIND.encode() or len(key) != 32 or rest:
+        raise ValueError(f"expected a public key as '{KIND} AAAA... {name}', but got {line.strip()[:60]!r}")
+    return Submitter(name, key)
+
+
+def public_line(submitter: Submitter) -> str:
+    """Return the public key in OpenSSH's format, with the name as its comment."""
+    return f"{KIND} {base64.b64encode(_blob(submitter.key)).decode()} {submitter.name}\n"
+
+
+def fingerprint(key: bytes) -> str:
+    """Return the fingerprint of a public key, as ``ssh-keygen -l`` shows it."""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(_blob(key)).digest()).decode().rstrip("=")
+
+
+def statement(code: str, config: Mapping[str, Any], at: int, nonce: str) -> bytes:
+    """Return the bytes that are signed.
+
+    Args:
+        code: The SHA-256 of the package, in hexadecimal digits.
+        config: The run config as it was submitted. The keys ``OF_SERVER`` and the signature are left out.
+        at: The time of the signature, in seconds since 1970.
+        nonce: The nonce.
+    """
+    signed = {name: value for name, value in config.items() if name not in (KEY, *OF_SERVER)}
+    values = {"at": at, "code": code, "config": signed, "nonce": nonce}
+    return b"fl-bn run 1\n" + json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def sign(private: Any, code: str, config: Mapping[str, Any], now: float | None = None) -> str:
+    """Sign a run.
+
+    Args:
+        private: The ed25519 private key of the submitter.
+        code: The SHA-256 of the package, in hexadecimal digits.
+        config: The run config, with values as sites will receive them.
+        now: The time, in seconds since 1970; None: now.
+
+    Returns:
+        The value of the run-config key ``run-signature``.
+    """
+    at, nonce = int(time.time() if now is None else now), secrets.token_hex(16)
+    signature = private.sign(statement(code, config, at, nonce)).hex()
+    return f"1.{private.public_key().public_bytes_raw().hex()}.{at}.{nonce}.{signature}"
+
+
+def check(code: str, config: Mapping[str, Any], trusted: Iterable[Submitter], now: float | None = None) -> Signature:
+    """Check whether a run is signed by somebody who is trusted.
+
+    Whether the same signature came before with another run is for ``Accepted`` to say.
+
+    Args:
+        code: The SHA-256 of the package, in hexadecimal digits, as the caller has computed it.
+        config: The run config as it was received.
+        trusted: Whose signatures count.
+        now: The time, in seconds since 1970; None: now.
+
+    Raises:
+        NotSigned: The run is not signed, by a key of nobody, for another package or run config, or too long ago.
+    """
+    text, names = config.get(KEY, ""), {submitter.key: submitter for submitter in trusted}
+    if text == "":
+        raise NotSigned("the run is not signed")
+    if not isinstance(text, str) or not (found := FORM.fullmatch(text)):
+        raise NotSigned(f"the run's {KEY} is no signature of this version of fl-bn")
+    key, at, nonce, signature = bytes.fromhex(found[1]), int(found[2]), found[3], bytes.fromhex(found[4])
+    if (submitter := names.get(key)) is None:
+        known = ", ".join(map(str, names.values())) or "nobody"
+        raise NotSigned(f"the run is signed by the key {fingerprint(key)}, and this site trusts {known}")
+    if not _is_of(key, signature, statement(code, config, at, nonce)):
+        raise NotSigned(f"the signature of {submitter.name} is of another package or run config than the run has: one was changed since")
+    now = time.time() if now is None else now
+    made = f"{submitter.name} signed the run on {datetime.fromtimestamp(min(at, 1 << 37), UTC):%Y-%m-%d}"
+    if now > at + LASTS:
+        raise NotSigned(f"{made}, and a signature lasts {LASTS // DAY} days: submit the run again")
+    if at > now + AHEAD:
+        raise NotSigned(f"{made}, which is ahead of this site's clock: set the clock that is wrong")
+    return Signature(submitter, at, nonce)
+
+
+class Accepted:
+    """Remember on the disk which run came with which nonce, so that no signature serves for two runs.
+
+    There is a small file per signed run. It is on the disk before the run goes on.
+
+    Args:
+        folder: The folder of the files, which is made when the first run comes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def admit(self, run: int, signature: Signature, code: str) -> None:
+        """Let a run in, unless its signature came with another run before.
+
+        Args:
+            run: Flower's id of the run.
+            signature: The signature, which was checked.
+            code: The SHA-256 of the package.
+
+        Raises:
+            NotSigned: The signature came with another run.
+            OSError: The disk cannot be written. The run must not go on then.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = self.folder / f"{signature.nonce}.json"
+        who = signature.submitter
+        note = {"run": run, "submitter": who.name, "key": fingerprint(who.key), "code": code, "at": signature.at}
+        if not path.exists():
+            made = self.folder / f".{signature.nonce}.{secrets.token_hex(4)}"
+            with made.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(note) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(made, path)  # fails where the file exists, in contrast to a rename
+            except FileExistsError:
+                pass
+            finally:
+                made.unlink()
+            _sync(self.folder)
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))["run"]
+        except (ValueError, KeyError, TypeError):
+            before = "a run that the damaged file " + str(path) + " named"
+        if before != run:
+            raise NotSigned(f"its signature came with run {before} before: {signature.submitter.name} signed one run, and not two")
+
+
+def _sync(folder: Path) -> None:
+    """Write the names of the files of a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_of(key: bytes, signature: bytes, signed: bytes) -> bool:
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, signed)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _field(blob: bytes) -> tuple[bytes, bytes]:
+    """Split the first field of OpenSSH's binary format from the rest."""
+    (length,) = struct.unpack(">I", blob[:4])
+    return blob[4 : 4 + length], blob[4 + length :]
+
+
+def _blob(key: bytes) -> bytes:
+    return b"".join(struct.pack(">I", len(part)) + part for part in (KIND.encode(), key))

@@ -1,0 +1,54 @@
+"""Submit a package to a SuperLink, and print the answer as one JSON object, as Flower's command ``flwr run`` does.
+
+Usage: ``python -P start_run.py ADDRESS AUTHORITY PACKAGE RUN_CONFIG``. The package is sent as it is, so that its
+signature stays the signature of what sites receive; ``flwr run`` would pack a folder anew.
+
+This file is run by its path, and runs ``compat`` by its path, since the package around it would import torch.
+"""
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import grpc
+
+find = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))["find"]
+TIME = 240.0  # seconds for the answer
+
+
+def start(address: str, authority: Path, package: bytes, run_config: str) -> str:
+    """Return Flower's id of the run that ``package`` is started as.
+
+    Raises:
+        grpc.RpcError: The SuperLink does not answer, or refuses the package.
+        ValueError: The SuperLink says nothing of a run.
+    """
+    channel = find("create_channel")(server_address=address, insecure=False, root_certificates=authority.read_bytes())
+    request = find("StartRunRequest")(
+        fab=find("Fab")(hash_str=hashlib.sha256(package).hexdigest(), content=package),
+        override_config=find("user_config_to_proto")(find("parse_config_args")([run_config] if run_config else [])),
+        federation=find("NOOP_FEDERATION"),
+    )
+    answer = find("ControlStub")(channel).StartRun(request, timeout=TIME)
+    if not answer.HasField("run_id"):
+        raise ValueError("it started no run: the package may be larger than 10 MiB")
+    return str(answer.run_id)
+
+
+def main() -> None:
+    """Submit what the command line names."""
+    address, authority, package, run_config = sys.argv[1:]
+    try:
+        said = {"success": True, "run-id": start(address, Path(authority), Path(package).read_bytes(), run_config)}
+    except (grpc.RpcError, OSError, ValueError) as error:
+        details = getattr(error, "details", None)
+        said = {"success": False, "error-message": details() if callable(details) else str(error)}
+    print(json.dumps(said), flush=True)
+    os._exit(0 if said["success"] else 1)  # gRPC may wait for a lock for ever when Python ends
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Make, find and use the key with which a submitter signs runs. It belongs to a person, and never to the server."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import getpass
+import hashlib
+import io
+import json
+import os
+import re
+import sys
+import tomllib
+import zipfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+    load_ssh_private_key,
+)
+
+from fl_bn.flower.compat import find
+from fl_bn.support.durable import write
+from fl_bn.support.flower_config import Scalar, flower_config
+from fl_bn_site.certificates import write_private
+from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, one_line, site_name
+from fl_bn_site.policy import SUBMITTERS, Policy
+from fl_bn_site.signing import KEY, OF_SERVER, Submitter, public_line, read_submitter, sign
+
+VARIABLE = "FL_BN_SUBMITTER_KEY"  # the environment variable that names the file of the key
+PRIVATE, PUBLIC = "submitter.key", "submitter.pub"
+FORM = "fl-bn signed run 1"  # of the file that --sign-only writes
+
+
+def write_submitter_key(folder: Path, name: str, passphrase: str = "") -> Submitter:
+    """Make the key pair of a submitter: ``submitter.key``, of mode 0600, and ``submitter.pub``.
+
+    Args:
+        folder: The folder for both files.
+        name: The submitter's name.
+        passphrase: What encrypts the private key; empty: nothing.
+
+    Raises:
+        FileExistsError: There is a key already.
+    """
+    site_name(name)
+    private = Ed25519PrivateKey.generate()
+    encryption = BestAvailableEncryption(passphrase.encode()) if passphrase else NoEncryption()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_private(folder / PRIVATE, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+    submitter = Submitter(name, private.public_key().public_bytes_raw())
+    (folder / PUBLIC).write_text(public_line(submitter), encoding="utf-8")
+    return submitter
+
+
+def read_key(file: Path) -> Ed25519PrivateKey:
+    """Read the private key of a submitter, in PEM or OpenSSH's format. Where it is encrypted, ask for the passphrase.
+
+    Raises:
+        FolderError: The file cannot be read, or holds no ed25519 key.
+    """
+    try:
+        content = file.read_bytes()
+        load = load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key
+        try:
+            key = load(content, None)
+        except TypeError:  # it is encrypted
+            key = load(content, getpass.getpass(f"passphrase of {file}: ").encode())
+        if not isinstance(key, Ed25519PrivateKey):
+            raise ValueError("expected an ed25519 key, as `fl-bn kit submitter` or `ssh-keygen -t ed25519` makes it")
+    except (OSError, ValueError, UnsupportedAlgorithm, EOFError) as error:
+        raise FolderError(f"the submitter's key {file}: {getattr(error, 'strerror', None) or error}") from error
+    return key
+
+
+def key_file(server: ServerFolder, given: Path | None = None) -> Path | None:
+    """Return the file of the key with which ``fl-bn submit`` signs; None: there is none.
+
+    It is ``given``, or else the file at ``FL_BN_SUBMITTER_KEY``, or else the only key in ``submitters/`` beside the
+    server's folder, as in a kit that was not handed out yet.
+
+    Raises:
+        FolderError: There are several keys beside the server's folder.
+    """
+    if given or (named := os.environ.get(VARIABLE)):
+        return Path(given or named or "").expanduser()
+    found = sorted((server.path.parent / SUBMITTERS).glob(f"*/{PRIVATE}"))
+    if len(found) > 1:
+        raise FolderError(f"there are {len(found)} keys of submitters in {server.path.parent / SUBMITTERS}: say whose by --key FILE")
+    return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class Package:
+    """Hold the package of a run, and the key that signs it.
+
+    Attributes:
+        content: The package, as sites will receive it.
+        key: The submitter's private key; None: the run is not signed here.
+    """
+
+    content: bytes
+    key: Ed25519PrivateKey | None = None
+
+    @property
+    def code(self) -> str:
+        """Return the SHA-256 of the package."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    @cached_property
+    def _pyproject(self) -> dict[str, Any]:
+        """Return the content of the packed pyproject.toml; empty: it cannot be read."""
+        try:
+            with zipfile.ZipFile(io.BytesIO(self.content)) as archive:
+                return tomllib.loads(archive.read("pyproject.toml").decode())
+        except (zipfile.BadZipFile, KeyError, ValueError):
+            return {}
+
+    @property
+    def defaults(self) -> dict[str, Scalar] | None:
+        """Return the keys of the run config that the package knows, with their defaults; None: it cannot be read."""
+        if not self._pyproject:
+            return None
+        return flattened(self._pyproject.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {}))
+
+    @property
+    def project(self) -> str:
+        """Return the name of the packed project."""
+        return str(self._pyproject.get("project", {}).get("name", "app"))
+
+    def known(self, config: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """Return the keys of ``config`` that the package knows. Flower refuses a run with others."""
+        return {name: value for name, value in config.items() if self.defaults is None or name in self.defaults}
+
+    def signed(self, config: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """Return the keys of a run config that a signature covers, with the signature.
+
+        Args:
+            config: The whole run config.
+        """
+        kept = {name: value for name, value in self.known(config).items() if name not in OF_SERVER}
+        if self.key is None:
+            return kept
+        arrives = find("parse_config_args")([flower_config(kept)])  # as Flower passes it on
+        return kept | {KEY: sign(self.key, self.code, arrives)}
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
+    """Return the keys of nested tables with dots between the names, as Flower has them in a run config."""
+    flat: dict[str, Scalar] = {}
+    for name, value in config.items():
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def write_signed(file: Path, config: Mapping[str, Scalar], package: Package) -> None:
+    """Write a signed run to a file, which ``fl-bn submit --signed`` takes on the server's machine."""
+    content = {"form": FORM, "config": dict(config), "package": base64.b64encode(package.content).decode()}
+    write(file, json.dumps(content).encode())
+
+
+def read_signed(file: Path) -> tuple[dict[str, Scalar], Package]:
+    """Read what ``write_signed`` wrote: the keys of the run config, with the signature, and the package.
+
+    Raises:
+        FolderError: The file cannot be read, or is another one.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("form") != FORM:
+            raise ValueError("expected a file that `fl-bn submit --sign-only` wrote")
+        return dict(content["config"]), Package(base64.b64decode(content["package"], validate=True))
+    except (OSError, ValueError, KeyError, TypeError, binascii.Error) as error:
+        raise FolderError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
+
+
+# Whom a site trusts
+
+
+def public_key(name: str, file: Path) -> Submitter:
+    """Read the public key file of a submitter.
+
+    Raises:
+        FolderError: The file cannot be read, holds no ed25519 key, or the name is not allowed.
+    """
+    try:
+        return read_submitter(site_name(name), file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FolderError(f"{file} is not the public key of a submitter: {getattr(error, 'strerror', None) or error}") from error
+
+
+def hand_out(submitters: Sequence[Submitter], folder: Path) -> None:
+    """Write the public keys of ``submitters`` into the folder ``submitters`` of ``folder``."""
+    place = folder / SUBMITTERS
+    place.mkdir(exist_ok=True, mode=0o700)
+    for submitter in submitters:
+        (place / f"{submitter.name}.pub").write_text(public_line(submitter), encoding="utf-8")
+
+
+def known(folder: Path) -> list[Submitter]:
+    """Return the submitters whose public keys are in the folder ``submitters`` of ``folder``."""
+    return [public_key(file.stem, file) for file in sorted((folder / SUBMITTERS).glob("*.pub"))]
+
+
+def trust(site: SiteFolder, submitter: Submitter) -> bool:
+    """Let runs of ``submitter`` take place at a site: write the public key, and the name into the site's policy.
+
+    Args:
+        site: The site's folder.
+        submitter: The submitter.
+
+    Returns:
+        Whether the policy asks for signatures (``allow-code = "signed"``).
+
+    Raises:
+        FolderError: The site trusts another key of this name, or the policy has no line to change.
+    """
+    path = site.policy.parent / SUBMITTERS / f"{submitter.name}.pub"
+    if path.exists() and public_key(submitter.name, path) != submitter:
+        raise FolderError(f"{path} is another key of {submitter.name}: move it away if it shall count no longer")
+    old = site.policy.read_text(encoding="utf-8") if site.policy.exists() else ""
+    try:
+        values = tomllib.loads(old)
+        names = list(dict.fromkeys([*values.get("trusted-submitters", []), submitter.name]))
+        line = f"trusted-submitters = {one_line(names)}"
+        text, count = re.subn(r"(?ms)^trusted-submitters\s*=\s*\[.*?\]", lambda _: line, old)
+        text = text if count else f"{old.rstrip()}\n{line}\n".lstrip()
+        if count > 1 or tomllib.loads(text) != values | {"trusted-submitters": names}:
+            raise ValueError(f"write {line} into it by hand")
+    except (ValueError, TypeError) as error:
+        raise FolderError(f"{site.policy}: {error}") from error
+    hand_out([submitter], site.policy.parent)
+    write(site.policy, text.encode(), (site.policy.stat().st_mode & 0o777) if site.policy.exists() else 0o644)
+    return Policy.read(site.policy).allow_code == "signed"
+
+
+def ask_passphrase() -> str:
+    """Ask twice for a new passphrase.
+
+    Raises:
+        FolderError: The two differ, or there is no terminal.
+    """
+    if not sys.stdin.isatty():
+        raise FolderError("--passphrase needs a terminal, on which it is typed")
+    first = getpass.getpass("new passphrase: ")
+    if not first or first != getpass.getpass("again: "):
+        raise FolderError("the passphrase is empty, or was not typed twice alike: type it again")
+    return first
+
+
+def describe(file: Path | None) -> str:
+    """Return who signs runs with the key in ``file``, in words; empty: nobody, since there is no file."""
+    if file is None:
+        return ""
+    beside = file.with_name(PUBLIC)
+    with suppress(OSError, ValueError, IndexError):
+        text = beside.read_text(encoding="utf-8")
+        return str(public_key(text.split()[2], beside))
+    return str(file)

@@ -1,0 +1,253 @@
+"""Code of one's own in a deployment: a Flower app, modules beside fl-bn's app, and modules that are installed at a site."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fl_bn.cli.main import app
+from fl_bn.run.errors import ConfigError
+from fl_bn_site import submit as submit_module
+from fl_bn_site.app_host import placed
+from fl_bn_site.commands import clientapp
+from fl_bn_site.doctor import _code
+from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
+from fl_bn_site.own_config import own_config
+from fl_bn_site.project import build
+from fl_bn_site.signing import KEY, OF_SERVER
+from fl_bn_site.submit import submit
+from fl_bn_site.submitters import Package
+from tests.deployment.federation import FL_BN, Federation, wait_until
+from tests.listed import listed
+
+NOW = datetime(2026, 11, 26, 21, 30)
+NETS = """
+from torch import nn
+
+
+def build(classes, channels, image_size):
+    return nn.Sequential(
+        nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, classes)
+    )
+"""
+LOADER = """
+import numpy as np
+
+
+def load(data_path=""):
+    draw = np.random.default_rng(len(data_path))
+    images, labels = draw.integers(0, 256, (80, 20, 20, 3), dtype=np.uint8), np.arange(80) % 10
+    return images[:60], labels[:60], images[60:], labels[60:]
+"""
+
+
+@pytest.fixture
+def own_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    made = CliRunner().invoke(app, ["new", "myapp"])
+    assert made.exit_code == 0, made.output
+    return tmp_path / "myapp"
+
+
+@pytest.fixture
+def modules(tmp_path: Path) -> Path:
+    folder = tmp_path / "own"
+    (folder / "parts").mkdir(parents=True)
+    (folder / "mynets.py").write_text(NETS)
+    (folder / "parts/more.py").write_text("x = 1\n")
+    (folder / "scan.npz").write_bytes(b"a site's data")
+    (folder / ".venv").mkdir()
+    (folder / ".venv/hidden.py").write_text("")
+    return folder
+
+
+def names(package: bytes) -> set[str]:
+    return set(zipfile.ZipFile(io.BytesIO(package)).namelist())
+
+
+# What is sent
+
+
+def test_a_flower_app_of_one_s_own_is_packed_as_it_is_with_the_keys_of_its_run(server: ServerFolder, own_app: Path) -> None:
+    before = (own_app / "pyproject.toml").read_text()
+    package = Package(build(server, own_app))
+    assert "myapp/client_app.py" in names(package.content)
+    assert not any(name.startswith("fl_bn/") for name in names(package.content))
+    assert package.defaults == {
+        "name": "", "client-nodes": "", "client-names": "", KEY: "",
+        "num-server-rounds": 10, "local-epochs": 2, "batch-size": 32, "lr": 0.01,
+    }  # fmt: skip
+    assert (own_app / "pyproject.toml").read_text() == before, "the user's own file is as it was"
+
+
+def test_keys_that_an_app_has_itself_keep_their_defaults(server: ServerFolder, own_app: Path) -> None:
+    file = own_app / "pyproject.toml"
+    file.write_text(file.read_text().replace("lr = 0.01", 'lr = 0.01\nname = "mine"\n\n[tool.flwr.app.config.more]\ndepth = 3'))
+    found = Package(build(server, own_app)).defaults
+    assert found is not None
+    assert (found["name"], found["more.depth"]) == ("mine", 3)
+
+
+def test_modules_are_packed_beside_fl_bn_s_app(server: ServerFolder, modules: Path) -> None:
+    ours, package = build(server), build(server, modules)
+    assert names(package) - names(ours) == {"mynets.py", "parts/more.py"}, "modules, and no data"
+    (modules / "server_app.py").write_text("")
+    with pytest.raises(FolderError, match="server_app.py: fl-bn's own project has server_app, too, so give this module another name"):
+        build(server, modules)
+
+
+def test_what_is_no_code_is_said(server: ServerFolder, own_app: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FolderError, match="there is no folder"):
+        build(server, tmp_path / "none")
+    with pytest.raises(FolderError, match="has neither pyproject.toml nor a module"):
+        build(server, tmp_path / "empty")
+    file = own_app / "pyproject.toml"
+    file.write_text(file.read_text().replace("myapp.client_app:app", "nowhere.client_app:app"))
+    with pytest.raises(FolderError, match="must name a clientapp in this folder, as package.module:app, but got 'nowhere.client_app:app'"):
+        build(server, own_app)
+    file.write_text('[project]\nname = "no-app"\n')
+    with pytest.raises(FolderError, match="must name a serverapp in this folder"):
+        build(server, own_app)
+
+
+@listed(
+    ("overrides", "words"),
+    [
+        (
+            "num-rounds=3",
+            "unknown run-config key 'num-rounds': did you mean 'num-server-rounds'?; an app's keys stand in its pyproject.toml",
+        ),
+        ("method='hbn'", "unknown run-config key 'method'"),
+        ("num-server-rounds='3'", "num-server-rounds must be of type int, as in the app's pyproject.toml, but got '3'"),
+        ("lr=true", "lr must be of type float"),
+    ],
+)
+def test_keys_are_those_of_the_app(overrides: str, words: str) -> None:
+    package = SimpleNamespace(defaults={"name": "", "num-server-rounds": 10, "lr": 0.1}, project="myapp")
+    assert own_config(package, "lr=1 num-server-rounds=3", NOW) == (
+        {"lr": 1, "num-server-rounds": 3, "name": "20261126-213000-myapp"},
+        True,
+    )
+    assert own_config(package, "name='mine'", NOW) == ({"name": "mine"}, False)
+    with pytest.raises(ConfigError) as told:
+        own_config(package, overrides, NOW)
+    assert words in str(told.value)
+
+
+def test_an_own_app_is_submitted_with_its_keys_alone(
+    server: ServerFolder, superlink: Any, own_app: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit_module, "build", build)
+    said: list[str] = []
+    assert submit(server, "num-server-rounds=3", say=said.append, own=own_app)
+    sent = superlink.known[0].config
+    assert sent.keys() == {"num-server-rounds", "name", "client-nodes", "client-names", KEY}
+    assert (sent["num-server-rounds"], sent["client-names"], sent["client-nodes"]) == (3, "a,b", "197,198")
+    assert said[0] == f"run 1 is submitted to h:1 as {sent['name']}, for sites a, b"
+    assert sent["name"].endswith("-myapp")
+
+
+# At a site
+
+
+def test_an_own_app_s_client_gets_its_place_and_fl_bn_s_finds_it_itself() -> None:
+    context = SimpleNamespace(node_config={"site": "b"}, run_config={"client-nodes": "11,7"}, node_id=7)
+    assert placed(context, "you/myapp") == {"site": "b", "partition-id": 1, "num-partitions": 2}
+    assert placed(context, "fl-bn/fl-bn") == {"site": "b"}
+    context.node_id = 8
+    assert placed(context, "you/myapp") == {"site": "b"}, "no client of this run"
+    assert "client-nodes" in OF_SERVER
+
+
+def test_a_site_s_own_modules_are_found(server: ServerFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = server.path.parent / "sites/a"
+    file = folder / "site.toml"
+    assert "PYTHONPATH" not in clientapp(SiteFolder.read(folder)).env
+    assert tomllib.loads(file.read_text())["code"] == []
+    file.write_text(file.read_text().replace("code = []", 'code = ["loaders", "more"]'))
+    site = SiteFolder.read(folder)
+    assert site.code == (str(folder / "loaders"), str(folder / "more"))
+    assert _code(site).status == "fail"
+    for name in ("loaders", "more"):
+        (folder / name).mkdir()
+    assert _code(site).status == "ok"
+    monkeypatch.setenv("PYTHONPATH", "before")
+    assert clientapp(site).env["PYTHONPATH"] == os.pathsep.join([*site.code, "before"])
+    file.write_text(file.read_text().replace('"more"', '"a:b"'))
+    with pytest.raises(FolderError, match="code must be folders, whose paths have no :, but got 'a:b'"):
+        SiteFolder.read(folder)
+
+
+# On real processes
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    with Federation(tmp_path_factory.mktemp("own"), ("a", "b")) as running:
+        for site in ("a", "b"):
+            loaders = running.kit / "sites" / site / "loaders"
+            loaders.mkdir()
+            (loaders / "hospital.py").write_text(LOADER)
+            running.edit(f"sites/{site}", {"code": ["loaders"], "dataset": "hospital:load", "data-path": site})
+        running.start_all()
+        yield running
+
+
+def submitted(federation: Federation, folder: Path, *words: str) -> str:
+    typed = [*FL_BN, "submit", str(federation.kit / "server"), *words]
+    done = subprocess.run(typed, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_an_app_of_fl_bn_new_trains_at_the_sites(federation: Federation, own_app: Path) -> None:
+    """Both sites, each with its part of the app's data."""
+    said = submitted(federation, own_app.parent, "--app", "myapp", "--run-config", "num-server-rounds=1 local-epochs=1")
+    assert "2/2 clients" in said
+    assert "round 1: loss" in said
+    wait_until("both were asked", lambda: all("is admitted: signed by" in federation.log(f"sites/{s}", "supernode") for s in "ab"), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_network_of_one_s_own_trains_on_data_that_a_site_s_own_loader_reads(federation: Federation, modules: Path) -> None:
+    config = (
+        "model='mynets:build' method='fbn' rounds=1 local-steps=1 pictures=false name='own' "
+        "dataset='sites' classes=10 channels=3 image-size=20"
+    )
+    assert "2/2 clients" in submitted(federation, modules.parent, "--app", str(modules), "--run-config", config)
+    assert (federation.result("own") / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_where_only_installed_code_runs_the_site_s_own_copy_of_a_module_is_called(federation: Federation, modules: Path) -> None:
+    """The copy that was sent would leave a file. The site has the same functions, and allows them."""
+    trace = modules.parent / "called"
+    (modules / "mynets.py").write_text(f"{NETS}\nimport os, pathlib\npathlib.Path({str(trace)!r} + str(os.getpid())).touch()\n")
+    for site in "ab":
+        folder = federation.kit / "sites" / site
+        federation.stop(f"sites/{site}")
+        (folder / "loaders/mynets.py").write_text(NETS)
+        federation.edit(f"sites/{site}", {"allow-modules": "mynets"})
+        (folder / "policy.toml").write_text('allow-code = "installed"\n')
+        (folder / "logs/supernode.log").unlink()
+    federation.start("sites/a", "sites/b")
+    wait_until("both are back", lambda: all("SuperNode ID" in federation.log(f"sites/{site}", "supernode") for site in "ab"), 300)
+    config = "model='mynets:build' method='fbn' rounds=1 local-steps=1 pictures=false dataset='sites' classes=10 channels=3 image-size=20"
+    assert "2/2 clients" in submitted(federation, modules.parent, "--app", str(modules), "--run-config", config)
+    assert len(list(modules.parent.glob("called*"))) == 1, "the server's own process, and no site's"

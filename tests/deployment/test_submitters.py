@@ -1,0 +1,224 @@
+"""Whoever submits runs has a key: how it is made, found and used, what the queue keeps, and how a site comes to trust it."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fl_bn.cli.main import app
+from fl_bn.run.config import RunConfig
+from fl_bn_site import submit as submit_module
+from fl_bn_site.doctor import _submitter
+from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
+from fl_bn_site.kit import KitError, KitPlan, create
+from fl_bn_site.membership import add_site
+from fl_bn_site.policy import Policy, PolicyError
+from fl_bn_site.queue import Queue
+from fl_bn_site.queue_store import NoQueue
+from fl_bn_site.signing import KEY, NotSigned, check
+from fl_bn_site.submit import UNSIGNED, resume, sign_only, submit, submit_signed
+from fl_bn_site.submitters import VARIABLE, Package, key_file, read_key, write_submitter_key
+from fl_bn_site.verify import verify
+from tests.deployment.superlink import named
+
+CODE = Package(b"a package").code  # what conftest's project is packed as
+
+
+def keys_of(server: ServerFolder) -> tuple[Any, ...]:
+    """Whom the site ``a`` trusts."""
+    return Policy.read(server.path.parent / "sites/a/policy.toml").trusted_submitters
+
+
+def own_key(server: ServerFolder) -> Path:
+    return server.path.parent / "submitters/submitter/submitter.key"
+
+
+# fl-bn submit
+
+
+def test_a_kit_s_own_key_signs_what_is_submitted_beside_it(server: ServerFolder, superlink: Any) -> None:
+    """As the sites of the same kit check it."""
+    assert submit(server, "name='mine' rounds=1", say=lambda line: None)
+    assert check(CODE, superlink.known[0].config, keys_of(server)).submitter.name == "submitter"
+
+
+def test_without_a_key_a_run_is_submitted_and_it_is_said_that_sites_may_refuse_it(server: ServerFolder, superlink: Any) -> None:
+    own_key(server).unlink()
+    said: list[str] = []
+    assert submit(server, "name='mine' rounds=1", say=said.append)
+    assert said[0] == UNSIGNED
+    with pytest.raises(NotSigned, match="not signed"):
+        check(CODE, superlink.known[0].config, keys_of(server))
+
+
+def test_what_waits_in_the_queue_is_what_was_signed(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts it has no key, and the project may have changed meanwhile."""
+    queue, sent = Queue(server), []
+    start = superlink.start_run
+    monkeypatch.setattr(superlink, "start_run", lambda package, *of: (sent.append(package.read_bytes()), start(package, *of))[1])
+    queue.add(named("mine", seed=3), package=Package(b"as it was", read_key(own_key(server))))
+    own_key(server).unlink()
+    assert [path.read_bytes() for path in queue.store.folder.glob("*.fab")] == [b"as it was"]
+    assert Queue(server).dispatch(superlink) == {}
+    assert sent == [b"as it was"]
+    assert check(Package(b"as it was").code, superlink.known[0].config, keys_of(server))
+    queue.dispatch(superlink)
+    assert list(queue.store.folder.glob("*.fab")) == [], "kept for no longer than the run waits"
+    queue.add(named("other"))  # negative control: nobody signed it, and it is packed when it starts
+    superlink.end(1)
+    queue.dispatch(superlink)
+    assert (sent[1], KEY in superlink.known[1].config) == (b"a package", False)
+
+
+def test_a_package_that_is_gone_is_said(server: ServerFolder, superlink: Any) -> None:
+    queue = Queue(server)
+    queue.add(named("mine"), package=Package(b"as it was", read_key(own_key(server))))
+    next(queue.store.folder.glob("*.fab")).unlink()
+    assert "No such file" in queue.dispatch(superlink)[1]
+    assert superlink.known == []
+
+
+def test_a_server_without_a_queue_sends_the_signature_too(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_queue(*of: Any, **more: Any) -> None:
+        raise NoQueue("read only")
+
+    monkeypatch.setattr(Queue, "add", no_queue)
+    assert submit(server, "name='mine' rounds=1", say=lambda line: None)
+    assert check(CODE, superlink.known[0].config, keys_of(server))
+
+
+def test_a_file_that_was_signed_elsewhere_is_submitted_as_it_is(server: ServerFolder, superlink: Any, tmp_path: Path) -> None:
+    assert sign_only(server, "name='mine' rounds=1", tmp_path / "run") == "mine"
+    own_key(server).unlink()
+    assert submit_signed(server, tmp_path / "run", say=lambda line: None)
+    assert check(CODE, superlink.known[0].config, keys_of(server))
+    content = json.loads((tmp_path / "run").read_text())
+    content["config"]["rounds"] = 2
+    content["config"]["name"] = "other"
+    (tmp_path / "run").write_text(json.dumps(content))
+    assert submit_signed(server, tmp_path / "run", say=lambda line: None)
+    with pytest.raises(NotSigned, match="one was changed since"):  # negative control
+        check(CODE, superlink.known[1].config, keys_of(server))
+    for text in ("", "{}", "[]", '{"form": "fl-bn signed run 1"}'):
+        (tmp_path / "run").write_text(text)
+        with pytest.raises(FolderError, match="run: "):
+            submit_signed(server, tmp_path / "run")
+    with pytest.raises(FolderError, match="there is no key to sign with: give --key"):
+        sign_only(server, "rounds=1", tmp_path / "another")
+    wrong = CliRunner().invoke(app, ["submit", str(server.path), "--signed", "run", "--run-config", "rounds=1"])
+    assert (wrong.exit_code, "--signed submits what was signed" in wrong.output) == (2, True)
+
+
+def test_a_resumed_run_is_signed_anew(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert submit(server, "name='mine' rounds=1", say=lambda line: None)
+    before = superlink.known[0].config
+    monkeypatch.setattr(submit_module, "config_to_resume", lambda folder, deployed: RunConfig.from_mapping({**before, "resume": "mine"}))
+    assert resume(server, "mine", say=lambda line: None)
+    signatures = [check(CODE, run.config, keys_of(server)) for run in superlink.known]
+    assert signatures[0].nonce != signatures[1].nonce
+
+
+# Which key
+
+
+def test_the_key_is_the_one_that_is_named(server: ServerFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert key_file(server) == own_key(server)
+    assert "signs runs, with" in _submitter(server).text
+    write_submitter_key(server.path.parent / "submitters/bob", "bob")
+    with pytest.raises(FolderError, match="there are 2 keys of submitters in .*: say whose by --key FILE"):
+        key_file(server)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "alice.key"))
+    assert key_file(server) == tmp_path / "alice.key"
+    assert key_file(server, tmp_path / "k") == tmp_path / "k"
+    monkeypatch.delenv(VARIABLE)
+    for name in ("bob", "submitter"):
+        (server.path.parent / "submitters" / name / "submitter.key").unlink()
+    assert key_file(server) is None
+    assert "no key is found here" in _submitter(server).text
+
+
+def test_a_key_may_need_a_passphrase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = write_submitter_key(tmp_path, "alice", "two words")
+    typed = ["another", "two words"]
+    monkeypatch.setattr(getpass, "getpass", lambda prompt: typed.pop(0))
+    with pytest.raises(FolderError, match="submitter.key"):
+        read_key(tmp_path / "submitter.key")
+    assert read_key(tmp_path / "submitter.key").public_key().public_bytes_raw() == made.key
+    assert stat.S_IMODE((tmp_path / "submitter.key").stat().st_mode) == 0o600
+    with pytest.raises(FileExistsError):
+        write_submitter_key(tmp_path, "alice")
+
+
+def test_another_kind_of_key_is_named(server: ServerFolder, tmp_path: Path) -> None:
+    for path in (server.key, server.path.parent / "sites/a/site.key", server.authority, tmp_path / "none"):
+        with pytest.raises(FolderError, match=f"the submitter's key {path}: "):
+            read_key(path)
+
+
+# Whom sites trust
+
+
+def test_a_kit_hands_out_public_keys_alone(tmp_path: Path) -> None:
+    alice = write_submitter_key(tmp_path / "alice", "alice")
+    (tmp_path / "alice/submitter.pub").rename(tmp_path / "alice.pub")
+    create(KitPlan("127.0.0.1", ["a", "b"], submitters=[str(tmp_path / "alice.pub"), "bob"]), tmp_path / "kit")
+    assert [path.parent.name for path in (tmp_path / "kit").rglob("submitter.key")] == ["bob"]
+    for site in ("a", "b"):
+        read = Policy.read(tmp_path / "kit/sites" / site / "policy.toml")
+        assert (read.allow_code, read.trusted_submitters[0]) == ("signed", alice)
+        assert [one.name for one in read.trusted_submitters] == ["alice", "bob"]
+    added = add_site(ServerFolder.read(tmp_path / "kit/server"), "c", None, tmp_path / "kit/sites/c")
+    assert Policy.read(tmp_path / "kit/sites/c/policy.toml") == Policy.read(tmp_path / "kit/sites/a/policy.toml")
+    assert added.sites == ("a", "b", "c")
+    for names in ([], ["bob", "bob"], ["../bob"]):
+        with pytest.raises(KitError):
+            KitPlan("127.0.0.1", ["a"], submitters=names)
+
+
+def test_a_new_site_of_a_kit_without_submitters_takes_part_in_nothing_until_it_trusts_somebody(
+    server: ServerFolder, tmp_path: Path
+) -> None:
+    """As of a kit of an earlier version."""
+    (server.path / "submitters/submitter.pub").unlink()
+    add_site(server, "c", None, tmp_path / "c")
+    with pytest.raises(PolicyError, match="needs trusted-submitters.*`fl-bn kit trust` adds one"):
+        Policy.read(tmp_path / "c/policy.toml")
+    typed = ["kit", "trust", str(tmp_path / "c"), "submitter", str(own_key(server).with_name("submitter.pub"))]
+    done = CliRunner().invoke(app, typed)
+    assert done.exit_code == 0, done.output
+    assert Policy.read(tmp_path / "c/policy.toml").trusted_submitters == keys_of(server)
+
+
+def test_a_site_trusts_another_submitter_by_a_command(server: ServerFolder, tmp_path: Path) -> None:
+    site = SiteFolder.read(server.path.parent / "sites/a")
+    made = CliRunner().invoke(app, ["kit", "submitter", "alice", "--output", str(tmp_path)])
+    assert made.exit_code == 0, made.output
+    shown = made.output.splitlines()[-1]
+    before = site.policy.read_text()
+    for _ in range(2):
+        done = CliRunner().invoke(app, ["kit", "trust", str(site.path), "alice", str(tmp_path / "submitter.pub")])
+        assert done.exit_code == 0, done.output
+        assert shown in " ".join(done.output.split())
+    assert [str(one) for one in Policy.read(site.policy).trusted_submitters][1:] == [shown]
+    lines = list(zip(before.splitlines(), site.policy.read_text().splitlines(), strict=True))
+    assert [old.partition(" ")[0] for old, new in lines if old != new] == ["trusted-submitters"], "all other lines stay"
+    write_submitter_key(tmp_path / "false", "alice")
+    false = CliRunner().invoke(app, ["kit", "trust", str(site.path), "alice", str(tmp_path / "false/submitter.pub")])
+    assert (false.exit_code, "is another key of alice" in " ".join(false.output.split())) == (2, True)
+
+
+def test_verify_finds_a_policy_that_lets_nobody_in_and_a_key_that_others_can_read(server: ServerFolder) -> None:
+    kit = server.path.parent
+    assert all(check.ok for check in verify(kit))
+    (kit / "sites/a/submitters/submitter.pub").unlink()
+    own_key(server).chmod(0o640)
+    failed = [str(check) for check in verify(kit) if not check.ok]
+    assert len(failed) == 2
+    assert "policy.toml is complete" in failed[1] or "policy.toml is complete" in failed[0]
+    assert any("submitter.key is readable by its owner only" in line for line in failed)
