@@ -43,8 +43,8 @@ class StateStore(Protocol):
 
 
 EARLIER_STATE = (
-    "this client's state is from an older fl-bn, whose records had no prefix (kept-for, local): it is not used. The client begins anew with "
-    "the server's tensors, and keeps its own under fl-bn/ from now on"
+    "this client's state is from an older fl-bn, whose records had no prefix (kept-for, local): it is not used. The client begins anew "
+    "with the server's tensors, and keeps its own under fl-bn/ from now on"
 )
 PREVIOUS = "previous/"  # prefix for the sections of the state before the newest one
 
