@@ -22,7 +22,7 @@ SUPERNODE = SUPERLINK.with_name("supernode.py")  # Flower's SuperNode, which ask
 APP_HOST = SUPERLINK.with_name("app_host.py")  # runs the ClientApp of a site
 COMPAT = Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"  # run by its path, since the package around it imports torch
 PROGRAMS = ("supernode", "clientapp")  # the programs of a site; each may run as a user of its own
-UNREACHABLE = "Connection attempt failed"  # printed by Flower, also when another process of this site has just ended
+UNREACHABLE = "Connection attempt failed"  # Flower prints this, also when another process of this site has just ended
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Command:
         env: Environment variables that are added to those of this process.
         cwd: The working directory of the program.
         once: Whether the program is done, and not started again, after it exits with 0.
-        hints: Explanations of lines that the program may print: from words in such a line to what they mean
-            and what to do.
+        hints: Explanations of lines that the program may print: words in such a line -> what the line means, and what
+            to do.
         reads: Files that the program reads at its start. When one changes, the program is started again.
     """
 

@@ -89,7 +89,9 @@ def _submitter(server: ServerFolder) -> Finding:
     if (file := key_file(server)) is None:
         what = f"no key is found here: runs are signed elsewhere (--signed), or by the key that --key or {VARIABLE} names"
         return Finding("ok", "submitter", f'{what}. Sites with allow-code = "signed" refuse all others')
-    return Finding("ok", "submitter", f"{describe(file)} signs runs, with {file}: once sites have real data, the key belongs elsewhere")
+    return Finding(
+        "ok", "submitter", f"{describe(file)} signs runs, with {file}: move that key off this machine before sites have real data"
+    )
 
 
 def _superlink(host: str, port: int, authority: Path) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from fl_bn_site.membership import ago
 from fl_bn_site.queue_store import QueueError
 from fl_bn_site.status import RunStatus, Status, status
 
-FRESH = 2.0  # seconds for which the last status is returned again
+FRESH = 2.0  # seconds for which a status is used again before a new one is read
 EVERY = 15.0  # seconds after which the health file is written again
 HEALTH = "health.json"
 Labels = dict[str, str]
@@ -48,7 +48,7 @@ class _Collector(Collector):
         self.current = current
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric with its values, as the client calls for them."""
+        """Yield every metric with its values. Prometheus' client calls this."""
         current = self.current
         yield _gauge("up", "1 if the SuperLink answers", [({}, float(current is not None))])
         if current is None:
