@@ -137,7 +137,7 @@ def _append(folder: Path, entry: Mapping[str, Any], largest: int) -> str:
     path = files[-1] if files else folder / "audit-000001.jsonl"
     notes = []
     if removed := _complete(path):
-        notes.append(f"half a line of {removed} bytes was removed before this one, as a process leaves that ends while it writes")
+        notes.append(f"half a line of {removed} bytes was removed before this one: the process that wrote it ended meanwhile")
     number, before, note = _place(folder, files)
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     about = {"note": "; ".join(filter(None, [*notes, note]))} if notes or note else {}

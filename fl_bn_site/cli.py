@@ -60,7 +60,9 @@ def create(
     exchange_port: Annotated[int, typer.Option(help="the first port of FedTAN's exchange")] = 9095,
     submitters: Annotated[
         str,
-        typer.Option(metavar="A,B", help="who signs runs: a name, for whom a key is made, or the file NAME.pub of a key that they made"),
+        typer.Option(
+            metavar="A,B", help="who signs runs: a name, for which a key is made, or a file NAME.pub with the public key of a submitter"
+        ),
     ] = "submitter",
 ) -> None:
     """Make a kit: an authority, the server's folder, and one folder per site."""
@@ -200,7 +202,7 @@ def submit(
     run_config: Annotated[str, typer.Option("--run-config", help="keys to override: \"rounds=10 method='hbn'\"")] = "",
     control: ControlOption = "",
     parallel: Annotated[
-        int, typer.Option(min=0, help="start this run while fewer than so many runs go on; 0: the number in server.toml")
+        int, typer.Option(min=0, help="start this run when fewer runs than this number are going on; 0: the number in server.toml")
     ] = 0,
     key: KeyOption = None,
     own: Annotated[
@@ -209,9 +211,9 @@ def submit(
     ] = None,
     sign_only: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="sign the run and write it to FILE, and no more: FOLDER may be a copy on another machine"),
+        typer.Option(metavar="FILE", help="only sign the run and write it to FILE; FOLDER may be a copy on another machine"),
     ] = None,
-    signed: Annotated[Path | None, typer.Option(metavar="FILE", help="submit what --sign-only wrote, as it is")] = None,
+    signed: Annotated[Path | None, typer.Option(metavar="FILE", help="submit the run in FILE, which --sign-only wrote")] = None,
 ) -> None:
     """Submit a run to the deployed sites, wait for the runs before it, and show its log.
 

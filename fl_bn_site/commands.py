@@ -177,8 +177,8 @@ def supernode(site: SiteFolder) -> Command:
         "`fl-bn doctor .` finds out which",
         "CERTIFICATE_VERIFY_FAILED": f"the certificate of {site.superlink} is not signed by ca.crt: it is another server, or "
         "has the folder of another kit",
-        "No SuperNode found with the given public key": "the server does not know this site's key yet. It goes on trying. If that does not "
-        "end, send site.pub to the server's operator, who enters it there: `fl-bn kit add-site`, or `fl-bn kit renew --site`",
+        "No SuperNode found with the given public key": "the server does not know this site's key yet. The SuperNode tries again. If this "
+        "line keeps coming, send site.pub to the server's operator, who enters it: `fl-bn kit add-site`, or `fl-bn kit renew --site`",
         "Invalid timestamp": "this machine's clock is 5 s or more ahead of the server's, or 305 s or more behind, and Flower refuses that: "
         "correct the wrong clock of the two (chrony, systemd-timesyncd). The SuperNode tries again",
         "could not be activated": "the server still counts this site as connected, as it does for a minute after a crash. The SuperNode "

@@ -186,7 +186,9 @@ class Policy:
         for key in BATCHES:
             if 0 < int(run_config.get(key, 0)) < self.min_samples:
                 raise _refusal(
-                    "min-samples", self.min_samples, f"the run config has {key}={run_config[key]}, so statistics would be of fewer samples"
+                    "min-samples",
+                    self.min_samples,
+                    f"the run config has {key}={run_config[key]}, so statistics would summarise fewer samples",
                 )
 
     def check_code(self, fab: bytes, package: Path) -> None:
@@ -237,7 +239,7 @@ class Policy:
             raise _refusal("min-samples", self.min_samples, f"the reply summarises {samples} samples")
         for name, count in counts.items():
             if 0 < count < self.min_samples:
-                raise _refusal("min-samples", self.min_samples, f"the statistic {name} is of {count} values")
+                raise _refusal("min-samples", self.min_samples, f"the statistic {name} summarises {count} values")
 
     def limits(self, node_config: Mapping[str, Any]) -> dict[str, Any]:
         """Add to ``node_config`` the limits of the policy that the ClientApp enforces itself.
