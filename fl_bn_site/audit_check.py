@@ -107,7 +107,10 @@ def _forgotten(lines: Sequence[Line]) -> int:
 
 
 def _faults(lines: Sequence[Line], forgotten: int) -> list[str]:
-    """Return a sentence for each fault between the first line and the last. ``forget`` removed ``forgotten`` lines before them."""
+    """Return a sentence for each fault between the first line and the last.
+
+    ``forget`` removed ``forgotten`` lines before the first one. That is no fault.
+    """
     found: list[str] = []
     number, before, doubted = 0, START, False  # the number and the hash of the line before, and whether it was changed
     if forgotten and lines[0].values is not None:

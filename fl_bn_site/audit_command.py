@@ -82,7 +82,7 @@ def audit(
 
 
 def tables_of(report: Report, found: Findings) -> Group:
-    """Return a table of the totals, a table of the answers that did not leave, and the hash to note. Long names are wrapped."""
+    """Return a table of the totals, a table of the answers that did not leave, and the hash to note elsewhere."""
     from rich.console import Group
     from rich.markup import escape
     from rich.table import Table

@@ -161,7 +161,9 @@ class Report:
 
 
 def chosen(folder: Path, which: Filter) -> Iterator[dict[str, Any]]:
-    """Yield the fields of the lines that ``which`` chooses. Lines that cannot be read are left out; ``audit_check`` reports them.
+    """Yield the fields of the lines that ``which`` chooses.
+
+    Lines that cannot be read are left out; ``audit_check`` reports them.
 
     Raises:
         OSError: A file cannot be read.

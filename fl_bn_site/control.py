@@ -301,10 +301,10 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
 
 
 def _note_nodes(server: ServerFolder, keys: Mapping[str, bytes], control: Control) -> None:
-    """Write which node each site has now, for runs that go on: a site with a new key has a new node.
+    """Write a file that says which node each site has now. Runs that go on need it: a new key means a new node.
 
-    A folder that may not be written to, as in docker-compose.yml, has no such file. There a site with a new key
-    takes part from the next run on.
+    If the folder cannot be written to, as in docker-compose.yml, there is no such file. Then a site with a new key takes
+    part from the next run on.
     """
     nodes = control.registered()
     known = {site: nodes[key] for site, key in keys.items() if key in nodes}

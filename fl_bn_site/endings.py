@@ -41,7 +41,7 @@ def in_words(error: Exception) -> str:
 
 
 def out_of_memory_kills() -> int:
-    """Return how many processes the system has killed since it started because memory ran out; 0 where it does not tell."""
+    """Return how many processes the system has killed, since its start, because memory ran out; 0 where it does not tell."""
     try:
         lines = VMSTAT.read_text(encoding="utf-8").splitlines()
     except OSError:

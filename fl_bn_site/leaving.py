@@ -1,4 +1,4 @@
-"""Measure, by section, the content of a site's answer to a message. Sections and bytes are those of the server's disclosure.csv.
+"""Measure, by section, the content of a site's answers. Sections and bytes are as in the server's disclosure.csv.
 
 The site's own code does the counting, and uses no code of the run. It counts the arrays and numbers in Flower's message
 just before the message leaves. Content that the server's report does not list (counts, texts, keys, shares of keys) is
@@ -126,7 +126,10 @@ def totals_of(sections: Sections) -> dict[str, Any]:
 
 
 def message_bytes(message: Any) -> int:
-    """Return the bytes of the objects that Flower sends for a message. Equal objects count once, frames of gRPC and TLS not."""
+    """Return the bytes of the objects that Flower sends for a message. Equal objects count once.
+
+    The frames of gRPC and TLS are not counted.
+    """
     objects, waiting = dict[int, int](), [message]
     while waiting:
         one = waiting.pop()
@@ -182,7 +185,7 @@ def _arrays(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, An
 
 
 def _metrics(found: Sections, metrics: Mapping[str, Any]) -> None:
-    """Count the metrics of an answer that has arrays, as the server's report does. It counts none in an exchange by replay."""
+    """Count the metrics of an answer that has arrays, as the server's report does: none in an exchange by replay."""
     if "exchange" in found:
         return
     ours = metrics.get(METRICS, {})
@@ -213,7 +216,10 @@ def _configs(found: Sections, configs: Mapping[str, Any]) -> None:
 
 
 def _rest(found: Sections, metrics: Mapping[str, Any]) -> None:
-    """Count in ``other`` the numbers that no section has: counts of an evaluation, of a skipped round, or of a secure sum."""
+    """Count in ``other`` the numbers that no section has.
+
+    They are the counts in an evaluation, in the reply of a client that sat out, and in a secure sum.
+    """
     counted = sum(found[name]["bytes"] for name in ("drift", "metrics", "own metrics", "evaluation") if name in found)
     _add(found, OTHER, 0, max(0, sum(size(value) for record in metrics.values() for value in record.values()) - counted))
 

@@ -102,8 +102,8 @@ class Policy:
         max_memory: The memory in GB (2**30 bytes) that the process of a message may use for data.
         min_samples: The smallest number of samples that a statistic or a reply may summarise; 0: no limit.
         max_evaluations: The largest number of evaluations that this site answers in one run.
-        max_unknown_rounds: The largest number of earlier rounds with secure aggregation that may have taken place
-            without this site.
+        max_unknown_rounds: The largest number of earlier rounds without this site from which the other clients' own
+            tensors in a secure sum may come; None: no limit.
     """
 
     allow_methods: tuple[str, ...] | None = None

@@ -253,7 +253,9 @@ class Queue:
         return ""
 
     def _settle(self, entry: QueuedRun, control: Control) -> QueuedRun:
-        """Complete an entry in state ``starting``, which a process left when it was killed.
+        """Find out whether the run of an entry in state ``starting`` was started, and change the state.
+
+        A process that is killed while it starts a run leaves such an entry.
 
         Returns:
             The entry: ``started`` where the SuperLink has the run, else ``waiting`` again. Entries in any other

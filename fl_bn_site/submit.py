@@ -205,7 +205,7 @@ def resume(server: ServerFolder, name: str, address: str = "", say: Say = print,
 
 
 def how_to_go_on(server: ServerFolder, name: str) -> str:
-    """Return what to do after the run ``name`` has ended early: a command that resumes it, or one that begins it anew."""
+    """Return, in words, what to do after the run ``name`` has ended early: the command that resumes it or begins it anew."""
     run = server.results / name
     rounds = sorted(int(path.stem.removeprefix("round-")) for path in (run / FOLDER).glob("round-*.safetensors"))
     if rounds:
@@ -217,8 +217,8 @@ def how_to_go_on(server: ServerFolder, name: str) -> str:
 def _with_defaults(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Add to ``given`` the keys that follow from the server's folder but that this run ignores, with their defaults.
 
-    Such keys are those of an exchange that the method does not have. The defaults keep ``complete_config`` from
-    setting them, which would be an error, since a run config must not have keys without effect.
+    For example, a method without a layer-wise exchange ignores the keys of the exchange. ``complete_config`` would set
+    these keys, and a run config is refused if such a key has another value than its default.
 
     Raises:
         ConfigError: A key of ``given`` is unknown or has no effect, or its value is out of range.

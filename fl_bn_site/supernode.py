@@ -107,7 +107,7 @@ def fail(state: Any, run: int, why: str, refused: bool = False) -> None:
 
 
 def ended(state: Any, token: str, why: str) -> None:
-    """Answer with an error for the process that has this ``token``. An empty token stands for all processes."""
+    """Answer with an error the messages of the process that has this ``token``. An empty token stands for all processes."""
     with state.lock_token_store:
         runs = [run for run, record in state.token_store.items() if token in ("", record.token)]
     for run in runs:
@@ -163,7 +163,7 @@ def _runs(state: Any) -> set[int]:
 
 
 def _look_for_host(state: Any) -> None:
-    """Answer all messages with an error where nobody has asked for work for ``ABSENT`` seconds. Flower calls it while it waits."""
+    """Answer all messages with an error if nobody has asked for work for ``ABSENT`` seconds. Flower calls this while it waits."""
     now = time.monotonic()
     state.awaited = now if now - getattr(state, "looked", now) > ASKING else getattr(state, "awaited", now)
     state.looked = now

@@ -166,7 +166,7 @@ class SupervisedProgram:
             self._process.terminate()
 
     def _changed_file(self) -> Path | None:
-        """Return a file that has changed since the program read it, or None. A file that is missing now counts as unchanged."""
+        """Return a file that has changed since the program read it, or None. A missing file counts as unchanged."""
         return next((file for file, before in self._read.items() if (time_of_change(file) or before) != before), None)
 
     def end(self) -> None:

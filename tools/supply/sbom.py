@@ -32,9 +32,10 @@ Key = tuple[str, str]  # name, version
 
 
 def needed(product: str, extras: Sequence[str]) -> dict[str, tuple[Distribution, list[str]]]:
-    """Return ``product``, and every installed package that it needs with ``extras``: name -> (package, names of its requirements).
+    """Return ``product``, and every installed package that it needs with ``extras``.
 
-    ``product`` comes first. Names of packages that are not installed are left out.
+    Returns:
+        Name -> the package, and the names of the installed packages that it needs. ``product`` comes first.
 
     Raises:
         PackageNotFoundError: ``product`` is not installed.
