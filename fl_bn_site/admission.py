@@ -1,7 +1,7 @@
 """Refuse runs in the SuperNode, before anything of their packages is kept, unpacked or imported at the site.
 
-The SuperNode asks for the policy's decision with every message of a run. It holds the site's key and runs nothing
-that the server sends, so no code of a run can change the decision, or the files that say which signatures came before.
+The SuperNode checks every message by the site's policy. It holds the site's key, and runs no code that the server
+sends. So the code of a run can change neither the decision nor the files that record which signatures came before.
 A refused message gets an error as its answer, which names the line of the policy.
 
 ``supernode.py`` loads this file by its path.
@@ -28,7 +28,7 @@ else:
 
 
 class Refused(Exception):
-    """Signal that a message is of a run that the site refuses."""
+    """Signal that a message belongs to a run that the site refuses."""
 
 
 class Admission:
@@ -36,12 +36,12 @@ class Admission:
 
     Args:
         policy: The site's policy file.
-        accepted: The folder that remembers which run came with which signature.
+        accepted: The folder that records which run came with which signature.
     """
 
     def __init__(self, policy: Path, accepted: Path) -> None:
         self.policy, self.accepted = policy, signing.Accepted(accepted)
-        self._decided: dict[int, tuple[Any, Any]] = {}  # by run: the policy, and the decision by it
+        self._decided: dict[int, tuple[Any, Any]] = {}  # run id -> the policy, and the decision by this policy
 
     def decide(self, run_id: int, run: Any, package: Callable[[], bytes], now: float | None = None) -> Any:
         """Decide whether a run may take place here. The policy is read anew each time.
@@ -49,8 +49,9 @@ class Admission:
         Args:
             run_id: Flower's id of the run, as the message has it.
             run: Flower's record of the run.
-            package: Returns the package of the run. It is asked for where the policy or the run is new.
-            now: The time, in seconds since 1970; None: now.
+            package: Returns the package of the run. It is called only where the policy or the run is new, or the
+                signature has expired.
+            now: The time, in seconds since 1970; None: the present time.
 
         Returns:
             The decision (``policy.Decision``).
@@ -88,15 +89,15 @@ def refuse_runs(names: dict[str, Any], admission: Admission, fail: Callable[...,
 
     Args:
         names: The globals of the module with the main loop.
-        admission: What decides.
-        fail: Answers the messages of a run with an error (``supernode.py``).
+        admission: Decides on runs.
+        fail: Answers the messages of a run with an error: ``supernode.fail``.
     """
     take_in = names["_pull_and_store_message"]
 
     def checked(**of: Any) -> int | None:
         state, told = of["state"], list[Any]()
 
-        # What was checked is what is taken in: the server is asked once.
+        # Each call asks the server once for a run and its package, so that Flower takes in what was checked.
         @lru_cache
         def get_run(run_id: int) -> Any:
             return state.get_run(run_id) or of["get_run"](run_id)
@@ -129,7 +130,7 @@ def refuse_runs(names: dict[str, Any], admission: Admission, fail: Callable[...,
             fail(state, message.metadata.run_id, why)
             try:
                 of["confirm_message_received"](message.metadata.run_id, message.metadata.message_id)
-            except Exception as error:  # the answer goes on its way all the same
+            except Exception as error:  # the error is sent to the server nevertheless
                 logging.getLogger("flwr").warning("the server was not told that the message arrived: %s", error)
             run_id = message.metadata.run_id
         return run_id

@@ -57,8 +57,8 @@ READY = b"1"
 BUSY, IDLE, QUIET = 0.1, 0.5, 60.0  # seconds between two questions for work: BUSY, or IDLE after QUIET seconds without work
 ED25519 = "cryptography.hazmat.primitives.asymmetric.ed25519"  # for the signatures of runs
 PRELOADED = ("numpy", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib", ED25519)
-REFUSALS = ("NotAllowed", "Refused")  # errors by which the site's policy, or the app's gate, refuses
-MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # how torch and NumPy report it
+REFUSALS = ("NotAllowed", "Refused")  # errors by which the site's policy, or the app's gate, refuses a message
+MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # parts of torch's and NumPy's error messages
 
 find = runpy.run_path(str(PACKAGE / "flower" / "compat.py"))["find"]
 endings = runpy.run_path(str(HERE / "endings.py"))
@@ -113,7 +113,7 @@ def policy_module() -> ModuleType:
 def site_module(file: str) -> ModuleType:
     """Load ``FILE.py`` of this site.
 
-    It has a module name of its own, so that it cannot be confused with the one of a run.
+    The module gets a name of its own, so that it cannot be confused with the same module in the code of a run.
     """
     name = f"{file}_of_this_site"
     if name not in sys.modules:
@@ -134,11 +134,11 @@ def ask_for_work(site: Site, hand_over: Callable[[Request], None], is_ready: Cal
     Args:
         site: The site.
         hand_over: Called with a request for each message.
-        is_ready: Returns whether the cold process has its imports. No message is taken before that: from then on
-            its process has half a minute for its first sign of life.
+        is_ready: Returns whether the cold process has finished its imports. No message is taken before that, because
+            the process of a message must give a first sign of life within half a minute.
     """
     stub = _stub(site)
-    tell_end(stub, "", endings["RESTARTED"])  # processes that this program's predecessor started ended with it
+    tell_end(stub, "", endings["RESTARTED"])  # the processes of an earlier start of this program have ended with it
     worked = -QUIET
     while True:
         if runs := stub.ListAppsToLaunch(find("ListAppsToLaunchRequest")()).run_ids:
@@ -153,7 +153,7 @@ def ask_for_work(site: Site, hand_over: Callable[[Request], None], is_ready: Cal
 
 
 def serve(lines: Iterable[str], site: Site, ready: Callable[[], None] = lambda: None) -> None:
-    """Run the cold process, which answers each request in a process of its own.
+    """Do the work of the cold process: have each request answered in a process of its own.
 
     Args:
         lines: One request per line, as JSON. The lines end when the host ends.
@@ -200,7 +200,7 @@ class WarmProcess:
         def stay() -> None:
             os.close(self._lines)
             limit_memory(key[1])
-            sys.argv = [PROGRAM]  # an app may ask, when it is imported, whether it is deployed
+            sys.argv = [PROGRAM]  # an app may find out by this, when it is imported, whether it is deployed
             app = load(site, request, key[0] == INSTALLED)
             if len(os.listdir("/proc/self/task")) > 1:
                 raise RuntimeError(
@@ -301,7 +301,7 @@ def watch(site: Site, request: Request, app: Any) -> None:
 
 
 def tell_end(stub: Any, token: str, why: str) -> None:
-    """Tell the SuperNode that the process with this ``token`` has ended; empty: those of all tokens."""
+    """Tell the SuperNode that the process with this ``token`` has ended. An empty token stands for all processes."""
     stub.SendAppHeartbeat(find("SendAppHeartbeatRequest")(token=token), metadata=((endings["ENDED"], why.encode()),))
 
 
@@ -311,7 +311,7 @@ def answer(site: Site, request: Request, app: Any) -> None:
     Args:
         site: The site.
         request: The message to fetch and answer.
-        app: The loaded ClientApp; None: unpack and load the one that the message brings.
+        app: The loaded ClientApp; None: unpack and load the app that the message brings.
     """
     find("start_parent_process_monitor")(site.cold_process)
     sys.argv = [PROGRAM]
@@ -348,9 +348,9 @@ def answer(site: Site, request: Request, app: Any) -> None:
 
 
 def placed(context: Any, app: str) -> dict[str, Any]:
-    """Return the node config of a message, with the client's place in the run for apps that are not fl-bn's.
+    """Return the node config of a message. For apps other than fl-bn's, add the client's place in the run.
 
-    A Flower app of one's own looks for it in ``partition-id`` and ``num-partitions``. fl-bn's finds its place itself.
+    Such apps look for their place in ``partition-id`` and ``num-partitions``. fl-bn's app finds its place itself.
 
     Args:
         context: Flower's context of the message.
@@ -363,7 +363,7 @@ def placed(context: Any, app: str) -> dict[str, Any]:
 
 
 class Record:
-    """Write what leaves the site in the answer to one message to its audit log, before it leaves.
+    """Write into the site's audit log what the answer to one message holds, before the answer leaves the site.
 
     Args:
         site: The site.
@@ -378,18 +378,18 @@ class Record:
             self._about = site_module("leaving").about(message, run_config, hashlib.sha256(fab).hexdigest())
 
     def submitted_by(self, name: str) -> None:
-        """Write the name of the submitter from now on. Empty: the site does not know it."""
+        """Add the ``name`` of the run's submitter to the lines from now on. Empty: the site does not know the submitter."""
         if self._folder is not None:
             self._about["submitter"] = name or None
 
     def listen(self) -> None:
-        """Write the vectors of a layer-wise exchange, too. They leave the app beside its answer."""
+        """Write a line for each vector of a layer-wise exchange, too. The app sends these vectors apart from its answer."""
         if self._folder is not None and (departures := sys.modules.get("fl_bn.support.departures")) is not None:
             exchanged, asked = site_module("leaving").exchanged, self._message.metadata.message_type
             departures.listen(lambda *vector: self._write({"message": "exchange", **exchanged(asked, *vector)}))
 
     def checked(self, reply: Any) -> Any:
-        """Return the answer once its line is written.
+        """Write the line about an answer, and return the answer.
 
         Raises:
             AuditError: The line cannot be written.
@@ -399,7 +399,10 @@ class Record:
         return reply
 
     def failed(self, error: Exception) -> Any:
-        """Return the error that leaves in place of an answer. Where its line cannot be written either, it says so."""
+        """Write the line about an error, and return the reply that has the error in place of an answer.
+
+        Where this line cannot be written either, the reply says so instead.
+        """
         reply = _error(self._message, error)
         refusal = "refused" if any(kind.__name__ in REFUSALS for kind in type(error).__mro__) else "failed"
         try:
@@ -510,7 +513,7 @@ def main() -> None:
     def stay() -> None:  # forked before gRPC is imported, since gRPC does not survive a fork
         os.close(lines)
         with os.fdopen(requests) as stream:
-            serve(stream, site, lambda: os.close(ready))  # whose other end can be read from then on
+            serve(stream, site, lambda: os.close(ready))  # when ``ready`` is closed, ``told`` can be read
 
     fork(stay)
     os.close(requests)

@@ -1,10 +1,11 @@
 """Write the audit log of a site: one line of JSON for each answer, before the answer leaves.
 
-Each line carries the SHA-256 of the line before, so a change in the middle shows (``audit_check.py``). A file
-``head`` names the last line, so that lines cut off at the end show, too. Who may write to the folder can compute all of
-it anew. Only a hash that was noted elsewhere shows that.
+Each line carries the SHA-256 of the line before, so ``audit_check.py`` notices a change in the middle. The file ``head``
+has the number and the hash of the last line, so lines that were cut off at the end are noticed, too. Whoever may write
+to the folder can compute the whole log anew. Only a hash that was noted elsewhere shows that.
 
-Each message has a process of its own, so a lock keeps them apart. A line is on the disk when ``append`` returns.
+Each message is answered by a process of its own, and a lock lets one process write at a time. A line is on the disk
+when ``append`` returns.
 
 This module imports only the standard library, so that ``app_host.py`` can load it by its path.
 """
@@ -24,8 +25,8 @@ from typing import Any
 NAME = re.compile(r"audit-([0-9]{6})\.jsonl")
 HEAD, LOCK = "head", "lock"
 HEAD_LINE = re.compile(rb"([0-9]{20}) ([0-9a-f]{64})\n")
-START = "0" * 64  # what line 1 carries for the line before it
-LARGEST = 16 << 20  # bytes of a file, after which the next one begins
+START = "0" * 64  # the hash in line 1, which has no line before it
+LARGEST = 16 << 20  # size of a file, in bytes, from which a new file is begun
 BLOCK = 1 << 16
 
 
@@ -38,10 +39,10 @@ class Line:
     """Hold a line of the log.
 
     Attributes:
-        file: The name of its file.
-        place: Its place in that file, from 1.
-        hash: The SHA-256 of its bytes, in hexadecimal digits.
-        values: What it says; None: it is no JSON object with a number and a hash.
+        file: The name of the file that has the line.
+        place: The place of the line in that file, from 1.
+        hash: The SHA-256 of the line's bytes, in hexadecimal digits.
+        values: The fields of the line; None: it is no JSON object with a number and the hash of the line before.
     """
 
     file: str
@@ -51,12 +52,12 @@ class Line:
 
     @property
     def number(self) -> int:
-        """Return its number in the log, from 1; 0: it has none."""
+        """Return the number of the line in the log, from 1; 0: the line has no number."""
         return 0 if self.values is None else int(self.values["line"])
 
 
 def parse(data: bytes) -> dict[str, Any] | None:
-    """Return what the bytes of a line say; None: they are no line of an audit log."""
+    """Return the fields of a line; None: ``data`` is no line of an audit log."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError):
@@ -67,7 +68,7 @@ def parse(data: bytes) -> dict[str, Any] | None:
 
 
 def digest(data: bytes) -> str:
-    """Return the hash of a line's bytes, without the end of the line."""
+    """Return the hash of a line. ``data`` has no line break."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -90,7 +91,7 @@ def lines_in(folder: Path) -> Iterator[Line]:
 
 
 def head_in(folder: Path) -> tuple[int, str] | None:
-    """Return number and hash of the last line, as the file ``head`` has them; None: there is no such file, or it is damaged.
+    """Return the number and the hash of the last line, from the file ``head``; None: the file is missing or damaged.
 
     Raises:
         OSError: The file is there, but cannot be read.
@@ -103,12 +104,12 @@ def head_in(folder: Path) -> tuple[int, str] | None:
 
 
 def append(folder: Path, entry: Mapping[str, Any], largest: int = LARGEST) -> str:
-    """Add a line to the log. It is on the disk when this returns.
+    """Add a line to the log. The line is on the disk when this function returns.
 
     Args:
         folder: The folder of the log.
-        entry: What the line says, beside its number, the hash before it, and the time.
-        largest: The bytes of a file, after which the next one begins.
+        entry: The fields of the line. Its number, the hash of the line before, and the time are added.
+        largest: The size of a file, in bytes, from which a new file is begun.
 
     Returns:
         The hash of the line.
@@ -136,7 +137,7 @@ def _append(folder: Path, entry: Mapping[str, Any], largest: int) -> str:
     path = files[-1] if files else folder / "audit-000001.jsonl"
     notes = []
     if removed := _complete(path):
-        notes.append(f"half a line of {removed} bytes was removed before this one, as a process leaves that ends while it writes")
+        notes.append(f"half a line of {removed} bytes was removed before this one: the process that wrote it ended meanwhile")
     number, before, note = _place(folder, files)
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     about = {"note": "; ".join(filter(None, [*notes, note]))} if notes or note else {}
@@ -149,23 +150,23 @@ def _append(folder: Path, entry: Mapping[str, Any], largest: int) -> str:
     descriptor = os.open(folder / HEAD, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         os.ftruncate(descriptor, 0) if os.fstat(descriptor).st_size not in (0, 86) else None
-        os.pwrite(descriptor, f"{number + 1:020d} {name}\n".encode(), 0)  # in place: a crash leaves the former head, or this one
+        os.pwrite(descriptor, f"{number + 1:020d} {name}\n".encode(), 0)  # in place, so a crash leaves either the old content or the new
     finally:
         os.close(descriptor)
     return name
 
 
 def _place(folder: Path, files: list[Path]) -> tuple[int, str, str]:
-    """Return number and hash of the line after which the next one goes, and a note where something is missing."""
+    """Return the number and the hash of the last line, and a note for the next line where the file ``head`` is missing."""
     head, last = head_in(folder), _last(files)
     if last is None and head is None:
         return 0, START, ""
     if head is None:
         assert last is not None
         return *last, "the file head was missing: whether lines before this one were cut off cannot be told"
-    if last is not None and last[0] > head[0]:  # a crash may leave a head that is behind
+    if last is not None and last[0] > head[0]:  # a crash may leave a ``head`` that names an earlier line
         return *last, ""
-    return *head, ""  # where the last line is another one than the head names, that stays visible
+    return *head, ""  # if the last line is not the one in ``head``, ``audit_check`` still notices that
 
 
 def _last(files: list[Path]) -> tuple[int, str] | None:
@@ -177,7 +178,7 @@ def _last(files: list[Path]) -> tuple[int, str] | None:
 
 
 def _tail(path: Path) -> bytes:
-    """Return the last whole line of a file, without its end; empty: it has none."""
+    """Return the last whole line of a file, without its line break; empty: the file has no whole line."""
     with path.open("rb") as file:
         end, data = file.seek(0, os.SEEK_END), b""
         while end and data.count(b"\n") < 2:
@@ -189,7 +190,7 @@ def _tail(path: Path) -> bytes:
 
 
 def _complete(path: Path) -> int:
-    """Remove half a line at the end of a file, and return its bytes."""
+    """Remove an incomplete line at the end of a file, and return the number of removed bytes."""
     if not path.exists():
         return 0
     with path.open("rb+") as file:

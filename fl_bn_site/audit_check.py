@@ -1,7 +1,7 @@
-"""Find lines of a site's audit log that were changed, removed, swapped or cut off, and say it in one sentence each.
+"""Find lines of a site's audit log that were changed, removed, swapped or cut off, and describe each in a sentence.
 
-What cannot be noticed: that somebody computed the whole log anew, with its file ``head``, or removed all of it. A hash
-that the site's officer noted elsewhere (``fl-bn audit`` prints it) shows that.
+One thing cannot be noticed from the log alone: that somebody computed the whole log anew, with its file ``head``, or
+removed all of it. It shows only by a hash that the site's officer has noted elsewhere (``fl-bn audit`` prints one).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from fl_bn_site.audit import HEAD, START, Line, append, files_in, head_in, lines_in
 
-FORGOTTEN = "forgotten"  # the kind of a line that says that older lines were removed
-NAMED = 5  # the most faults that are named one by one
+FORGOTTEN = "forgotten"  # ``message`` and ``decision`` of a line that says that older lines were removed
+NAMED = 5  # the most faults that are described one by one
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Findings:
         lines: The number of lines.
         head: The hash of the last line; empty: there is none.
         faults: A sentence for each line that was changed, removed, swapped or cut off. Empty: the log is whole.
-        forgotten: The number of lines that were removed from the beginning by ``forget``, as a line of the log says.
-        noted: Whether the hash that was asked for is that of a line; None: none was asked for.
+        forgotten: How many lines ``forget`` removed from the beginning, as a line of the log says.
+        noted: Whether a line has the hash that was asked for; None: no hash was asked for.
     """
 
     lines: int
@@ -66,14 +66,16 @@ def check(folder: Path, noted: str = "") -> Findings:
 
 
 def forget(folder: Path, until: datetime) -> tuple[int, int]:
-    """Remove the files of the log whose lines are all older than ``until``, but never the last file. A new line says so first.
+    """Remove the files of the log whose lines are all older than ``until``, but never the last file.
+
+    Before that, a new line at the end of the log says which lines are removed.
 
     Args:
         folder: The folder of the log.
-        until: The time. It has a zone.
+        until: The time, with a time zone.
 
     Returns:
-        The number of files, and the number up to which lines are gone. (0, 0): nothing was old enough.
+        The number of removed files, and the number of the last removed line; (0, 0): no file was old enough.
 
     Raises:
         AuditError: The line cannot be written; nothing was removed.
@@ -96,7 +98,7 @@ def forget(folder: Path, until: datetime) -> tuple[int, int]:
 
 
 def _forgotten(lines: Sequence[Line]) -> int:
-    """Return the number of lines before the first one that ``forget`` removed, as a later line says; 0: none says so."""
+    """Return how many lines at the beginning ``forget`` removed, as a line that is still there says; 0: no line says so."""
     if not lines or lines[0].values is None:
         return 0
     wanted = FORGOTTEN, lines[0].number - 1, lines[0].values["before"]
@@ -105,12 +107,15 @@ def _forgotten(lines: Sequence[Line]) -> int:
 
 
 def _faults(lines: Sequence[Line], forgotten: int) -> list[str]:
-    """Return a sentence per fault between the first line and the last, where ``forgotten`` lines before them are rightly gone."""
+    """Return a sentence for each fault between the first line and the last.
+
+    ``forget`` removed ``forgotten`` lines before the first one. That is no fault.
+    """
     found: list[str] = []
-    number, before, doubted = 0, START, False  # the line before: its number, its hash, and whether it was found changed
+    number, before, doubted = 0, START, False  # the number and the hash of the line before, and whether it was changed
     if forgotten and lines[0].values is not None:
         number, before = forgotten, str(lines[0].values["before"])
-    displaced: set[int] = set()  # lines that stand further down
+    displaced: set[int] = set()  # the numbers of lines that are missing here, but come further down
     for index, line in enumerate(lines):
         where = f"{line.file}, line {line.place} of the file"
         if line.values is None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fl_bn_site.audit_check import Findings
     from fl_bn_site.audit_report import Report
 
-SHOWN = 10  # the most refusals in the table
+SHOWN = 10  # the most answers in the table of those that did not leave
 
 
 def audit(
@@ -33,9 +33,7 @@ def audit(
     as_csv: Annotated[bool, typer.Option("--csv", help="print the totals as CSV")] = False,
     forget: Annotated[
         str,
-        typer.Option(
-            metavar="DATE", help="remove files whose lines are all older, and write a line that says so: for the end of a retention"
-        ),
+        typer.Option(metavar="DATE", help="remove files whose lines are all older, and log that: for the end of a retention period"),
     ] = "",
     lines: Annotated[bool, typer.Option("--lines", help="print the lines themselves, one JSON object each")] = False,
 ) -> None:
@@ -84,7 +82,7 @@ def audit(
 
 
 def tables_of(report: Report, found: Findings) -> Group:
-    """Return the totals as a table, the answers that did not leave, and the hash to note. At 80 columns, names are broken into lines."""
+    """Return a table of the totals, a table of the answers that did not leave, and the hash to note elsewhere."""
     from rich.console import Group
     from rich.markup import escape
     from rich.table import Table

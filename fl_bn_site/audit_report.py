@@ -21,13 +21,13 @@ COLUMNS = ("run", "name", "message", "section", "answers", "tensors", "bytes", "
 
 @dataclass(frozen=True)
 class Filter:
-    """Choose lines of the log.
+    """Choose lines of the log: those that all attributes allow.
 
     Attributes:
         run: The id or the name of a run; empty: all runs.
-        rounds: The first and the last round; None: all.
-        message: Flower's type of the message, as ``train``; empty: all.
-        since: The earliest time; None: any.
+        rounds: The first and the last round; None: all rounds.
+        message: Flower's type of a message, as ``train``; empty: all types.
+        since: The earliest time; None: any time.
     """
 
     run: str = ""
@@ -37,7 +37,7 @@ class Filter:
 
     @classmethod
     def of(cls, run: str = "", rounds: str = "", message: str = "", since: str = "") -> Filter:
-        """Read a filter from what is typed.
+        """Read a filter from the options of ``fl-bn audit``; an empty text allows all lines.
 
         Args:
             run: The id or the name of a run.
@@ -73,15 +73,15 @@ class Filter:
 
 @dataclass(frozen=True)
 class Total:
-    """Hold what left in one section of one kind of answers, in one run.
+    """Hold the totals of one section, over a run's answers to messages of one type.
 
     Attributes:
         answers: The number of answers with the section.
-        tensors: The number of their tensors.
-        nbytes: Their bytes.
-        smallest: The smallest number of samples behind one of their statistics; None: no answer says it.
-        first: Their first round.
-        last: Their last round.
+        tensors: The number of tensors in the section, over these answers.
+        nbytes: The bytes of the section, over these answers.
+        smallest: The smallest number of samples behind a statistic of the section; None: no answer tells it.
+        first: The first round of these answers.
+        last: The last round of these answers.
     """
 
     answers: int = 0
@@ -92,7 +92,7 @@ class Total:
     last: int = 0
 
     def and_also(self, of: Mapping[str, int], round: int) -> Total:
-        """Return the total with one more answer."""
+        """Return the total with one more answer, which has the section ``of`` and belongs to ``round``."""
         smallest = min((n for n in (self.smallest, of.get("samples")) if n), default=None)
         first = min(self.first, round) if self.answers else round
         return replace(
@@ -115,9 +115,9 @@ class Report:
 
     Attributes:
         lines: The number of lines.
-        totals: By run, name of the run, type of the message, and section.
-        message_bytes: The bytes of the answers that left, as Flower serialises them.
-        refused: The answers that did not leave: time, run, type of the message, decision and reason.
+        totals: (run, name of the run, type of the message, section) -> the totals of the section.
+        message_bytes: The bytes of all that left, also errors in place of answers, as Flower serialises it.
+        refused: The answers that did not leave: time, run, type of the message, decision and reason of each.
     """
 
     lines: int = 0
@@ -126,7 +126,7 @@ class Report:
     refused: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Add a line."""
+        """Add a line of the log to the totals."""
         self.lines += 1
         run, name, message = str(entry.get("run")), str(entry.get("name") or ""), str(entry.get("message"))
         self.message_bytes += int(entry.get("message-bytes", 0))
@@ -141,12 +141,12 @@ class Report:
             self.totals[key] = self.totals.get(key, Total()).and_also(of, int(entry.get("round") or 0))
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the totals as rows with ``COLUMNS``, in the order in which they occurred."""
+        """Yield the totals as rows with ``COLUMNS``, in the order of the log."""
         for key, total in self.totals.items():
             yield (*key, total.answers, total.tensors, total.nbytes, total.smallest, total.first, total.last)
 
     def to_json(self) -> str:
-        """Return all of it as JSON."""
+        """Return the whole report as JSON."""
         rows = [dict(zip(COLUMNS, row, strict=True)) for row in self.rows()]
         whole = {"lines": self.lines, "message-bytes": self.message_bytes, "totals": rows, "refused": self.refused}
         return json.dumps(whole, indent=1, ensure_ascii=False)
@@ -161,7 +161,9 @@ class Report:
 
 
 def chosen(folder: Path, which: Filter) -> Iterator[dict[str, Any]]:
-    """Yield what the chosen lines of a log say. Lines that cannot be read are left out: ``audit_check`` names them.
+    """Yield the fields of the lines that ``which`` chooses.
+
+    Lines that cannot be read are left out; ``audit_check`` reports them.
 
     Raises:
         OSError: A file cannot be read.
@@ -172,7 +174,7 @@ def chosen(folder: Path, which: Filter) -> Iterator[dict[str, Any]]:
 
 
 def report_of(entries: Iterable[Mapping[str, Any]]) -> Report:
-    """Total some lines of a log."""
+    """Return the totals of some lines of a log."""
     report = Report()
     for entry in entries:
         report.add(entry)

@@ -1,6 +1,6 @@
 """Define the commands of a deployment: ``fl-bn kit``, ``start``, ``register``, ``submit`` and others.
 
-Each command imports what it needs itself, since an import of torch takes seconds.
+Each command imports its modules only when it runs, since an import of torch takes seconds.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def create(
     exchange_port: Annotated[int, typer.Option(help="the first port of FedTAN's exchange")] = 9095,
     submitters: Annotated[
         str,
-        typer.Option(metavar="A,B", help="who signs runs: a name, for whom a key is made, or the file NAME.pub of a key that they made"),
+        typer.Option(
+            metavar="A,B", help="who signs runs: a name, for which a key is made, or a file NAME.pub with the public key of a submitter"
+        ),
     ] = "submitter",
 ) -> None:
     """Make a kit: an authority, the server's folder, and one folder per site."""
@@ -140,7 +142,7 @@ def renew(
 @kit.command()
 def verify(
     folder: Annotated[Path, typer.Argument(help="a kit, its server folder, or one of its sites")],
-    noted: Annotated[str, typer.Option(metavar="HASH", help="of a line of the site's audit log that was noted elsewhere")] = "",
+    noted: Annotated[str, typer.Option(metavar="HASH", help="the hash of a line of the site's audit log, as noted elsewhere")] = "",
 ) -> None:
     """Check whether the parts of a kit fit together: certificates, keys, modes, TOML files, audit logs. Exit code 1 if not."""
     from fl_bn_site.verify import verify as checks_of
@@ -200,7 +202,7 @@ def submit(
     run_config: Annotated[str, typer.Option("--run-config", help="keys to override: \"rounds=10 method='hbn'\"")] = "",
     control: ControlOption = "",
     parallel: Annotated[
-        int, typer.Option(min=0, help="start this run while fewer than so many runs go on; 0: the number in server.toml")
+        int, typer.Option(min=0, help="start this run when fewer runs than this number are going on; 0: the number in server.toml")
     ] = 0,
     key: KeyOption = None,
     own: Annotated[
@@ -209,9 +211,9 @@ def submit(
     ] = None,
     sign_only: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="sign the run and write it to FILE, and no more: FOLDER may be a copy on another machine"),
+        typer.Option(metavar="FILE", help="only sign the run and write it to FILE; FOLDER may be a copy on another machine"),
     ] = None,
-    signed: Annotated[Path | None, typer.Option(metavar="FILE", help="submit what --sign-only wrote, as it is")] = None,
+    signed: Annotated[Path | None, typer.Option(metavar="FILE", help="submit the run in FILE, which --sign-only wrote")] = None,
 ) -> None:
     """Submit a run to the deployed sites, wait for the runs before it, and show its log.
 
@@ -222,7 +224,7 @@ def submit(
     from fl_bn_site.submit import submit_signed
 
     if signed and (sign_only or key or run_config or own):
-        raise refused(ValueError("--signed submits what was signed: --run-config, --key, --app and --sign-only go with the signature"))
+        raise refused(ValueError("--signed submits what was signed: give --run-config, --key and --app when you sign (--sign-only)"))
     if sign_only:
         with _refusals():
             name = write_signed(_server(folder), run_config, sign_only, key, own)
@@ -384,7 +386,7 @@ def _statuses(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
         control: The address of the Control API; empty: the one in server.toml.
 
     Yields:
-        The last status that could be read, and why it could not be read anew (empty: it could).
+        The last status that could be read, and the reason why no newer one could be read (empty: it is new).
 
     Raises:
         FolderError, ControlError, QueueError, OSError: The first status cannot be read, or none could for
@@ -428,7 +430,7 @@ def _clients_from_now_on(server: ServerFolder) -> str:
 def _tell_superlink(server: ServerFolder) -> None:
     """Tell the SuperLink of ``server`` which sites may connect now, and print the answer.
 
-    A SuperLink that is not running learns it when it starts; then this is printed instead.
+    If the SuperLink does not answer, print that ``fl-bn start`` or ``fl-bn register`` will tell it.
     """
     from fl_bn_site.control import ControlError, register_sites
 

@@ -1,6 +1,6 @@
-"""Define the commands for those who sign runs, and for sites that trust them: ``fl-bn kit submitter`` and ``kit trust``.
+"""Define ``fl-bn kit submitter``, for people who sign runs, and ``fl-bn kit trust``, for sites that trust them.
 
-Each command imports what it needs itself, since an import of ``cryptography`` and Flower takes time.
+Each command imports its modules only when it runs, since imports of ``cryptography`` and Flower take time.
 """
 
 from __future__ import annotations
@@ -45,6 +45,6 @@ def trust(
         asked = let_in(folder, whom)
     except (OSError, ValueError) as error:
         raise refused(error) from error
-    typer.echo(f"{folder.policy}: runs of {whom} may take place here. Ask {name} whether that is the fingerprint")
+    typer.echo(f"{folder.policy}: runs of {whom} may take place here. Ask {name} whether this fingerprint is right")
     if not asked:
         typer.echo('allow-code is not "signed" there, so no signature is asked for')

@@ -22,7 +22,7 @@ SUPERNODE = SUPERLINK.with_name("supernode.py")  # Flower's SuperNode, which ask
 APP_HOST = SUPERLINK.with_name("app_host.py")  # runs the ClientApp of a site
 COMPAT = Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"  # run by its path, since the package around it imports torch
 PROGRAMS = ("supernode", "clientapp")  # the programs of a site; each may run as a user of its own
-UNREACHABLE = "Connection attempt failed"  # printed by Flower, also when another process of this site has just ended
+UNREACHABLE = "Connection attempt failed"  # Flower prints this, also when another process of this site has just ended
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Command:
         env: Environment variables that are added to those of this process.
         cwd: The working directory of the program.
         once: Whether the program is done, and not started again, after it exits with 0.
-        hints: Explanations of lines that the program may print: from words in such a line to what they mean
-            and what to do.
+        hints: Explanations of lines that the program may print: words in such a line -> what the line means, and what
+            to do.
         reads: Files that the program reads at its start. When one changes, the program is started again.
     """
 
@@ -177,8 +177,8 @@ def supernode(site: SiteFolder) -> Command:
         "`fl-bn doctor .` finds out which",
         "CERTIFICATE_VERIFY_FAILED": f"the certificate of {site.superlink} is not signed by ca.crt: it is another server, or "
         "has the folder of another kit",
-        "No SuperNode found with the given public key": "the server does not know this site's key yet. It goes on trying. If that does not "
-        "end, send site.pub to the server's operator, who enters it there: `fl-bn kit add-site`, or `fl-bn kit renew --site`",
+        "No SuperNode found with the given public key": "the server does not know this site's key yet. The SuperNode tries again. If this "
+        "line keeps coming, send site.pub to the server's operator, who enters it: `fl-bn kit add-site`, or `fl-bn kit renew --site`",
         "Invalid timestamp": "this machine's clock is 5 s or more ahead of the server's, or 305 s or more behind, and Flower refuses that: "
         "correct the wrong clock of the two (chrony, systemd-timesyncd). The SuperNode tries again",
         "could not be activated": "the server still counts this site as connected, as it does for a minute after a crash. The SuperNode "

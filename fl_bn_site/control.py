@@ -24,9 +24,9 @@ from fl_bn_site.registered import Node, Submitted, registered_nodes, run_log, su
 FEDERATION = "deployment"
 IN_USE = "already in use"  # part of Flower's message where a key is registered already
 PREAMBLE = ("Loading project configuration", "Success", "Creating a new `.gitignore`")  # lines of ``flwr`` before the reason of an error
-ANSWER = 300.0  # seconds that ``flwr`` may take to answer; to submit a run, it packs and sends the app
+ANSWER = 300.0  # seconds that ``flwr`` or start_run.py may take to answer; start_run.py sends the whole package
 SILENCE = 600.0  # seconds without an answer after which the SuperLink counts as lost
-# ends ``flwr`` after so many seconds, even if this process is killed meanwhile
+# runs a program and ends it after so many seconds, even if this process is killed meanwhile
 BOUNDED = "import os, signal, sys; signal.alarm(int(sys.argv[1])); os.execvp(sys.argv[2], sys.argv[2:])"
 STARTER = (sys.executable, "-P", str(Path(__file__).with_name("start_run.py")))  # submits a package
 PROJECT = """\
@@ -76,7 +76,7 @@ class Control:
 
         Args:
             words: The arguments of ``flwr``.
-            lock: The descriptor of a locked file that ``flwr`` inherits, as in ``start_run``; None: no file.
+            lock: The descriptor of a locked file, which ``flwr`` inherits (see ``start_run``); None: no file.
 
         Returns:
             The JSON object that ``flwr`` prints.
@@ -176,7 +176,7 @@ class Control:
             raise ControlError(str(error)) from error
 
     def registered(self) -> dict[bytes, int]:
-        """Return the node ids of all sites that may connect, by public key (in DER)."""
+        """Return public key (in DER) -> node id, for all sites that may connect."""
         return {public_in(node.key): node.id for node in self.all_nodes()}
 
     def nodes(self, sites: Sequence[Path]) -> list[int]:
@@ -301,10 +301,10 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
 
 
 def _note_nodes(server: ServerFolder, keys: Mapping[str, bytes], control: Control) -> None:
-    """Write which node each site has now, for runs that go on: a site with a new key has a new node.
+    """Write a file that says which node each site has now. Runs that go on need it: a new key means a new node.
 
-    A folder that may not be written to, as in docker-compose.yml, has no such file. There a site with a new key
-    takes part from the next run on.
+    If the folder cannot be written to, as in docker-compose.yml, there is no such file. Then a site with a new key takes
+    part from the next run on.
     """
     nodes = control.registered()
     known = {site: nodes[key] for site, key in keys.items() if key in nodes}

@@ -72,7 +72,7 @@ def _policy(file: Path) -> Finding:
     set_here = [f"{name} = {value}" for name, value in lines.items() if value != getattr(Policy(), name.replace("-", "_"))]
     text = f"{file}: {'; '.join(set_here) or 'takes part in every run'}"
     if policy.allow_code == ANY:
-        what = f"{text}. The policy is open: whoever holds the server runs any code here, with this site's data before it"
+        what = f"{text}. The policy is open: whoever holds the server runs any code here, on this site's data"
         return Finding("warn", "policy", what, 'write allow-code = "signed" and trusted-submitters, or allow-code = "installed"')
     return Finding("ok", "policy", text)
 
@@ -89,7 +89,9 @@ def _submitter(server: ServerFolder) -> Finding:
     if (file := key_file(server)) is None:
         what = f"no key is found here: runs are signed elsewhere (--signed), or by the key that --key or {VARIABLE} names"
         return Finding("ok", "submitter", f'{what}. Sites with allow-code = "signed" refuse all others')
-    return Finding("ok", "submitter", f"{describe(file)} signs runs, with {file}: once sites have real data, the key belongs elsewhere")
+    return Finding(
+        "ok", "submitter", f"{describe(file)} signs runs, with {file}: move that key off this machine before sites have real data"
+    )
 
 
 def _superlink(host: str, port: int, authority: Path) -> Iterator[Finding]:

@@ -9,18 +9,18 @@ import signal
 import traceback
 from pathlib import Path
 
-ENDED = "fl-bn-ended-bin"  # gRPC metadata of a heartbeat: why a process ended; the heartbeat's token is empty where all have ended
+ENDED = "fl-bn-ended-bin"  # gRPC metadata key of a heartbeat: why a process ended; an empty token stands for all processes
 RESTARTED = "the program that runs its ClientApps was started again in the midst of the message"
-OWN = ("fl_bn", "policy_of_this_site")  # packages whose errors are sentences
-VMSTAT = Path("/proc/vmstat")  # has the number of processes that the system killed for want of memory
+OWN = ("fl_bn", "policy_of_this_site")  # packages whose error messages are sentences for users
+VMSTAT = Path("/proc/vmstat")  # counts the processes that the system killed because memory ran out
 
 
 def ending(code: int, for_memory: bool) -> str:
-    """Say how a process ended; empty: as it should.
+    """Say how a process ended; empty: with exit code 0.
 
     Args:
         code: Its exit code; minus the number of the signal that ended it.
-        for_memory: Whether the system killed a process for want of memory meanwhile.
+        for_memory: Whether the system killed a process, in the meantime, because memory ran out.
 
     >>> ending(0, False), ending(3, False), ending(-11, False), ending(-9, True)
     ('', 'ended with exit code 3', 'was killed by SIGSEGV', 'was killed by SIGKILL: out of memory')
@@ -32,13 +32,16 @@ def ending(code: int, for_memory: bool) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """Return an error for the site's log: a sentence of fl-bn's own alone, any other error with its traceback."""
+    """Return an error as text for the site's log.
+
+    An error of fl-bn's own that no other error caused is one line. Any other error has its traceback.
+    """
     own = type(error).__module__.split(".")[0] in OWN
     return f"{type(error).__name__}: {error}" if own and error.__cause__ is None else "".join(traceback.format_exception(error))
 
 
 def out_of_memory_kills() -> int:
-    """Return how many processes the system has killed for want of memory since it started; 0 where it does not say."""
+    """Return how many processes the system has killed, since its start, because memory ran out; 0 where it does not tell."""
     try:
         lines = VMSTAT.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -120,7 +120,7 @@ def _line(text: str, default: Any = MISSING, check: Callable[[Any], object] = la
 
 @dataclass(frozen=True)
 class Folder:
-    """Hold the settings of a folder of the kit, which stand in a TOML file there.
+    """Hold the settings of a folder of the kit, which are in a TOML file there.
 
     Every field other than ``path`` is a line of that file. Relative paths in the file start at the folder; the
     fields hold absolute ones.
@@ -128,7 +128,7 @@ class Folder:
     Attributes:
         path: The folder.
         file: The name of the TOML file.
-        gone: Lines that only earlier versions had, with the reason for which they are no longer needed.
+        gone: Lines that only earlier versions had, with the reason why they are no longer needed.
     """
 
     path: Path
@@ -190,8 +190,8 @@ class ServerFolder(Folder):
     exchange_host: str = _line(
         "the layer-wise exchange listens in the ServerApp; sites reach it by this name, which is in server.crt", check=_given
     )
-    exchange_port: int = _line("and at this port, or one of those after it", 9095, _port)
-    exchange_ports: int = _line("how many ports from there: every run that is going on has one of its own", EXCHANGE_PORTS, _some)
+    exchange_port: int = _line("the first port of the layer-wise exchange", 9095, _port)
+    exchange_ports: int = _line("how many ports, from exchange-port on: each run that is going on has its own", EXCHANGE_PORTS, _some)
     parallel: int = _line("runs at a time; others wait in the queue", 1, _few)
     sites: tuple[str, ...] = _line("who takes part in runs; each has a key in sites/", check=_sites)
     metrics: str = _line("where metrics for Prometheus are published: 127.0.0.1:9096, say; empty: nowhere", "", _nowhere_or_address)
@@ -242,14 +242,16 @@ class ServerFolder(Folder):
 class SiteFolder(Folder):
     """Hold the settings of ``kit/sites/NAME``, the folder for the machine of one site.
 
-    ``data_path`` becomes absolute, unless ``dataset`` is a function: then the function gets the text as it stands. The
-    folders in ``code`` become absolute.
+    ``data_path`` becomes absolute, unless ``dataset`` is a function, which gets the text unchanged. The folders in
+    ``code`` become absolute.
     """
 
     site: str = _line("this site's name", check=site_name)
     superlink: str = _line("where the server is", check=host_port)
-    root_certificates: Path = _line("who vouches for the server; relative paths start at this folder", "ca.crt", _given)
-    private_key: Path = _line("who this site is; never leaves it", "site.key", _given)
+    root_certificates: Path = _line(
+        "the authority that signed the server's certificate; relative paths start at this folder", "ca.crt", _given
+    )
+    private_key: Path = _line("the key that proves who this site is; it never leaves this machine", "site.key", _given)
     exchange_addresses: str = _line(
         "where the layer-wise exchange may be: HOST or HOST:PORT, by commas; empty: on the server's machine, by the name above", "", _hosts
     )
@@ -257,15 +259,15 @@ class SiteFolder(Folder):
         "this site's own data: npz, folder, csv, a torchvision set, package.module:function; empty: its share of the run's (rehearsal)",
         "",
     )
-    data_path: str = _line("where they are; npz and CSV files are separated by commas", "")
+    data_path: str = _line("where these data are; npz and CSV files are separated by commas", "")
     code: tuple[str, ...] = _line("folders with modules of this site's own, for dataset = package.module:function, say", (), _code)
     allow_modules: str = _line("modules here, beside the app's own, of which a run config may name a function; by commas", "")
     device: str = _line("auto (a GPU if there is one), cpu, cuda:1, ...", "auto", _device)
     state_dir: Path = _line("what must survive a crash of this machine (local layers, momentum): back it up", "state", _given)
     clientappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9094", host_port)
-    poll_seconds: float = _line("between questions to the server while a run is on (3 s when there is none)", 0.5, _pace)
-    policy: Path = _line("what this site takes part in, if the file is there", "policy.toml", _given)
-    audit: Path | None = _line("where it is written what left this site; empty: the folder audit in state-dir", "")
+    poll_seconds: float = _line("seconds between questions to the server while a run is on (3 without a run)", 0.5, _pace)
+    policy: Path = _line("the policy: in which runs this site takes part; without the file, in all", "policy.toml", _given)
+    audit: Path | None = _line("folder of the audit log, which says what left this site; empty: audit in state-dir", "")
 
     file = "site.toml"
     gone = dict.fromkeys(("partition-id", "num-partitions"), "the server tells a site its place with every run")
@@ -293,7 +295,7 @@ class SiteFolder(Folder):
 
     @property
     def accepted(self) -> Path:
-        """Return the folder in which the SuperNode remembers which run came with which signature."""
+        """Return the folder in which the SuperNode records which run came with which signature."""
         return self.node_dir / "accepted"
 
 

@@ -46,7 +46,7 @@ def site_guide(site: str, fleet: str, exchange: str) -> str:
 
 
 def site_policy(submitters: Sequence[str]) -> str:
-    """Return the policy of a new site, which lets runs in that one of ``submitters`` signed."""
+    """Return the policy of a new site. It allows only runs that one of ``submitters`` has signed."""
     if not submitters:
         return kit_file("policy.toml").replace("$submitters", "[]  # `fl-bn kit trust . NAME FILE` adds one")
     return Template(kit_file("policy.toml")).substitute(submitters=one_line(submitters))

@@ -13,7 +13,7 @@ from fl_bn_site.policy import SUBMITTERS
 from fl_bn_site.signing import Submitter
 from fl_bn_site.submitters import hand_out, public_key, write_submitter_key
 
-PUB = ".pub"  # ends the name of a public key file
+PUB = ".pub"  # suffix of a public key file
 LOCAL = ("localhost", "127.0.0.1", "::1")  # names under which the server's own machine submits runs
 
 
@@ -34,8 +34,8 @@ class KitPlan:
         days: The days for which the server's certificate is valid.
         fleet_port: The port to which SuperNodes connect.
         exchange_port: The first port of the layer-wise exchange.
-        submitters: Those whose signatures count at every site: a name, for whom a key pair is made, or a public key
-            file NAME.pub of a key pair that the submitter made.
+        submitters: The submitters whose signatures every site accepts. Each is a name, for which a key pair is made, or
+            the public key file NAME.pub of a key pair that the submitter has made.
 
     Raises:
         KitError: A host, a name, a port or the number of days is not allowed.
@@ -149,7 +149,7 @@ def write_site(folder: Path, name: str, fleet: str, exchange: str, ca: bytes, su
         fleet: The address to which SuperNodes connect, HOST:PORT.
         exchange: The first address of the layer-wise exchange, HOST:PORT.
         ca: The certificate of the kit's authority, in PEM.
-        submitters: Those whose signatures count at the site.
+        submitters: The submitters whose signatures the site accepts.
     """
     write_site_key(folder / "site.key", folder / "site.pub", name)
     (folder / "ca.crt").write_bytes(ca)

@@ -1,8 +1,8 @@
-"""Measure what a site's answer to a message holds, by section: the same sections and bytes as in the server's disclosure.csv.
+"""Measure, by section, the content of a site's answers. Sections and bytes are as in the server's disclosure.csv.
 
-The site's own code counts. It takes the arrays and numbers of Flower's message as they are about to leave, and
-asks no code of the run. What the server's report does not list (counts, texts, keys, shares of keys) is the section
-``other``.
+The site's own code does the counting, and uses no code of the run. It counts the arrays and numbers in Flower's message
+just before the message leaves. Content that the server's report does not list (counts, texts, keys, shares of keys) is
+counted in the section ``other``.
 
 This module imports the standard library and Flower's messages, so that ``app_host.py`` can load it by its path.
 """
@@ -16,24 +16,24 @@ OURS = "fl-bn/"
 HEADER, METRICS, HELLO = f"{OURS}header", f"{OURS}metrics", f"{OURS}hello"
 SECURE = "secaggplus_configs"  # Flower's name for the record of a secure sum
 MASKED = "masked_params"
-DRIFT = ("drift", "drift-layer", "growth", "min-var")  # sent with share-drift
-OTHER = "other"  # what the server's report does not list
-LONGEST, MOST = 80, 50  # characters of a section's name, and sections of an answer, that the log names
+DRIFT = ("drift", "drift-layer", "growth", "min-var")  # metrics that are sent with share-drift
+OTHER = "other"  # the section of all content that the server's report does not list
+LONGEST, MOST = 80, 50  # the most characters of a section's name, and the most sections of an answer, that the log has
 NUMBER = 8  # bytes of a number
 LONGEST_TEXT = 500  # characters of a reason or a name in the log
 Sections = dict[str, dict[str, int]]
 
 
 def sections_of(kind: str, content: Any) -> Sections:
-    """Return what an answer holds, by section.
+    """Return the size of an answer's content, by section.
 
     Args:
-        kind: Flower's type of the message that it answers.
+        kind: Flower's type of the message that is answered.
         content: The records of the answer.
 
     Returns:
-        Section -> ``tensors``, ``bytes``, and ``samples``: the smallest number of samples behind one of its numbers,
-        where the answer says it.
+        Section -> ``tensors``, ``bytes``, and, where the answer tells it, ``samples``: the smallest number of samples
+        behind a number of the section.
     """
     from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 
@@ -54,7 +54,7 @@ def sections_of(kind: str, content: Any) -> Sections:
 
 
 def about(message: Any, run_config: Mapping[str, Any], code: str, submitter: str | None = None) -> dict[str, Any]:
-    """Return what the log says of a message, whatever its answer.
+    """Return the fields of a log line that do not depend on the answer: those about the message and its run.
 
     Args:
         message: Flower's message.
@@ -82,12 +82,13 @@ def about(message: Any, run_config: Mapping[str, Any], code: str, submitter: str
 
 
 def answered(kind: str, reply: Any, refusal: str = "") -> dict[str, Any]:
-    """Return what the log says of an answer.
+    """Return the fields of a log line that describe the answer.
 
     Args:
-        kind: Flower's type of the message that it answers.
+        kind: Flower's type of the message that is answered.
         reply: The answer: records, or an error.
-        refusal: ``refused``, ``failed``, or empty where the error is the app's own.
+        refusal: Why the site sends an error in place of an answer: ``refused`` or ``failed``; empty: the app itself
+            made ``reply``.
     """
     sections = {} if reply.has_error() else sections_of(kind, reply.content)
     decision = (refusal or "failed") if reply.has_error() else "sent"
@@ -100,13 +101,14 @@ def answered(kind: str, reply: Any, refusal: str = "") -> dict[str, Any]:
 
 
 def exchanged(asked: str, section: str, nbytes: int, samples: int) -> dict[str, Any]:
-    """Return what the log says of a vector of a layer-wise exchange, which leaves beside the answers.
+    """Return the fields of a log line that describe a vector of a layer-wise exchange. Vectors are not part of answers.
 
     Args:
         asked: Flower's type of the message that began the exchange.
         section: The section of the vector.
-        nbytes: Its bytes.
-        samples: The size of the batch with which the client joined. Where it only measures, that is no number of samples.
+        nbytes: The bytes of the vector.
+        samples: The size of the batch that the client announced when it joined the exchange. It is logged only for
+            ``train``: where the client only measures, it is no number of samples.
     """
     samples = samples if asked == "train" else 0
     of = {"tensors": 1, "bytes": nbytes} | ({"samples": samples} if samples else {})
@@ -124,7 +126,10 @@ def totals_of(sections: Sections) -> dict[str, Any]:
 
 
 def message_bytes(message: Any) -> int:
-    """Return the bytes of the objects as which Flower sends a message: each once, without the frames of gRPC and TLS."""
+    """Return the bytes of the objects that Flower sends for a message. Equal objects count once.
+
+    The frames of gRPC and TLS are not counted.
+    """
     objects, waiting = dict[int, int](), [message]
     while waiting:
         one = waiting.pop()
@@ -135,22 +140,22 @@ def message_bytes(message: Any) -> int:
 
 
 def smallest(sections: Sections) -> int | None:
-    """Return the smallest number of samples behind a statistic of the ``sections``; None: the answer does not say it."""
+    """Return the smallest number of samples behind a statistic of the ``sections``; None: the answer does not tell it."""
     return min((of["samples"] for of in sections.values() if of.get("samples")), default=None)
 
 
 def data_of(array: Any) -> int:
-    """Return the bytes of the values in one of Flower's arrays, without NumPy's head. Other formats count with all their bytes."""
+    """Return the bytes of the values in one of Flower's arrays, as ``values_in`` counts them."""
     return values_in(array.data)
 
 
 def values_in(data: bytes) -> int:
-    """Return the bytes of the values in ``data``, a file in NumPy's format or, counted whole, in any other."""
+    """Return the bytes of the values in ``data``: all bytes, but in NumPy's file format those after the header."""
     return len(data) - (10 + int.from_bytes(data[8:10], "little")) if data[:6] == b"\x93NUMPY" else len(data)
 
 
 def size(value: Any) -> int:
-    """Return the bytes of a value in a record: of a text in UTF-8, of a number eight."""
+    """Return the bytes of a value in a record. Texts count in UTF-8, and numbers as eight bytes."""
     if isinstance(value, list | tuple):
         return sum(map(size, value))
     return len(value.encode()) if isinstance(value, str) else len(value) if isinstance(value, bytes) else NUMBER
@@ -180,7 +185,7 @@ def _arrays(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, An
 
 
 def _metrics(found: Sections, metrics: Mapping[str, Any]) -> None:
-    """Count the numbers beside arrays, as the server's report does; none beside a question of an exchange by replay."""
+    """Count the metrics of an answer that has arrays, as the server's report does: none in an exchange by replay."""
     if "exchange" in found:
         return
     ours = metrics.get(METRICS, {})
@@ -211,7 +216,10 @@ def _configs(found: Sections, configs: Mapping[str, Any]) -> None:
 
 
 def _rest(found: Sections, metrics: Mapping[str, Any]) -> None:
-    """Count the numbers that no section has: an evaluation's counts, those of a client that sat out, those of a secure sum."""
+    """Count in ``other`` the numbers that no section has.
+
+    They are the counts in an evaluation, in the reply of a client that sat out, and in a secure sum.
+    """
     counted = sum(found[name]["bytes"] for name in ("drift", "metrics", "own metrics", "evaluation") if name in found)
     _add(found, OTHER, 0, max(0, sum(size(value) for record in metrics.values() for value in record.values()) - counted))
 

@@ -22,7 +22,7 @@ from fl_bn_site.membership import ago
 from fl_bn_site.queue_store import QueueError
 from fl_bn_site.status import RunStatus, Status, status
 
-FRESH = 2.0  # seconds for which the last status is returned again
+FRESH = 2.0  # seconds for which a status is used again before a new one is read
 EVERY = 15.0  # seconds after which the health file is written again
 HEALTH = "health.json"
 Labels = dict[str, str]
@@ -48,7 +48,7 @@ class _Collector(Collector):
         self.current = current
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric with its values, as the client calls for them."""
+        """Yield every metric with its values. Prometheus' client calls this."""
         current = self.current
         yield _gauge("up", "1 if the SuperLink answers", [({}, float(current is not None))])
         if current is None:
@@ -60,22 +60,24 @@ class _Collector(Collector):
         def of_runs(value: Callable[[RunStatus], float | None]) -> list[tuple[Labels, float]]:
             return [(labels, number) for labels, run in runs if (number := value(run)) is not None]
 
-        yield _gauge("certificate_days_left", "Days until the server's first certificate ends", [({}, current.expires)])
+        yield _gauge("certificate_days_left", "Days until the first certificate of the server expires", [({}, current.expires)])
         yield _gauge("sites", "Sites of server.toml", [({}, len(sites))])
         yield _gauge("sites_online", "Sites that are online", [({}, sum(site.state == "online" for _, site in sites))])
         yield _gauge("site_online", "1 if the site is online", [(labels, site.state == "online") for labels, site in sites])
-        yield _gauge("site_last_seen_seconds", "Unix time at which the site was last here", seen)
+        yield _gauge("site_last_seen_seconds", "Unix time at which the site was last connected", seen)
         yield _gauge("runs_waiting", "Runs in the queue", [({}, sum(not run.id for run in current.runs))])
         yield _gauge("run_state", "1 for the state that the run is in", [({**labels, "state": run.status}, 1.0) for labels, run in runs])
         yield _gauge("run_round", "Rounds that are done", of_runs(lambda run: run.round))
-        yield _gauge("run_rounds", "Rounds that there will be", of_runs(lambda run: run.rounds))
+        yield _gauge("run_rounds", "Rounds of the whole run", of_runs(lambda run: run.rounds))
         yield _gauge("run_loss", "Mean training loss of the last round", of_runs(lambda run: run.loss))
         values = [({**labels, "metric": run.metric}, run.value) for labels, run in runs if run.value is not None]
-        yield _gauge("run_metric", "The task's metric in the last round that was evaluated", values)
+        yield _gauge("run_metric", "The task's metric in the last round, if it was evaluated", values)
         yield _gauge("run_replies_asked", "Clients that were asked in the last round", of_runs(lambda run: run.cohort))
         yield _gauge("run_replies_used", "Replies of the last round that were used", of_runs(lambda run: run.accepted))
-        yield _gauge("run_round_seconds", "Mean seconds of the last rounds", of_runs(lambda run: run.seconds))
-        yield _gauge("run_left_seconds", "Seconds to the end at that pace", of_runs(lambda run: run.left))
+        yield _gauge("run_round_seconds", "Mean duration of the last five rounds, in seconds", of_runs(lambda run: run.seconds))
+        yield _gauge(
+            "run_left_seconds", "Seconds to the end of the run, at the pace of the last five rounds", of_runs(lambda run: run.left)
+        )
         yield _counter("run_received_bytes", "Bytes from the sites", of_runs(lambda run: run.received if run.id else None))
         yield _counter("run_sent_bytes", "Bytes to the sites", of_runs(lambda run: run.sent if run.id else None))
 

@@ -1,4 +1,4 @@
-"""Read the run config of a Flower app of one's own, whose keys are those of its pyproject.toml."""
+"""Read the run config of a user's own Flower app. Its keys are those of the app's pyproject.toml."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fl_bn_site.submitters import Package
 
 
 def own_config(package: Package, overrides: str, now: datetime) -> tuple[dict[str, Scalar], bool]:
-    """Return the keys of a run config for an app of one's own, with a name, and whether the name was made here.
+    """Return the run config of a user's own app, with a name, and whether this function made the name.
 
     Args:
         package: The package of the app.
         overrides: The user's keys, as ``num-server-rounds=3 lr=0.1``.
-        now: The time, which is part of a new name.
+        now: The present time, which is part of a new name.
 
     Raises:
-        ConfigError: The app has no such key, or the value is of another type than its default.
+        ConfigError: The app lacks a key of the user, or a value has another type than the default of its key.
     """
     defaults, given = package.defaults or {}, parse_overrides(overrides)
     for name, value in given.items():

@@ -2,8 +2,8 @@
 
 The policy says in which runs the site takes part. ``app_host.py``, which is installed at the site, makes the
 checks before it loads any code of a run. The code that a run brings takes no part in them. A line that the
-file lacks allows everything. Whose code it is, ``decide`` says; ``admission.py`` asks that in the SuperNode, before
-anything of the run's package is kept.
+file lacks allows everything. ``Policy.decide`` decides by ``allow-code`` whose code may run. ``admission.py`` calls it
+in the SuperNode, too, before anything of the run's package is kept.
 
 This module imports only the standard library, so that other programs of the site can load it by its path.
 """
@@ -49,7 +49,7 @@ CODE = (SIGNED, INSTALLED, ANY)
 SUBMITTERS = "submitters"  # the folder beside the policy with the public keys of those who sign runs
 PACKAGE = "fl_bn/"  # the files of a run that allow-code = "installed" compares with those of the site
 BATCHES = ("batch-size", "hbn-stat-samples")  # run-config keys for how many samples a statistic summarises; 0: all samples of the site
-MOST_BYTES = 64 << 20  # of an unpacked package; Flower sends at most 10 MiB, packed
+MOST_BYTES = 64 << 20  # the largest size of an unpacked package; Flower sends at most 10 MiB, packed
 GB = 1 << 30  # bytes
 
 
@@ -63,12 +63,13 @@ class NotAllowed(Exception):
 
 @dataclass(frozen=True)
 class Decision:
-    """Hold what the policy says to the code of one run, for logs and records.
+    """Hold the policy's decision on the code of one run, for logs and records.
 
     Attributes:
-        allow_code: The policy's line by which it was decided.
-        code: The SHA-256 of the package.
-        signature: The signature of the run, which was checked; None: it was not asked for, or is refused.
+        allow_code: The value of the policy's line ``allow-code``; empty: the decision was made without it, since a file
+            could not be read or written.
+        code: The SHA-256 of the package; empty as ``allow_code``.
+        signature: The valid signature of the run; None: the policy asks for none, or the run is refused.
         refusal: Why the run is refused, as a sentence; empty: it is allowed.
     """
 
@@ -79,7 +80,7 @@ class Decision:
 
     @property
     def submitter(self) -> str:
-        """Return the name of the one who signed the run; empty: the policy does not ask, or the run is refused."""
+        """Return the name of the submitter who signed the run; empty: there is no ``signature``."""
         return self.signature.submitter.name if self.signature else ""
 
     def enforce(self) -> None:
@@ -97,12 +98,12 @@ class Policy:
         allow_modules: The modules whose functions a run config may name. A package allows its submodules, too.
         allow_code: ``signed`` allows the runs that one of ``trusted_submitters`` signed; ``installed`` allows only
             code that equals the fl-bn that is installed here; ``any`` allows whatever the server sends.
-        trusted_submitters: Those whose signatures count.
+        trusted_submitters: The submitters whose signatures the site accepts.
         max_memory: The memory in GB (2**30 bytes) that the process of a message may use for data.
         min_samples: The smallest number of samples that a statistic or a reply may summarise; 0: no limit.
         max_evaluations: The largest number of evaluations that this site answers in one run.
-        max_unknown_rounds: The largest number of earlier rounds with secure aggregation that may have taken place
-            without this site.
+        max_unknown_rounds: The largest number of earlier rounds without this site from which the other clients' own
+            tensors in a secure sum may come; None: no limit.
     """
 
     allow_methods: tuple[str, ...] | None = None
@@ -140,7 +141,7 @@ class Policy:
     def decide(self, fab_hash: str, fab: bytes, config: Mapping[str, Any], package: Path, now: float | None = None) -> Decision:
         """Decide by ``allow_code`` whether the code of a run may run here. Nothing of ``fab`` is written or run for this.
 
-        Whether a signature came with another run before is not decided here (``admission.py``).
+        ``admission.py`` checks whether the signature came with another run before.
 
         Args:
             fab_hash: The SHA-256 of the package, as the server says.
@@ -165,7 +166,7 @@ class Policy:
             return Decision(self.allow_code, code, refusal=f"{self.has_code()}, but {error}")
 
     def has_code(self) -> str:
-        """Return the beginning of a refusal by ``allow_code``."""
+        """Return the beginning of the sentence in which a run is refused by ``allow_code``."""
         return f"this site's policy has allow-code = {self.allow_code}"
 
     def check_run(self, run_config: Mapping[str, Any]) -> None:
@@ -185,7 +186,9 @@ class Policy:
         for key in BATCHES:
             if 0 < int(run_config.get(key, 0)) < self.min_samples:
                 raise _refusal(
-                    "min-samples", self.min_samples, f"the run config has {key}={run_config[key]}, so statistics would be of fewer samples"
+                    "min-samples",
+                    self.min_samples,
+                    f"the run config has {key}={run_config[key]}, so statistics would summarise fewer samples",
                 )
 
     def check_code(self, fab: bytes, package: Path) -> None:
@@ -236,7 +239,7 @@ class Policy:
             raise _refusal("min-samples", self.min_samples, f"the reply summarises {samples} samples")
         for name, count in counts.items():
             if 0 < count < self.min_samples:
-                raise _refusal("min-samples", self.min_samples, f"the statistic {name} is of {count} values")
+                raise _refusal("min-samples", self.min_samples, f"the statistic {name} summarises {count} values")
 
     def limits(self, node_config: Mapping[str, Any]) -> dict[str, Any]:
         """Add to ``node_config`` the limits of the policy that the ClientApp enforces itself.
@@ -257,11 +260,11 @@ class Policy:
 
 
 def summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
-    """Return how much data a reply summarises.
+    """Return how many samples a reply summarises, and how many values its statistics summarise.
 
     Returns:
-        The number of samples (None: the reply does not tell), and by statistic its largest count of values per
-        channel.
+        The number of samples (None: the reply does not tell), and, for each statistic, the name of its count and the
+        largest number of values per channel.
     """
     if reply.has_error():
         return None, {}
@@ -272,7 +275,7 @@ def summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
 
 
 def _submitter(file: Path, item: str) -> signing.Submitter:
-    """Return the submitter of one item of ``trusted-submitters``: a name, or a public key with the name behind it."""
+    """Return the submitter of one item of ``trusted-submitters``: a name, or a public key that the name follows."""
     try:
         if item.startswith(signing.KIND):
             return signing.read_submitter(" ".join(item.split()[2:]) or "a key of the policy", item)

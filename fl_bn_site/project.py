@@ -41,15 +41,15 @@ def project_of(server: ServerFolder) -> Path:
 
 
 def build(server: ServerFolder, own: Path | None = None) -> bytes:
-    """Pack what ``server`` submits, as the package that every site receives. The same files make the same bytes.
+    """Pack the app that ``server`` submits, into the package that every site receives. Equal files make equal bytes.
 
     Args:
         server: The server's folder.
-        own: The folder of a Flower app of one's own, which is packed in place of fl-bn's; or a folder with modules
-            (a network, a loader, a loss), which are packed beside fl-bn's app. None: fl-bn's app alone.
+        own: The folder of a user's own Flower app, which is packed in place of fl-bn's; or a folder with modules (a
+            network, a loader, a loss), which are packed beside fl-bn's app. None: fl-bn's app alone.
 
     Raises:
-        FolderError: A file of the project is wrong, or the package is too large for Flower.
+        FolderError: ``own`` is no folder, a file of the project is wrong, or the package is too large for Flower.
     """
     if own is not None and not own.is_dir():
         raise FolderError(f"there is no folder {own}")
@@ -66,7 +66,7 @@ def build(server: ServerFolder, own: Path | None = None) -> bytes:
 
 
 def _complete(app: Path, source: Path) -> None:
-    """Add to the copy of a Flower app the keys of the run config by which fl-bn finds its run again, unless it has them.
+    """Add the run-config keys ``OF_RUN`` to the copy of a Flower app, unless it has them. By them, fl-bn finds its run again.
 
     Args:
         app: The copy.

@@ -33,7 +33,7 @@ CHECKPOINT_EVERY = 5  # rounds between checkpoints, from which fl-bn resume goes
 
 
 class NameTaken(ValueError):
-    """Another run has this name, or the run to resume waits in the queue already."""
+    """Signal that another run has this name, or that the run to resume waits in the queue already."""
 
 
 class Queue:
@@ -62,8 +62,8 @@ class Queue:
             parallel: The most runs that may go on at a time while this one does, itself included; 0: the number
                 in server.toml.
             rename: Where another run has the name, append a number to it, in place of raising NameTaken.
-            package: The package of the run, and who signs it. The entry then has the package's hash and the signature,
-                and the package is kept until the run starts. None: the project is packed when the run starts.
+            package: The package of the run, with the key that signs it. The entry then has the package's hash and the
+                signature, and the package is kept until the run starts. None: the project is packed when the run starts.
 
         Returns:
             The new entry, with its number and the name of the run's folder.
@@ -246,14 +246,16 @@ class Queue:
             return str(error)
         with suppress(QueueError):  # the next dispatch finds the run by its name
             self.store.update(replace(entry, state=STARTED, run=run))
-            with suppress(ControlError):  # it says which code it has taken
+            with suppress(ControlError):  # the SuperLink says which code it has received
                 code = next((one.code for one in control.runs() if str(one.id) == run), "")
                 self.store.update(replace(entry, state=STARTED, run=run, code=code))
         active.append(Submitted(int(run), "pending", given, None, None))
         return ""
 
     def _settle(self, entry: QueuedRun, control: Control) -> QueuedRun:
-        """Complete an entry in state ``starting``, which a process left when it was killed.
+        """Find out whether the run of an entry in state ``starting`` was started, and change the state.
+
+        A process that is killed while it starts a run leaves such an entry.
 
         Returns:
             The entry: ``started`` where the SuperLink has the run, else ``waiting`` again. Entries in any other
@@ -312,7 +314,7 @@ class Queue:
     def _forget(self, entries: Sequence[QueuedRun]) -> None:
         """Delete old entries of started, refused and dropped runs, all but the last ``FINISHED_ENTRIES``.
 
-        Packages are deleted, too, but those of runs that wait.
+        Packages are deleted, too, except those of runs that wait or are being started.
         """
         self.store.forget_packages({entry.code for entry in entries if entry.state in (WAITING, STARTING)})
         if old := [entry.number for entry in entries if entry.state in (STARTED, REFUSED, DROPPED)][:-FINISHED_ENTRIES]:
@@ -320,7 +322,7 @@ class Queue:
 
 
 def whoami() -> str:
-    """Return who types this command: USER@HOST, as this machine says."""
+    """Return the user who runs this command, as USER@HOST."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user without a name, as in a container

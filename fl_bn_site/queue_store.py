@@ -25,7 +25,7 @@ from fl_bn_site.registered import Submitted
 
 WAITING, STARTING, STARTED, REFUSED, DROPPED = "waiting", "starting", "started", "refused", "dropped"
 DATABASE, LOCK = "queue.db", ".lock"
-PACKAGE = ".fab"  # ends the name of a package's file, after its hash
+PACKAGE = ".fab"  # suffix of a package's file, which is named after its hash
 VERSION = 2  # the version of the table in queue.sql
 SINCE_2 = ("submitter", "code")  # columns that a table of version 1 lacks
 LAST = "last"  # a file of earlier versions, which holds the highest number that an entry has had
@@ -74,7 +74,7 @@ class QueuedRun:
     code: str = ""
 
     def started_as(self, run: Submitted) -> bool:
-        """Return whether ``run`` of the SuperLink is the run of this entry, submitted by the start that has begun."""
+        """Return whether ``run`` came from the present attempt to start this entry. False if no such attempt is going on."""
         return self.state == STARTING and run.id not in self.earlier_runs and run_name(run) == self.name
 
 
@@ -211,9 +211,7 @@ class QueueStore:
             try:
                 return [_queued_run(row) for row in connection.execute(f"SELECT * FROM runs {which}", values)]
             except (ValueError, TypeError) as error:
-                raise QueueError(
-                    f"a run in {self.path} cannot be read ({error}): move the file away, and submit the runs again"
-                ) from error
+                raise QueueError(f"a run in {self.path} cannot be read ({error}): move the file away, and submit the runs again") from error
 
     def _connect(self) -> sqlite3.Connection:
         where = f"{self.path.absolute().as_uri()}?mode=rw"  # rw: raise where the file does not exist

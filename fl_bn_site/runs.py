@@ -89,7 +89,7 @@ def list_runs(server: ServerFolder, address: str = "") -> list[RunLine]:
 
 
 def went_on(runs: Sequence[Submitted]) -> set[int]:
-    """Return the ids of runs with whose folder a later one went on. ``runs``: the newest first."""
+    """Return the ids of the runs that a later run resumed. ``runs`` has the newest run first."""
     seen, found = set[str](), set[int]()
     for run in runs:
         if (name := run_name(run)) in seen:
@@ -176,9 +176,9 @@ def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Pat
     """Return the folder with the results of a run.
 
     Args:
-        server: The server's folder. If its ``results`` has a folder with this name, that is the one, even if the
+        server: The server's folder. If its ``results`` has a folder of this name, that folder is returned, even if the
             run was submitted from another machine.
-        config: The run config, whose ``output`` is used otherwise.
+        config: The run config. Otherwise, its ``output`` is taken as the folder of results.
         name: The name of the run.
     """
     here = server.results / name

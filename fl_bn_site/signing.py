@@ -1,8 +1,8 @@
-"""Sign a run, and check the signature of a run: ed25519, over the hash of its package and over its run config.
+"""Sign runs, and check their signatures: ed25519, over the hash of a run's package and over its run config.
 
-The signature is a value of the run config, ``run-signature``. It stands for the submitter's key, the time, a nonce
-that no other run has, and a statement that both sides make themselves: from the bytes of the package, and from the
-run config that a site has received. Nothing of the package is read for this, only hashed.
+The run-config key ``run-signature`` holds the submitter's public key, the time, a nonce that no other run has, and the
+signature of these, the hash and the run config. Submitter and site build the signed bytes (``statement``) themselves.
+The site builds them from the package and the run config that it has received. The package is hashed, but never opened.
 
 This module imports only the standard library, and ``cryptography`` where a signature is made or checked, so that
 ``policy.py`` can load it by its path.
@@ -31,14 +31,14 @@ OF_SERVER = (  # keys that a signature does not cover, since the server fills th
     *("exchange-certificate", "exchange-key", "exchange-authority"),
 )
 DAY = 86400
-LASTS = 30 * DAY  # seconds after which a signature is worth nothing: clocks need agree to days only
+LASTS = 30 * DAY  # seconds for which a signature is valid: clocks need to agree only to within a day
 AHEAD = DAY  # seconds by which the submitter's clock may be ahead of a site's
 KIND = "ssh-ed25519"
 FORM = re.compile(r"1\.([0-9a-f]{64})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{128})")  # version, key, time, nonce, signature
 
 
 class NotSigned(Exception):
-    """Signal that nobody whom a site trusts has signed a run. The message goes on after "but"."""
+    """Signal that a run has no valid signature of a trusted submitter. The message continues a sentence after "but"."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Submitter:
 
 @dataclass(frozen=True)
 class Signature:
-    """Hold a signature that was checked.
+    """Hold a signature that was checked and is valid.
 
     Attributes:
-        submitter: Whose it is.
-        at: When it was made, in seconds since 1970.
-        nonce: What no other signature has, in hexadecimal digits.
+        submitter: The submitter who signed.
+        at: When the run was signed, in seconds since 1970.
+        nonce: A random number that no other signature has, in hexadecimal digits.
     """
 
     submitter: Submitter
@@ -74,7 +74,7 @@ class Signature:
 
     @property
     def until(self) -> int:
-        """Return when it ends, in seconds since 1970."""
+        """Return when the signature expires, in seconds since 1970."""
         return self.at + LASTS
 
 
@@ -82,11 +82,11 @@ def read_submitter(name: str, line: str) -> Submitter:
     """Read a public key in OpenSSH's format, ``ssh-ed25519 AAAA...``.
 
     Args:
-        name: The name of its owner.
-        line: The text of the file, or of the line.
+        name: The name of the key's owner.
+        line: The key, as one line of text.
 
     Raises:
-        ValueError: It is no ed25519 key.
+        ValueError: ``line`` is not an ed25519 public key.
     """
     words = line.split()
     try:
@@ -142,18 +142,19 @@ def sign(private: Any, code: str, config: Mapping[str, Any], now: float | None =
 
 
 def check(code: str, config: Mapping[str, Any], trusted: Iterable[Submitter], now: float | None = None) -> Signature:
-    """Check whether a run is signed by somebody who is trusted.
+    """Check whether a trusted submitter has signed a run.
 
-    Whether the same signature came before with another run is for ``Accepted`` to say.
+    ``Accepted.admit`` checks whether the same signature came with another run before.
 
     Args:
         code: The SHA-256 of the package, in hexadecimal digits, as the caller has computed it.
         config: The run config as it was received.
-        trusted: Whose signatures count.
+        trusted: The submitters whose signatures the site accepts.
         now: The time, in seconds since 1970; None: now.
 
     Raises:
-        NotSigned: The run is not signed, by a key of nobody, for another package or run config, or too long ago.
+        NotSigned: The run has no signature. Or its signature is of an unknown key, of another package or run config,
+            too old, or from the future.
     """
     text, names = config.get(KEY, ""), {submitter.key: submitter for submitter in trusted}
     if text == "":
@@ -176,9 +177,9 @@ def check(code: str, config: Mapping[str, Any], trusted: Iterable[Submitter], no
 
 
 class Accepted:
-    """Remember on the disk which run came with which nonce, so that no signature serves for two runs.
+    """Remember on the disk which run came with which signature, so that no signature is used for two runs.
 
-    There is a small file per signed run. It is on the disk before the run goes on.
+    Each signed run has a small file, named after the nonce of its signature. It is on the disk before the run goes on.
 
     Args:
         folder: The folder of the files, which is made when the first run comes.
@@ -188,16 +189,16 @@ class Accepted:
         self.folder = folder
 
     def admit(self, run: int, signature: Signature, code: str) -> None:
-        """Let a run in, unless its signature came with another run before.
+        """Admit a run, unless its signature came with another run before.
 
         Args:
             run: Flower's id of the run.
-            signature: The signature, which was checked.
+            signature: The checked signature of the run.
             code: The SHA-256 of the package.
 
         Raises:
-            NotSigned: The signature came with another run.
-            OSError: The disk cannot be written. The run must not go on then.
+            NotSigned: The signature came with another run before.
+            OSError: The file cannot be written. The run must not go on then.
         """
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self.folder / f"{signature.nonce}.json"
@@ -225,7 +226,7 @@ class Accepted:
 
 
 def _sync(folder: Path) -> None:
-    """Write the names of the files of a folder to the disk."""
+    """Flush a folder to the disk, so that the names of its new files survive a crash."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

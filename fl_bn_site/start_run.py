@@ -1,7 +1,7 @@
 """Submit a package to a SuperLink, and print the answer as one JSON object, as Flower's command ``flwr run`` does.
 
-Usage: ``python -P start_run.py ADDRESS AUTHORITY PACKAGE RUN_CONFIG``. The package is sent as it is, so that its
-signature stays the signature of what sites receive; ``flwr run`` would pack a folder anew.
+Usage: ``python -P start_run.py ADDRESS AUTHORITY PACKAGE RUN_CONFIG``. The package is sent unchanged, so that the sites
+receive the bytes that were signed. ``flwr run`` would pack a folder anew.
 
 This file is run by its path, and runs ``compat`` by its path, since the package around it would import torch.
 """
@@ -16,15 +16,15 @@ from pathlib import Path
 import grpc
 
 find = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))["find"]
-TIME = 240.0  # seconds for the answer
+TIME = 240.0  # seconds to wait for the answer
 
 
 def start(address: str, authority: Path, package: bytes, run_config: str) -> str:
-    """Return Flower's id of the run that ``package`` is started as.
+    """Start a run with ``package``, and return Flower's id of the run.
 
     Raises:
         grpc.RpcError: The SuperLink does not answer, or refuses the package.
-        ValueError: The SuperLink says nothing of a run.
+        ValueError: The SuperLink answers, but started no run.
     """
     channel = find("create_channel")(server_address=address, insecure=False, root_certificates=authority.read_bytes())
     request = find("StartRunRequest")(
@@ -39,7 +39,7 @@ def start(address: str, authority: Path, package: bytes, run_config: str) -> str
 
 
 def main() -> None:
-    """Submit what the command line names."""
+    """Submit the package that the command line names."""
     address, authority, package, run_config = sys.argv[1:]
     try:
         said = {"success": True, "run-id": start(address, Path(authority), Path(package).read_bytes(), run_config)}

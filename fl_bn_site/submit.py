@@ -81,7 +81,7 @@ def submit(
         parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
             server.toml.
         key: The submitter's key, which signs the run; None: see ``submitters.key_file``.
-        own: The folder of an own app, or of own modules, as for ``project.build``.
+        own: The folder of the user's own app or modules, as for ``project.build``; None: fl-bn's app alone.
 
     Returns:
         Whether the run completed.
@@ -99,7 +99,7 @@ def submit(
 
 
 def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None = None, own: Path | None = None) -> str:
-    """Sign a run, and write it to a file for ``submit_signed``, on a machine that may be another than the server's.
+    """Sign a run, and write it to a file for ``submit_signed``. This machine need not be the server's.
 
     Args:
         server: The server's folder, or a copy of it. Its keys and its queue are not needed.
@@ -124,7 +124,7 @@ def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None
 
 
 def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say = print, parallel: int = 0) -> bool:
-    """Submit a run that ``sign_only`` wrote to a file, as it is. The rest is as in ``submit``.
+    """Submit, unchanged, a run that ``sign_only`` wrote to a file. It waits and shows its log as in ``submit``.
 
     Args:
         server: The server's folder.
@@ -152,12 +152,12 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
 
 
 def _is_own(package: Package) -> bool:
-    """Return whether a package is a Flower app of one's own: it has not the keys of fl-bn's."""
+    """Return whether a package is a user's own Flower app: it lacks run-config keys of fl-bn's app."""
     return package.defaults is not None and not package.defaults.keys() >= RunConfig.keys().keys()
 
 
 def _named(server: ServerFolder, overrides: str, package: Package) -> tuple[dict[str, Scalar], bool]:
-    """Return the user's keys with the name of the run, and whether the name was made here."""
+    """Return the user's keys with the name of the run, and whether this function made the name."""
     if _is_own(package):
         return own_config(package, overrides, datetime.now())
     given = _with_defaults(server, parse_overrides(overrides))
@@ -205,7 +205,7 @@ def resume(server: ServerFolder, name: str, address: str = "", say: Say = print,
 
 
 def how_to_go_on(server: ServerFolder, name: str) -> str:
-    """Return what to do after the run ``name`` has ended early: a command that resumes it, or one that begins it anew."""
+    """Return, in words, what to do after the run ``name`` has ended early: the command that resumes it or begins it anew."""
     run = server.results / name
     rounds = sorted(int(path.stem.removeprefix("round-")) for path in (run / FOLDER).glob("round-*.safetensors"))
     if rounds:
@@ -217,8 +217,8 @@ def how_to_go_on(server: ServerFolder, name: str) -> str:
 def _with_defaults(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Add to ``given`` the keys that follow from the server's folder but that this run ignores, with their defaults.
 
-    Such keys are those of an exchange that the method does not have. The defaults keep ``complete_config`` from
-    setting them, which would be an error, since a run config must not have keys without effect.
+    For example, a method without a layer-wise exchange ignores the keys of the exchange. ``complete_config`` would set
+    these keys, and a run config is refused if such a key has another value than its default.
 
     Raises:
         ConfigError: A key of ``given`` is unknown or has no effect, or its value is out of range.

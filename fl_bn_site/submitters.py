@@ -41,7 +41,7 @@ from fl_bn_site.signing import KEY, OF_SERVER, Submitter, public_line, read_subm
 
 VARIABLE = "FL_BN_SUBMITTER_KEY"  # the environment variable that names the file of the key
 PRIVATE, PUBLIC = "submitter.key", "submitter.pub"
-FORM = "fl-bn signed run 1"  # of the file that --sign-only writes
+FORM = "fl-bn signed run 1"  # the value of ``form`` in a file that --sign-only writes
 
 
 def write_submitter_key(folder: Path, name: str, passphrase: str = "") -> Submitter:
@@ -50,10 +50,11 @@ def write_submitter_key(folder: Path, name: str, passphrase: str = "") -> Submit
     Args:
         folder: The folder for both files.
         name: The submitter's name.
-        passphrase: What encrypts the private key; empty: nothing.
+        passphrase: The passphrase that encrypts the private key; empty: the key is not encrypted.
 
     Raises:
-        FileExistsError: There is a key already.
+        FileExistsError: The folder has a submitter.key already.
+        ValueError: The name is not allowed.
     """
     site_name(name)
     private = Ed25519PrivateKey.generate()
@@ -141,11 +142,11 @@ class Package:
         return str(self._pyproject.get("project", {}).get("name", "app"))
 
     def known(self, config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """Return the keys of ``config`` that the package knows. Flower refuses a run with others."""
+        """Return the part of ``config`` whose keys the package knows. Flower refuses a run with any other key."""
         return {name: value for name, value in config.items() if self.defaults is None or name in self.defaults}
 
     def signed(self, config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """Return the keys of a run config that a signature covers, with the signature.
+        """Return the part of a run config that a signature covers, and the signature if there is a ``key``.
 
         Args:
             config: The whole run config.
@@ -153,7 +154,7 @@ class Package:
         kept = {name: value for name, value in self.known(config).items() if name not in OF_SERVER}
         if self.key is None:
             return kept
-        arrives = find("parse_config_args")([flower_config(kept)])  # as Flower passes it on
+        arrives = find("parse_config_args")([flower_config(kept)])  # with values as Flower passes them on to the sites
         return kept | {KEY: sign(self.key, self.code, arrives)}
 
 
@@ -175,7 +176,7 @@ def read_signed(file: Path) -> tuple[dict[str, Scalar], Package]:
     """Read what ``write_signed`` wrote: the keys of the run config, with the signature, and the package.
 
     Raises:
-        FolderError: The file cannot be read, or is another one.
+        FolderError: The file cannot be read, or ``write_signed`` did not write it.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -186,7 +187,7 @@ def read_signed(file: Path) -> tuple[dict[str, Scalar], Package]:
         raise FolderError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
 
 
-# Whom a site trusts
+# Submitters whom a site trusts
 
 
 def public_key(name: str, file: Path) -> Submitter:
@@ -229,7 +230,7 @@ def trust(site: SiteFolder, submitter: Submitter) -> bool:
     """
     path = site.policy.parent / SUBMITTERS / f"{submitter.name}.pub"
     if path.exists() and public_key(submitter.name, path) != submitter:
-        raise FolderError(f"{path} is another key of {submitter.name}: move it away if it shall count no longer")
+        raise FolderError(f"{path} is another key of {submitter.name}: move it away if this site should no longer trust that key")
     old = site.policy.read_text(encoding="utf-8") if site.policy.exists() else ""
     try:
         values = tomllib.loads(old)
@@ -250,7 +251,7 @@ def ask_passphrase() -> str:
     """Ask twice for a new passphrase.
 
     Raises:
-        FolderError: The two differ, or there is no terminal.
+        FolderError: The passphrase is empty, the two differ, or there is no terminal.
     """
     if not sys.stdin.isatty():
         raise FolderError("--passphrase needs a terminal, on which it is typed")
@@ -261,7 +262,7 @@ def ask_passphrase() -> str:
 
 
 def describe(file: Path | None) -> str:
-    """Return who signs runs with the key in ``file``, in words; empty: nobody, since there is no file."""
+    """Return who signs runs with the key in ``file``: name and fingerprint, or else the path of the file; empty: no file."""
     if file is None:
         return ""
     beside = file.with_name(PUBLIC)

@@ -141,7 +141,7 @@ def wait_for_room(*kinds: Any) -> None:
 
 
 def tells(record: logging.LogRecord) -> bool:
-    """Return whether a log record is kept: all are, but those about a site that asks for messages."""
+    """Return whether a log record is kept; False only for records about a site that asks for messages."""
     return POLL not in str(record.msg)
 
 

@@ -8,13 +8,13 @@ two other waits are 0.1 s.
 Where the process that works on a message dies, Flower 1.25 notices after a minute, fails to say so to the
 server, and the round waits until its deadline. Here the message gets an error reply at once, with the reason:
 
-* ``app_host.py`` reports a process that died, and that it was itself started anew. It sends a heartbeat with
+* ``app_host.py`` reports that a process died, or that it was itself started again. It sends a heartbeat with
   the reason in its metadata (``endings.py``).
 * The SuperNode notices when nobody asks it for work for ``ABSENT`` seconds.
-* Flower's own minute is left for a process that hangs or is stopped, so that it sends no heartbeat.
+* A process that hangs or is stopped sends no heartbeat. Flower notices this after a minute, as before.
 
-A reply goes on its way when all of it is here. A process that dies while it sends one would else leave a part,
-for whose rest the SuperNode waits for ever.
+A reply is sent to the server only when all of it has arrived. Otherwise, a process that dies while it sends a reply
+would leave a part of it, and the SuperNode would wait for the rest for ever.
 
 With ``--policy``, each message is checked by the site's policy before it is taken in (``admission.py``).
 
@@ -36,14 +36,14 @@ ASKING = 3.0  # seconds that Flower sleeps between two questions to the server; 
 IDLE = 60.0  # seconds without a message after which the pause is Flower's again
 SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for a tensor
 ABSENT = 15.0  # seconds without a question for work after which the program that runs ClientApps counts as gone
-NOT_LET_IN = "generator didn't yield"  # Flower's last word where the server refuses this site; the reason is in the log before
+NOT_LET_IN = "generator didn't yield"  # Flower's last error where the server refuses this site; the log has the reason before it
 SILENT = "its process sent no sign of life for a minute, or for the first half of one"
 NOBODY = f"the program that runs its ClientApps has not asked for work for {ABSENT:.0f} s: look at the site's clientapp"
 
 compat = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))
 find: Callable[[str], Any] = compat["find"]
 ENDED = runpy.run_path(str(Path(__file__).with_name("endings.py")))["ENDED"]
-REFUSED = "<class 'fl_bn_site.policy.NotAllowed'>:<'{}'>"  # as Flower writes what a ClientApp raises: the server knows it by that
+REFUSED = "<class 'fl_bn_site.policy.NotAllowed'>:<'{}'>"  # Flower's form for errors of ClientApps: a refusal, to the server
 
 
 class PollingTime:
@@ -74,12 +74,12 @@ class PollingTime:
 
 
 def fail(state: Any, run: int, why: str, refused: bool = False) -> None:
-    """Answer the messages of a run that are here with an error, in place of the process that worked on them.
+    """Answer with an error all messages of a run that are in the SuperNode, in place of the process that worked on them.
 
     Args:
         state: Flower's state of the SuperNode, which holds the messages.
         run: Flower's id of the run.
-        why: The reason for the server.
+        why: The reason that the server is told.
         refused: Whether the site's policy refuses the run, so that the server does not ask again.
     """
     from flwr.app import Error, Message
@@ -107,7 +107,7 @@ def fail(state: Any, run: int, why: str, refused: bool = False) -> None:
 
 
 def ended(state: Any, token: str, why: str) -> None:
-    """Answer for the process that has this ``token``; empty: for those of all tokens."""
+    """Answer with an error the messages of the process that has this ``token``. An empty token stands for all processes."""
     with state.lock_token_store:
         runs = [run for run, record in state.token_store.items() if token in ("", record.token)]
     for run in runs:
@@ -116,7 +116,7 @@ def ended(state: Any, token: str, why: str) -> None:
 
 
 def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
-    """Change Flower's classes so that a message whose process ended is answered.
+    """Change Flower's classes so that a message whose process ended is answered with an error.
 
     Args:
         state_class: The class of the SuperNode's state.
@@ -125,7 +125,7 @@ def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
     get_messages, list_apps, beat = state_class.get_messages, servicer.ListAppsToLaunch, servicer.SendAppHeartbeat
 
     def whole_replies(self: Any, *, run_ids: Any = None, is_reply: bool | None = None, limit: int | None = None) -> Any:
-        """Return replies of runs without a token alone: a process hands its token back when all of its reply is here."""
+        """Return only replies of runs that have no token: a process gives its token back when all of its reply has arrived."""
         if is_reply:
             _look_for_host(self)
             self._cleanup_expired_tokens()
@@ -163,7 +163,7 @@ def _runs(state: Any) -> set[int]:
 
 
 def _look_for_host(state: Any) -> None:
-    """Answer all messages with an error where nobody has asked for work for ``ABSENT`` seconds. Flower calls it while it waits."""
+    """Answer all messages with an error if nobody has asked for work for ``ABSENT`` seconds. Flower calls this while it waits."""
     now = time.monotonic()
     state.awaited = now if now - getattr(state, "looked", now) > ASKING else getattr(state, "awaited", now)
     state.looked = now
@@ -177,7 +177,7 @@ def _look_for_host(state: Any) -> None:
 
 
 def in_a_line(record: logging.LogRecord) -> bool:
-    """Shorten the errors of gRPC in a line of the log to what they say. They take seven lines else."""
+    """Shorten errors of gRPC in a log record to their code and details, since each would take seven lines."""
 
     def short(value: Any) -> Any:
         code, details = getattr(value, "code", None), getattr(value, "details", None)

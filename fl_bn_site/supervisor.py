@@ -33,7 +33,7 @@ TICK = 0.1  # seconds between two looks at the programs
 
 
 class AlreadyRunning(RuntimeError):
-    """Another ``fl-bn start`` of the same folder is running."""
+    """Signal that another ``fl-bn start`` of the same folder is running."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class SupervisedProgram:
         self._reader: threading.Thread | None = None
         self._failures, self._started, self._due = 0, 0.0, 0.0
         self._read = dict[Path, float]()  # the files that it read at its start, and when they were changed last
-        self._outdated = False  # whether it was asked to end since one of them has changed
+        self._outdated = False  # whether it was asked to end because one of these files has changed
         self._hinted: set[str] = set()  # words whose hint was given since the last start
         self.done = False
 
@@ -166,7 +166,7 @@ class SupervisedProgram:
             self._process.terminate()
 
     def _changed_file(self) -> Path | None:
-        """Return a file that has changed since the program read it. One that is away at the moment has not."""
+        """Return a file that has changed since the program read it, or None. A missing file counts as unchanged."""
         return next((file for file, before in self._read.items() if (time_of_change(file) or before) != before), None)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Lay out the tables of ``fl-bn status`` and ``fl-bn runs``: at 80 columns, at more, and in a pipe."""
+"""Lay out the tables of ``fl-bn status`` and ``fl-bn runs``, for terminals of 80 columns or more and for pipes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.table import Table
 from fl_bn_site.runs import RunLine
 from fl_bn_site.status import RunStatus, Status
 
-PIPE = 500  # columns of what is no terminal
+PIPE = 500  # columns of output that goes to no terminal
 
 
 def wide_console() -> Console:
-    """Return the console of a table: as wide as the terminal. A pipe has no width, so there no table is narrowed."""
+    """Return a console as wide as the terminal. For a pipe, it is so wide that no table is narrowed."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PIPE)
 

@@ -151,7 +151,7 @@ def _audit(folder: Path, noted: str) -> Iterator[Check]:
     for fault in found.faults:
         yield Check(False, f"the audit log in {folder} is whole", fault)
     if noted:
-        remedy = "no line has it, so the log was computed anew or removed since it was noted, or the hash is another log's"
+        remedy = "the hash is of another log, or this log was computed anew, or the line removed, after the hash was noted"
         yield Check(bool(found.noted), f"the audit log in {folder} has a line with the hash {noted}", remedy)
 
 

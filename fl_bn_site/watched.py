@@ -16,7 +16,7 @@ import sys
 import threading
 
 HANGS = b"Failed to receive message"  # the SuperNode prints this before it hangs
-GRACE = 10.0  # seconds that the program has to end before it is killed
+GRACE = 10.0  # seconds to wait for the end of the program before it is killed
 
 
 def main(argv: list[str]) -> int:
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         argv: The program and its arguments.
 
     Returns:
-        The exit code of the program; 1 where this program ended it; 128 + the number of the signal where a signal
+        The exit code of the program; 1 where ``copy`` ended it; 128 + the number of the signal where another signal
         ended it.
     """
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -45,8 +45,8 @@ def copy(process: "subprocess.Popen[bytes]", name: str, deaf: threading.Event) -
 
     Args:
         process: The process.
-        name: Its name, for the message.
-        deaf: Set when the process is ended.
+        name: The name of the process, for the message.
+        deaf: An event that is set when this function ends the process.
     """
     assert process.stdout is not None
     for line in process.stdout:

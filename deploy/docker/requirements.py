@@ -3,8 +3,9 @@
     python requirements.py cpu FOLDER
 
 The program reads pyproject.toml, constraints.txt and requirements.hashed.txt in FOLDER. It writes requirements.txt,
-constraints.txt, options.txt and hashed.txt there. hashed.txt is what pip checks by hashes before all else. It is empty
-where there are none: without CUDA, where torch is another build, and on other machines than x86_64.
+constraints.txt, options.txt and hashed.txt there. pip installs hashed.txt first, and checks each file by its hash.
+hashed.txt is empty where no hashes are known: without CUDA (torch is then another build), and on machines other than
+x86_64.
 """
 
 import os

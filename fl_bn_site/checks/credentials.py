@@ -32,7 +32,7 @@ def expiry(certificates: Iterable[Path], clock: Clock = now, mend: str = RENEW) 
     Args:
         certificates: Certificate files, at least one.
         clock: Returns the current time.
-        mend: What to do where one expires, and on which machine.
+        mend: What to do where a certificate expires, and on which machine.
 
     Returns:
         A finding about the certificate that expires first: a failure where it has expired, a warning where it

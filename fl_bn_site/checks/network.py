@@ -13,7 +13,7 @@ from fl_bn.support.loopback import EXCEPTIONS, excepted, is_loopback
 from fl_bn_site.folders import ServerFolder, host_port
 
 TIMEOUT = 5.0  # seconds
-PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # the variables that gRPC reads, in its order; it ignores upper case
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # the variables that gRPC reads, in its order; it ignores names in upper case
 
 
 def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
@@ -76,7 +76,7 @@ def holder(port: int, proc: Path = Path("/proc")) -> str:
         proc: The folder in which Linux describes its processes.
 
     Returns:
-        The id and the name of the process, as ``process 123 (python)``; empty where this user may not see it.
+        The id and the name of the process, as ``process 123 (python)``; empty where there is none that this user may see.
     """
     sockets = {f"socket:[{inode}]" for inode in _listening(port, proc)}
     for process in proc.glob("[0-9]*"):
@@ -139,7 +139,7 @@ def _own(address: object) -> bool:
 def reachable(host: str, port: int) -> Finding:
     """Check whether a program accepts TCP connections at ``port`` of ``host``.
 
-    Whether that program is the SuperLink, the TLS handshake checks (``tls.handshake``).
+    ``tls.handshake`` checks whether that program is the SuperLink.
     """
     check = "superlink port"
     try:
@@ -165,7 +165,7 @@ def reachable(host: str, port: int) -> Finding:
 def proxy(host: str) -> Finding:
     """Check whether gRPC would connect to ``host`` through a proxy that the environment names.
 
-    The other checks use Python's sockets, which never use a proxy. They would miss this.
+    The other checks use Python's sockets, which never use a proxy, so they would not notice it.
     """
     parts = [part.lstrip(".") for part in excepted(os.environ)]
     named = [name for name in PROXIES if os.environ.get(name)]

@@ -27,8 +27,8 @@ AHEAD, BEHIND = 5.0, 305.0  # seconds
 METHOD = "/flwr.proto.Fleet/ActivateNode"
 WRONG_TIME, WRONG_NODE = "Invalid timestamp", "Invalid node ID"
 HEADERS = ("flwr-public-key-bin", "flwr-timestamp", "flwr-signature-bin")
-CLOSE = 0.2  # seconds: the accuracy to which the skew is measured, beside the time of a round trip
-UNEASY = (2.5, 150.0)  # seconds ahead and behind from which there is a warning: half of what Flower accepts
+CLOSE = 0.2  # seconds: the accuracy of the measured difference, apart from the time of a round trip
+UNEASY = (2.5, 150.0)  # seconds ahead and behind from which there is a warning: about half of what Flower accepts
 
 
 class FarApart(LookupError):
@@ -181,8 +181,8 @@ def server_skew(host: str, port: int, authority: Path) -> float:
 
     Raises:
         LookupError: The server does not answer as Flower's SuperLink does.
-        FarApart: The server refuses every time stamp within an hour of this clock, and those of other time
-            zones.
+        FarApart: The server refuses every time stamp within an hour of this clock, and those of clocks that are whole
+            hours, up to 12, ahead or behind.
     """
     import grpc
 
@@ -212,8 +212,8 @@ def latest_accepted(accepted: Callable[[float], bool]) -> float:
     """Search for the latest time stamp that the server accepts, to an accuracy of ``CLOSE`` seconds.
 
     Args:
-        accepted: Takes a number of seconds, and returns whether the server accepts a time stamp so much later
-            than this clock. The accepted numbers are an interval of ``AHEAD + BEHIND`` seconds.
+        accepted: Takes a number of seconds, and returns whether the server accepts a time stamp that is so many seconds
+            later than this clock. The accepted numbers form an interval of ``AHEAD + BEHIND`` seconds.
 
     Returns:
         The seconds by which that time stamp is later than this clock; negative: it is earlier.

@@ -115,7 +115,7 @@ def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:
     eight.check_reply(None, {})
     with pytest.raises(NotAllowed, match="min-samples = 8, but the reply summarises 7 samples"):
         eight.check_reply(7, {})
-    with pytest.raises(NotAllowed, match="the statistic norm.count is of 2 values"):
+    with pytest.raises(NotAllowed, match="the statistic norm.count summarises 2 values"):
         eight.check_reply(100, {"norm.count": 2})
 
 

@@ -1,4 +1,4 @@
-"""A terminal that types what an operator types, and keeps what was said and how long it took; and copies of the repository to type in."""
+"""Type commands as an operator does, and keep their output and duration. Make the copies of the repository that they need."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ PYTHON = ((sysconfig.get_path("purelib"), "site-packages"), (sysconfig.get_path(
 
 
 class Terminal:
-    """A folder in which commands are typed, and the page that grows by them. ``copy``: whose fl-bn is in PATH."""
+    """Type commands in a folder, and collect the text of a page about them.
+
+    Args:
+        folder: The folder. Commands find the fl-bn of its ``server-copy`` in PATH, unless they name another copy.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.copy = folder, folder / "server-copy"
-        self.spare = self.metrics = 0  # ports: of a site that may come, and of the metrics
-        self.server, self.sites = "kit/server", list[str]()  # as they are now
+        self.spare = self.metrics = 0  # ports for a site that joins later, and for the metrics
+        self.server, self.sites = "kit/server", list[str]()  # change when the server moves, or a site joins or leaves
         self.lines: list[str] = []
         self.started: dict[str, subprocess.Popen[bytes]] = {}
         self._fenced = False
@@ -53,7 +57,7 @@ class Terminal:
         self.lines += [self._clean(line) for line in lines]
 
     def taken(self) -> str:
-        """What was written since the last time."""
+        """Return the text that was written since the last call."""
         self.fence(False)
         text, self.lines = "\n".join(self.lines), []
         return text.strip() + "\n"
@@ -77,7 +81,22 @@ class Terminal:
         return {**kept, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "150", "FLWR_TELEMETRY_ENABLED": "0"}
 
     def type(self, command: str, keep: str = "", code: int = 0, copy: Path | None = None, timeout: float = 900.0) -> str:
-        """Types ``command`` and shows what it says, of long outputs the lines that ``keep`` finds."""
+        """Type ``command``, and show its output.
+
+        Args:
+            command: The command. Its ``fl-bn`` commands must occur in a guide.
+            keep: A regular expression: only lines that match it are shown; empty: all lines.
+            code: The exit code that the command must have.
+            copy: The copy of the repository whose fl-bn is used; None: the server's.
+            timeout: The seconds after which the command is killed.
+
+        Returns:
+            The whole output.
+
+        Raises:
+            RuntimeError: The command has another exit code.
+            AssertionError: No guide has the command.
+        """
         self._in_a_guide(command)
         begin = time.monotonic()
         argv, env = ["bash", "-c", command], self.environment(copy)
@@ -97,7 +116,7 @@ class Terminal:
         return out
 
     def start(self, command: str, name: str, copy: Path | None = None) -> None:
-        """Types ``command`` in another terminal, where it stays; its output is in the file ``name``.out."""
+        """Type ``command`` in a terminal of its own, where it keeps running. Its output goes to the file ``name``.out."""
         self._in_a_guide(command)
         self.shown(f"$ {command}    (in a terminal of its own)")
         with self._output(name).open("ab") as output:
@@ -123,7 +142,7 @@ class Terminal:
         return found
 
     def ended(self, name: str, keep: str, code: int = 0) -> str:
-        """Waits for what was started as ``name``, and shows the lines of its output that ``keep`` finds."""
+        """Wait until the command that was started as ``name`` ends. Show the lines of its output that match ``keep``."""
         process = self.started.pop(name)
         begin = time.monotonic()
         found = process.wait(900)
@@ -176,7 +195,10 @@ class Terminal:
 
 
 def install(folder: Path, origin: Path, tag: str) -> None:
-    """A copy of the repository in ``folder``, if it is not there, with an environment of its own: this Python's packages beside fl-bn."""
+    """Clone the repository into ``folder``, unless the folder exists, and install fl-bn in an environment there.
+
+    The environment also sees the packages of this Python, so that nothing large is downloaded.
+    """
     if folder.exists():
         return
     subprocess.run(["git", "clone", "-q", "--branch", tag, str(origin), str(folder)], check=True, stderr=subprocess.DEVNULL)
@@ -195,7 +217,7 @@ def install(folder: Path, origin: Path, tag: str) -> None:
 
 
 def release(origin: Path, version: str) -> None:
-    """Another version of the repository at ``origin``: nothing but its number differs."""
+    """Commit and tag a new ``version`` in the repository at ``origin``. Only its version number differs."""
     file = origin / "pyproject.toml"
     file.write_text(re.sub(r'(?m)^version = ".*"$', f'version = "{version}"', file.read_text(), count=1))
     git = ["git", "-C", str(origin), "-c", "user.name=x", "-c", "user.email=x@example.org"]

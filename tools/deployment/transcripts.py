@@ -1,10 +1,11 @@
-"""An operator's tasks from the guides alone, typed for real: what was said, and how long each step took, as one page of docs.
+"""Type an operator's tasks as the guides describe them. Write a page of docs with the outputs and how long each step took.
 
     python -m tools.deployment.transcripts                             # with Debian's prometheus, or PROMETHEUS=PATH
-    python -m tools.deployment.transcripts --only create,watch         # these tasks; the page keeps the others
+    python -m tools.deployment.transcripts --only create,watch         # only these tasks; the other tasks keep their sections
 
-Server and sites have each a copy of the repository at a version of its own, installed as the guides say (beside the packages that this
-Python has, so that nothing large is downloaded). All are processes of this machine. Every ``fl-bn`` command must stand in a guide.
+The server and the sites have a copy of the repository each, which may be of different versions. The copies are installed as the
+guides say, except that they use the packages of this Python, so that nothing large is downloaded. All processes run on this machine.
+Every ``fl-bn`` command that is typed must occur in a guide.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def create(t: Terminal) -> None:
 
 
 def again(t: Terminal) -> None:
-    """Starts the federation that an earlier time left in the folder."""
+    """Start the federation that an earlier run of this program left in the folder."""
     t.server = next(name for name in ("new/server", "kit/server") if (t.folder / name).exists())
     t.sites = list(ServerFolder.read(t.folder / t.server).sites)
     t.spare, t.metrics = free_ports(2)
@@ -135,7 +136,7 @@ def start_sites(t: Terminal) -> None:
 
 
 def begun(t: Terminal, name: str) -> str:
-    """The config of a run of eight rounds, of which two are done."""
+    """Start a run of eight rounds, wait until two of them are done, and return its run config."""
     config = f"{RUN} rounds=8 name='{name}'"
     t.start(f'fl-bn submit kit/server --run-config "{config}"', name)
     t.until("two rounds are done", lambda: t.rounds(name) >= 2)
@@ -318,7 +319,7 @@ TOOK = re.compile(r"^It took (\d+) s on .* with a load of (\d+)\.$", re.M)
 
 
 def sections_of(page: Path) -> dict[str, str]:
-    """By title, what a page of an earlier time has."""
+    """Return the sections of a page that an earlier run of this program wrote: title -> text; empty: there is no page."""
     parts = re.split(r"(?m)^## ", page.read_text()) if page.exists() else [""]
     return {title: text.strip() + "\n" for title, _, text in (part.partition("\n") for part in parts[1:])}
 
@@ -336,9 +337,9 @@ def page_of(sections: Mapping[str, str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/how-to/transcripts.md", help="sections of other tasks stay in it")
-    parser.add_argument("--only", default=",".join(TASKS), help="tasks, separated by commas; without create: of the federation in --folder")
-    parser.add_argument("--folder", type=Path, help="where all lies; default: one that is removed afterwards")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs/how-to/transcripts.md", help="it keeps the sections of other tasks")
+    parser.add_argument("--only", default=",".join(TASKS), help="tasks, separated by commas; without create: in the federation of --folder")
+    parser.add_argument("--folder", type=Path, help="the folder of all files; default: a temporary folder")
     given = parser.parse_args()
     sections = sections_of(given.page)
     with tempfile.TemporaryDirectory(prefix="fl-bn-transcripts-") as made:

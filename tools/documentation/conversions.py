@@ -16,7 +16,7 @@ HEAD = """| app | API | method | lines added | lines taken away |
 
 @dataclass(frozen=True)
 class App:
-    """Say what an app is, beside its name: the API that it uses, and the method by which it trains afterwards."""
+    """Describe a converted app: its name, the API that it uses, and the method by which it trains after the conversion."""
 
     name: str
     api: str
@@ -33,7 +33,7 @@ CONVERTED = (
 
 
 def files(name: str) -> list[Path]:
-    """Return the files of an app, before or after, by their paths in it."""
+    """Return the paths, inside the app, of all files that the app has before or after its conversion."""
     sides = [APPS / name / side for side in ("before", "after")]
     return sorted({path.relative_to(side) for side in sides for path in side.rglob("*") if path.suffix in (".py", ".toml")})
 
@@ -50,7 +50,7 @@ def changed(name: str, file: Path) -> list[str]:
 
 
 def counts(name: str) -> tuple[int, int]:
-    """Return how many lines are added, and how many are taken away."""
+    """Return how many lines of an app are added, and how many are taken away."""
     lines = [line[0] for file in files(name) for line in changed(name, file)]
     return lines.count("+"), lines.count("-")
 

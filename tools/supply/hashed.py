@@ -3,8 +3,8 @@
     python -m tools.supply.hashed
 
 pip resolves the requirements of fl-bn with ``deployment``, ``report`` and ``vision`` under constraints.txt, for Linux on
-x86_64 and each version of Python in ``PYTHONS``. It installs nothing, and says which files it would take, with their
-hashes. The file names no package index.
+x86_64 and each version of Python in ``PYTHONS``. It installs nothing, but reports which files it would install, with
+their hashes. requirements.hashed.txt names no package index.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "requirements.hashed.txt"
-EXTRAS = ("deployment", "report", "vision")  # as deploy/docker/requirements.py
+EXTRAS = ("deployment", "report", "vision")  # the same as in deploy/docker/requirements.py
 PYTHONS = ("3.11", "3.12", "3.13")
 HEAD = """\
 # All packages of servers and sites, with the SHA-256 of every file that may be installed: Linux on x86_64, Python {pythons}.
@@ -31,13 +31,13 @@ Files = dict[tuple[str, str], set[str]]  # (name, version) -> hashes
 
 
 def requirements() -> list[str]:
-    """Return what servers and sites need, as pyproject.toml says it."""
+    """Return the requirements of servers and sites, as pyproject.toml lists them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
 
 
 def files_of(report: Mapping[str, object]) -> Files:
-    """Return the files in a report of pip, by package.
+    """Return the hashes of the files in a report of pip, by package.
 
     Raises:
         ValueError: The index gave no hash of a file.
@@ -52,10 +52,10 @@ def files_of(report: Mapping[str, object]) -> Files:
 
 
 def asked(python: str) -> Files:
-    """Return the files that pip would install for one version of Python.
+    """Return the hashes of the files that pip would install for one version of Python, by package.
 
     Raises:
-        subprocess.CalledProcessError: pip finds no such set of packages.
+        subprocess.CalledProcessError: pip finds no set of packages that fits the requirements.
     """
     with tempfile.TemporaryDirectory() as made:
         report = Path(made) / "report.json"
@@ -67,7 +67,7 @@ def asked(python: str) -> Files:
 
 
 def text_of(files: Iterable[Files]) -> str:
-    """Return the requirements file for all these sets of files."""
+    """Return the text of the requirements file that allows each of ``files``."""
     together: Files = {}
     for some in files:
         for package, hashes in some.items():
@@ -80,7 +80,7 @@ def text_of(files: Iterable[Files]) -> str:
 
 
 def main() -> None:
-    """Write the file."""
+    """Write requirements.hashed.txt, and print how many packages it has."""
     FILE.write_text(text_of(map(asked, PYTHONS)))
     print(f"{FILE.name}: {sum(' --hash' not in line and '==' in line for line in FILE.read_text().splitlines())} packages")
 

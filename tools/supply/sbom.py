@@ -3,8 +3,8 @@
     python -m tools.supply.sbom build/sbom.json
     python -m tools.supply.sbom --extra deployment --extra report --extra vision -- build/sbom.json
 
-It lists fl-bn and every installed package that fl-bn, with these parts, needs here: name, version, licence, package URL, and
-what each of them needs. The hashes are those of requirements.hashed.txt: of every file that may have been installed.
+It lists fl-bn and every installed package that fl-bn with these extras needs. Each has its name, version, licence, package URL
+and requirements. The hashes come from requirements.hashed.txt, which has those of every file that pip may have installed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from packaging.utils import canonicalize_name
 from tools.supply.hashed import EXTRAS, FILE
 
 PRODUCT = "fl-bn"
-LONGEST = 100  # characters of a licence's name; longer ones are the text itself
+LONGEST = 100  # characters of a licence's name that are kept, since some packages give the whole text of the licence
 UNKNOWN = {"", "unknown", "none"}
 Key = tuple[str, str]  # name, version
 
 
 def needed(product: str, extras: Sequence[str]) -> dict[str, tuple[Distribution, list[str]]]:
-    """Return the installed packages that ``product`` with ``extras`` needs, itself first: each with the names of those that it needs.
+    """Return ``product``, and every installed package that it needs with ``extras``.
+
+    Returns:
+        Name -> the package, and the names of the installed packages that it needs. ``product`` comes first.
 
     Raises:
         PackageNotFoundError: ``product`` is not installed.
@@ -50,7 +53,7 @@ def needed(product: str, extras: Sequence[str]) -> dict[str, tuple[Distribution,
         except PackageNotFoundError:
             if name == canonicalize_name(product):
                 raise
-            continue  # a requirement that another environment has
+            continue  # a requirement that this environment does not have
         needs = found.setdefault(name, (package, []))[1]
         for text in package.requires or ():
             requirement = Requirement(text)
@@ -82,7 +85,7 @@ def hashes_in(text: str) -> dict[Key, list[str]]:
 
 
 def purl(name: str, version: str) -> str:
-    """Return the package URL of a package of Python."""
+    """Return the package URL of a Python package."""
     return f"pkg:pypi/{canonicalize_name(name)}@{version.replace('+', '%2B')}"
 
 
@@ -103,8 +106,8 @@ def bill(extras: Sequence[str], now: datetime, hashes: Mapping[Key, list[str]]) 
     """Return the bill of materials.
 
     Args:
-        extras: The parts of fl-bn.
-        now: The time to write in it.
+        extras: The extras of fl-bn whose packages are listed, too.
+        now: The time to write into the bill.
         hashes: The hashes of files, by name and version of the package.
 
     Raises:
@@ -141,7 +144,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Write the bill of materials of this environment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="the file to write")
-    parser.add_argument("--extra", action="append", help=f"a part of fl-bn; default: {', '.join(EXTRAS)}")
+    parser.add_argument("--extra", action="append", help=f"an extra of fl-bn; may be repeated; default: {', '.join(EXTRAS)}")
     given = parser.parse_args(words)
     made = bill(given.extra or EXTRAS, datetime.now(UTC), hashes_in(FILE.read_text()))
     given.file.parent.mkdir(parents=True, exist_ok=True)
