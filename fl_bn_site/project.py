@@ -12,7 +12,6 @@ from pathlib import Path
 
 import tomli_w
 
-from fl_bn.flower.compat import find
 from fl_bn.support.commit import COMMIT, commit_of
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.signing import KEY
@@ -51,6 +50,8 @@ def build(server: ServerFolder, own: Path | None = None) -> bytes:
     Raises:
         FolderError: ``own`` is no folder, a file of the project is wrong, or the package is too large for Flower.
     """
+    from fl_bn.flower.compat import find  # imports torch, which a server's queue does not need
+
     if own is not None and not own.is_dir():
         raise FolderError(f"there is no folder {own}")
     is_app = own is not None and (own / PYPROJECT).exists()

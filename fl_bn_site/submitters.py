@@ -31,7 +31,6 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_private_key,
 )
 
-from fl_bn.flower.compat import find
 from fl_bn.support.durable import write
 from fl_bn.support.flower_config import Scalar, flower_config
 from fl_bn_site.certificates import write_private
@@ -151,6 +150,8 @@ class Package:
         Args:
             config: The whole run config.
         """
+        from fl_bn.flower.compat import find  # imports torch, which a kit does not need
+
         kept = {name: value for name, value in self.known(config).items() if name not in OF_SERVER}
         if self.key is None:
             return kept

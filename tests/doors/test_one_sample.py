@@ -189,7 +189,7 @@ def test_one_program_lets_a_client_of_one_sample_work_by_itself(log: pytest.LogC
     loaders = [SeededBatches(*vars(samples(n, n)).values(), 4) for n in (1, 9)]
     assert trained("gn", *loaders, engine="vectorised")[1] == [[1, 9]] * ROUNDS
     assert trained("hbn", *loaders, engine="vectorised")[1] == [[0, 9]] * ROUNDS
-    assert "need at least 2 samples" in log.text
+    assert "needs at least 2 samples" in log.text
 
 
 def test_seeded_batches_of_no_sample_are_none() -> None:

@@ -41,6 +41,9 @@ READERS = {
     "fl_bn/flower/secagg/stages.py": "messages that this side makes; replies through forms",
     "fl_bn/flower/secagg/client.py": "the stage, before its form is chosen; arrays that are decoded; this side's own state",
     "fl_bn/flower/secagg/instruction_digest.py": "hashes an instruction as it came",
+    "fl_bn/flower/own/legacy_client.py": "takes parameters and numbers of a reply that its own client made",
+    "fl_bn/flower/own/legacy_server.py": "the user's own metrics of replies that were checked",
+    "fl_bn_site/leaving.py": "counts what a reply of this side holds, for the site's audit log",
     "fl_bn_site/policy.py": "this side's own reply, against the site's policy",
 }
 

@@ -162,6 +162,10 @@ def test_a_failed_cell_that_another_process_runs_again_keeps_its_folder(tmp_path
     assert not cell.path.exists()  # control
 
 
+def no_pool(*args: Any, **keys: Any) -> None:
+    raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("device", "gpu", "mps", "jobs", "warned"),
     [("auto", True, False, 2, True), ("cuda:0", True, False, 2, True), ("auto", True, True, 2, False), ("auto", True, False, 1, False),
@@ -182,8 +186,8 @@ def test_runs_that_take_turns_on_a_gpu_are_told_of(
     if mps:
         (tmp_path / "control").touch()
     monkeypatch.setattr(LOGGER, "propagate", True)
-    todo = [
-        Cell(RunConfig.from_mapping({"output": str(tmp_path), "name": name, "rounds": 1, "device": device, "model": "no"})) for name in "ab"
-    ]
-    cells.run_cells(todo, jobs, lambda done, total: None)  # no such model: each fails at once
+    todo = [Cell(RunConfig.from_mapping({"output": str(tmp_path), "name": name, "rounds": 1, "device": device})) for name in "ab"]
+    monkeypatch.setattr(cells, "ProcessPoolExecutor", no_pool)
+    with pytest.raises(NotImplementedError):
+        cells.run_cells(todo, jobs, lambda done, total: None)
     assert ("2 runs at a time share a GPU" in caplog.text) is warned

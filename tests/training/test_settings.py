@@ -34,9 +34,9 @@ def test_learning_rate_schedules() -> None:
         ({"batch_size": 2, "steps": 1, "momentum": 1.0}, r"momentum must be in \[0, 1\), but got 1.0"),
         ({"batch_size": 2, "steps": 1, "weight_decay": -1e-4}, "weight_decay must be >= 0, but got -0.0001"),
         ({"batch_size": 2, "steps": 1, "update": "delta"}, "update must be one of weights, gradients, but got 'delta'"),
-        ({"batch_size": 2, "steps": 2, "update": "gradients"}, "set local steps to 1"),
-        ({"batch_size": 2, "epochs": 1, "update": "gradients"}, "set local steps to 1"),
-        ({"batch_size": 2, "steps": 1, "update": "gradients", "optimizer": "adam"}, "optimizer to sgd"),
+        ({"batch_size": 2, "steps": 2, "update": "gradients"}, "needs steps=1, .*, but got steps=2, epochs=0 and"),
+        ({"batch_size": 2, "epochs": 1, "update": "gradients"}, "needs steps=1, epochs=0 .*, but got steps=0, epochs=1 and"),
+        ({"batch_size": 2, "steps": 1, "update": "gradients", "optimizer": "adam"}, "but got steps=1, epochs=0 and optimizer='adam'"),
     ],
 )
 def test_refused(options: dict[str, Any], reason: str) -> None:
