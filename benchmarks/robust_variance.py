@@ -42,6 +42,7 @@ def of_sums(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.
 
 def mixed(rows: np.ndarray, f: int) -> np.ndarray:
     """Return the rows after NNM's mixing."""
+
     def keep(view: object, f: int = 0) -> object:
         mixes.append(np.stack(list(view)))  # type: ignore[call-overload]
         return mean(view, f)  # type: ignore[arg-type]
