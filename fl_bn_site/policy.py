@@ -275,7 +275,11 @@ def summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
 
 
 def _submitter(file: Path, item: str) -> signing.Submitter:
-    """Return the submitter of one item of ``trusted-submitters``: a name, or a public key that the name follows."""
+    """Return the submitter that one item of ``trusted-submitters`` stands for.
+
+    The item is a public key, with the name of its owner after it, or a name. The key of a name is in the file
+    ``NAME.pub`` in the folder ``SUBMITTERS``, beside the policy.
+    """
     try:
         if item.startswith(signing.KIND):
             return signing.read_submitter(" ".join(item.split()[2:]) or "a key of the policy", item)
