@@ -127,7 +127,8 @@ def checked_strategy(strategy: Any, method: Method) -> FedAvg:
     if "aggregate_fit" in overridden(kind, AGGREGATES) and method.personal:
         raise ValueError(
             f"{kind.__name__} overrides aggregate_fit, but under {method.name} the clients keep tensors, so there are no arrays of the "
-            "whole network to return: take evaluate_fn, and legacy_client_app(..., tells=True)"
+            "whole network to return: move its code to evaluate_fn, and let the clients send these tensors by legacy_client_app(..., "
+            "tells=True)"
         )
     if not strategy.accept_failures:
         raise ValueError("accept_failures=False has no meaning here: a client that fails is left out of the round, and the log names it")

@@ -55,8 +55,9 @@ class Asked:
 class OwnLoop:
     """Do the work that ``Strategy.start`` does between the hooks, for a loop of the user's own that calls the hooks itself.
 
-    The results are those of ``start``. If the method needs it, the statistics are measured before round 1, and renewed before an evaluation. So
-    ``configure_train`` and ``aggregate_train`` may send messages of their own over the grid.
+    The results are those of ``start``. If the method needs it, the statistics are measured before round 1, and
+    renewed before an evaluation. So ``configure_train`` and ``aggregate_train`` may send messages of their own over
+    the grid.
 
     Args:
         rounds: the strategy of the rounds.
@@ -75,7 +76,7 @@ class OwnLoop:
             rounds.starts.begin_with(arrays)
         rounds.clients_of(grid)
         self._trained: Named = rounds.shared.tensors()  # the tensors with which the next round starts
-        self._returned: Named = self._trained  # the tensors that the loop got: those of ``_trained``, with statistics renewed for an evaluation
+        self._returned: Named = self._trained  # these tensors as the loop got them: with statistics renewed for an evaluation
         self._training, self._evaluating = Asked(0), Asked(-1)
         self._last, self._failed, self._first_loss, self._said = 0, 0, math.nan, False
 

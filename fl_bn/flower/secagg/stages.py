@@ -195,7 +195,7 @@ class Stages:
             shares, others = SHARES_OUT.of_configs(content), {int(key) for key in request if key != Key.STAGE} - {node}
             _same_nodes("dsts", shares["dsts"], others)
             if len(shares["ctxts"]) != len(shares["dsts"]):
-                raise WireError(RECORD_KEY_CONFIGS, "ctxts", f"expected {len(shares['dsts'])}, but got {len(shares['ctxts'])}")
+                raise WireError(RECORD_KEY_CONFIGS, "ctxts", f"expected an encrypted share for each of {len(shares['dsts'])} nodes, but got {len(shares['ctxts'])}")
             return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(shares))})
         if stage == Stage.COLLECT_MASKED_VECTORS:
             if "unreadable" in (complaint := UNREADABLE.of_configs(content)):
@@ -204,7 +204,7 @@ class Stages:
         back = SHARES_BACK.of_configs(content)
         _same_nodes("nids", back["nids"], {*request[Key.ACTIVE_NODE_ID_LIST], *request[Key.DEAD_NODE_ID_LIST]})
         if len(back["shares"]) != len(back["nids"]) or any(len(share) < 20 or len(share) % 16 != 4 for share in back["shares"]):
-            problem = f"expected {len(back['nids'])} of 4 + 16 n bytes, but got {excerpt(back['shares'])}"
+            problem = f"expected {len(back['nids'])} shares of 4 + 16 n bytes each, but got {excerpt(back['shares'])}"
             raise WireError(RECORD_KEY_CONFIGS, "shares", problem)
         return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(back))})
 
