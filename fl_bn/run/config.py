@@ -265,7 +265,7 @@ class RunConfig(RunKeys):
             raise ConfigError(f"join-rounds must name rounds 1..{self.rounds}, since rounds={self.rounds}, but got {wrong[0]}")
         first = self.clients - sum(round > 1 for round in joins.values())
         if first < 1:
-            raise ConfigError(f"join-rounds must leave a client for round 1, but all clients={self.clients} join later: {self.join_rounds!r}")
+            raise ConfigError(f"join-rounds must leave a client for round 1, but lets all {self.clients} join later: {self.join_rounds!r}")
         if self.clients_at_start > first:
             those = f"clients={self.clients}" if first == self.clients else f"the {first} clients that join-rounds leaves for round 1"
             raise ConfigError(f"clients-at-start must not exceed {those}, but got {self.clients_at_start}")

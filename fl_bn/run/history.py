@@ -186,8 +186,8 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
     """Read the rows of a file rounds.jsonl. A file that does not exist has no rows.
 
     Returns:
-        The rows, and whether the last line is incomplete. Then a run is writing it, or a crash has cut it; it is left
-        out.
+        The rows, and whether the last line is incomplete, because a run is still writing it or a crash cut it. An
+        incomplete line gives no row.
 
     Raises:
         ValueError: A line other than the last cannot be read.

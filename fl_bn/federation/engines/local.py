@@ -262,8 +262,8 @@ class LocalTransport(Transport):
         exchanges = instruction.phase is Phase.EXCHANGE
         if exchanges and self.server.defence.active:
             raise CannotVectorise(
-                f"{self.server.method.name} with a defence averages robustly within a step, and engine 'vectorised' cannot: leave out the "
-                "defence or this engine"
+                f"{self.server.method.name} with a defence averages robustly within a step, and engine 'vectorised' cannot: leave the "
+                "defence out, or take engine='sequential'"
             )
         with ExitStack() as returned:
             lent = [returned.enter_context(self._on_cpu.lend()) for _ in clients]

@@ -195,7 +195,8 @@ class Stages:
             shares, others = SHARES_OUT.of_configs(content), {int(key) for key in request if key != Key.STAGE} - {node}
             _same_nodes("dsts", shares["dsts"], others)
             if len(shares["ctxts"]) != len(shares["dsts"]):
-                raise WireError(RECORD_KEY_CONFIGS, "ctxts", f"expected an encrypted share for each of {len(shares['dsts'])} nodes, but got {len(shares['ctxts'])}")
+                problem = f"expected an encrypted share for each of {len(shares['dsts'])} nodes, but got {len(shares['ctxts'])}"
+                raise WireError(RECORD_KEY_CONFIGS, "ctxts", problem)
             return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(shares))})
         if stage == Stage.COLLECT_MASKED_VECTORS:
             if "unreadable" in (complaint := UNREADABLE.of_configs(content)):
