@@ -58,7 +58,7 @@ def reason(text: str | None) -> str:
 def excerpt(value: object) -> str:
     """Describe a received value for an error message, in at most ``SHOWN`` characters.
 
-    A large value is only described, so that it need not be turned into text.
+    A large value is cut off, or only described.
     """
     if isinstance(value, str | bytes):
         return f"{value[:SHOWN]!r}" + (f" ... ({len(value)} long)" if len(value) > SHOWN else "")

@@ -105,7 +105,8 @@ class OwnMetrics:
 
         Args:
             own: the user's metric records by name, for each client that sent some.
-            samples: the number of samples of each client. These are the weights if a client's metrics have no weight.
+            samples: the number of samples of each client. If any client's metrics have no weight, these numbers are
+                the weights of all clients.
 
         Returns:
             The same as ``evaluation``.
