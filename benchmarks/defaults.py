@@ -4,12 +4,12 @@
     python benchmarks/defaults.py --table benchmarks/results/defaults
 
 A cell is one run. All its keys but those of the axes are the run config's defaults. The file has one line per cell,
-written as soon as the cell is done. Cells that the file has are not run again. The cells that tell most come first.
+written as soon as the cell is done. Cells that the file has are not run again. The most informative cells come first.
 
 Columns: ``at_freeze`` is the accuracy after half of the rounds, where FixBN freezes; ``lowest`` is the lowest
-accuracy afterwards; ``seconds`` is processor time. ``growth`` is the largest factor by which a layer's standard
-deviation (geometric mean over channels) rose above its lowest earlier value, over the evaluated rounds; it is 1 for a
-method that shares no statistics.
+accuracy afterwards; ``seconds`` is processor time. ``growth`` tells how far standard deviations rise. In each evaluated
+round, each layer's standard deviation (geometric mean over channels) is divided by its lowest value so far; ``growth`` is
+the largest of these ratios. It is 1 for a method that shares no statistics.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def cell(key: Key, folder: str) -> dict[str, Any]:
 
 
 def _federated(config: Any) -> tuple[list[tuple[int, float]], float]:
-    """Run one federation; return its curve, (round, accuracy in %) up to where the run came, and its growth."""
+    """Run one federation. Return its curve, (round, accuracy in %) for each evaluated round, and its growth."""
     from client_app.app import app
     from fl_bn.federation.aggregation import running_statistics
     from fl_bn.federation.callbacks import Callback

@@ -60,7 +60,9 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
             "a defence against Byzantine clients compares the clients' updates, and secure aggregation hides them: choose one of the two"
         )
     if Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
-        raise ValueError(f"{method.name} exchanges moments layer by layer in the clear, and secure aggregation cannot hide them: take another method")
+        raise ValueError(
+            f"{method.name} exchanges moments layer by layer in the clear, and secure aggregation cannot hide them: take another method"
+        )
     if method.refresh is Refresh.REPORTED or method.renew is not replace_by_pooled:
         raise ValueError(
             f"secure aggregation pools the moments of all clients in one sum, but {method.name} needs each client's own here: leave out "
@@ -368,7 +370,7 @@ def _entry(part: Summand, loss: float, size: int) -> Reply:
 
 
 def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
-    """Return how many clients cut off values. The sum of their flags tells."""
+    """Return how many clients cut off values. The sum of the clients' flags shows it."""
     return round(float(average["cut"][key][0]) / limit * len(total.parts))
 
 
