@@ -96,7 +96,7 @@ class Expected:
             problem = f"expected a whole number 1..{reply.samples}, its samples, but got {excerpt(reply.weight)}"
             raise WireError("metrics", "weight", problem)
         if reply.folded is not False:
-            raise WireError("reply", "folded", f"expected False, since only the server folds (sums) replies, but got {excerpt(reply.folded)}")
+            raise WireError("reply", "folded", f"expected False, since only the server sums replies, but got {excerpt(reply.folded)}")
         return replace(self.reply(reply.client, values, arrays_of(reply.sections)), weight=reply.weight)
 
     def numbers(self, client: int, record: Mapping[str, Any] | None) -> Values:
