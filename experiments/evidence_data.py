@@ -88,7 +88,7 @@ def held_out_of_training(arrays: Arrays, seed: int) -> Arrays:
 def by_site(file: Path, target: Path) -> None:
     """Write all subjects of every site in ten random orders, once for each factor of ``SHIFTS``.
 
-    Which subjects are tested depends on their places, so each order tests other subjects. A factor multiplies the
+    The place of a subject decides whether it is tested, so each order tests other subjects. A factor multiplies the
     distance of the site's mean from the mean of all subjects. The mean of a site is that of all its subjects, whatever
     their labels. The folder ``rates``, for trying learning rates, gets only the training subjects of order 0, with the
     site's mean unchanged.

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 SCALE = 4  # enlargement at which images are changed
 THINNING, THICKENING = 0.7, 1.0  # by how much the stroke changes on each side, as shares of half the mean thickness
-STRENGTH, RADIUS = 3.0, 7.0  # of a swelling: its exponent, and its diameter in pixels divided by the root of the mean thickness
+STRENGTH, RADIUS = 3.0, 7.0  # of a swelling: exponent; diameter in pixels / root of the mean thickness
 FRACTURES, WIDTH, EXTENSION = 3, 1.5, 0.5  # number per image; width, and length beyond each side of the stroke, in pixels
 WINDOW = 2  # pixels around a point whose centre line gives the direction of the stroke
 

@@ -94,7 +94,7 @@ class Source(Protocol):
         ...
 
     def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]] | None:
-        """Return a function that computes the gradient over all samples of the client; None if the source has no such function."""
+        """Return a function that computes the gradient over all samples of the client; None if there is none."""
         ...
 
     def reply(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> tuple[Reply, ClientState]:
@@ -133,7 +133,11 @@ class Engine(Protocol):
         ...
 
     def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
-        """Train each client in ``members`` on its own ``batches``. Return, by client, the result of each pass over these batches."""
+        """Train each client in ``members`` on its own ``batches``.
+
+        Returns:
+            For each client, the result of each pass over its batches.
+        """
         ...
 
 

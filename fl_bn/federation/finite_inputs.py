@@ -1,4 +1,7 @@
-"""Count a client's batches with inputs that are not finite. If its trained weights are not finite either, messages blame the inputs."""
+"""Count a client's batches with inputs that are not finite.
+
+If the client's trained weights are not finite either, the error message blames the inputs.
+"""
 
 from __future__ import annotations
 

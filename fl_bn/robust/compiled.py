@@ -8,8 +8,8 @@ it first copies the rows to float64. ``benchmarks/robust.py`` repeats the compar
 
 LLVM compiles one function for each pair of the number of rows and the number of values to cut. The function runs
 the pruned sorting network without branches, on 32 bytes of every row at a time. These bytes stay in registers and
-in the first-level cache. The function reads the rows without copying them. It adds the middle values in the same order as ``coordinate``
-does for few rows, so its results have the same bits.
+in the first-level cache. The function reads the rows without copying them. It adds the middle values in the same
+order as ``coordinate`` does for few rows, so its results have the same bits.
 
 Compiling the function for 100 rows takes a fifth of a second, so only large tables use it.
 """

@@ -19,9 +19,9 @@ from fl_bn.task.task import SHARE, Range
 class ClassificationAUC(Classification):
     """Task with one of C classes per sample, whose metric is ``auc``, the area under the ROC curve.
 
-    With several classes it is the mean over the classes, each against all others (scikit-learn's ``multi_class="ovr"``). A
-    class without samples, or with all samples, is left out. If no class remains, there is no AUC (NaN). The accuracies
-    of ``Classification`` are further metrics.
+    With several classes it is the mean over the classes, each against all others (scikit-learn's
+    ``multi_class="ovr"``). A class without samples, or with all samples, is left out. If no class remains, there is
+    no AUC (NaN). The accuracies of ``Classification`` are further metrics.
 
     >>> from fl_bn.task import ClassificationAUC
     >>> state = ClassificationAUC().state()

@@ -53,7 +53,7 @@ class Asked:
 
 
 class OwnLoop:
-    """Do the work that ``Strategy.start`` does between the hooks, for a loop of the user's own that calls the hooks itself.
+    """Do the work that ``Strategy.start`` does between the hooks, for a user's own loop that calls the hooks.
 
     The results are those of ``start``. If the method needs it, the statistics are measured before round 1, and
     renewed before an evaluation. So ``configure_train`` and ``aggregate_train`` may send messages of their own over

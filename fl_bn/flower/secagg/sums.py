@@ -53,7 +53,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Weighting:
-    """Hold the counts at which a client's weight in a sum is 1: the largest count of any client in the cohort, by section.
+    """Hold, by section, the count at which a client's weight in a sum is 1: the largest of any client in the cohort.
 
     Differential privacy needs weight 1 in all sections for every client.
 

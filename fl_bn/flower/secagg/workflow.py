@@ -54,7 +54,7 @@ class SumFailed(Exception):
 
 @dataclass(frozen=True)
 class Summand:
-    """Hold the counts of one client in a sum. The server knows nothing else about the client.
+    """Hold what the server knows about one client in a sum: its counts.
 
     Attributes:
         client: the client.
@@ -167,7 +167,7 @@ def secure_sum(
         most_steps: maps a client's number of samples to the largest possible number of steps. 0: unknown.
         evaluates: whether this is a sum of evaluations.
         once: whether statistics come from a single batch or pass.
-        whole: checks a mean. False if the masks in it have not cancelled.
+        whole: checks a mean. It returns False if masks are left in the mean.
         called: the names of clients and nodes in the log.
 
     Returns:
