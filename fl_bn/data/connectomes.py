@@ -120,8 +120,8 @@ def load_abide(path: str, image_size: int) -> Measurements:
         tested = held_out([subject.label for subject in subjects], i)
         if not 0 < len(tested) < len(subjects):
             raise ValueError(
-                f"dataset 'abide': site {site} needs two subjects with the same label, for a training and a test split, but has no such two "
-                f"among its {len(subjects)}"
+                f"dataset 'abide': site {site} needs two subjects with the same label, for a training and a test split, but has no such "
+                f"two among its {len(subjects)}"
             )
         for number, subject in enumerate(subjects):
             side, vectors = "test" if number in tested else "train", subject.vectors()
