@@ -153,9 +153,10 @@ def key_of(row: Row) -> Key:
 
 
 def cost(key: Key, rows: dict[Key, Row]) -> float:
-    """Estimate the seconds of a cell from finished ones by their seconds per local step.
+    """Estimate the seconds that a cell will take, from the seconds per local step of finished cells.
 
-    The finished cells are those of the same data and method; without any, those of the same data; without any, all.
+    The finished cells with the same data and method are used. If there are none, all with the same data are used. If
+    there are none either, all finished cells are used.
     """
     for alike in ((0, 2), (0,), ()):
         known = [(done, float(row["seconds"])) for done, row in rows.items() if row["seconds"] and all(done[i] == key[i] for i in alike)]
@@ -202,8 +203,8 @@ def table(rows: dict[Key, Row]) -> str:
 
 
 def summary(rows: dict[Key, Row]) -> str:
-    """Return as Markdown how many cells of each method are behind FedAvg, fall below their level at the freeze, or
-    are at chance.
+    """Return as Markdown how many cells of each method are behind FedAvg, fall below their accuracy at the freeze, or
+    end at the accuracy of guessing.
     """
     lines = [
         "# Every method as it is by default",

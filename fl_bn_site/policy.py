@@ -102,8 +102,9 @@ class Policy:
         max_memory: The memory in GB (2**30 bytes) that the process of a message may use for data.
         min_samples: The smallest number of samples that a statistic or a reply may summarise; 0: no limit.
         max_evaluations: The largest number of evaluations that this site answers in one run.
-        max_unknown_rounds: The largest number of earlier rounds without this site from which the other clients' own
-            tensors in a secure sum may come; None: no limit.
+        max_unknown_rounds: A secure sum contains the other clients' own tensors, which earlier rounds without this site
+            may have changed. This is the largest number of such rounds with which the site still takes part; None: no
+            limit.
     """
 
     allow_methods: tuple[str, ...] | None = None
@@ -134,7 +135,7 @@ class Policy:
         read = cls(**{known[name]: _check_line(file, name, value) for name, value in values.items()})
         if read.allow_code == SIGNED and not read.trusted_submitters:
             raise PolicyError(
-                f'{file}: allow-code = "signed" needs trusted-submitters, those whose signatures count: `fl-bn kit trust` adds one'
+                f'{file}: allow-code = "signed" needs trusted-submitters, who may sign runs: `fl-bn kit trust` adds one'
             )
         return read
 

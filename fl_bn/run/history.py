@@ -64,8 +64,8 @@ def client_columns(task: Task, called: ClientNames = UNNAMED) -> tuple[str, ...]
 def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
     """Return the row of a round in rounds.csv and rounds.jsonl, by column.
 
-    Bytes are those of one client. ``drift`` is in standard deviations. ``seconds`` is the duration of the round.
-    ``waited`` is the time that clients spent in layer-wise exchanges, in seconds, of the client that waited longest.
+    Bytes are counted for one client. ``drift`` is in standard deviations. ``seconds`` is the duration of the round.
+    ``waited`` is the largest number of seconds that a client waited in layer-wise exchanges.
     """
     drift, evaluation = record.drift, record.evaluation
     row: Row = {

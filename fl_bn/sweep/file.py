@@ -59,11 +59,11 @@ TABLES = ("title", "run", "axes", "where", "skip", "report", "paper", "notes", "
 VARIANT_TABLES = ("run", "axes", "where", "skip", "report", "paper", "notes", "make")
 PAPER = "paper"  # a name for the file without any of its variants
 DATA = "data"  # {data} stands for the folder of the data, even if there is an axis of this name
-INSTEAD = {  # run-config keys that the sweep sets itself -> what a user of the command does instead
+INSTEAD = {  # run-config keys that the sweep sets itself -> the reason, or what to use instead
     "output": "the folder is --output",
     "name": "a run is called by its values on the axes",
     "resume": "the same command with the same --output goes on",
-    "pictures": "fl-bn plot draws those of a run",
+    "pictures": "fl-bn plot draws the pictures of a run",
     "early-stop": "runs that are compared have one length",
 }
 DECIDED = tuple(INSTEAD)

@@ -51,7 +51,7 @@ GIVEN = {  # argument of OwnAppStrategy -> the attribute of the older FedAvg tha
 
 
 def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], method: Method, **options: Any) -> ServerApp:
-    """Return the ServerApp of a legacy ``server_fn``, whose rounds are those of ``method``.
+    """Return the ServerApp of a legacy ``server_fn``. Its rounds follow ``method``.
 
     ``server_fn`` needs no change. Its strategy is Flower's older ``FedAvg``, or a class derived from it. Its
     fractions, numbers of clients, ``initial_parameters``, ``on_fit_config_fn``, ``on_evaluate_config_fn``,

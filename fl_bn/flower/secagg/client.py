@@ -73,7 +73,7 @@ from fl_bn.secure.privacy import clipped, noisy
 from fl_bn.secure.settings import LEAST, MODULUS
 from fl_bn.support.wire import excerpt
 
-ROUNDING = 100  # the purpose of this generator in its seed; federation/sources.py has the others
+ROUNDING = 100  # stands for this random generator in its seed; federation/sources.py has the numbers of other generators
 
 
 def secured(build: Callable[[Context], LocalClient]) -> Handler:

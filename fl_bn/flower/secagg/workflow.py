@@ -1,7 +1,7 @@
 """The server's half of secure aggregation: Flower's SecAgg+ workflow, over this project's messages.
 
 A sum takes four messages per client. ``setup`` exchanges keys and the client's counts. ``share keys`` gives
-shares of each client's secrets to others. ``collect masked vectors`` is the only one with the model.
+shares of each client's secrets to other clients. Only ``collect masked vectors`` has the model.
 ``unmask`` removes the masks from the sum. If a client is lost in the first two stages, the others begin again
 without it. If it is lost later, the others' shares remove its masks from the sum. With shares from fewer than
 ``threshold`` clients, nothing is revealed.
