@@ -134,9 +134,7 @@ class Policy:
             raise PolicyError(f"{file}: there is no line {others[0]!r}; there are {', '.join(known)}")
         read = cls(**{known[name]: _check_line(file, name, value) for name, value in values.items()})
         if read.allow_code == SIGNED and not read.trusted_submitters:
-            raise PolicyError(
-                f'{file}: allow-code = "signed" needs trusted-submitters, who may sign runs: `fl-bn kit trust` adds one'
-            )
+            raise PolicyError(f'{file}: allow-code = "signed" needs trusted-submitters, who may sign runs: `fl-bn kit trust` adds one')
         return read
 
     def decide(self, fab_hash: str, fab: bytes, config: Mapping[str, Any], package: Path, now: float | None = None) -> Decision:

@@ -65,7 +65,7 @@ def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
     """Return the row of a round in rounds.csv and rounds.jsonl, by column.
 
     Bytes are counted for one client. ``drift`` is in standard deviations. ``seconds`` is the duration of the round.
-    ``waited`` is the largest number of seconds that a client waited in layer-wise exchanges.
+    ``waited`` is the largest number of seconds that a client spent in layer-wise exchanges.
     """
     drift, evaluation = record.drift, record.evaluation
     row: Row = {
