@@ -4,12 +4,12 @@
     python benchmarks/defaults.py --table benchmarks/results/defaults
 
 A cell is one run. All its keys but those of the axes are the run config's defaults. The file has one line per cell,
-written as soon as the cell is done. Cells that the file has are not run again. The cells that tell most come first.
+written as soon as the cell is done. Cells that the file has are not run again. The most informative cells come first.
 
 Columns: ``at_freeze`` is the accuracy after half of the rounds, where FixBN freezes; ``lowest`` is the lowest
-accuracy afterwards; ``seconds`` is processor time. ``growth`` is the largest factor by which a layer's standard
-deviation (geometric mean over channels) rose above its lowest earlier value, over the evaluated rounds; it is 1 for a
-method that shares no statistics.
+accuracy afterwards; ``seconds`` is processor time. ``growth`` tells how far standard deviations rise. In each evaluated
+round, each layer's standard deviation (geometric mean over channels) is divided by its lowest value so far; ``growth`` is
+the largest of these ratios. It is 1 for a method that shares no statistics.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def cell(key: Key, folder: str) -> dict[str, Any]:
 
 
 def _federated(config: Any) -> tuple[list[tuple[int, float]], float]:
-    """Run one federation; return its curve, (round, accuracy in %) up to where the run came, and its growth."""
+    """Run one federation. Return its curve, (round, accuracy in %) for each evaluated round, and its growth."""
     from client_app.app import app
     from fl_bn.federation.aggregation import running_statistics
     from fl_bn.federation.callbacks import Callback
@@ -153,9 +153,10 @@ def key_of(row: Row) -> Key:
 
 
 def cost(key: Key, rows: dict[Key, Row]) -> float:
-    """Estimate the seconds of a cell from finished ones by their seconds per local step.
+    """Estimate the seconds that a cell will take, from the seconds per local step of finished cells.
 
-    The finished cells are those of the same data and method; without any, those of the same data; without any, all.
+    The finished cells with the same data and method are used. If there are none, all with the same data are used. If
+    there are none either, all finished cells are used.
     """
     for alike in ((0, 2), (0,), ()):
         known = [(done, float(row["seconds"])) for done, row in rows.items() if row["seconds"] and all(done[i] == key[i] for i in alike)]
@@ -202,8 +203,8 @@ def table(rows: dict[Key, Row]) -> str:
 
 
 def summary(rows: dict[Key, Row]) -> str:
-    """Return as Markdown how many cells of each method are behind FedAvg, fall below their level at the freeze, or
-    are at chance.
+    """Return as Markdown how many cells of each method are behind FedAvg, fall below their accuracy at the freeze, or
+    end at the accuracy of guessing.
     """
     lines = [
         "# Every method as it is by default",

@@ -1,8 +1,8 @@
 """Compare several ways to make the variance of FBN's line 10 robust, without attackers and under attack.
 
-The paper names none. The clients' means are Gaussian; the variance within each client is 1. The table has the
-between-client term found by each way, as a share of the true one. 1 is unbiased; 0 is naive BN, which leaves the term
-out.
+The paper names no such way. Line 10 adds the mean of the variances within clients, and the variance between the clients'
+means. Here the clients' means are Gaussian, and the variance within each client is 1. The table has the variance between
+the means as each way estimates it, divided by the true one. 1 is unbiased. 0 is naive BN, which leaves this variance out.
 
     python benchmarks/robust_variance.py
 """
@@ -24,24 +24,25 @@ Order = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
 
 def value(rule: Rule, rows: np.ndarray, f: int) -> np.ndarray:
-    """Return the value of ``rule``."""
+    """Return the value of ``rule`` for ``rows``."""
     result: np.ndarray = rule(rows, f).value
     return result
 
 
 def of_deviations(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """Add two robust values: that of the variances, and that of the raw squared deviations from the robust mean."""
+    """Add the robust value of the variances, and the robust value of the squared deviations from the robust mean."""
     found: np.ndarray = value(rule, variances, f) + value(rule, (means - value(rule, means, f)) ** 2, f)
     return found
 
 
 def of_sums(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """Apply ``rule`` to every client's variance + raw squared deviation (as fl_bn.moments.pool does)."""
+    """Apply ``rule`` to the sums of every client's variance and squared deviation (as fl_bn.moments.pool does)."""
     return value(rule, variances + (means - value(rule, means, f)) ** 2, f)
 
 
 def mixed(rows: np.ndarray, f: int) -> np.ndarray:
     """Return the rows after NNM's mixing."""
+
     def keep(view: object, f: int = 0) -> object:
         mixes.append(np.stack(list(view)))  # type: ignore[call-overload]
         return mean(view, f)  # type: ignore[arg-type]
@@ -52,15 +53,17 @@ def mixed(rows: np.ndarray, f: int) -> np.ndarray:
 
 
 def of_mixed_means(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """Mix means and variances by NNM first, then take the deviations of the mixed means, whose spread the mixing has
-    removed.
+    """Mix means and variances by NNM first, then take the deviations of the mixed means.
+
+    The mixed means lie closer together than the clients' means.
     """
     return of_deviations(rule, mixed(means, f), mixed(variances, f), f)
 
 
 def of_means_neighbours(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """Choose NNM's neighbours by the means only, and mix variances and deviations over them: a false variance is then
-    not noticed.
+    """Choose NNM's neighbours by the means only, and mix variances and deviations over these neighbours.
+
+    A false variance is then not noticed.
     """
     squares = ((means[:, None] - means[None]) ** 2).sum(-1)
     weights = np.zeros_like(squares)
@@ -80,7 +83,7 @@ ORDERS: dict[str, Order] = {
 
 
 def in_variance(honest: np.ndarray, f: int) -> np.ndarray:
-    """Return Byzantine means equal to the first honest client's; the lie is in the variances, which ``share`` sets."""
+    """Return Byzantine means equal to the first honest client's; ``share`` gives these clients a false variance."""
     return mimic()(honest, f)
 
 
@@ -90,8 +93,14 @@ ATTACKS: dict[str, Attack | None] = {
 
 
 def share(order: Order, attack: Attack | None, rng: np.random.Generator) -> float:
-    """Return the between-client term found by ``order``, divided by the true one of the honest clients; mean over
-    trials and channels.
+    """Return the variance between clients' means as ``order`` estimates it, divided by that of the honest clients' means.
+
+    Both variances are means over trials and channels.
+
+    Args:
+        order: The way to estimate a variance, one of ``ORDERS``.
+        attack: The attack of the Byzantine clients; None: all clients are honest.
+        rng: The generator of the clients' means.
     """
     found, true = 0.0, 0.0
     for _ in range(TRIALS):
@@ -117,7 +126,7 @@ def main() -> None:
         lines.append(f"| {name} | {' | '.join(f'{s:.2f}' if s < 100 else f'{s:.0e}' for s in shares)} |")
         print(lines[-1], flush=True)
     setting = f"{CLIENTS} clients, f = {BYZANTINE}, {CHANNELS} channels, means N(1, 1), variances 1, {TRIALS} trials"
-    output.write_text(f"Share of the between-client term found: {setting}." + "\n\n" + "\n".join(lines) + "\n")
+    output.write_text(f"Estimated variance between the clients' means / the true one: {setting}." + "\n\n" + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

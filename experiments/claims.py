@@ -194,19 +194,19 @@ class Claim:
 
     @property
     def of(self) -> str:
-        """Return the name of the experiment whose table tests the claim."""
+        """Return the name of the experiment whose table tests this claim."""
         return self.experiment or self.id
 
 
 @dataclass(frozen=True)
 class Own:
-    """Describe a question of this project: why does its result contradict a claim?
+    """Describe a question of this project: why does an experiment contradict a claim?
 
     Attributes:
         id: The id of the question, ``own-...``.
         explains: The id of the claim.
         asks: The question in words.
-        experiment: The experiment whose table answers the question; empty: the experiment whose name is this ``id``.
+        experiment: The experiment whose table answers the question; empty: the experiment that is called like ``id``.
         variant: The variant of that experiment.
         measure: The program that measures every run in several ways, as ``programs/FILE.py``; empty: none.
         resampled: The number of test samples per training sample, as in ``Claim``.
@@ -228,7 +228,7 @@ class Own:
 
     @property
     def of(self) -> str:
-        """Return the name of the experiment whose table answers the question."""
+        """Return the name of the experiment whose table answers this question (``asks``)."""
         return self.experiment or self.id
 
 

@@ -86,10 +86,12 @@ def held_out_of_training(arrays: Arrays, seed: int) -> Arrays:
 
 
 def by_site(file: Path, target: Path) -> None:
-    """Write all subjects of every site in ten orders, for each factor of ``SHIFTS`` on the site's mean.
+    """Write all subjects of every site in ten random orders, once for each factor of ``SHIFTS``.
 
-    A factor multiplies the distance of the site's mean from the mean of all subjects. The mean of a site is that of
-    all its subjects, whatever their labels. The folder ``rates`` gets the training subjects of order 0.
+    The place of a subject decides whether it is tested, so each order tests other subjects. A factor multiplies the
+    distance of the site's mean from the mean of all subjects. The mean of a site is that of all its subjects, whatever
+    their labels. The folder ``rates``, for trying learning rates, gets only the training subjects of order 0, with the
+    site's mean unchanged.
     """
     arrays = read(file)
     names = arrays["domain_names"].tolist()
@@ -111,7 +113,10 @@ def by_site(file: Path, target: Path) -> None:
 
 
 def which_site(sites: list[Arrays], target: Path) -> None:
-    """Write the subjects of the two largest sites, labelled with their site, and with shuffled labels as a control."""
+    """Write the subjects of the two largest sites, once labelled with their site, and once with these labels shuffled.
+
+    The shuffled labels are a control. Each version is written in ten random orders.
+    """
     pair = sorted(sites, key=lambda site: len(site["y"]))[-2:]
     x, y = np.concatenate([site["x"] for site in pair]), np.repeat([0, 1], [len(site["y"]) for site in pair])
     for order in range(ORDERS):

@@ -2,7 +2,8 @@
 
 Each line carries the SHA-256 of the line before, so ``audit_check.py`` notices a change in the middle. The file ``head``
 has the number and the hash of the last line, so lines that were cut off at the end are noticed, too. Whoever may write
-to the folder can compute the whole log anew. Only a hash that was noted elsewhere shows that.
+to the folder can replace the whole log by another one with matching hashes. Only a hash that was noted elsewhere shows
+that.
 
 Each message is answered by a process of its own, and a lock lets one process write at a time. A line is on the disk
 when ``append`` returns.
@@ -157,7 +158,10 @@ def _append(folder: Path, entry: Mapping[str, Any], largest: int) -> str:
 
 
 def _place(folder: Path, files: list[Path]) -> tuple[int, str, str]:
-    """Return the number and the hash of the last line, and a note for the next line where the file ``head`` is missing."""
+    """Return the number and the hash of the last line, and a note to write into the next line.
+
+    The note is empty unless the log has lines, but the file ``head`` is missing or damaged.
+    """
     head, last = head_in(folder), _last(files)
     if last is None and head is None:
         return 0, START, ""

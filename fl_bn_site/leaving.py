@@ -33,7 +33,7 @@ def sections_of(kind: str, content: Any) -> Sections:
 
     Returns:
         Section -> ``tensors``, ``bytes``, and, where the answer tells it, ``samples``: the smallest number of samples
-        behind a number of the section.
+        from which a number in the section was computed.
     """
     from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 
@@ -140,7 +140,7 @@ def message_bytes(message: Any) -> int:
 
 
 def smallest(sections: Sections) -> int | None:
-    """Return the smallest number of samples behind a statistic of the ``sections``; None: the answer does not tell it."""
+    """Return the smallest number of samples that any of the ``sections`` states; None: the answer does not tell it."""
     return min((of["samples"] for of in sections.values() if of.get("samples")), default=None)
 
 
@@ -185,7 +185,10 @@ def _arrays(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, An
 
 
 def _metrics(found: Sections, metrics: Mapping[str, Any]) -> None:
-    """Count the metrics of an answer that has arrays, as the server's report does: none in an exchange by replay."""
+    """Count the metrics of an answer that has arrays, as the server's report does.
+
+    That report counts no metrics in an exchange by replay, so they are not counted here.
+    """
     if "exchange" in found:
         return
     ours = metrics.get(METRICS, {})

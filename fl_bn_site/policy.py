@@ -102,8 +102,9 @@ class Policy:
         max_memory: The memory in GB (2**30 bytes) that the process of a message may use for data.
         min_samples: The smallest number of samples that a statistic or a reply may summarise; 0: no limit.
         max_evaluations: The largest number of evaluations that this site answers in one run.
-        max_unknown_rounds: The largest number of earlier rounds without this site from which the other clients' own
-            tensors in a secure sum may come; None: no limit.
+        max_unknown_rounds: A secure sum contains the other clients' own tensors, which earlier rounds without this site
+            may have changed. This is the largest number of such rounds with which the site still takes part; None: no
+            limit.
     """
 
     allow_methods: tuple[str, ...] | None = None
@@ -133,9 +134,7 @@ class Policy:
             raise PolicyError(f"{file}: there is no line {others[0]!r}; there are {', '.join(known)}")
         read = cls(**{known[name]: _check_line(file, name, value) for name, value in values.items()})
         if read.allow_code == SIGNED and not read.trusted_submitters:
-            raise PolicyError(
-                f'{file}: allow-code = "signed" needs trusted-submitters, those whose signatures count: `fl-bn kit trust` adds one'
-            )
+            raise PolicyError(f'{file}: allow-code = "signed" needs trusted-submitters, who may sign runs: `fl-bn kit trust` adds one')
         return read
 
     def decide(self, fab_hash: str, fab: bytes, config: Mapping[str, Any], package: Path, now: float | None = None) -> Decision:
@@ -275,7 +274,11 @@ def summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
 
 
 def _submitter(file: Path, item: str) -> signing.Submitter:
-    """Return the submitter of one item of ``trusted-submitters``: a name, or a public key that the name follows."""
+    """Return the submitter that one item of ``trusted-submitters`` stands for.
+
+    The item is a public key, with the name of its owner after it, or a name. The key of a name is in the file
+    ``NAME.pub`` in the folder ``SUBMITTERS``, beside the policy.
+    """
     try:
         if item.startswith(signing.KIND):
             return signing.read_submitter(" ".join(item.split()[2:]) or "a key of the policy", item)

@@ -96,8 +96,8 @@ def load_abide(path: str, image_size: int) -> Measurements:
       vectors ``x`` (n, features). An optional ``subject`` (n,) tells which rows belong to one person; or
     * a file ``SITE.csv`` for each site: a label and the vector's numbers per line, without a header.
 
-    At each site, a fifth of the subjects of either label form the test split. All windows of a subject are on one
-    side. Accuracy counts single windows; the windows of a subject do not vote.
+    At each site, a fifth of the subjects of either label form the test split. All windows of a subject are in the
+    same split. The accuracy counts single windows; the windows of a subject do not vote.
 
     Args:
         path: the folder of the files; ``data`` if empty.
@@ -119,7 +119,10 @@ def load_abide(path: str, image_size: int) -> Measurements:
     for i, (site, subjects) in enumerate(sites.items()):
         tested = held_out([subject.label for subject in subjects], i)
         if not 0 < len(tested) < len(subjects):
-            raise ValueError(f"dataset 'abide': site {site} has {len(subjects)} subjects, too few for a training and a test split")
+            raise ValueError(
+                f"dataset 'abide': site {site} needs two subjects with the same label, for a training and a test split, but has no such "
+                f"two among its {len(subjects)}"
+            )
         for number, subject in enumerate(subjects):
             side, vectors = "test" if number in tested else "train", subject.vectors()
             x[side].append(vectors)
@@ -131,7 +134,9 @@ def load_abide(path: str, image_size: int) -> Measurements:
 
 
 def held_out(labels: list[int], site: int) -> set[int]:
-    """Choose a site's subjects for the test split: a fifth of the subjects of each label, but at least one of two or more.
+    """Choose a site's subjects for the test split: a fifth of the subjects of each label.
+
+    A label with two or more subjects gives at least one.
 
     Returns:
         The positions of the chosen subjects in ``labels``.
@@ -231,7 +236,7 @@ def _csv(file: Path) -> list[Subject]:
 
 
 def _grouped(file: Path, x: Floats, y: NDArray[np.generic], subject: NDArray[np.generic], *, ready: bool) -> list[Subject]:
-    """Make one ``Subject`` per person, with all of the person's rows: vectors, or scans."""
+    """Make one ``Subject`` per person from all rows of the person. A row is a vector, or the time series of a scan."""
     subjects = []
     for one in dict.fromkeys(subject.tolist()):
         rows = np.flatnonzero(subject == one)
@@ -250,7 +255,7 @@ def _label(file: Path, label: np.generic) -> int:
 
 def _checked(file: Path, values: Floats) -> Floats:
     if values.size == 0 or not np.isfinite(values).all():
-        raise ValueError(f"{file}: expected finite numbers, but {'there are none' if values.size == 0 else 'some are not'}")
+        raise ValueError(f"{file}: expected finite numbers, but {'there are none' if values.size == 0 else 'some are not finite'}")
     return values.astype(np.float64)
 
 

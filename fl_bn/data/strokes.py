@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional
 
 SCALE = 4  # enlargement at which images are changed
-THINNING, THICKENING = 0.7, 1.0  # as shares of half the mean thickness
-STRENGTH, RADIUS = 3.0, 7.0  # of a swelling: the exponent, and its diameter in pixels divided by the root of the mean thickness
-FRACTURES, WIDTH, EXTENSION = 3, 1.5, 0.5  # how many per image; their width, and their length beyond each side of the stroke, in pixels
+THINNING, THICKENING = 0.7, 1.0  # by how much the stroke changes on each side, as shares of half the mean thickness
+STRENGTH, RADIUS = 3.0, 7.0  # of a swelling: exponent; diameter in pixels / root of the mean thickness
+FRACTURES, WIDTH, EXTENSION = 3, 1.5, 0.5  # number per image; width, and length beyond each side of the stroke, in pixels
 WINDOW = 2  # pixels around a point whose centre line gives the direction of the stroke
 
 Mask = NDArray[np.bool_]
@@ -61,7 +61,7 @@ class Figure:
         return 2.0 * float(self.depth[self.centre].mean())
 
     def place(self, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Draw a point of the centre line: row and column."""
+        """Return a random point of the centre line: its row and column."""
         points = np.argwhere(self.centre)
         return np.asarray(points[rng.integers(len(points))])
 

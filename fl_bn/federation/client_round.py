@@ -94,7 +94,7 @@ class Source(Protocol):
         ...
 
     def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]] | None:
-        """Return a function that computes the gradient over all samples; None if there is none."""
+        """Return a function that computes the gradient over all samples of the client; None if there is none."""
         ...
 
     def reply(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> tuple[Reply, ClientState]:
@@ -125,15 +125,19 @@ class Engine(Protocol):
     """Compute the rounds of a cohort's clients: one after the other, or all together in vectorised code."""
 
     def check(self, members: Sequence[Member]) -> None:
-        """Raise the engine's own error if it cannot compute the rounds of ``members``."""
+        """Raise the engine's own error if it cannot compute the rounds of the clients ``members``."""
         ...
 
     def measure(self, members: Sequence[Member]) -> None:
-        """Make every member's statistics pass."""
+        """Run the statistics pass of every client in ``members``."""
         ...
 
     def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
-        """Train every member on its own ``batches``. Return, for each member, the result of each pass over them."""
+        """Train each client in ``members`` on its own ``batches``.
+
+        Returns:
+            For each client, the result of each pass over its batches.
+        """
         ...
 
 

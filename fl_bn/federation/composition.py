@@ -1,4 +1,4 @@
-"""Refuse combinations of local objectives, momentum, clipping, methods and servers that do not fit."""
+"""Refuse combinations of local objectives, momentum, clipping, methods and servers that do not work together."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
     objective, exchanges = settings.objective, Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2))
     if exchanges and objective.corrects:
         raise ValueError(
-            f"{method.name} starts a round with the centralised step, but {objective.name} changes each client's gradient by itself, so "
-            "the step would not be the centralised one: take another objective"
+            f"the first local step of {method.name} must be that of training on all clients' batches together, but {objective.name} "
+            "changes each client's gradient by itself: take another objective"
         )
     if exchanges and objective.repeats:
         raise ValueError(
@@ -32,8 +32,8 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
         )
     if exchanges and settings.clip != "none":
         raise ValueError(
-            f"{method.name} starts a round with the centralised step, but clipping changes each client's gradient by itself, so the step "
-            "would not be the centralised one: set clip='none'"
+            f"the first local step of {method.name} must be that of training on all clients' batches together, but clipping changes each "
+            "client's gradient by itself: set clip='none'"
         )
     if objective.anchored and not method.shares(Role.WEIGHT):
         raise ValueError(

@@ -1,4 +1,7 @@
-"""Count a client's batches with inputs that are not finite. If its weights are not finite either, the inputs are blamed."""
+"""Count a client's batches with inputs that are not finite.
+
+If the client's trained weights are not finite either, the error message blames the inputs.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class InputWatch:
             self._wrong = [self._wrong[0] + wrong.to(self._wrong[0].device)] if self._wrong else [wrong.long()]
 
     def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield ``batches`` of inputs, and check each for values that are not finite."""
+        """Yield ``batches`` of inputs, and count each batch that has a value that is not finite."""
         for batch in batches:
             self.note(batch)
             yield batch

@@ -28,7 +28,8 @@ def measured(
     """Measure the moments that ``how`` describes, of every BatchNorm layer over ``batches`` of inputs.
 
     The model runs in evaluation mode and stays unchanged: its gradients, its statistics and the modes of its modules. No
-    random number is drawn. A batch is left out if it has one value per channel in a layer that normalises as in training.
+    random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers that are not held are in training mode,
+    so they normalise with the batch. A batch that gives such a layer only one value per channel is left out.
     """
     with measuring(model, how) as observed:
         for x in batches:
@@ -38,7 +39,7 @@ def measured(
             except ValueError as error:
                 if NO_VARIANCE not in str(error):
                     raise
-                for name, seen in before.items():  # as in training, a batch of one sample is left out
+                for name, seen in before.items():  # the batch is left out, so its moments in earlier layers are removed
                     del observed[name][seen:]
     return pooled(observed)
 

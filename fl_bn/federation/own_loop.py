@@ -142,19 +142,19 @@ def _check_steps(round: LocalRound, before: Mapping[str, Tensor]) -> None:
     if moved := [name for name, tensor in before.items() if name in now and not torch.equal(now[name].detach(), tensor)]:
         raise ValueError(
             f"{moved[0]} changed in round {round.instruction.round}, but no step of a torch.optim.Optimizer was seen: call "
-            "round.step_done() after each step that your loop makes without one"
+            "round.step_done() after each step that your loop makes without a torch optimizer"
         )
 
 
 def _per_sample(round: LocalRound) -> bool:
-    """Tell whether opacus computes the gradients of single samples.
+    """Tell whether opacus computes the gradient of each single sample.
 
     opacus itself refuses torch's BatchNorm by type, and layers with buffers if a parameter of the layer
     learns. It accepts other layers that mix samples, so this function refuses them.
 
     Raises:
-        ValueError: A layer mixes samples, so that there are no such gradients; or the objective adds a part to the
-            gradients, which opacus leaves out.
+        ValueError: A layer mixes samples, so that a single sample has no gradient of its own; or the objective adds a
+            part to the gradients, which opacus leaves out.
     """
     if not any(hasattr(p, "grad_sample") for p in round.parameters.values()):
         return False

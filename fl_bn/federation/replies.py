@@ -82,7 +82,7 @@ class Expected:
 
         Raises:
             Absent: The client took no part in the round.
-            WireError: Something is not as expected; the first such thing is named.
+            WireError: A part of the reply is not as expected. The message names the first such part.
         """
         if type(reply.round) is not int or reply.round != self.round:
             raise WireError("reply", "round", f"expected {self.round}, but got {excerpt(reply.round)}")
@@ -96,7 +96,7 @@ class Expected:
             problem = f"expected a whole number 1..{reply.samples}, its samples, but got {excerpt(reply.weight)}"
             raise WireError("metrics", "weight", problem)
         if reply.folded is not False:
-            raise WireError("reply", "folded", f"expected False, since only the server adds replies up, but got {excerpt(reply.folded)}")
+            raise WireError("reply", "folded", f"expected False, since only the server sums replies, but got {excerpt(reply.folded)}")
         return replace(self.reply(reply.client, values, arrays_of(reply.sections)), weight=reply.weight)
 
     def numbers(self, client: int, record: Mapping[str, Any] | None) -> Values:
@@ -108,7 +108,7 @@ class Expected:
 
         Raises:
             Absent: The client took no part in the round.
-            WireError: A number is missing, or is not as expected; the first one is named.
+            WireError: A number is missing, or is not as expected. The message names the first such number.
         """
         samples: int = REPLIED.read(record)["samples"]
         check_samples(samples)

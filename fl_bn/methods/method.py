@@ -289,7 +289,7 @@ class Method:
     def uses_shared(self, rounds: int) -> bool:
         """Return whether the shared statistics take part in normalising the first batch.
 
-        Then they are calibrated before it.
+        If they do, they are calibrated before that batch.
         """
         return self.calibrate or self.starts_constant(rounds)
 
@@ -337,9 +337,9 @@ def freeze(
     Args:
         method: the method of the rounds before the freeze.
         after: last round before the freeze. Default: half of the rounds.
-        what: roles that freeze. FixBN's Table H freezes the affine parameters as well, or these alone. Frozen
-            affine parameters are in no optimiser.
-        rate: highest share of the learning rate in frozen rounds, in (0, 1]; with 1 the schedule holds.
+        what: roles that freeze. In FixBN's Table H the affine parameters freeze, too, or only they freeze. No
+            optimiser has frozen affine parameters.
+        rate: highest share of the learning rate in frozen rounds, in (0, 1]. 1: the schedule is not changed.
             Default: ``BOUNDED_FROZEN_RATE`` if gradients are centred and clipped (``Method.bounded``), else
             ``unbounded_rate``.
         unbounded_rate: the default share if gradients are not clipped.
@@ -350,9 +350,9 @@ def freeze(
     """
     share = unbounded_rate if rate is None else rate
     if not 0 < share <= 1:
-        raise ValueError(f"the share of the learning rate in frozen rounds must be in (0, 1], but got {share}")
+        raise ValueError(f"frozen-rate, the share of the learning rate in frozen rounds, must be in (0, 1], but got {share}")
     if not what or not what <= {Role.STATISTIC, Role.AFFINE}:
-        raise ValueError(f"only the statistics, the affine parameters or both can freeze, but got {set(what)}")
+        raise ValueError(f"what freezes must be the statistics, the affine parameters or both, but got {set(what)}")
     if after is not None and after < 0:
         raise ValueError(f"freeze-after must be a round >= 0, but got {after}")
     if Role.STATISTIC in what and method.refresh is not Refresh.NOTHING and method.report is StatisticsReport.NOTHING:

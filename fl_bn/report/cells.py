@@ -37,8 +37,8 @@ class Cell:
         name: The name of the run's folder.
         axes: The value of the run on each axis.
         config: The run config, with kebab-case keys.
-        status: ``finished`` or ``failed``; ``unreadable`` or ``damaged`` if its files are.
-        error: Why the run failed or cannot be read; empty: it is finished.
+        status: ``finished`` or ``failed``; ``unreadable`` or ``damaged`` if the run's files are.
+        error: Why the run failed, or what is wrong with its files; empty: it is finished.
         rows: The lines of ``rounds.jsonl``, one per round.
         layers: The diagnostics: for each quantity and layer, its value by round. The layer of a quantity of the whole
             network is the empty text. Empty: the run has no diagnostics.
@@ -63,8 +63,8 @@ class Cell:
     def metric(self) -> str:
         """Return the name of the metric of the run's task.
 
-        It is the column that has a spread over clients beside it, as ``mse`` and ``mse-std``. Where there is no such
-        column, it is the accuracy.
+        It is the column with a second column for its spread over clients, for example ``mse`` with ``mse-std``. If there
+        is no such column, it is the accuracy.
         """
         row = self.rows[0] if self.rows else {}
         return next((name for name in row if f"{name}-std" in row and {f"{name}-min", f"{name}-max"} & row.keys()), CLASSIFICATION.metric)
@@ -72,8 +72,8 @@ class Cell:
     def lower_is_better(self, metric: str) -> bool:
         """Return whether a lower value of ``metric`` is better.
 
-        For the metric of a task, this is known from its column for the worst client, which is ``-max`` or ``-min``.
-        For other columns the name decides.
+        A task's metric has a column for its worst client: ``METRIC-max`` if lower is better, ``METRIC-min`` if higher is
+        better. For any other column the name decides.
         """
         row = self.rows[0] if self.rows else {}
         return f"{metric}-max" in row if {f"{metric}-min", f"{metric}-max"} & row.keys() else lower_is_better(metric)
@@ -213,7 +213,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _expected(metric: str, row: Row) -> bool:
-    """Return whether ``metric`` was measured in this round. A measured value may be missing, since it was not finite."""
+    """Return whether ``metric`` was measured in this round. A measured value is missing if it was not finite."""
     if row.get(metric) is not None:
         return True
     if metric in EVALUATION:

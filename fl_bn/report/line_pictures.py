@@ -120,12 +120,13 @@ def _ranked(available: Sequence[Series], layout: Layout) -> dict[str, str]:
 def _across(axes: Axes, x: str, ways: Sequence[np.ndarray]) -> None:
     """Set up the horizontal axis.
 
-    It is logarithmic if the longest curve reaches ten times as far as the shortest. Bytes are shown in kB, MB, GB or TB.
+    The axis is logarithmic if the longest curve reaches at least ten times as far as the shortest, but never if it
+    shows rounds. Bytes are shown in B, kB, MB, GB or TB.
 
     Args:
         axes: The panel.
         x: The quantity on the axis.
-        ways: The positions of each curve.
+        ways: For each curve, the positions of its points on this axis, in ascending order.
     """
     ends = [float(way[-1]) for way in ways]
     power = min(4, int(math.log(max(*ends, 1), 1000))) if x == "bytes" else 0
@@ -139,7 +140,7 @@ def _across(axes: Axes, x: str, ways: Sequence[np.ndarray]) -> None:
 
 
 def _whole(axes: Axes) -> None:
-    """Put the ticks of the horizontal axis at whole numbers, since it shows rounds."""
+    """Put the ticks of the horizontal axis at whole numbers: it shows rounds, exchanges or local steps."""
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
 
 

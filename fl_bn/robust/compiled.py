@@ -6,10 +6,10 @@ benchmarks/results/robust.md). After nearest-neighbour mixing they are 1.1 to 1.
 distances take most of the time. A defended update (``Defence.update``) is 1.1 to 1.5 times as fast, because
 it first copies the rows to float64. ``benchmarks/robust.py`` repeats the comparison.
 
-LLVM compiles one function for each number of rows and of values to cut. The function runs the pruned sorting
-network without branches, on 32 bytes of every row at a time. These stay in registers and in the first-level
-cache. It reads the rows without copying them. It adds the middle values in the same order as ``coordinate``
-does for few rows, so its results have the same bits.
+LLVM compiles one function for each pair of the number of rows and the number of values to cut. The function runs
+the pruned sorting network without branches, on 32 bytes of every row at a time. These bytes stay in registers and
+in the first-level cache. The function reads the rows without copying them. It adds the middle values in the same
+order as ``coordinate`` does for few rows, so its results have the same bits.
 
 Compiling the function for 100 rows takes a fifth of a second, so only large tables use it.
 """
@@ -27,7 +27,7 @@ from fl_bn.robust.networks import Keep, selection
 
 WORTH = 1 << 22  # numbers in a table above which compiling pays off within a few calls
 MOST = 128  # the most rows; the code grows faster than their number
-VECTOR = 32  # bytes of a row in one operation
+VECTOR = 32  # bytes of a row in one SIMD vector, on which the processor computes at once
 AHEAD = 256  # bytes of a row that are fetched before they are needed
 
 
@@ -37,7 +37,7 @@ class Middle:
     Attributes:
         n: the number of rows.
         dtype: float32 or float64, for rows and results.
-        lanes: the number of columns that one operation covers.
+        lanes: the number of columns in one SIMD vector.
     """
 
     def __init__(self, engine: Any, n: int, double: bool) -> None:
@@ -70,7 +70,7 @@ class Middle:
         return self._run(block.ctypes.data + np.arange(len(block), dtype=np.uintp) * np.uintp(block.strides[0]), out)
 
     def _of_few(self, block: np.ndarray, out: np.ndarray) -> bool:
-        """Compute the averages of a block with fewer columns than one operation covers."""
+        """Compute the averages of a block with fewer columns than one SIMD vector holds."""
         if not len(out):
             return True
         padded, values = np.zeros((self.n, self.lanes), self.dtype), np.empty(self.lanes, self.dtype)
@@ -113,8 +113,9 @@ def middle(n: int, trim: int, double: bool) -> Middle | None:
 def code(n: int, trim: int, double: bool) -> str:
     """Write LLVM code for the function ``middle(addresses of the rows, number of columns, out)``.
 
-    The function returns 0 if all numbers are finite. If the number of columns is no multiple of a vector's,
-    its last step computes the last whole vector, and so some columns twice.
+    ``middle`` writes the average of each column's middle values to ``out``. It returns 0 if all numbers are finite.
+    Each step computes one SIMD vector of columns. If the columns cannot be divided evenly into vectors, the last step
+    takes the last columns that fill a vector, so it computes some columns a second time.
 
     Args:
         n: the number of rows.

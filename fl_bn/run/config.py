@@ -265,15 +265,15 @@ class RunConfig(RunKeys):
             raise ConfigError(f"join-rounds must name rounds 1..{self.rounds}, since rounds={self.rounds}, but got {wrong[0]}")
         first = self.clients - sum(round > 1 for round in joins.values())
         if first < 1:
-            raise ConfigError(f"join-rounds must leave at least one of clients={self.clients} to start with, but got {self.join_rounds!r}")
+            raise ConfigError(f"join-rounds must leave a client for round 1, but lets all {self.clients} join later: {self.join_rounds!r}")
         if self.clients_at_start > first:
-            those = "clients" if first == self.clients else "the clients that join-rounds leaves to start with"
-            raise ConfigError(f"clients-at-start must not exceed {those}, {first}, but got {self.clients_at_start}")
+            those = f"clients={self.clients}" if first == self.clients else f"the {first} clients that join-rounds leaves for round 1"
+            raise ConfigError(f"clients-at-start must not exceed {those}, but got {self.clients_at_start}")
         if (sites := int(self["min-sites"])) > self.clients:
             raise ConfigError(f"min-sites must not exceed clients={self.clients}, but got {sites}")
         if self.min_cohort > (size := self._cohort_at_start()):
-            of = f"clients={self.clients}" if first == self.clients and not self.clients_at_start else "those that the run starts with"
-            raise ConfigError(f"min-cohort must not exceed a cohort, {size} of {of}, but got {self.min_cohort}")
+            of = f"clients={self.clients}" if first == self.clients and not self.clients_at_start else "the clients at the start"
+            raise ConfigError(f"min-cohort must not exceed the cohort of round 1, {size} of {of}, but got {self.min_cohort}")
 
     def _cohort_at_start(self) -> int:
         """Return the number of clients in the cohort of round 1, which is the smallest planned cohort."""

@@ -64,8 +64,8 @@ def client_columns(task: Task, called: ClientNames = UNNAMED) -> tuple[str, ...]
 def round_row(record: RoundRecord, task: Task = CLASSIFICATION) -> Row:
     """Return the row of a round in rounds.csv and rounds.jsonl, by column.
 
-    Bytes are those of one client. ``drift`` is in standard deviations. ``seconds`` is the duration of the round.
-    ``waited`` is the time that clients spent in layer-wise exchanges, in seconds, of the client that waited longest.
+    Bytes are counted for one client. ``drift`` is in standard deviations. ``seconds`` is the duration of the round.
+    ``waited`` is the largest number of seconds that a client spent in layer-wise exchanges.
     """
     drift, evaluation = record.drift, record.evaluation
     row: Row = {
@@ -186,8 +186,8 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
     """Read the rows of a file rounds.jsonl. A file that does not exist has no rows.
 
     Returns:
-        The rows, and whether the last line is incomplete. Then a run is writing it, or a crash has cut it; it is left
-        out.
+        The rows, and whether the last line is incomplete, because a run is still writing it or a crash cut it. An
+        incomplete line gives no row.
 
     Raises:
         ValueError: A line other than the last cannot be read.

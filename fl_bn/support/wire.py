@@ -45,7 +45,8 @@ def printable(text: str, most: int = SHOWN) -> str:
 def reason(text: str | None) -> str:
     """Shorten another side's error to one line of ``REASON`` characters.
 
-    For an error that a ClientApp raised, the line has the class's own name and its message.
+    For an error that a ClientApp raised, the line has the name of the error's class, without its module, and the
+    error's message.
     """
     text = (text or "")[: 4 * REASON]
     if raised := RAISED.match(text):
@@ -57,7 +58,7 @@ def reason(text: str | None) -> str:
 def excerpt(value: object) -> str:
     """Describe a received value for an error message, in at most ``SHOWN`` characters.
 
-    Large values are not formatted for it.
+    A large value is cut off, or only described.
     """
     if isinstance(value, str | bytes):
         return f"{value[:SHOWN]!r}" + (f" ... ({len(value)} long)" if len(value) > SHOWN else "")

@@ -1,8 +1,9 @@
 """Run the attack grid, and report the accuracy of each robust rule under the attack that is worst for it.
 
-The grid is a sweep over heterogeneity, the number f of attackers, the rule and the attack. Three other accuracies
-stand beside the one under the worst attack: without attackers and defence, with the rule but no attack, and with a
-rule that expects one attacker too few. The last one is run in a second pass, since it needs the worst attack.
+The grid is a sweep over heterogeneity, the number f of attackers, the rule and the attack. The report has three other
+accuracies beside the one under the worst attack: without attackers and defence, with the rule but no attack, and under
+the worst attack with a rule that expects one attacker too few. The last one is run in a second pass, since the first
+pass finds the worst attack.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Setting:
 
     @property
     def keys(self) -> dict[str, dict[str, Any]]:
-        """Return the run-config keys that each of these values stands for, by axis."""
+        """Return, by axis, the run-config keys that this setting's value on the axis stands for."""
         statistics, _, updates = self.rule.partition("/")
         rules = {"statistics-rule": statistics, "update-rule": updates or statistics}
         return {
@@ -77,14 +78,14 @@ class Grid:
     attacks: Sequence[str]
 
     def rows(self) -> list[tuple[str, float, int, str]]:
-        """Return the rows of the table: method, heterogeneity, f and rule."""
+        """Return the rows of the report's table: method, heterogeneity, f and rule."""
         return [(m, h, f, rule) for m in self.methods for h in self.heterogeneity for f in self.byzantine for rule in self.rules]
 
     def settings(self) -> list[Setting]:
-        """Return the settings of the first pass, which are three kinds for each row of the table.
+        """Return the settings of the first pass. Each row of the report's table has three kinds of settings.
 
-        They are: no defence and no attack, the rule without attack, and the rule under every attack. In all of them
-        the data are divided among n - f clients.
+        The kinds are: no defence and no attack, the rule without attack, and the rule under every attack. In all
+        settings the data are divided among n - f clients.
         """
         settings = []
         for m, h, f, rule in self.rows():

@@ -17,7 +17,7 @@
     "IID" = { partition = "iid" }
     "Dirichlet 0.1" = { partition = "dirichlet", partition-parameter = 0.1 }
 
-    [[where]]                               # keys for some combinations only, which override those above
+    [[where]]                               # keys for some combinations only; they override [run] and [axes]
     at = { method = "BN", split = "IID" }
     keys = { learning-rate = 0.1 }
 
@@ -28,7 +28,8 @@
     [variants.small]                        # a variant with other keys or axes, chosen by --variant small
     run = { rounds = 5, seed = 0 }
     axes.split = ["IID"]                    # a list keeps some values of an axis, and an empty list removes the axis
-                                            # a table in its place replaces the axis; where and skip replace those above
+                                            # a table instead of a list replaces the axis
+                                            # where and skip of a variant replace those of the file
 
 Every combination of values is one run. ``skip`` is a list of tables, each with a combination to leave out.
 """
@@ -58,11 +59,11 @@ TABLES = ("title", "run", "axes", "where", "skip", "report", "paper", "notes", "
 VARIANT_TABLES = ("run", "axes", "where", "skip", "report", "paper", "notes", "make")
 PAPER = "paper"  # a name for the file without any of its variants
 DATA = "data"  # {data} stands for the folder of the data, even if there is an axis of this name
-INSTEAD = {  # run-config keys that the sweep sets itself: what to do instead, in a command with options
+INSTEAD = {  # run-config keys that the sweep sets itself -> the reason, or what to use instead
     "output": "the folder is --output",
     "name": "a run is called by its values on the axes",
     "resume": "the same command with the same --output goes on",
-    "pictures": "fl-bn plot draws those of a run",
+    "pictures": "fl-bn plot draws the pictures of a run",
     "early-stop": "runs that are compared have one length",
 }
 DECIDED = tuple(INSTEAD)

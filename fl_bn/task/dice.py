@@ -18,7 +18,7 @@ from fl_bn.task.task import SHARE, Range
 
 DICE = "dice"
 SMOOTH = 1e-5
-"""Added to numerator and denominator: a class that is neither predicted nor in the mask then has an overlap of 1."""
+"""Added to the numerator and the denominator of an overlap. A class without pixels in both then has an overlap of 1."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Dice(Segmentation):
 
     An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus ``cross_entropy``
     times its cross-entropy. p is a class's probability at a labelled pixel, y is 1 where it is the label.
-    The metric ``dice`` is the same mean, of predicted classes, with sums over all data in place of one image.
+    The metric ``dice`` is the same mean, but p is 1 where the class is predicted, and the sums are over all data.
 
     >>> import torch
     >>> from fl_bn import Dice
@@ -79,7 +79,7 @@ class Dice(Segmentation):
         return len(targets)
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Compute the overlap of predictions, ``dice``, and the metrics of ``Segmentation``."""
+        """Compute ``dice`` (the overlap of predictions and masks) and the metrics of ``Segmentation``."""
         confusion = sums["confusion"]
         first = self._first(len(confusion))
         hits, sizes = confusion.diagonal().double()[first:], (confusion.sum(0) + confusion.sum(1)).double()[first:]

@@ -19,9 +19,9 @@ from fl_bn.task.task import SHARE, Range
 class ClassificationAUC(Classification):
     """Task with one of C classes per sample, whose metric is ``auc``, the area under the ROC curve.
 
-    Of several classes it is the mean over the classes, each against all others (scikit-learn's ``multi_class="ovr"``). A
-    class without samples, or with all of them, is left out. If none remains, there is no AUC (NaN). The accuracies of
-    ``Classification`` are further metrics.
+    With several classes it is the mean over the classes, each against all others (scikit-learn's
+    ``multi_class="ovr"``). A class without samples, or with all samples, is left out. If no class remains, there is
+    no AUC (NaN). The accuracies of ``Classification`` are further metrics.
 
     >>> from fl_bn.task import ClassificationAUC
     >>> state = ClassificationAUC().state()
@@ -56,7 +56,7 @@ class ClassificationAUC(Classification):
         return super().sums(output, targets) | {"scores": scores}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Compute the area, and the accuracies over all samples and over each class."""
+        """Compute the area under the ROC curve, the accuracy over all samples, and the accuracy over each class."""
         others, own = sums["scores"].double().unbind(1)
         below = others.cumsum(1) - others / 2  # samples of other classes that score less; those of the same bin count half
         area = (own * below).sum(1) / (own.sum(1) * others.sum(1))  # NaN where either has no sample

@@ -181,8 +181,8 @@ def server_skew(host: str, port: int, authority: Path) -> float:
 
     Raises:
         LookupError: The server does not answer as Flower's SuperLink does.
-        FarApart: The server refuses every time stamp within an hour of this clock, and those of clocks that are whole
-            hours, up to 12, ahead or behind.
+        FarApart: The server refuses every time stamp that is tried. These are up to an hour from this clock, and 2 to 12
+            whole hours ahead of it or behind it.
     """
     import grpc
 
@@ -194,7 +194,7 @@ def server_skew(host: str, port: int, authority: Path) -> float:
         call = channel.unary_unary(METHOD, request_serializer=bytes, response_deserializer=bytes)
 
         def accepted(ahead: float) -> bool:
-            """Return whether the server accepts a stamp ``ahead`` seconds after this clock."""
+            """Return whether the server accepts a call with a time stamp ``ahead`` seconds later than this clock."""
             stamp = (now() + timedelta(seconds=ahead)).isoformat()
             signature = key.sign(stamp.encode("ascii"), ec.ECDSA(hashes.SHA256()))
             try:
@@ -202,7 +202,7 @@ def server_skew(host: str, port: int, authority: Path) -> float:
             except grpc.RpcError as error:
                 if error.details() in (WRONG_TIME, WRONG_NODE):
                     return bool(error.details() == WRONG_NODE)
-                raise LookupError(f"{error.code().name}: {error.details()}") from error
+                raise LookupError(f"{error.code().name} (status of gRPC): {error.details()}") from error
             raise LookupError("it accepted a call by an unknown key")
 
         return latest_accepted(accepted) - AHEAD

@@ -194,7 +194,7 @@ def test_csv(tmp_path: Path) -> None:
         ({"x": np.zeros((10, 6)), "y": Y, "subject": np.arange(10) // 2}, "the rows of one subject must have one label"),
         ({"series": np.ones((10, 9, 4)), "y": Y, "subject": np.arange(10) // 2}, "the rows of one subject must have one label"),
         ({"x": np.zeros((10, 6)), "y": np.array([0, None] * 5, dtype=object)}, "expected a .npz archive of numbers"),
-        ({"x": np.zeros((1, 6)), "y": Y[:1]}, "site here has 1 subjects, too few"),
+        ({"x": np.zeros((1, 6)), "y": Y[:1]}, "site here needs two subjects with the same label, .* among its 1"),
         ({"series": np.zeros((10, 9, 1)), "y": Y}, "must have one length of at least 1, but got here: 0"),
     ],
 )

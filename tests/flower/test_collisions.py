@@ -442,7 +442,7 @@ def test_the_older_api_is_refused_in_one_sentence() -> None:
     """``start_simulation`` and ``start_server`` both come to this server."""
     from flwr.server import Server, SimpleClientManager
 
-    says = r"^FixBN is a strategy of Flower's message API, and start_simulation, .* call strategy.start\(grid, ...\) in @app.main\(\)"
+    says = r"^FixBN works with Flower's message API only, not with start_simulation, .* call strategy.start\(grid, ...\) in @app.main\(\)"
     with pytest.raises(RunFailed, match=says):
         Server(client_manager=SimpleClientManager(), strategy=FixBN(net())).fit(num_rounds=1, timeout=None)  # type: ignore[arg-type]
 

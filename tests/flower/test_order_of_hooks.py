@@ -120,7 +120,7 @@ WRONG: dict[str, tuple[Callable[[OwnAppStrategy, Grid, ArrayRecord], Any], str]]
     ),
     "twice": (
         lambda s, g, a: s.aggregate_train(1, []),
-        r"aggregate_train\(1, ...\) was called before, and the model has that round: go on with 2",
+        r"aggregate_train\(1, ...\) was called before, so round 1 is in the model: go on with 2",
     ),
     "trained already": (
         lambda s, g, a: s.configure_train(1, a, ConfigRecord(), g),

@@ -224,7 +224,7 @@ def observed() -> Iterator[tuple[Listener, list[RoundRecord]]]:
 
 
 def parsed(values: Values) -> Case:
-    """Read the config and make its objects, without a run; return the outcome."""
+    """Read the config and make its objects, without a run. Return the case with its outcome."""
     try:
         config = RunConfig.from_mapping(values)
         config.build_method(), config.local_training(), config.defence(), config.secure(), config.round_policy(), config.to_mapping()
@@ -236,7 +236,7 @@ def parsed(values: Values) -> Case:
 
 
 def ran(values: Values, run: Callable[[Mapping[str, Any]], object] = run_in_process) -> Case:
-    """Run ``values``; return the outcome."""
+    """Run ``values``. Return the case with its outcome."""
     with observed() as (listener, records):
         try:
             run(RunConfig.from_mapping(counting(values, EXCHANGE_WAITS)).to_mapping())
@@ -255,15 +255,21 @@ def ran(values: Values, run: Callable[[Mapping[str, Any]], object] = run_in_proc
 
 
 def well(values: Values, records: list[RoundRecord]) -> str:
-    """Judge a run that ended without an error: "trained"; "measured" if it was only asked to measure; else "empty"."""
+    """Judge a run that ended without an error.
+
+    Returns:
+        "trained" if a training round changed the model; "measured" if the run had no training rounds, as requested, and
+        measured; "empty" if it did neither.
+    """
     if any(record.aggregated for record in records if record.phase != "measure"):
         return "trained"
     return "measured" if values.get("rounds") == 0 and any(record.aggregated for record in records) else "empty"
 
 
 def sentence(values: Values, outcome: str, error: BaseException) -> Case:
-    """Return the case that ended with ``error``: an empty or overlong message, or one with a traceback, is as bad as
-    a traceback.
+    """Return the case that ended with ``error``.
+
+    If the message is empty, overlong or has a traceback, the outcome is "traceback" instead of ``outcome``.
     """
     text = str(error)
     return Case(values, outcome if text.strip() and "Traceback" not in text and len(text) < 3000 else "traceback", text)

@@ -261,7 +261,10 @@ class LocalTransport(Transport):
             raise CannotVectorise("every client needs at least 2 samples, but one has fewer")
         exchanges = instruction.phase is Phase.EXCHANGE
         if exchanges and self.server.defence.active:
-            raise CannotVectorise(f"{self.server.method.name} with a defence averages robustly within a step, which this engine cannot do")
+            raise CannotVectorise(
+                f"{self.server.method.name} with a defence averages robustly within a step, and engine 'vectorised' cannot: leave the "
+                "defence out, or take engine='sequential'"
+            )
         with ExitStack() as returned:
             lent = [returned.enter_context(self._on_cpu.lend()) for _ in clients]
             connect = unneeded if exchanges else None

@@ -35,7 +35,7 @@ GRPC_FIELDS = ("exchange-token", "exchange-address", "exchange-authority", "exch
 
 @dataclass(frozen=True)
 class ExchangeAddresses:
-    """Hold the hosts to which a client may connect, as HOST or HOST:PORT.
+    """Hold the addresses to which a client may connect for a layer-wise exchange, each as HOST or HOST:PORT.
 
     Attributes:
         named: the entries of the node config. None: the node config has no such list. Then a deployed client
@@ -49,14 +49,16 @@ class ExchangeAddresses:
         """Read the allowed addresses from a node config.
 
         Raises:
-            ValueError: the entry is not a list of HOST or HOST:PORT.
+            ValueError: the value is not a list of HOST or HOST:PORT, separated by commas.
         """
         if KEY not in node_config:
             return cls()
         named = tuple(part.strip().lower() for part in str(node_config[KEY]).split(",") if part.strip())
         if wrong := [name for name in named if not re.fullmatch(f"{HOST}|{ADDRESS}", name)]:
-            log(logging.ERROR, "%s in this client's node config must be HOST or HOST:PORT, separated by commas, but got %r", KEY, wrong[0])
-            raise ValueError(f"{KEY} in this client's node config must be HOST or HOST:PORT, separated by commas")
+            log(logging.ERROR, "%s in this client's node config must be HOST or HOST:PORT, or several by commas, but got %r", KEY, wrong[0])
+            # the server sees this error, so the entry is only in the client's log
+            problem = "must be HOST or HOST:PORT, or several by commas; the client's log has the wrong entry"
+            raise ValueError(f"{KEY} in this client's node config {problem}")
         return cls(named)
 
     def check(self, address: str) -> None:

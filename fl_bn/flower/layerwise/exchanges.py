@@ -1,4 +1,7 @@
-"""The layer-wise exchanges of a run at the server: a session per round, and a carrier that the grid allows.
+"""Run the layer-wise exchanges of a run at the server.
+
+Each exchange has a ``Session``, which averages the clients' vectors, and a ``Carrier``, which takes the vectors
+from the clients to the server and back: over gRPC, in one process, or by replay in Flower's messages.
 
 A round of FedTAN needs such an exchange. A statistics-only exchange goes layer by layer if all its clients
 can take part at the same time. Otherwise it takes one pass over the data per layer.
@@ -131,7 +134,7 @@ class Exchanges:
         return session.failure if kept_away else "" if session.failure else "no client took part"
 
     def late_clients(self, grid: Grid) -> set[int]:
-        """Return clients that an earlier round dropped and that have not answered its message yet.
+        """Return clients that an earlier round dropped and that have not answered that round's message yet.
 
         They have died or hang, so no round waits for them again.
         """

@@ -51,7 +51,7 @@ GIVEN = {  # argument of OwnAppStrategy -> the attribute of the older FedAvg tha
 
 
 def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], method: Method, **options: Any) -> ServerApp:
-    """Return the ServerApp of a legacy ``server_fn``, whose rounds are those of ``method``.
+    """Return the ServerApp of a legacy ``server_fn``. Its rounds follow ``method``.
 
     ``server_fn`` needs no change. Its strategy is Flower's older ``FedAvg``, or a class derived from it. Its
     fractions, numbers of clients, ``initial_parameters``, ``on_fit_config_fn``, ``on_evaluate_config_fn``,
@@ -127,7 +127,8 @@ def checked_strategy(strategy: Any, method: Method) -> FedAvg:
     if "aggregate_fit" in overridden(kind, AGGREGATES) and method.personal:
         raise ValueError(
             f"{kind.__name__} overrides aggregate_fit, but under {method.name} the clients keep tensors, so there are no arrays of the "
-            "whole network to return: take evaluate_fn, and legacy_client_app(..., tells=True)"
+            "whole network to return: move its code to evaluate_fn, and let the clients send these tensors by legacy_client_app(..., "
+            "tells=True)"
         )
     if not strategy.accept_failures:
         raise ValueError("accept_failures=False has no meaning here: a client that fails is left out of the round, and the log names it")

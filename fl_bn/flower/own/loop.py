@@ -53,15 +53,16 @@ class Asked:
 
 
 class OwnLoop:
-    """Do in each hook what ``start`` does before and after it, so that the results are the same.
+    """Do the work that ``Strategy.start`` does between the hooks, for a user's own loop that calls the hooks.
 
-    If the method needs it, the statistics are measured before round 1, and renewed before an evaluation. So
-    ``configure_train`` and ``aggregate_train`` may send messages of their own over the grid.
+    The results are those of ``start``. If the method needs it, the statistics are measured before round 1, and
+    renewed before an evaluation. So ``configure_train`` and ``aggregate_train`` may send messages of their own over
+    the grid.
 
     Args:
         rounds: the strategy of the rounds.
         grid: Flower's grid.
-        arrays: the tensors to start from.
+        arrays: the tensors to start from. Empty: those of the strategy's model.
         number: the number of rounds; ``UNKNOWN`` if nothing depends on it.
         timeout: seconds for the replies to messages that a hook sends by itself.
     """
@@ -75,7 +76,7 @@ class OwnLoop:
             rounds.starts.begin_with(arrays)
         rounds.clients_of(grid)
         self._trained: Named = rounds.shared.tensors()  # the tensors with which the next round starts
-        self._returned: Named = self._trained  # the same, as the loop got them: with statistics renewed for an evaluation
+        self._returned: Named = self._trained  # these tensors as the loop got them: with statistics renewed for an evaluation
         self._training, self._evaluating = Asked(0), Asked(-1)
         self._last, self._failed, self._first_loss, self._said = 0, 0, math.nan, False
 
@@ -122,7 +123,7 @@ class OwnLoop:
             asked = f"the last one was of round {self._training.round}" if self._training.round else "there was none yet"
             raise RunFailed(f"aggregate_train({number}, ...) needs configure_train({number}, ...) before it: {asked}")
         if number == self._last:
-            raise RunFailed(f"aggregate_train({number}, ...) was called before, and the model has that round: go on with {number + 1}")
+            raise RunFailed(f"aggregate_train({number}, ...) was called before, so round {number} is in the model: go on with {number + 1}")
         replies = list(replies)  # a grid may send the messages only when their replies are read
         rounds = self.rounds
         rounds.cohort, rounds.sent = self._training.reached(), self._training.messages

@@ -105,7 +105,8 @@ class OwnMetrics:
 
         Args:
             own: the user's metric records by name, for each client that sent some.
-            samples: the number of samples of each client: its weight if its metrics have none.
+            samples: the number of samples of each client. If any client's metrics have no weight, these numbers are
+                the weights of all clients.
 
         Returns:
             The same as ``evaluation``.
@@ -159,10 +160,11 @@ class OwnMetrics:
 
         Args:
             own: the records by name.
-            needed: whether there must be a weight, and every number must be finite and in its range.
+            needed: whether the weight must be there.
 
         Raises:
-            WireError: a number is not as expected, or two records have a metric of the same name.
+            WireError: a number is not finite or not in its range, a needed weight is missing, or two records have a metric
+                of the same name.
         """
         metrics: dict[str, Any] = {}
         for name, record in own.items():
@@ -204,7 +206,7 @@ class OwnMetrics:
             log(logging.INFO, "metric %s is a list, and lists are not averaged: give evaluate_metrics_aggr_fn", name)
 
     def _weights(self, clients: Sequence[int], given: Mapping[int, float]) -> list[float]:
-        """Return each client's weight, limited to the sum of the weights of all other clients."""
+        """Return each client's weight. No weight is larger than the sum of the weights of all other clients."""
         total, weights = sum(given[client] for client in clients), [given[client] for client in clients]
         for i, client in enumerate(clients):
             if len(clients) > 1 and given[client] > (others := total - given[client]):

@@ -302,9 +302,10 @@ class OwnAppStrategy(Strategy):
             RunFailed: always. The message says what to do.
         """
         raise RunFailed(
-            f"{type(self).__name__} is a strategy of Flower's message API, and start_simulation, start_server and ServerAppComponents are "
-            "of the older one: call strategy.start(grid, ...) in @app.main() of a ServerApp(), and start both apps by flwr run or "
-            "fl_bn.flower.run_in_process(...). A server_fn with Flower's older FedAvg can stay: legacy_server_app(server_fn, Net, method)"
+            f"{type(self).__name__} works with Flower's message API only, not with start_simulation, start_server or ServerAppComponents: "
+            "call strategy.start(grid, ...) in @app.main() of a ServerApp(), and start both apps by flwr run or "
+            "fl_bn.flower.run_in_process(...). Or keep your server_fn with Flower's older FedAvg, and make the ServerApp by "
+            "legacy_server_app(server_fn, Net, method)"
         )
 
     def _own_loop(self, grid: Grid, arrays: ArrayRecord, train_config: Mapping[str, Any] = NOTHING) -> OwnLoop:

@@ -73,7 +73,7 @@ from fl_bn.secure.privacy import clipped, noisy
 from fl_bn.secure.settings import LEAST, MODULUS
 from fl_bn.support.wire import excerpt
 
-ROUNDING = 100  # the purpose of this generator in its seed; federation/sources.py has the others
+ROUNDING = 100  # stands for this random generator in its seed; federation/sources.py has the numbers of other generators
 
 
 def secured(build: Callable[[Context], LocalClient]) -> Handler:
@@ -198,7 +198,10 @@ def check_setup(configs: Mapping[str, Any], node: int) -> None:
         )
     levels, modulus = configs["target_range"], configs["mod_range"]
     if modulus != MODULUS or clients * levels >= MODULUS or configs["max_weight"] != 1.0:
-        raise Insecure(f"{clients} clients with {levels} levels each need modulus {MODULUS} and weight 1, but got {dict(configs)}")
+        raise Insecure(
+            f"expected modulus {MODULUS}, weight 1 and a product of clients and levels below the modulus, but the server asks for modulus "
+            f"{modulus}, weight {configs['max_weight']}, {clients} clients and {levels} levels"
+        )
 
 
 def _check_order(stage: str, context: Context) -> None:
@@ -228,8 +231,7 @@ def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
         node: this client's node.
 
     Raises:
-        Insecure: the number of clients is not that of the shares, this client is missing, or two keys are
-            equal.
+        Insecure: there are not as many clients as shares, this client is missing, or two keys are equal.
     """
     keys = {name: pair for name, pair in configs.items() if name != Key.STAGE}
     nodes = [int(name) for name in keys if name.isascii() and name.isdigit() and str(int(name[:24])) == name]
@@ -306,10 +308,10 @@ def check_weights(weighting: Weighting, sections: Iterable[str], plan: Plan, lev
     """Check that this client's weight in the sum is at most 1, and large enough for its values to survive quantisation.
 
     Args:
-        weighting: the server's weights.
+        weighting: the counts at which a client's weight in the sum is 1, as the server sent them.
         sections: the sections of the vector.
         plan: this client's counts.
-        levels: the number of levels of the quantiser. A weight of 2 / levels is the smallest.
+        levels: the number of levels of the quantiser. The smallest allowed weight is 2 / ``levels``.
 
     Raises:
         Insecure: a weight is too small or too large.
@@ -412,7 +414,15 @@ def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> S
 
 
 def _warn(client: LocalClient, round: int, statistics: Mapping[str, int], values: Mapping[str, int], limit: float) -> None:
-    """Log which of this client's values were cut off. The server only learns how many clients had to cut values."""
+    """Log which of this client's values were clipped to a limit. The server only learns how many clients clipped values.
+
+    Args:
+        client: the client.
+        round: the round.
+        statistics: layer -> the number of channels whose statistics were clipped to a distance from the reference.
+        values: tensor -> the number of its values that were clipped to the quantiser's range.
+        limit: the largest absolute value that the quantiser takes.
+    """
     who = f"client {client.site.client}, round {round}"
     for layer, count in statistics.items():
         text = (

@@ -7,8 +7,8 @@ client's update.
 
 So each client stores, with its state, a hash of its instruction in every round that formed the state. It
 sends these hashes before a sum. The server combines the hashes of all clients, and sends the result to
-everyone with the model. The masks depend on that, too. A client refuses to take part if its own hashes are
-not in it.
+everyone with the model. The masks depend on this result, too. A client refuses to take part if its own hashes
+are not in the result.
 
 A client cannot check rounds in which it took no part. A site may limit the number of such rounds
 (``max-unknown-rounds``).
@@ -56,12 +56,13 @@ def telling(digest: bytes) -> Iterator[None]:
 def to_write(keeps: ClientState, before: ClientState, round: int) -> dict[str, dict[str, Tensor]] | None:
     """Return the sections that a client stores after ``round``. None: it stores nothing.
 
-    Inside ``telling`` they include the history. The history is stored even if the new tensors are not finite
-    and the old ones stay. Otherwise the missing round would tell the server that they are not finite.
+    Inside a ``telling`` block these sections include the history, because the client sends the history to the
+    server before each sum. The history is stored even if the new tensors are not finite, so that the old ones stay.
+    If the history lacked the round, the server would learn that the client's tensors were not finite.
 
     Args:
         keeps: the state at the end of the round.
-        before: the state at its start.
+        before: the state at the start of the round.
         round: the round's number.
     """
     known = keeps.round == round
@@ -81,7 +82,7 @@ def to_config(history: History) -> dict[str, list[int] | bytes]:
 
 
 def from_config(record: ConfigRecord | Mapping[str, object] | None, form: Form) -> History:
-    """Read the history from ``record``, a message's record of ``form``. Without a record it is empty.
+    """Read the history from ``record``, a message's record of ``form``. Without a record the history is empty.
 
     Raises:
         WireError: there is not one hash for each round.

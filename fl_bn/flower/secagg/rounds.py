@@ -60,7 +60,9 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
             "a defence against Byzantine clients compares the clients' updates, and secure aggregation hides them: choose one of the two"
         )
     if Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
-        raise ValueError(f"{method.name} exchanges moments layer by layer in the clear: secure aggregation does not cover that")
+        raise ValueError(
+            f"{method.name} exchanges moments layer by layer in the clear, and secure aggregation cannot hide them: take another method"
+        )
     if method.refresh is Refresh.REPORTED or method.renew is not replace_by_pooled:
         raise ValueError(
             f"secure aggregation pools the moments of all clients in one sum, but {method.name} needs each client's own here: leave out "
@@ -73,7 +75,7 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
     if rounds.auxiliary:
         raise ValueError(
             f"{', '.join(c.section for c in rounds.auxiliary)} would travel beside the weights in the clear: secure aggregation sums "
-            "only updates and statistics"
+            "only updates and statistics, so leave out secure-aggregation, or the objective or maintain-momentum that needs these tensors"
         )
     if settings.privacy is not None and rounds.client_weights != "uniform":
         raise ValueError("differential privacy (dp-noise) needs the same weight for every client: set client-weights to 'uniform'")
@@ -102,7 +104,7 @@ class SecureRounds:
         Clients report deviations from a reference, which is the shared statistics. If the reference is too
         far from the data, the exchange is repeated with the measured statistics as the next reference, up to
         ``REPEATS`` times. With differential privacy it is not repeated, because each exchange costs budget.
-        In every repetition the clients normalise their data as the messages say.
+        In every repetition the clients normalise their data with the same statistics, which the messages have.
 
         Args:
             grid: Flower's grid.
@@ -111,8 +113,9 @@ class SecureRounds:
             timeout: seconds for the replies.
 
         Returns:
-            The clients in the sum, of which only counts are known, and, by index, the reasons why other clients
-                are not in it. If the exchange fails, no client is in the sum, and the log has a warning.
+            The clients in the sum, as replies that have each client's counts but no results of its own; and, by
+                index, the reasons why other clients are not in the sum. If the exchange fails, no client is in the
+                sum, and the log has a warning.
         """
         shared, before, messages = self.shared, self.shared.statistics(), list(messages)
         reference = references(shared.sections().get("statistics", {}))
@@ -150,7 +153,7 @@ class SecureRounds:
     def train(self, grid: Grid, messages: Iterable[Message], cohort: Sequence[Client], timeout: float) -> tuple[bool, list[Reply]]:
         """Train for one round.
 
-        The server knows only the cohort's mean loss, so the round's record has that as every client's loss.
+        The server knows only the cohort's mean loss, so the round's record has this mean as every client's loss.
         With differential privacy the loss is NaN, because the budget does not include it.
 
         Args:
@@ -160,8 +163,8 @@ class SecureRounds:
             timeout: seconds for the replies.
 
         Returns:
-            Whether the round changed the model, and the clients in the sum, of which only counts are known.
-                If the model did not change, the log has a warning.
+            Whether the round changed the model; and the clients in the sum, as replies that have each client's
+                counts and the cohort's mean loss. If the model did not change, the log has a warning.
         """
         shared, server, record = self.shared, self.server, self.server.record
         phase, who = Phase(record.phase), [client.index for client in cohort]
@@ -210,7 +213,7 @@ class SecureRounds:
             task: the task.
 
         Returns:
-            The means by name (empty if the sum fails), and, by index, the reasons why clients are not in them.
+            The means by name (empty if the sum fails); and, by index, the reasons why clients do not count in the means.
         """
         messages, shapes = list(messages), secure_evaluation.layout(task)
         if self.settings.privacy is not None:
@@ -367,7 +370,7 @@ def _entry(part: Summand, loss: float, size: int) -> Reply:
 
 
 def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
-    """Return how many clients cut off values. The sum of their flags tells."""
+    """Return how many clients cut off values. The sum of the clients' flags shows it."""
     return round(float(average["cut"][key][0]) / limit * len(total.parts))
 
 

@@ -1,7 +1,7 @@
 """Checks of the clients' replies in the stages of SecAgg+. Flower's workflow sees only records that are made here.
 
-Forms (``messages``) declare what each field may hold. This file checks what depends on the stage before, on
-the other clients, and on the size of the model.
+Forms (``messages``) declare which values each field may have. This file checks the values that depend on the
+stage before, on the other clients, or on the size of the model.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class Stages:
         plans: the clients' counts for this round, by node.
         activations: activations per sample, by node and layer.
         refused: the reasons why clients are refused, by client index.
-        complaints: pairs of nodes. The first says that it cannot read the second's shares.
+        complaints: pairs of nodes. The first node reports that it cannot read the shares of the second node.
         shares: the replies of the last stage, by node.
         without: the node whose reply is left out in the last stage. -1: none.
-        histories: the hashes of its earlier instructions that each client reports at the start.
-        history: the hashes that most clients have.
+        histories: for each node, the hashes of earlier instructions that its client reports at the start.
+        history: for each earlier round, the hash that most clients report.
         digests: the hash of each client's instruction, which it sends with its masked vector.
         digest: the hash of most clients' instruction. The masks in the sum depend on it.
         called: the names of clients and nodes in the log.
@@ -195,7 +195,8 @@ class Stages:
             shares, others = SHARES_OUT.of_configs(content), {int(key) for key in request if key != Key.STAGE} - {node}
             _same_nodes("dsts", shares["dsts"], others)
             if len(shares["ctxts"]) != len(shares["dsts"]):
-                raise WireError(RECORD_KEY_CONFIGS, "ctxts", f"expected {len(shares['dsts'])}, but got {len(shares['ctxts'])}")
+                problem = f"expected an encrypted share for each of {len(shares['dsts'])} nodes, but got {len(shares['ctxts'])}"
+                raise WireError(RECORD_KEY_CONFIGS, "ctxts", problem)
             return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(shares))})
         if stage == Stage.COLLECT_MASKED_VECTORS:
             if "unreadable" in (complaint := UNREADABLE.of_configs(content)):
@@ -204,7 +205,7 @@ class Stages:
         back = SHARES_BACK.of_configs(content)
         _same_nodes("nids", back["nids"], {*request[Key.ACTIVE_NODE_ID_LIST], *request[Key.DEAD_NODE_ID_LIST]})
         if len(back["shares"]) != len(back["nids"]) or any(len(share) < 20 or len(share) % 16 != 4 for share in back["shares"]):
-            problem = f"expected {len(back['nids'])} of 4 + 16 n bytes, but got {excerpt(back['shares'])}"
+            problem = f"expected {len(back['nids'])} shares of 4 + 16 n bytes each, but got {excerpt(back['shares'])}"
             raise WireError(RECORD_KEY_CONFIGS, "shares", problem)
         return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(dict(back))})
 
@@ -245,7 +246,7 @@ class Stages:
         raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"it cannot read the shares of nodes {excerpt(sorted(about))}")
 
     def _at_odds(self, stage: str, checked: Mapping[int, RecordDict]) -> dict[int, str]:
-        """Return the nodes whose replies are valid, but contradict those of the others, with the reasons."""
+        """Return the nodes whose replies are valid, but contradict the other nodes' replies, each with the reason."""
         if stage == Stage.SETUP:
             keys = {node: list(content.config_records[RECORD_KEY_CONFIGS].values()) for node, content in checked.items()}
             times = Counter(key for own in keys.values() for key in own)
@@ -259,7 +260,7 @@ class Stages:
         return {}
 
     def _far_plans(self, nodes: Collection[int]) -> dict[int, str]:
-        """Return the nodes whose counts are too far from the others' for one sum, with the reasons.
+        """Return the nodes whose counts are too far from the other nodes' counts for one sum, each with the reason.
 
         The weight of a client with very few samples would vanish beside that of the largest client, and the
         small client would rightly refuse. Either the largest or the smallest count is refused: the one that
@@ -278,13 +279,18 @@ class Stages:
         return odd
 
     def _other_histories(self, nodes: Collection[int]) -> dict[int, str]:
-        """Return the nodes whose state was formed by other instructions than the others'. The majority's hashes go to all."""
+        """Return the nodes that got another instruction than most nodes in an earlier round, each with the reason.
+
+        Store the hashes of the instructions that most nodes got. All clients get these hashes.
+        """
         self.history, at_odds = put_together({node: self.histories[node] for node in sorted(nodes)})
         why = "in round {} this client got another instruction than most clients, and its state depends on it"
         return {node: f"told/{HISTORY_HASHES}: {why.format(round)}" for node, round in at_odds.items()}
 
     def _other_instructions(self, nodes: Collection[int]) -> dict[int, str]:
-        """Return the nodes whose instruction differs from most clients'. Masks depend on it, so theirs would not cancel.
+        """Return the nodes whose instruction differs from that of most nodes.
+
+        Masks depend on the instruction, so the masks of these nodes would not cancel.
 
         If no majority has the same instruction, all nodes are returned.
         """

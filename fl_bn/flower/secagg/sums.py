@@ -53,14 +53,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Weighting:
-    """Hold the counts that have weight 1 in a sum: the largest count of any client in the cohort, by section.
+    """Hold, by section, the count at which a client's weight in a sum is 1: the largest of any client in the cohort.
 
     Differential privacy needs weight 1 in all sections for every client.
 
     Attributes:
-        update: the samples that have weight 1 for updates. 0: all updates have weight 1.
-        statistics: the samples that have weight 1 for statistics. 0: all statistics have weight 1.
-        samples: the samples that have weight 1 for the loss.
+        update: the number of samples at which an update has weight 1. 0: all updates have weight 1.
+        statistics: the number of samples at which statistics have weight 1. 0: all statistics have weight 1.
+        samples: the number of samples at which a loss has weight 1.
     """
 
     update: int

@@ -1,7 +1,7 @@
 """The server's half of secure aggregation: Flower's SecAgg+ workflow, over this project's messages.
 
 A sum takes four messages per client. ``setup`` exchanges keys and the client's counts. ``share keys`` gives
-shares of each client's secrets to others. ``collect masked vectors`` is the only one with the model.
+shares of each client's secrets to other clients. Only ``collect masked vectors`` has the model.
 ``unmask`` removes the masks from the sum. If a client is lost in the first two stages, the others begin again
 without it. If it is lost later, the others' shares remove its masks from the sum. With shares from fewer than
 ``threshold`` clients, nothing is revealed.
@@ -76,7 +76,7 @@ class Sum:
     Attributes:
         mean: the mean of the clients' weighted vectors, (d,), float64.
         parts: the clients in the sum.
-        weighting: the counts that have weight 1.
+        weighting: the counts (of samples) at which a client's weight in the sum is 1.
         refused: the reasons why other clients are not in the sum, by client index.
     """
 
@@ -115,7 +115,7 @@ def _workflow(settings: SecureAggregation, clients: int, timeout: float) -> Any:
 
 
 class _Legacy(FedAvg):
-    """Serve Flower's workflow as its strategy: it names the nodes, and takes the average."""
+    """Stand in for the strategy that Flower's workflow expects: list the nodes, and store the average."""
 
     def __init__(self, grid: Grid, nodes: Sequence[int]) -> None:
         super().__init__()
@@ -161,13 +161,13 @@ def secure_sum(
         timeout: seconds for the replies of a stage.
         size: the length d of a vector.
         least: the smallest number of clients in the sum.
-        weighted: whether updates, and whether statistics, are weighted by samples.
+        weighted: two values: whether updates are weighted by samples, and whether statistics are.
         statistics_by_passes: whether a sample that a client uses twice counts twice in the weight of its statistics.
         layers: the layers in which clients count activations.
         most_steps: maps a client's number of samples to the largest possible number of steps. 0: unknown.
         evaluates: whether this is a sum of evaluations.
         once: whether statistics come from a single batch or pass.
-        whole: returns whether the masks have cancelled in a mean.
+        whole: checks a mean. It returns False if masks are left in the mean.
         called: the names of clients and nodes in the log.
 
     Returns:
@@ -232,7 +232,7 @@ def secure_sum(
 
 
 def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[bool, bool], by_passes: bool) -> Weighting:
-    """Return the counts that have weight 1 in this sum, and add them to all clients' instructions."""
+    """Return the counts at which a client's weight in this sum is 1, and add them to all clients' instructions."""
     plans = [stages.plans[node] for node in nodes]
     passes = max(p.passes if by_passes else p.samples for p in plans)
     most = max(p.samples for p in plans)
@@ -248,8 +248,8 @@ def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[boo
 def _unmask(workflow: Any, stages: Stages, context: Any, state: Any, legacy: _Legacy, whole: Callable[[np.ndarray], bool]) -> None:
     """Run the last stage, which removes the masks.
 
-    If the masks do not cancel, a client may have sent false shares. The stage is then repeated without each
-    client's shares in turn.
+    If the masks do not cancel, a client may have sent false shares. The stage is then repeated, each time without
+    the shares of another client.
 
     Raises:
         SumFailed: too few clients sent shares, or several sent false ones.

@@ -52,7 +52,7 @@ def add_to_config(content: RecordDict, values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Form(fields.Form):
-    """Find a record in a message, and read it.
+    """Declare the fields of one record in a message, find the record by its name, and read it.
 
     Attributes:
         prefix: the beginning of the record's name in a message. Empty: the name is Flower's or the user's.
@@ -66,9 +66,9 @@ class Form(fields.Form):
         return self.prefix + self.record
 
     def of_configs(self, content: RecordDict) -> Values:
-        """Read the config record of this form's name."""
+        """Read the ``ConfigRecord`` that is called ``name`` in a message's ``content``."""
         return self.read(records_of(content, ConfigRecord).get(self.name))
 
     def of_metrics(self, content: RecordDict) -> Values:
-        """Read the metric record of this form's name."""
+        """Read the ``MetricRecord`` that is called ``name`` in a message's ``content``."""
         return self.read(records_of(content, MetricRecord).get(self.name))
