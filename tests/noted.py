@@ -18,7 +18,7 @@ def noted(strategy: BatchNormStrategy | OwnAppStrategy) -> dict[int, Arrays]:
     hook: Any = strategy.configure_evaluate
 
     def configure_evaluate(server_round: int, arrays: ArrayRecord, config: Any, grid: Any) -> Any:
-        shared = (strategy.rounds if isinstance(strategy, OwnAppStrategy) else strategy).shared
+        shared = (strategy._running if isinstance(strategy, OwnAppStrategy) else strategy).shared
         found[server_round] = {name: arrays[name].numpy().copy() for name in shared.tensors()}
         return hook(server_round, arrays, config, grid)
 

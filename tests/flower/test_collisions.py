@@ -57,6 +57,10 @@ KEYS, METRICS, EVALUATE = "tests/flower/test_own_keys.py", "tests/flower/test_ow
 
 ROWS: dict[str, list[str]] = {
     "a subclass that overrides hooks": [f"{STRATEGIES}::test_a_subclass_of_each_strategy_for_own_apps_has_each_hook_called"],
+    "attributes of your subclass (`self.model`, `self.rounds`, ...)": [
+        f"{STRATEGIES}::test_attributes_of_a_subclass_replace_nothing_of_fl_bn",
+        f"{STRATEGIES}::test_flowers_arguments_that_a_subclass_sets_later_count",
+    ],
     "a `start` that calls `super().start(...)`": [f"{STRATEGIES}::test_a_subclass_of_each_strategy_for_own_apps_has_each_hook_called"],
     "a `start` with a loop of its own": [
         f"{START}::test_flower_s_own_start_over_the_hooks_has_the_bits_of_start",

@@ -242,3 +242,42 @@ def test_an_app_that_was_pickled_answers_with_the_same_bits(name: str) -> None:
     assert equal(tensors, pickled)
     assert result.evaluate_metrics_clientapp == other.evaluate_metrics_clientapp
     assert not equal(tensors, ran(OWN[name](net(3)), app)[0])  # control
+
+
+MINE = ("model", "rounds", "method", "rate", "seed", "clients", "optimizer", "defence", "callbacks", "payload", "exchange", "flower")
+
+
+@listed("name", ["fedavg", "fixbn", "hbn", "fedbn"])
+def test_attributes_of_a_subclass_replace_nothing_of_fl_bn(name: str) -> None:
+    """Ordinary names: a user's strategy counts its ``rounds``, and keeps its best ``model``."""
+
+    class Mine(OWN[name]):  # type: ignore[name-defined,misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            for attribute in MINE:
+                setattr(self, attribute, "mine")
+
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+            assert server_round > 1 or {getattr(self, attribute) for attribute in MINE} == {"mine"}
+            self.rounds, self.model = server_round, None
+            return super().aggregate_train(server_round, replies)
+
+    mine = Mine(net())
+    tensors, _ = ran(mine, own_app(name))
+    assert mine.rounds == 2
+    assert equal(tensors, ran(OWN[name](net()), own_app(name))[0])
+
+
+def test_flowers_arguments_that_a_subclass_sets_later_count() -> None:
+    class Mine(FedAvgBN):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.fraction_train, self.fraction_evaluate = 0.5, 0.0
+
+    _, result = ran(Mine(net(), min_train_nodes=1), own_app("fedavg"))
+    assert [len(record.clients) for record in result.records] == [round(0.5 * CLIENTS)] * 2
+    assert result.evaluate_metrics_clientapp == {}
+    wrong = FedAvgBN(net())
+    wrong.fraction_evaluate = 1.5
+    with pytest.raises(ValueError, match="fraction_evaluate must be 0"):
+        ran(wrong, own_app("fedavg"))

@@ -269,7 +269,7 @@ class LegacyRounds(OwnAppStrategy):
         Raises:
             ValueError: the arrays are not those of the network.
         """
-        arrays, state = parameters_to_ndarrays(parameters), self.model.state_dict()
+        arrays, state = parameters_to_ndarrays(parameters), self._given.model.state_dict()
         if len(arrays) != len(state):
             raise ValueError(
                 f"{what} has {len(arrays)} arrays, but the network has {len(state)} tensors: give all of its state_dict. The method "
@@ -286,7 +286,7 @@ class LegacyRounds(OwnAppStrategy):
             arrays: the shared arrays, by name.
         """
         given = arrays.to_torch_state_dict()
-        return [given.get(name, tensor).detach().cpu().numpy() for name, tensor in self.model.state_dict().items()]
+        return [given.get(name, tensor).detach().cpu().numpy() for name, tensor in self._given.model.state_dict().items()]
 
     def fit(self, grid: Grid, initial_arrays: ArrayRecord | None, num_rounds: int, timeout: float) -> RunResult:
         """Run the rounds with the strategy's own evaluation at the server, if it has one.
@@ -323,8 +323,8 @@ class LegacyRounds(OwnAppStrategy):
         """Combine the replies. ``fit_metrics_aggregation_fn`` combines the metrics that the clients' ``fit`` returned."""
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
-        accepted = {client.client for client in self.rounds.record.accepted}
-        told = _told(replies, self.rounds.cohort, accepted)
+        accepted = {client.client for client in self._running.record.accepted}
+        told = _told(replies, self._running.cohort, accepted)
         if arrays is None or not told:
             return arrays, metrics
         given, means = ndarrays_to_parameters(self.whole(arrays)), _means(self.older.fit_metrics_aggregation_fn, told)
@@ -342,7 +342,7 @@ class LegacyRounds(OwnAppStrategy):
         metrics = super().aggregate_evaluate(server_round, replies)
         if metrics is None:
             return None
-        told = _told(replies, self.rounds.evaluating, self.rounds.record.client_evaluation)
+        told = _told(replies, self._running.evaluating, self._running.record.client_evaluation)
         if not told:
             return metrics
         loss: Any = metrics["loss"]

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -37,7 +37,6 @@ from fl_bn.flower.own.metrics import EXAMPLES, RANGES, Combine, OwnMetrics, Rang
 from fl_bn.flower.own.rates import NamedRates
 from fl_bn.flower.own.rounds import Evaluators, OwnRounds
 from fl_bn.flower.population import RunFailed
-from fl_bn.flower.strategy import BatchNormStrategy
 from fl_bn.flower.wire.introductions import introduced
 from fl_bn.flower.wire.messages import CLIENTS
 from fl_bn.methods import Method
@@ -45,6 +44,27 @@ from fl_bn.objectives import PLAIN, Objective
 
 TIMEOUT = 3600.0  # Flower's
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class _Given(NamedTuple):
+    """Hold the arguments of ``OwnAppStrategy`` that are not Flower's.
+
+    They are together, so that an attribute of a user's subclass (``self.model``, ``self.rounds``, ...) replaces none of them.
+    """
+
+    model: nn.Module
+    method: Method
+    seed: int
+    rate: Callable[[int, int], float]
+    calibrate: int
+    unit_scale: bool
+    exchange: ExchangeSettings
+    payload: str
+    optimizer: ServerOptimizer | None
+    defence: Defence
+    callbacks: tuple[Callback, ...]
+    clients: int
+    ranges: Ranges
 
 
 class OwnAppStrategy(Strategy):
@@ -132,26 +152,16 @@ class OwnAppStrategy(Strategy):
             raise ValueError(f"num_rounds must be the number of rounds of your own loop, or 0 (unknown), but got {num_rounds!r}")
         if not 0 <= clients <= CLIENTS:
             raise ValueError(f"clients must be 0 (as many as most nodes say) .. {CLIENTS}, but got {clients}")
-        self.flower = FlowerArguments(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes if fraction_evaluate else 0,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
-        )
-        self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate  # as subclasses of Flower's FedAvg read them
-        self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, self.flower.min_evaluate_nodes
+        self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate  # by Flower's names, as its FedAvg has them
+        self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes if fraction_evaluate else 0
         self.min_available_nodes, self.weighted_by_key = min_available_nodes, weighted_by_key
         self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
-        self.model, self.method, self.seed, self.rate = model, method, seed, rate
-        self.calibrate, self.unit_scale, self.exchange, self.payload = calibrate, unit_scale, exchange, payload
-        self.optimizer, self.defence, self.callbacks = optimizer, defence, callbacks
-        self.clients, self.ranges, self.num_rounds = clients, ranges, num_rounds
+        self.train_metrics_aggr_fn, self.evaluate_metrics_aggr_fn = train_metrics_aggr_fn, evaluate_metrics_aggr_fn
+        self._flower_arguments()
+        self.num_rounds = num_rounds
+        self._given = _Given(
+            model, method, seed, rate, calibrate, unit_scale, exchange, payload, optimizer, defence, tuple(callbacks), clients, ranges
+        )
         self._settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
         check_composition(method, self._settings, robust=defence.active)
         check_layers(model, method)
@@ -160,8 +170,27 @@ class OwnAppStrategy(Strategy):
         self._starts = False
         self._loop: OwnLoop | None = None
 
+    def _flower_arguments(self) -> FlowerArguments:
+        """Return Flower's arguments as they are now: a subclass may have set them after this constructor.
+
+        Raises:
+            ValueError: one is out of its range, or is not supported.
+        """
+        return FlowerArguments(
+            self.fraction_train,
+            self.fraction_evaluate,
+            self.min_train_nodes,
+            self.min_evaluate_nodes if self.fraction_evaluate else 0,
+            self.min_available_nodes,
+            self.weighted_by_key,
+            self.arrayrecord_key,
+            self.configrecord_key,
+            self.train_metrics_aggr_fn,
+            self.evaluate_metrics_aggr_fn,
+        )
+
     @property
-    def rounds(self) -> BatchNormStrategy:
+    def _running(self) -> OwnRounds:
         """Return the strategy that runs the rounds.
 
         Raises:
@@ -185,7 +214,7 @@ class OwnAppStrategy(Strategy):
             config: values for every message. Changes stay for later rounds.
             grid: Flower's grid.
         """
-        hooks = self.rounds if self._starts else self._own_loop(grid, arrays, config)
+        hooks = self._running if self._starts else self._own_loop(grid, arrays, config)
         return hooks.configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -198,7 +227,7 @@ class OwnAppStrategy(Strategy):
         Returns:
             The shared tensors and the combined metrics, or ``(None, None)`` where too few replies are usable.
         """
-        hooks = self.rounds if self._starts else self._begun(f"aggregate_train({server_round}, ...) needs configure_train")
+        hooks = self._running if self._starts else self._begun(f"aggregate_train({server_round}, ...) needs configure_train")
         return hooks.aggregate_train(server_round, replies)
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -210,7 +239,7 @@ class OwnAppStrategy(Strategy):
             config: values for every message.
             grid: Flower's grid.
         """
-        hooks = self.rounds if self._starts else self._own_loop(grid, arrays)
+        hooks = self._running if self._starts else self._own_loop(grid, arrays)
         return hooks.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -223,7 +252,7 @@ class OwnAppStrategy(Strategy):
         Returns:
             The combined metrics; None if there are none.
         """
-        hooks = self.rounds if self._starts else self._begun(f"aggregate_evaluate({server_round}, ...) needs configure_evaluate")
+        hooks = self._running if self._starts else self._begun(f"aggregate_evaluate({server_round}, ...) needs configure_evaluate")
         return hooks.aggregate_evaluate(server_round, replies)
 
     def global_model(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord | None:
@@ -243,7 +272,7 @@ class OwnAppStrategy(Strategy):
 
     def summary(self) -> None:
         """Log what the method does with every normalisation layer."""
-        say_layers(self.model, convert(self.model, self.method), self.method)
+        say_layers(self._given.model, convert(self._given.model, self._given.method), self._given.method)
 
     def save(self, path: str | Path) -> None:
         """Save the model at the end of ``start`` as safetensors, as ``BatchNormStrategy.save`` does.
@@ -251,7 +280,7 @@ class OwnAppStrategy(Strategy):
         Args:
             path: the path of the file.
         """
-        self.rounds.save(path)
+        self._running.save(path)
 
     def start(
         self,
@@ -330,30 +359,31 @@ class OwnAppStrategy(Strategy):
         return self._loop
 
     def _check_own_loop(self) -> None:
-        check_unwrapped(self, self.method)
+        check_unwrapped(self, self._given.method)
         name = type(self).__name__
-        if exchanges_in_rounds(self.method):
+        if exchanges_in_rounds(self._given.method):
             raise RunFailed(
                 f"{name}'s clients exchange statistics within a round, which only start(...) does: in a start of your own, call "
                 "super().start(...), and put your steps into the hooks and into callbacks=[...]"
             )
-        if self.callbacks:
+        if self._given.callbacks:
             raise RunFailed(
                 f"{name} has callbacks, which only start(...) calls: in a start of your own, call super().start(...), or leave callbacks "
                 "out and do their work in your loop"
             )
-        depends = needs_number(self.method, None if self.rate is constant_rate else self.rate)
+        depends = needs_number(self._given.method, None if self._given.rate is constant_rate else self._given.rate)
         if depends and not self.num_rounds:
             raise RunFailed(f"{depends}, whose number no hook is told: give {name}(..., num_rounds=20), or set strategy.num_rounds")
 
     def _meet(self, grid: Grid, timeout: float, train_config: Mapping[str, Any]) -> OwnRounds:
         """Wait for the clients, and return the strategy of their rounds."""
-        given, wanted = self.flower, signature(convert(self.model, self.method), self.method)
-        clients, introductions = introduced(grid, given.min_available_nodes, timeout, wanted, self.clients)
+        own, given = self._given, self._flower_arguments()
+        wanted = signature(convert(own.model, own.method), own.method)
+        clients, introductions = introduced(grid, given.min_available_nodes, timeout, wanted, own.clients)
         for name in ("min_train_nodes", "min_evaluate_nodes"):
             if (least := getattr(given, name)) > max(clients, 2):
                 log(logging.WARNING, "%s is %d, but there are %d clients: all of them take part in every round", name, least, clients)
-        rate: Callable[[int, int], float] = self.rate
+        rate: Callable[[int, int], float] = own.rate
         if rate is constant_rate:
             rate = NamedRates()
             rate.note(1, train_config)
@@ -363,29 +393,29 @@ class OwnAppStrategy(Strategy):
             timeout=timeout,
             at_start=min(given.min_available_nodes, clients),
             min_cohort=min(given.min_train_nodes, clients),
-            seed=self.seed,
+            seed=own.seed,
             rate=rate,
-            calibrate=self.calibrate,
-            unit_scale=self.unit_scale,
+            calibrate=own.calibrate,
+            unit_scale=own.unit_scale,
             auxiliary=auxiliary(self._settings),
-            exchange=self.exchange,
-            payload=self.payload,
+            exchange=own.exchange,
+            payload=own.payload,
         )
         metrics = OwnMetrics(
             given.weighted_by_key,
-            self.ranges,
+            own.ranges,
             given.train_metrics_aggr_fn,
             given.evaluate_metrics_aggr_fn,
-            alike=self.defence.active,
+            alike=own.defence.active,
             called=policy.called,
         )
         return OwnRounds(
-            self.model,
-            self.method,
+            own.model,
+            own.method,
             policy,
-            optimizer=self.optimizer,
-            defence=self.defence,
-            callbacks=self.callbacks,
+            optimizer=own.optimizer,
+            defence=own.defence,
+            callbacks=own.callbacks,
             evaluators=Evaluators(given.fraction_evaluate, given.min_evaluate_nodes),
             metrics=metrics,
             introductions=introductions,
