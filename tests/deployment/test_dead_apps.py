@@ -181,7 +181,7 @@ def parts(federation: Federation, site: str, supernode: Path) -> Iterator[Parts]
     made("supernode")
     output: Callable[[], str] = (federation.kit / f"{site}-supernode.out").read_text
     seen = output().count("SuperNode ID")
-    wait_until("it is let in", lambda: output().count("SuperNode ID") > seen, 120)
+    wait_until("it is let in", lambda: output().count("SuperNode ID") > seen, 240)  # not before the SuperLink misses the former one
     try:
         yield made
     finally:
