@@ -184,7 +184,7 @@ def test_flower_s_wrappers_with_noise_are_refused_by_name(case: str) -> None:
     name = case if case in WRAPPED else "DifferentialPrivacy(Client|Server)SideFixedClipping"
     wrap, arrays = {**WRAPPED, **NESTED}[case], ArrayRecord(net().state_dict())
     for inner, negative in ((FedBN(net()), ""), (FBN(net()), ", and its noise would make BatchNorm's variances negative")):
-        says = rf"^{name} cannot wrap {type(inner).__name__}: it clips a reply as one record .*, in several{negative}; for noise take fl-bn"
+        says = rf"^{name} cannot wrap {type(inner).__name__}: .* several records with shared tensors{negative}; for noise take fl-bn's"
         with pytest.raises(RunFailed, match=says):
             wrap(inner).start(InProcessGrid(own_app(inner.of), CLIENTS, {}), arrays, num_rounds=1)
 

@@ -87,7 +87,7 @@ def test_the_share_is_one() -> None:
     for wrong in (0.0, -0.1, 1.5):
         with pytest.raises(ValueError, match=r"frozen_rate must be in \(0, 1\], but got"):
             METHODS["fixbn"](frozen_rate=wrong)
-        with pytest.raises(ValueError, match=r"in frozen rounds must be in \(0, 1\], but got"):
+        with pytest.raises(ValueError, match=r"in frozen rounds, must be in \(0, 1\], but got"):
             freeze(METHODS["fedavg"](), rate=wrong)
 
 
