@@ -19,7 +19,7 @@ NAMED = 5  # the most faults that are described one by one
 
 @dataclass(frozen=True)
 class Findings:
-    """Hold what was found in a log.
+    """Hold the result of checking a log.
 
     Attributes:
         lines: The number of lines.

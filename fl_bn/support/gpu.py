@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 MPS = Path(tempfile.gettempdir(), "nvidia-mps")
-"""Where the daemon of NVIDIA's Multi-Process Service listens, unless its own variable says otherwise."""
+"""The default folder of NVIDIA's Multi-Process Service (MPS); the variable ``CUDA_MPS_PIPE_DIRECTORY`` names another."""
 
 
 def on_gpu(device: str) -> bool:
