@@ -42,6 +42,7 @@ from fl_bn.flower.layerwise.exchanges import Exchanges
 from fl_bn.flower.log import log, say_round
 from fl_bn.flower.population import Client, Population, RunFailed
 from fl_bn.flower.starts import Starts
+from fl_bn.flower.subclassing import HOOKS, OwnNames
 from fl_bn.flower.wire.codec import arrays_of, header_for, tensors_of, to_records
 from fl_bn.flower.wire.fields import add_to_config
 from fl_bn.flower.wire.messages import evaluated
@@ -57,11 +58,12 @@ if TYPE_CHECKING:
 NOTHING = "a run of 0 rounds only measures statistics: set calibrate to -1, or to a number of passes"
 
 
-class BatchNormStrategy(Strategy):
+class BatchNormStrategy(OwnNames):
     """Train a model by a method over the clients of a grid.
 
     A subclass may override the hooks ``configure_train``, ``aggregate_train``, ``configure_evaluate``,
-    ``aggregate_evaluate``, ``summary`` and ``start``, and call ``super()`` in them.
+    ``aggregate_evaluate``, ``summary``, ``start`` and ``save``, and call ``super()`` in them. Any other name of this
+    class is refused in a subclass.
 
     The record ``arrays`` holds every shared tensor: weights, affine and running statistics, by state_dict name.
 
@@ -87,6 +89,7 @@ class BatchNormStrategy(Strategy):
 
     configrecord_key = "config"
     """The name of the user's config in a message."""
+    open_names = (*HOOKS, "save", "configrecord_key")
 
     def __init__(
         self,

@@ -107,6 +107,12 @@ def ran(strategy: Any, app: Any, rounds: int = 2) -> tuple[dict[str, Tensor], An
     return {name: torch.from_numpy(array.numpy().copy()) for name, array in result.arrays.items()}, result
 
 
+def app_of_ours(method: str) -> Any:
+    """A ClientApp of a run of fl-bn's own, over the clients' data."""
+    clients = [Samples(torch.cat([x for x, _ in data(i)]), torch.cat([y for _, y in data(i)])) for i in range(CLIENTS)]
+    return client_app(METHODS[method](), clients, model=net())
+
+
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
@@ -127,13 +133,11 @@ def test_a_subclass_of_each_strategy_for_own_apps_has_each_hook_called(name: str
 
 @listed("name", OURS)
 def test_a_subclass_of_each_strategy_of_the_application_has_each_hook_called(name: str) -> None:
-    clients = [Samples(torch.cat([x for x, _ in data(i)]), torch.cat([y for _, y in data(i)])) for i in range(CLIENTS)]
     policy = Rounds(CLIENTS, at_clients=True, wait=1.0)
-    app = client_app(METHODS[name](), clients, model=net())
     mine = counting(OURS[name])(net(), policy)
-    tensors, _ = ran(mine, app)
+    tensors, _ = ran(mine, app_of_ours(name))
     assert mine.calls == {**dict.fromkeys(HOOKS, 2), "start": 1, "summary": 1}
-    assert equal(tensors, ran(OURS[name](net(), policy), client_app(METHODS[name](), clients, model=net()))[0])
+    assert equal(tensors, ran(OURS[name](net(), policy), app_of_ours(name))[0])
 
 
 def test_the_robust_strategy_is_a_class_too() -> None:
@@ -281,3 +285,46 @@ def test_flowers_arguments_that_a_subclass_sets_later_count() -> None:
     wrong.fraction_evaluate = 1.5
     with pytest.raises(ValueError, match="fraction_evaluate must be 0"):
         ran(wrong, own_app("fedavg"))
+
+
+@pytest.mark.parametrize("name", ["_rounds", "_given", "_loop"])
+@pytest.mark.parametrize("first", [True, False], ids=["before super().__init__", "after"])
+def test_a_private_name_of_fl_bn_is_refused_in_a_subclass(name: str, first: bool) -> None:
+    class Mine(FBN):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            if first:
+                setattr(self, name, 7)
+            super().__init__(*args, **options)
+            setattr(self, name, 7)
+
+    with pytest.raises(AttributeError, match=f"Mine sets the attribute '{name}', which FBN of fl-bn uses for itself: choose another name"):
+        Mine(net())
+    with pytest.raises(TypeError, match="Mine2 defines '_meet', which FBN of fl-bn uses for itself"):
+        type("Mine2", (FBN,), {"_meet": 7, "__module__": "theirs"})
+
+
+@pytest.mark.parametrize("name", ["server", "cohort", "sent", "rounds", "callbacks", "population"])
+def test_a_subclass_of_a_strategy_for_runs_that_uses_its_names_is_refused(name: str) -> None:
+    class Late(FixBNStrategy):
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+            setattr(self, name, [])
+            return super().aggregate_train(server_round, replies)
+
+    class Mine(FixBNStrategy):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.best, self.best_round = 0.0, 0
+
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+            self.best_round = server_round
+            return super().aggregate_train(server_round, replies)
+
+    wanted = f"Late sets the attribute '{name}', which FixBNStrategy of fl-bn uses for itself: choose another name"
+    grid = InProcessGrid(app_of_ours("fixbn"), CLIENTS, {})
+    with pytest.raises(AttributeError, match=wanted):
+        Late(net(), Rounds(CLIENTS)).start(grid, num_rounds=1)
+    with pytest.raises(TypeError, match="Mine2 defines 'everyone', which FBNStrategy of fl-bn uses for itself"):
+        type("Mine2", (FBNStrategy,), {"everyone": 7, "__module__": "theirs"})
+    mine = Mine(net(), Rounds(CLIENTS))
+    mine.start(InProcessGrid(app_of_ours("fixbn"), CLIENTS, {}), num_rounds=1)
+    assert mine.best_round == 1

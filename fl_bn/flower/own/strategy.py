@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
 from torch import nn
 
 from fl_bn.conversion import convert
@@ -37,6 +37,7 @@ from fl_bn.flower.own.metrics import EXAMPLES, RANGES, Combine, OwnMetrics, Rang
 from fl_bn.flower.own.rates import NamedRates
 from fl_bn.flower.own.rounds import Evaluators, OwnRounds
 from fl_bn.flower.population import RunFailed
+from fl_bn.flower.subclassing import HOOKS, OwnNames
 from fl_bn.flower.wire.introductions import introduced
 from fl_bn.flower.wire.messages import CLIENTS
 from fl_bn.methods import Method
@@ -67,14 +68,15 @@ class _Given(NamedTuple):
     ranges: Ranges
 
 
-class OwnAppStrategy(Strategy):
+class OwnAppStrategy(OwnNames):
     """Train your model by a method, over a Flower app of your own.
 
     The app's ClientApp uses ``fl_bn.flower.answer`` and ``fl_bn.flower.training``.
 
     A subclass may override the hooks ``configure_train``, ``aggregate_train``, ``configure_evaluate``,
     ``aggregate_evaluate``, ``summary`` and ``start``, and call ``super()`` in them. The arrays that a hook gets
-    have the names of your network's state_dict, without those that clients keep.
+    have the names of your network's state_dict, without those that clients keep. A name that begins with ``_`` is refused
+    in a subclass if this class uses it. All other names are yours.
 
     A node that names another number of clients, or that cannot take part, is refused, and the log names it. The run
     goes on with the others, if there are at least ``min_available_nodes``.
@@ -118,6 +120,12 @@ class OwnAppStrategy(Strategy):
     Raises:
         ValueError: an argument is out of its range, or arguments contradict each other.
     """
+
+    open_names = (
+        *HOOKS,
+        *(field.name for field in fields(FlowerArguments)),
+        *("num_rounds", "round_records", "global_model", "save", "initialize_parameters"),
+    )
 
     def __init__(
         self,
