@@ -56,7 +56,8 @@ INSTALLED = "fl_bn.apps.client"  # the app that runs where the policy allows onl
 READY = b"1"
 BUSY, IDLE, QUIET = 0.1, 0.5, 60.0  # seconds between two questions for work: BUSY, or IDLE after QUIET seconds without work
 ED25519 = "cryptography.hazmat.primitives.asymmetric.ed25519"  # for the signatures of runs
-PRELOADED = ("numpy", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib", ED25519)
+PRELOADED = ("numpy", "scipy.linalg", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib", ED25519)
+# scipy.linalg starts BLAS's threads when it is imported. An app that imports scikit-learn could not be kept otherwise.
 REFUSALS = ("NotAllowed", "Refused")  # errors by which the site's policy, or the app's gate, refuses a message
 MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # parts of torch's and NumPy's error messages
 

@@ -138,6 +138,22 @@ def test_an_app_that_cannot_be_kept_is_imported_by_every_message(tmp_path: Path,
             assert word in line.get("error", "")
 
 
+@pytest.mark.parametrize("preloaded", [True, False])
+def test_an_app_with_scikit_learn_is_kept_since_its_threads_start_before(preloaded: bool) -> None:
+    """scikit-learn's BLAS starts a thread at its import, and threads do not survive a fork. The control leaves scipy out."""
+    script = ALONE + (
+        "import importlib\n"
+        f"for name in app_host.PRELOADED:\n if {preloaded} or 'scipy' not in name: importlib.import_module(name)\n"
+        "if not (child := os.fork()):\n"
+        " from sklearn.datasets import load_digits\n"
+        " print(len(os.listdir('/proc/self/task')), flush=True); os._exit(0)\n"
+        "os.waitpid(child, 0)"
+    )
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout.strip() == "1") is preloaded
+
+
 def test_the_messages_of_a_cold_process_that_is_killed_end(tmp_path: Path) -> None:
     """A message watches the cold process (Flower's monitor, every 0.2 s)."""
     script = ALONE + (
