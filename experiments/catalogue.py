@@ -141,7 +141,7 @@ class Study:
 
 
 def study(experiment: Experiment, measure: str = "") -> Study:
-    """Load the study of an experiment from its program, a file with ``plan``, ``AXIS``, ``WAYS`` and ``measured``.
+    """Load the study of an experiment from its program, a Python file that defines ``plan``, ``AXIS``, ``WAYS`` and ``measured``.
 
     Args:
         experiment: The experiment.

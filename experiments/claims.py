@@ -71,12 +71,12 @@ class Side:
 
     @property
     def row(self) -> str:
-        """Return the name of the row, or ``ROW less ROW`` for two places."""
+        """Return the name of the row; for the difference of two places, ``ROW less ROW``."""
         return " less ".join(row for row, _, _ in self.places)
 
     @property
     def column(self) -> str:
-        """Return the name of the column, or ``COLUMN less COLUMN`` for two places in different columns.
+        """Return the name of the column; for the difference of places in two columns, ``COLUMN less COLUMN``.
 
         If a place names a round, ``, round N`` is appended to its column.
         """

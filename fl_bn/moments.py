@@ -1,7 +1,7 @@
 """Moments: the sufficient statistic of every method, and the two rules that combine it.
 
 ``pool`` is the law of total variance. ``ema`` is BatchNorm's running update. FBN's Algorithm 2 is
-``ema(shared, pool(moments of the training batches), momentum)``. HBN's equations 8 and 11 are the same line,
+``ema(shared, pool(moments of the training batches), momentum)``. HBN's equations 8 and 11 have the same form,
 with the moments of a pass before training.
 
 ``plain_average`` is FedAvg's rule, which ignores the spread of the clients' means. It is the baseline, and

@@ -509,7 +509,7 @@ def same_key(*keys: Key) -> None:
 
 
 def _help(specs: Mapping[str, Option], everyone: bool) -> str:
-    """Return the meanings of one key, each only once.
+    """Return the help text of one key: what it means for each constructor, without repeating equal meanings.
 
     Args:
         specs: Name of a constructor -> its option.

@@ -238,7 +238,7 @@ class WarmProcess:
         return self._usable
 
     def close(self) -> None:
-        """Let the process end. The processes of messages that it has forked go on."""
+        """Let the process end. The processes that it has forked for messages keep running."""
         os.close(self._lines)
 
 

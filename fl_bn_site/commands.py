@@ -108,7 +108,7 @@ def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
 
 
 def server_commands(server: ServerFolder) -> list[Command]:
-    """Return the commands of all programs on the server's machine."""
+    """Return the commands that start the programs of the server's machine."""
     published = [metrics(server)] if server.metrics else []
     return [superlink(server), serverapp(server), register(server), queue(server), *published]
 

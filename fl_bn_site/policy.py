@@ -131,7 +131,7 @@ class Policy:
             raise PolicyError(f"{file} cannot be read: {error}") from error
         known = {spec.name.replace("_", "-"): spec.name for spec in fields(cls)}
         if others := sorted(values.keys() - known.keys()):
-            raise PolicyError(f"{file}: there is no line {others[0]!r}; there are {', '.join(known)}")
+            raise PolicyError(f"{file}: unknown line {others[0]!r}: expected one of {', '.join(known)}")
         read = cls(**{known[name]: _check_line(file, name, value) for name, value in values.items()})
         if read.allow_code == SIGNED and not read.trusted_submitters:
             raise PolicyError(f'{file}: allow-code = "signed" needs trusted-submitters, who may sign runs: `fl-bn kit trust` adds one')

@@ -166,7 +166,9 @@ def check(code: str, config: Mapping[str, Any], trusted: Iterable[Submitter], no
         known = ", ".join(map(str, names.values())) or "nobody"
         raise NotSigned(f"the run is signed by the key {fingerprint(key)}, and this site trusts {known}")
     if not _is_of(key, signature, statement(code, config, at, nonce)):
-        raise NotSigned(f"the signature of {submitter.name} is of another package or run config than the run has: one was changed since")
+        raise NotSigned(
+            f"the signature of {submitter.name} is for another package or run config: one of the two was changed after the signing"
+        )
     now = time.time() if now is None else now
     made = f"{submitter.name} signed the run on {datetime.fromtimestamp(min(at, 1 << 37), UTC):%Y-%m-%d}"
     if now > at + LASTS:

@@ -231,7 +231,9 @@ def trust(site: SiteFolder, submitter: Submitter) -> bool:
     """
     path = site.policy.parent / SUBMITTERS / f"{submitter.name}.pub"
     if path.exists() and public_key(submitter.name, path) != submitter:
-        raise FolderError(f"{path} is another key of {submitter.name}: move it away if this site should no longer trust that key")
+        raise FolderError(
+            f"{path} holds another key of {submitter.name} than the one given: to trust the new key in its place, move this file away first"
+        )
     old = site.policy.read_text(encoding="utf-8") if site.policy.exists() else ""
     try:
         values = tomllib.loads(old)

@@ -1,4 +1,4 @@
-"""Changes of thickness and stroke of bright figures on a dark ground: Morpho-MNIST's four perturbations, as feature shifts.
+"""Changes of thickness and stroke of bright figures on a dark background: Morpho-MNIST's four perturbations, as feature shifts.
 
 Each image is enlarged four times, made black and white at the middle of its range, changed, and averaged back
 to its size.
@@ -6,7 +6,7 @@ to its size.
 Morpho-MNIST: Quantitative Assessment and Diagnostics for Representation Learning, Castro et al., JMLR 2019.
 The amounts are those of the authors' published example. FedBN (seed 001, appendix G) has the data as two
 unseen clients: global (plain, thin, thick) and local (plain, swelling, fracture). Two things differ. The
-centre line is where the distance to the ground has a local maximum, instead of a thinned skeleton. And
+centre line is where the distance to the background has a local maximum, instead of a thinned skeleton. And
 fractures may lie near the ends and forks of a stroke.
 
 Legend: N images, C channels, H height, W width.
@@ -39,8 +39,8 @@ class Figure:
 
     Attributes:
         inside: its bright pixels (H, W).
-        depth: their distance to the ground (H, W).
-        centre: local maxima of ``depth`` (H, W), the centre line.
+        depth: the distance of each pixel to the background (H, W).
+        centre: the centre line, which is where ``depth`` has local maxima (H, W).
     """
 
     inside: Mask

@@ -278,7 +278,7 @@ class LocalRound:
         self.rates.append(float(optimizer.param_groups[0]["lr"]))
 
     def backward(self, forward: Callable[[], Tensor], x: Any) -> Tensor:
-        """Add the gradient of one batch, with the objective's part, to the parameters' ``grad``.
+        """Compute the gradient of one batch, including the objective's terms, and add it to the parameters' ``grad``.
 
         Call it in place of ``loss.backward()``, once per optimiser step.
 
@@ -290,7 +290,7 @@ class LocalRound:
             The loss, without the objective's own terms.
 
         Raises:
-            ValueError: The objective corrects whole steps, but this is a second call before the step.
+            ValueError: The objective corrects the gradient of a whole step, but this is the second call before the optimiser's step.
         """
         objective, draws = self.settings.objective, None
         if objective is not PLAIN and self.corrected > self.steps:
@@ -482,7 +482,7 @@ class LocalRound:
         return Reply(client, {}, 0, 0, dict(metrics), self.instruction.round, self.network.signature), self.kept
 
     def _learning_rate(self) -> float:
-        """Return the mean learning rate of the optimiser's steps; the instruction's if no step was seen."""
+        """Return the mean learning rate of the optimiser's steps. If no step was seen, return the rate in the instruction."""
         seen = set(self.rates) or {self.instruction.learning_rate}
         return seen.pop() if len(seen) == 1 else sum(self.rates) / len(self.rates)
 

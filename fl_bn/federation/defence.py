@@ -47,9 +47,11 @@ class Defence:
         updates: The rule for updates, likewise.
     """
 
-    f: int = option(0, "Byzantine clients that the rules withstand; -1: byzantine", ">= -1", key="declared-byzantine", run=-1)
+    f: int = option(
+        0, "number of Byzantine clients that the rules withstand; -1: as many as byzantine", ">= -1", key="declared-byzantine", run=-1
+    )
     statistics: str | Rule = ruled("mean", "how the server combines the clients' BN statistics", key="statistics-rule")
-    updates: str | Rule = ruled("mean", "how it combines their updates", key="update-rule")
+    updates: str | Rule = ruled("mean", "how the server combines the clients' updates", key="update-rule")
 
     def __post_init__(self) -> None:
         if self.f < 0:

@@ -157,7 +157,7 @@ def _kept(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, forw
 
 
 def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, by_layer: Mapping[str, Moments]) -> LayerMoments | None:
-    """Run every batch from the start to the first layer without moments."""
+    """Run every batch to the first layer that ``by_layer`` lacks, and return this layer's moments; None: no layer is left."""
     at: list[LayerMoments | None] = []
     passed: set[str] = set()
 

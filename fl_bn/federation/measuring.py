@@ -25,11 +25,12 @@ def measured(
     how: StatisticsPass,
     forward: Forward = called,
 ) -> dict[str, Moments]:
-    """Measure the moments that ``how`` describes, of every BatchNorm layer over ``batches`` of inputs.
+    """Measure, for every BatchNorm layer, the moments that ``how`` describes, over ``batches`` of inputs.
 
     The model runs in evaluation mode and stays unchanged: its gradients, its statistics and the modes of its modules. No
-    random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers that are not held are in training mode,
-    so they normalise with the batch. A batch that gives such a layer only one value per channel is left out.
+    random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers are in training mode, so they normalise with the
+    batch. Layers that the model's owner has frozen (``held_layers``) are not. A batch that gives such a layer only one value
+    per channel is left out.
     """
     with measuring(model, how) as observed:
         for x in batches:

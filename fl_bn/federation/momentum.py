@@ -66,7 +66,7 @@ def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
 
 
 def restart(optimizer: Optimizer, method: Method, phase: Phase, steps: int) -> None:
-    """Clear the state of ``optimizer`` after an exchanged first step, if the method asks for it. Call this after each step.
+    """Clear the optimiser's state after the first step of a phase EXCHANGE, if ``method.restarts``. Call this after each step.
 
     Args:
         optimizer: The optimiser of one client, or of a stack of clients.

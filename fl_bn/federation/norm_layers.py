@@ -40,7 +40,7 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
 
 
 def registering(kind: str) -> str:
-    """Return the call that registers the class ``kind``, which is no subclass of torch's BatchNorm, as BatchNorm."""
+    """Return, as text, the call that registers ``kind`` as a BatchNorm class. It does not derive from torch's BatchNorm."""
     return f"fl_bn.register_batch_norm({kind}, convert=...)"
 
 

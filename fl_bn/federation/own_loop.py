@@ -251,7 +251,7 @@ class _FirstBatch:
         round.inputs_seen(next(iter(self._sizes), 0))
 
     def _layer(self, layer: nn.Module, x: Tensor) -> bool:
-        """Join the exchange with the size of the batch, before the first layer runs. Return False: no moments are kept."""
+        """Begin the exchange with the size of the batch, before the first layer runs. Return False, so that no moments are kept."""
         round, rows = self._round, len(x)
         if round.steps or not (layer.training and torch.is_grad_enabled()) or in_backward():
             return False

@@ -78,7 +78,9 @@ class Expected:
     unbounded: Collection[str] = ()
 
     def check(self, reply: Reply) -> Reply:
-        """Return ``reply`` with plain tensors on the CPU, only the numbers that ``form`` declares, and its ``largest`` value.
+        """Check ``reply``, and return it with plain tensors on the CPU and only the numbers that ``form`` declares.
+
+        Its ``largest`` is set to the largest absolute value in the arrays.
 
         Raises:
             Absent: The client took no part in the round.
@@ -96,7 +98,9 @@ class Expected:
             problem = f"expected a whole number 1..{reply.samples}, its samples, but got {excerpt(reply.weight)}"
             raise WireError("metrics", "weight", problem)
         if reply.folded is not False:
-            raise WireError("reply", "folded", f"expected False, since only the server sums replies, but got {excerpt(reply.folded)}")
+            raise WireError(
+                "reply", "folded", f"expected False, which only the server may change when it sums replies, but got {excerpt(reply.folded)}"
+            )
         return replace(self.reply(reply.client, values, arrays_of(reply.sections)), weight=reply.weight)
 
     def numbers(self, client: int, record: Mapping[str, Any] | None) -> Values:

@@ -186,8 +186,8 @@ class Rounds(Options):
     seed: int = option(0, "decides partition, initial weights, cohorts, batches and dropout", ">= 0")
     calibrate: int = option(
         AS_METHOD,
-        "statistics-only exchanges before round 1; -1: as many as make all layers exact; -2: so for hbn, fbn and "
-        "freeze-after=0, else none (and none with dp-noise)",
+        "number of statistics-only exchanges before round 1, in which clients measure BatchNorm's statistics and do not train; -1: as many "
+        "as make the statistics of all layers exact; -2: as -1 for hbn, fbn and freeze-after=0 without dp-noise, else 0",
         ">= -2",
     )
     unit_scale: bool = option(
@@ -206,7 +206,8 @@ class Rounds(Options):
     at_clients: bool = False
     retry: float = option(
         0.0,
-        "how long a round waits for a client whose node or process died to come back and do it again, seconds; 0: goes on without it",
+        "seconds that a round waits until a client whose node or process died comes back and repeats its part; 0: the round goes on "
+        "without it",
         ">= 0",
         key="retry-timeout",
         run=120.0,
@@ -215,20 +216,20 @@ class Rounds(Options):
     auxiliary: tuple[Auxiliary, ...] = ()
     unseen: bool = option(
         False,
-        "fedbn, silobn: after the last round clients tell what they keep of BatchNorm; the average is for fl-bn adapt",
+        "fedbn, silobn: after the last round, clients send the BatchNorm tensors that they keep; their average is saved for fl-bn adapt",
         key="unseen-client",
         used=KEEPS_LAYERS,
     )
     at_start: int = option(
         0,
-        "clients that suffice for the run to start; the others join before whatever round they come; 0: all",
+        "number of connected clients with which the run starts (those that connect later take part from the next round); 0: all",
         ">= 0",
         key="clients-at-start",
     )
     min_sites: int = option(
         0,
-        "sites that suffice where the others refuse the run by their policy: it goes on without those, and summary.md names them; 0: a "
-        "refusal ends the run",
+        "number of sites with which the run goes on if the others refuse it by their policy (summary.md names those); 0: a refusal ends "
+        "the run",
         ">= 0",
         key="min-sites",
     )
@@ -243,8 +244,8 @@ class Rounds(Options):
     )
     nodes: tuple[int, ...] = option(
         (),
-        "Flower's node ids of clients 0, 1, ..., so that no other node is taken for them (fl-bn submit gives them); empty: a client is who "
-        "it says it is",
+        "Flower's node ids of clients 0, 1, ..., so that no other node can pose as one of them (fl-bn submit fills this in); empty: the "
+        "server believes the number that each node states",
         "NODE,NODE,...",
         parses(nodes_of),
         key="client-nodes",
@@ -253,8 +254,8 @@ class Rounds(Options):
     )
     names: tuple[str, ...] = option(
         (),
-        "names of the sites of clients 0, 1, ..., for logs, errors, records and pictures (fl-bn submit gives them); empty: a client is its "
-        "number",
+        "names of the sites of clients 0, 1, ..., for logs, errors, records and pictures (fl-bn submit fills this in); empty: clients are "
+        "named by their numbers",
         "NAME,NAME,...",
         parses(sites_of),
         key="client-names",
@@ -263,17 +264,17 @@ class Rounds(Options):
     )
     recalibration: str = option(
         "auto",
-        "how the statistics of all layers are made exact (recalibrate, calibrate, hbn-evaluate=exact): passes, a message and a forward "
-        "pass per layer; exchange, one of each and an exchange per layer, if all clients can be there at once, else passes; auto: "
-        "exchange, but passes in a simulation",
+        "how the statistics of all layers are made exact (recalibrate, calibrate, hbn-evaluate=exact); passes: with one message and one "
+        "forward pass per layer; exchange: with one message and one forward pass in all, and an exchange per layer, if all clients can "
+        "run at the same time, else as passes; auto: as exchange, but as passes in a simulation",
         RECALIBRATIONS,
         used=MEASURES,
     )
     registered: Callable[[], Mapping[int, str]] = dict
     memory: int = option(
         MEMORY,
-        "with exchange: activations that a process may keep from layer to layer, in GiB; where they are more, every layer takes a forward "
-        "pass",
+        "with recalibration=exchange: GiB of activations that a process may keep from layer to layer; if they need more, every layer takes "
+        "a forward pass of its own",
         ">= 0",
         key="recalibration-memory",
         run=MEMORY / GIB,
@@ -283,9 +284,9 @@ class Rounds(Options):
     planned: Callable[[int], int] = all_samples
     payload: str = option(
         AS_THE_MODEL,
-        "in which weights and gradients travel while clients train: float32, as the model has them; in half the bytes bfloat16, rounded by "
-        "up to 2^-8 of a number, or float16, by up to 2^-11 (numbers up to 65504). Statistics, buffers and what accompanies weights stay "
-        "exact (not fedtan, not secure-aggregation)",
+        "dtype in which weights and gradients are sent in training rounds; float32: as they are in the model; bfloat16: half the bytes, "
+        "each number rounded by up to 2^-8 of itself; float16: half the bytes, rounded by up to 2^-11 (numbers up to 65504). Statistics, "
+        "buffers and auxiliary tensors are sent exactly. Only float32 with fedtan or secure-aggregation",
         PAYLOADS,
         key="payload-dtype",
     )

@@ -168,7 +168,8 @@ class Server:
             usable = f"{len(parts)} of {cohort} replies could be used"
             raise TooFew(f"only {usable}, but {math.ceil(needed)} are needed: nothing changes")
         if overflowing and phase is Phase.EXCHANGE and policy.exchange.policy == "abort":
-            raise TooFew("nothing changes: replies had to be left out after the cohort's exchange (exchange-policy is abort)")
+            left_out = f"{overflowing} replies have values that are too large, and the clients exchange layer by layer"
+            raise TooFew(f"nothing changes: {left_out} (set exchange-policy to shrink to go on without such replies)")
         defence = self.defence.without(len(replies.wrong) + overflowing, len(parts))
         try:
             defence.check(len(parts))

@@ -72,8 +72,8 @@ class LocalTraining(Options):
     prefix: ClassVar[str] = ""
 
     batch_size: int = option(REQUIRED, "samples per batch; a last batch of one is merged into the one before", ">= 2", run=16)
-    epochs: int = option(0, "passes over the client's data per round; 0: local-steps count", ">= 0", key="local-epochs")
-    steps: int = option(0, "batches per client and round; 0: local-epochs count", ">= 0", key="local-steps", run=5)
+    epochs: int = option(0, "passes over the client's data per round; 0: local-steps decides", ">= 0", key="local-epochs")
+    steps: int = option(0, "batches per client and round; 0: local-epochs decides", ">= 0", key="local-steps", run=5)
     optimizer: str = option("sgd", "the clients' optimiser", OPTIMIZERS)
     momentum: float = option(0.0, "the optimiser's momentum (EMA form, kept over rounds, for update=gradients)", "[0, 1)", run=0.9)
     weight_decay: float = option(0.0, "L2 penalty", ">= 0", run=1e-4)
@@ -82,7 +82,8 @@ class LocalTraining(Options):
     )
     precision: str = option(
         "float32",
-        "of local training; mixed: bfloat16 where torch's autocast sees fit, batch statistics and all that travels float32",
+        "precision of local training; mixed: bfloat16 in the operations that torch's autocast chooses; batch statistics and sent tensors "
+        "are float32",
         PRECISIONS,
     )
     augment: str = option("none", "random changes of training images, drawn once per batch", AUGMENTATIONS)
@@ -95,21 +96,25 @@ class LocalTraining(Options):
     )
     clip: str = option(
         "none",
-        "of gradients: their norm over all parameters, the same so that a round's SGD moves weights by at most clip-limit (round), each "
-        "value, or per output unit by its weights' norm (adaptive: FedWon); auto: round with "
-        f"{PATH:g} for hbn, fbn and freeze-after=0 with several local steps, else none, but adaptive with {FROZEN:g} once statistics are "
-        "frozen",
+        "how clients clip gradients; norm: to a norm over all parameters; round: the same, with the norm at which SGD moves the weights by "
+        "at most clip-limit in a round; value: each number; adaptive: each output unit, relative to the norm of its weights (FedWon); "
+        f"auto: round with limit {PATH:g} for hbn, fbn and freeze-after=0 with several local steps, else none, but adaptive with limit "
+        f"{FROZEN:g} once statistics are frozen",
         ("auto", *CLIPS),
         run="auto",
     )
     clip_limit: float = option(
-        1.0, "clip: largest norm, path or value; adaptive: share of the weights' norm; auto: has its own", "> 0", used=CLIP_LIMITS
+        1.0,
+        "limit of clip: the largest norm (norm), distance that the weights move in a round (round) or number (value), or the share of the "
+        "weights' norm (adaptive); clip='auto' has limits of its own",
+        "> 0",
+        used=CLIP_LIMITS,
     )
     frozen_clip: float = 0.0
     weigh_all: bool = option(
         False,
-        "weight of a client in the average of the weights: the different samples it trained on this round (samples), all that it has "
-        "(data), or equal (uniform); with uniform, its running statistics weigh by samples",
+        "weight of a client in the average of the weights; samples: the number of different samples that it trained on in the round; data: "
+        "the number of all its samples; uniform: equal weights, but running statistics are still weighted by samples",
         ("samples", ALL_SAMPLES, "uniform"),
         key="client-weights",
         run="samples",

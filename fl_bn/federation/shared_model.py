@@ -261,7 +261,7 @@ class SharedModel:
             The distance of each update to the result of ``step.defence``; empty without a defence.
 
         Raises:
-            NotFinite: The model's dtype cannot hold the result, or the weights that clients would start from.
+            NotFinite: The model's dtype cannot hold the result, or the weights with which clients would start the next round.
         """
         before, state = step.optimizer.buffers(), self._copy.state
         try:

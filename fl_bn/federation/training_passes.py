@@ -37,7 +37,7 @@ class TrainingPasses:
         self.next_step()
 
     def next_step(self) -> None:
-        """Begin to count for the next step of the optimiser."""
+        """Start to count the forward passes of the optimiser's next step."""
         self._rows: dict[int, list[int]] = {}
         self._forward_seen = self._backward_seen = False
         self._kept = {name: len(parts) for name, parts in self.observed.items()}

@@ -60,7 +60,7 @@ class ClientState:
     Attributes:
         round: The round after which it was stored; 0 before the client's first round.
         sections: Section -> name -> tensor. ``local`` has the tensors that the method keeps at the client.
-            ``momentum``, ``objective`` and ``optimizer`` have what training continues with.
+            ``momentum``, ``objective`` and ``optimizer`` have the tensors with which the next round continues to train.
         counted: Whether the reply of that round changed the server's model.
     """
 

@@ -171,7 +171,7 @@ def has_client_fn(app: Any) -> bool:
 
 
 def names_in_flower(thing: Any) -> list[str]:
-    """Return the name of ``thing`` if Flower defines it, or the names of those of its classes that Flower defines; else none."""
+    """Return the names of those that Flower defines: ``thing`` itself, its class, and the base classes of its class."""
     known = [one for one in (thing, *type(thing).__mro__) if str(getattr(one, "__module__", "")).startswith("flwr.")]
     return [one.__name__ for one in known if hasattr(one, "__name__")]
 

@@ -150,7 +150,7 @@ class InProcessGrid(Grid):
         return messages
 
     def _answered(self, messages: list[Message]) -> Iterable[Message]:
-        """Return the answers in order."""
+        """Return the answers, in the order of ``messages``."""
         if any(_exchange_token(message) for message in messages):
             if self._fallback is not None:
                 self._fallback.say(CannotVectorise("in a run, statistics are exchanged within a step through the server"))

@@ -442,7 +442,7 @@ class BatchNormStrategy(OwnNames):
             clients: the addressees.
             values: further values for fl-bn's config in the messages.
             config: the user's config, to which the round's number is added. None: the messages have no such config.
-            steps: parts of the answer, each of which has the round's timeout.
+            steps: a factor: the messages live ``steps`` times as long as the round's timeout.
 
         Raises:
             RunFailed: the weights do not fit the type in which they are to travel.

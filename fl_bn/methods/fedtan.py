@@ -121,7 +121,7 @@ class CohortBatchNorm(_SharedNorm):
 
     @property
     def held(self) -> bool:
-        """Return False: as in torch, layers with frozen affine parameters still normalise with batch statistics."""
+        """Return False: as in torch, a layer still normalises with batch statistics if its affine parameters are frozen."""
         return False
 
     def normalised(self, x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class CohortBatchNorm(_SharedNorm):
             if len(live.answers) != 1:
                 raise ValueError(
                     f"layer {live.name!r} ran {len(live.answers)} times in the first step, and activation checkpointing repeats one of "
-                    "these passes, but FedTAN cannot know which: leave this layer out of the checkpoint"
+                    "these runs, but FedTAN cannot tell which one: leave this layer out of the checkpoint"
                 )
             call, moments = 0, live.answers[0]
         elif not torch.is_grad_enabled():
@@ -291,7 +291,8 @@ class FedTANOptions(Options):
     name: ClassVar[str] = "fedtan"
     schedule: str = option(
         "merged",
-        "layer-wise exchanges per round of L layers, without the model's own: merged 2L, paper 3L; equal results",
+        "number of layer-wise exchanges per round with L BatchNorm layers, besides the messages with the model: merged 2L, paper 3L; the "
+        "results are equal",
         SCHEDULES,
         key="fedtan-schedule",
     )

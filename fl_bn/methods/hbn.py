@@ -81,8 +81,8 @@ class HBNOptions(Options):
     )
     measured: str = option(
         INPUTS,
-        "what the pass before training reports: the layers' inputs, or the normalisers, mixtures of batches and global statistics, as the "
-        "authors' code does",
+        "what clients measure in the pass before training: the statistics of the layers' inputs (inputs), or the mixtures of batch and "
+        "global statistics that the layers normalise with (normalisers), as the authors' code does",
         MEASURED,
     )
     evaluate_clients: str = option(
@@ -168,6 +168,6 @@ def _check_effects(options: HBNOptions, evaluate: str) -> None:
         raise ValueError("normalisers are measured as training has them: set lower_layers to 'hybrid', or measured to 'inputs'")
     if options.merge != default.merge and options.separate and evaluate == "exact":
         raise ValueError(
-            f"exact statistics are those of the union of all data, so merge={options.merge!r} would not be evaluated: set evaluate to "
-            "'hybrid'"
+            f"evaluate='exact' takes the statistics of the union of all data, so merge={options.merge!r} would have no effect: set "
+            "evaluate to 'hybrid', or leave merge out"
         )

@@ -383,7 +383,8 @@ def frozen_rate(unbounded: float = FROZEN_RATE) -> Any:
     """
     return option(
         None,
-        "most that rounds with frozen statistics run at, as a share of the learning rate before; 1: the schedule alone decides",
+        "upper limit of the learning rate in rounds with frozen statistics, as a share of the highest rate before them; 1: the schedule "
+        "alone decides",
         "(0, 1]",
         key="frozen-rate",
         unset=0.0,

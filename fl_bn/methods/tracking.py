@@ -1,10 +1,11 @@
-"""Pace at which shared statistics follow the weights, if training normalises with them (FBN, and half of HBN).
+"""Limit how fast shared statistics change, if training normalises with them (FBN, and half of HBN).
 
-The statistics are constants in a round, so the gradient ignores that later statistics will cancel its step
-(Batch Normalization, Ioffe and Szegedy, ICML 2015, section 2). If the statistics followed the weights at once,
-the scale of activations would grow from round to round, and the accuracy would fall. So they follow slowly. The
-more a layer's scale has grown since ``federation.unit_scale`` set it, the more slowly they follow. At ``LIMIT``
-times the first scale they stop. From there on the gradient includes the effect of its steps.
+Within a round the statistics are constants. So the gradient does not contain the later change of the statistics, which
+undoes part of the step (Batch Normalization, Ioffe and Szegedy, ICML 2015, section 2). If the statistics were replaced
+in every round, the scale of activations would grow from round to round, and the accuracy would fall. So each round
+moves the statistics only part of the way to the measured moments (``follow``). This part shrinks as a layer's scale
+grows beyond the scale that ``federation.unit_scale`` set (``slowdown``). At ``LIMIT`` times that scale the statistics
+no longer change, so the gradient is complete.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ DEAD = 1e-12
 
 
 def slowdown(shared: Running, scale: float = 1.0) -> float:
-    """Return the factor from 0 to 1 that slows a layer's statistics down as the layer's scale grows.
+    """Return the factor, from 0 to 1, by which a layer's statistics change more slowly as the layer's scale grows.
+
+    The scale is the standard deviation of the layer's input, as the geometric mean over the channels that are not dead.
 
     Returns:
-        1 up to a deviation of ``scale``, then falling with the logarithm of the deviation, to 0 at ``LIMIT``
-        times ``scale``. Dead channels do not count; the factor is 1 if all are dead.
+        1 up to a deviation of ``scale``. Above it the factor falls linearly with the logarithm of the deviation, to 0 at
+        ``LIMIT`` times ``scale``. It is 1 if all channels are dead.
     """
     var = shared.var.double()
     living = var[var > DEAD * var.median()]

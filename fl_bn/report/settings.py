@@ -62,7 +62,7 @@ class Settings:
         columns: The axes of the columns; None: all axes other than ``rows``.
         metric: The metric of the table; empty: the metric of the runs' task.
         at: The round whose metric counts: ``last``, or ``best`` for the best one.
-        x: The quantities on the horizontal axes of curves, of ``X``.
+        x: The quantities on the horizontal axes of curves, from ``X``.
         against: The numeric axes of the sweep against which to draw the metric.
         heat: The heat map; None: none.
         boxplot: Draw box plots of the metric at the clients.
@@ -184,7 +184,7 @@ def check_axis(axis: str, what: str, known: Sequence[str]) -> None:
 
 
 def _order(tables: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the values of every axis in the order of the sweep file: of [axes], of lists in [run], and of the variants."""
+    """Return the values of every axis, in the order in which the sweep file lists them in [axes], [run] and the variants."""
     variants = [table for table in _table(tables, "variants").values() if isinstance(table, dict)]
     order: dict[str, list[str]] = {}
     for source in (tables, *variants):

@@ -206,7 +206,7 @@ class Adversary:
         return family(self.strength or STRENGTH.get(self.attack, 0.0))(honest, f)
 
     def statistics_rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
-        """Return the Byzantine clients' statistics of one layer, as ``rows`` does for rows of C means and C variances.
+        """Return the false statistics of one layer that the Byzantine clients send: ``rows``, for rows of C means and C variances.
 
         Sign flipping changes the means only (FBN, section 5).
         """

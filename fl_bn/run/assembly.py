@@ -390,7 +390,7 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     except TableError as error:  # its text contains a cell of the data, and a client's errors are sent to the server
         LOGGER.error("%s", error)
         where = "".join((f", line {error.line}" if error.line else "", f", column {error.column!r}" if error.column else ""))
-        raise ConfigError(f"this client's own file {error.file.name}{where}, is refused: its log has the reason") from None
+        raise ConfigError(f"this client's own file {error.file.name}{where} cannot be used: see the client's log for the reason") from None
     _check_columns(config, data)
     data = _tested_on_training(data) if config.evaluate_on == TRAINING else data
     if config.validation_share:

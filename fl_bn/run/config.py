@@ -106,7 +106,7 @@ class RunConfig(RunKeys):
         if self.resume and not (self.checkpoint_every and self.output):
             raise ConfigError("resume needs output and checkpoint-every, with the values of the run that it continues")
         if self.checkpoint_every and not self.output:
-            raise ConfigError("checkpoint-every needs an output, the folder in which the run's checkpoints are")
+            raise ConfigError("checkpoint-every needs a folder for the run's checkpoints: set output")
         self._check_joining()
         self._check_sites()
         try:

@@ -28,7 +28,7 @@ of_sites = partial(option, used=when.SITES_DATA)
 
 @dataclass(frozen=True)
 class DataKeys:
-    """Declare the keys as fields, in the order of docs/config.md."""
+    """Declare the run-config keys of the method, the network and the data as fields, in the order of docs/config.md."""
 
     method: str = option("fbn", "how normalisation is federated", METHODS)
     freeze_after: int = option(
@@ -39,8 +39,9 @@ class DataKeys:
     )
     frozen_rate: float = option(
         0.0,
-        "most that rounds with frozen statistics run at, as a share of the highest learning rate before; 1: the schedule alone decides; 0: "
-        f"{BOUNDED_FROZEN_RATE:g} where gradients are clipped and centred, else {FROZEN_RATE:g} (fedtan2: {FEDTAN2_RATE:g})",
+        "upper limit of the learning rate in rounds with frozen statistics, as a share of the highest rate before them; 1: the schedule "
+        f"alone decides; 0: {BOUNDED_FROZEN_RATE:g} where gradients are clipped and centred, else {FROZEN_RATE:g} (fedtan2: "
+        f"{FEDTAN2_RATE:g})",
         "0 or (0, 1]",
         used=when.FREEZES_LATER,
     )
@@ -52,7 +53,7 @@ class DataKeys:
     )
     model_stem: str = option(
         "auto",
-        "torchvision's networks: imagenet, as they are there (auto, too), or small: for images of 32 pixels",
+        "first layers of torchvision's networks: torchvision's own (imagenet, and auto), or layers for images of about 32 pixels (small)",
         ("auto", "imagenet", "small"),
         used=when.TORCHVISION,
     )
@@ -63,14 +64,14 @@ class DataKeys:
     )
     buffers: str = option(
         "",
-        f"what becomes of the network's own buffers, '*.codebook=shared, site_*=kept': {', '.join(BUFFER_ROLES)}; empty: known kinds by "
-        "their type, all others shared",
+        f"role of each of the network's own buffers ({', '.join(BUFFER_ROLES)}), such as '*.codebook=shared, site_*=kept'; empty: buffers "
+        "of known layers have the role of their kind, all others are shared",
         "NAME=ROLE,...",
         parses(parse_buffer_roles),
     )
     task: str = option(
         AUTO,
-        "what the network learns, and so loss and metrics; auto: classification, of pixels (segmentation) where labels are masks",
+        "what the network learns, which decides loss and metrics; auto: classification, or segmentation where the labels are masks",
         f"{', '.join((AUTO, *TASKS))}, package.module:function",
         lambda name: name in (AUTO, *TASKS) or ":" in name,
     )
@@ -90,8 +91,8 @@ class DataKeys:
     )
     data_path: str = own_data(
         "",
-        "folder of a public data set, of images or of CSV files, npz or CSV files separated by commas (each a domain), or what "
-        "package.module:function takes",
+        "where the data are: a folder of a public data set, of images or of CSV files; npz or CSV files separated by commas (each is a "
+        "domain); or the argument of package.module:function",
         "path",
     )
     image_size: int = option(0, "side of the images in pixels; 0: as they are", "0..4096")
@@ -109,7 +110,9 @@ class DataKeys:
     )
     augment: str = declared(LocalTraining, "augment")
     standardise: str = option(
-        "none", "images by the published mean and deviation of a data set; none: 0..255 becomes -1..1", ("none", *STANDARDS)
+        "none",
+        "standardise images by the published mean and standard deviation of this data set; none: 0..255 becomes -1..1",
+        ("none", *STANDARDS),
     )
     partition: str = own_data("classes", "how the training data are split over the clients", KINDS)
     partition_parameter: float = option(
@@ -120,15 +123,16 @@ class DataKeys:
     )
     test_on: str = option(
         "own",
-        "partition=domain, domain-dirichlet, natural: whether a client is tested on its own domain or, as under other partitions, on all",
+        "partition=domain, domain-dirichlet, natural: test each client on its own domain (own), or on all test data (all), as other "
+        "partitions do",
         ("own", "all"),
         used=when.OWN_DOMAINS,
     )
     sizes: str = own_data("natural", "equal: every client keeps as many samples as the smallest has", ("natural", "equal"))
     validation_share: float = option(
         0.0,
-        "share of each client's training samples that it does not train on, and that the run is tested with in the place of the test data: "
-        "to choose a method or a learning rate; 0: none, the test data count",
+        "share of each client's training samples that is not trained on, but used for testing in place of the test data: to choose a "
+        "method or a learning rate; 0: none, so the run is tested on the test data",
         "0..0.9",
     )
     share_label_counts: bool = option(
@@ -146,7 +150,7 @@ class DataKeys:
     unit_scale: bool = declared(Rounds, "unit_scale")
     centre_gradients: str = option(
         "auto",
-        "the gradients of weights before the head lose their mean over the inputs, as BatchNorm's do by themselves; auto: with fbn "
-        "and hbn, but not with fbn-momentum or hbn-lam; with every other method while the statistics are frozen",
+        "whether to subtract, from the gradient of each weight before the head, its mean over the inputs of each output (centring); auto: "
+        "with fbn and hbn, but not with fbn-momentum or hbn-lam; with every other method while the statistics are frozen",
         ("auto", "always", "never"),
     )

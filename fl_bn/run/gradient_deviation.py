@@ -29,7 +29,7 @@ class Deviations(NamedTuple):
     """Hold the deviations of the clients' gradients.
 
     Attributes:
-        squared: B_i^2 of every client.
+        squared: The squared deviation B_i^2 of every client's gradient, see ``gradient_deviations``.
         centralised: The squared norm of the gradient on the union of the batches, for comparison.
     """
 

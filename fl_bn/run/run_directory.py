@@ -146,7 +146,7 @@ class RunDirectory(Callback):
             strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
 
     def on_start(self, running: Running) -> None:
-        """Give later callbacks the records that a resumed run has already."""
+        """Pass the records of a resumed run's earlier rounds to the callbacks that are called after this one."""
         self._running = running
         running.history = tuple(self.records)
 

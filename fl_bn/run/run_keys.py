@@ -56,7 +56,9 @@ class RunKeys(DataKeys):
     client_nodes: str = declared(Rounds, "nodes")
     client_names: str = declared(Rounds, "names")
     fraction: float = declared(Rounds, "fraction")
-    rounds: int = option(100, "training rounds; 0, with calibrate: the statistics of model-weights are measured, and no more", ">= 0")
+    rounds: int = option(
+        100, "training rounds; 0, with calibrate: only measure the statistics of the network in model-weights, without training", ">= 0"
+    )
     client_weights: str = declared(LocalTraining, "weigh_all")
     payload_dtype: str = declared(Rounds, "payload")
     min_replies: float = declared(Rounds, "min_replies")
@@ -71,7 +73,9 @@ class RunKeys(DataKeys):
         "go on from the last checkpoint: latest (the newest run in output that is not finished), or a run's folder name",
         "latest or a name",
     )
-    run_signature: str = option("", "the submitter's signature of a deployed run, which `fl-bn submit` makes", "what it made, or empty")
+    run_signature: str = option(
+        "", "the submitter's signature of a deployed run, which `fl-bn submit` makes", "as submit made it, or empty"
+    )
     # layer-wise exchange (fedtan, fedtan2, fedavg-alg2; recalibration)
     exchange: str = declared(ExchangeSettings, "carrier")
     exchange_policy: str = declared(ExchangeSettings, "policy")
@@ -85,17 +89,19 @@ class RunKeys(DataKeys):
     exchange_authority: str = declared(Certificates, "authority")
     exchange_insecure: bool = declared(ExchangeSettings, "insecure")
     # Byzantine clients, and the defence against them
-    byzantine: int = option(0, "clients that attack: the last ones; the training data are split over the others", ">= 0")
+    byzantine: int = option(0, "number of clients that attack: the last ones; the training data are split over the others", ">= 0")
     attack: str = option(
         "none",
-        "what they do, knowing all honest replies (label-flip: to their own data); -optimised: the strength that harms most",
+        "what the attackers send, knowing all honest replies; label-flip: they train on flipped labels; -optimised: with the strength "
+        "that harms most",
         ("none", *ATTACKS),
         used=when.ATTACKERS,
     )
-    attack_on: str = option("both", "what they lie about: their BN statistics, their updates, or both", ON, used=when.LIES)
+    attack_on: str = option("both", "what the attackers falsify: their BN statistics, their updates, or both", ON, used=when.LIES)
     attack_strength: float = option(
         0.0,
-        "foe: epsilon; alie: z; gaussian: standard deviation; mimic: whom; 0: 0.5, the textbook's z, 1, the first",
+        "epsilon (foe), z (alie), standard deviation (gaussian), or number of the copied honest client (mimic); 0: 0.5 (foe), z_max of "
+        "its paper (alie), 1 (gaussian), the first one (mimic)",
         "finite",
         math.isfinite,
         used=when.STRENGTH,
@@ -151,7 +157,7 @@ class RunKeys(DataKeys):
     )
     diagnostics: str = option(
         "",
-        "measured at every evaluation, in simulation; in diagnostics.csv",
+        "quantities to measure at every evaluation, in simulation; they are in diagnostics.csv",
         f"{', '.join(keys.DIAGNOSTICS)}, separated by commas",
         keys.all_of(keys.DIAGNOSTICS),
         like=keys.DIAGNOSTICS,
@@ -166,12 +172,13 @@ class RunKeys(DataKeys):
     precision: str = declared(LocalTraining, "precision")
     deterministic: bool = option(
         True,
-        "on a GPU, kernels whose sums have one order, so that the same seed has the same bits; torch warns of layers for which it has none",
+        "on a GPU, use kernels with a fixed order of summation, so that the same seed gives the same bits; torch warns of layers without "
+        "such a kernel",
     )
     memory_format: str = option(
         AUTO,
-        "of the clients' networks. channels-last: torch's faster convolutions on many machines, equal up to the order of sums. auto: "
-        "channels-last on a CPU for networks with 2-D convolutions, contiguous otherwise",
+        "memory layout of the clients' networks; channels-last: faster convolutions on many machines, with results equal up to the order "
+        "of sums; auto: channels-last on a CPU for networks with 2-D convolutions, contiguous otherwise",
         (AUTO, *MEMORY_FORMATS),
     )
     engine: str = option(
@@ -183,8 +190,8 @@ class RunKeys(DataKeys):
     threads: int = option(1, "CPU threads per process", f"1..{MOST_THREADS}")
     workers: int = option(
         0,
-        "fl-bn run and sweeps: processes of this machine that compute clients at the same time. 0: one per core, as soon as the rounds "
-        "that are left are worth their start. The results have the same bits",
+        "fl-bn run and sweeps: number of processes that compute clients at the same time, with the same results bit for bit; 0: one per "
+        "core, once the remaining rounds save more time than the processes take to start",
         f"0..{MOST_WORKERS}",
     )
     output: str = option("runs", "folder in which each run makes a folder of its own; empty: write nothing", "path")
@@ -200,8 +207,8 @@ class RunKeys(DataKeys):
     )
     callbacks: str = option(
         "",
-        "called after every round, evaluation and at the end (fl_bn.Callback): trackers, say; each is made by its class, or a function, of "
-        "the config and the run's folder",
+        "callbacks (fl_bn.Callback), such as trackers: they are called after every round, after every evaluation and at the end; each name "
+        "is a class or a function that is called with the run config and the run's folder",
         "package.module:Class, separated by commas",
         lambda names: all(":" in name for name in names_of(names)),
     )

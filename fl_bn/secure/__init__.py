@@ -1,1 +1,1 @@
-"""Secure aggregation in plain torch: statistics as additive sums, their cost in privacy, and settings."""
+"""Secure aggregation in plain torch: statistics in a form that can be summed, differential privacy, and the settings."""

@@ -170,12 +170,12 @@ def average_error(clipping_range: float, bits: int, weights: Sequence[float], he
 
 
 def moments_error(first: Tensor, reference: Running, error: float, limit: float) -> tuple[Tensor, Tensor]:
-    """Return the worst-case absolute errors (C,) of mean and variance.
+    """Return the largest possible absolute errors (C,) of the mean and the variance that ``from_deviations`` computes.
 
     Args:
-        first: the averaged ``first`` deviations, (C,).
+        first: the average over the clients of ``first`` (see the top of this file), (C,).
         reference: the public reference.
-        error: the largest error of ``first`` and of ``second / limit``.
+        error: the largest error of the averages of ``first`` and of ``second / limit``.
         limit: the quantiser's range is ``[-limit, limit]``.
     """
     s = scale(reference)

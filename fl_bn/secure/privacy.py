@@ -57,10 +57,10 @@ class Privacy(Options):
     prefix: ClassVar[str] = "dp"
 
     clip: float = noisy_option(REQUIRED, "with dp-noise: largest L2 norm of a client's update", "> 0", run=1.0)
-    statistics_clip: float = noisy_option(REQUIRED, "with dp-noise: largest L2 norm of its standardised statistics", "> 0", run=1.0)
+    statistics_clip: float = noisy_option(REQUIRED, "with dp-noise: largest L2 norm of a client's standardised statistics", "> 0", run=1.0)
     noise: float = option(
         REQUIRED,
-        "multiplier of the noise that clients add before they are summed (needs client-weights=uniform); 0: none",
+        "multiplier of the noise that clients add to their values before these are summed (needs client-weights=uniform); 0: none",
         ">= 0",
         run=0.0,
         used=SECURE,
@@ -142,7 +142,7 @@ class Journal:
         append(self.path, json.dumps({"releases": releases}).encode())
 
     def total(self) -> int:
-        """Return the number of all releases that were ever added. A line that a crash cut short counts as ``MOST``."""
+        """Return the sum of all releases in the file. A damaged line, which a crash cut short, counts as ``MOST`` releases."""
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []
         return sum(map(_released, filter(None, lines)))
 

@@ -61,7 +61,7 @@ class SecureAggregation(Options):
         return min(self.shares or clients, clients)
 
     def threshold_of(self, clients: int) -> int:
-        """Return the number of parts that recover a secret in a sum of ``clients``."""
+        """Return how many parts of a secret are needed to recover it, in a sum of ``clients`` clients."""
         return self.threshold or self.shares_of(clients) // 2 + 1
 
     def check(self, clients: int) -> None:

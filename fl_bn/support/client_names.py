@@ -30,7 +30,7 @@ class ClientNames:
     registered: Callable[[], Mapping[int, str]] = dict
 
     def site(self, index: int) -> str:
-        """Return the site's name alone; empty if it has none."""
+        """Return the name of client ``index``'s site; empty: it has no name."""
         return self.names[index] if 0 <= index < len(self.names) else ""
 
     def client(self, index: int) -> str:

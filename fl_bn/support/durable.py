@@ -1,4 +1,4 @@
-"""Files that are whole or absent after a crash: they are written beside their place, synced, and renamed.
+"""Write files that stay whole in a crash: new content is written to a file beside the old one, synced, and renamed.
 
 Tensors are stored as safetensors. The metadata of such a file say what it holds (``about``), and have a
 SHA-256 of the whole file, by which a damaged file is recognised.
@@ -98,7 +98,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Make ``folder``, and the folders above it, durably."""
+    """Make ``folder`` and the folders above it, so that they exist after a crash."""
     if not folder.is_dir():
         _make(folder.parent)
         folder.mkdir(exist_ok=True)

@@ -53,9 +53,10 @@ class Modules:
         """Collect the allowed modules of this machine.
 
         Args:
-            app: a folder, which counts if it is a Flower app's. A folder of installed packages does not.
-            allowed: names separated by commas, as in a node config. Those in ``FL_BN_ALLOW_MODULES`` count,
-                too.
+            app: a folder. If it is the folder of a Flower app, its modules are allowed. A folder of installed packages is
+                ignored.
+            allowed: names of further allowed modules, separated by commas, as in a node config. The names in
+                ``FL_BN_ALLOW_MODULES`` are allowed, too.
         """
         texts = (allowed, os.environ.get(VARIABLE, ""))
         names = tuple(name.strip() for text in texts for name in text.split(",") if name.strip())

@@ -82,7 +82,7 @@ class Grid:
         return [(m, h, f, rule) for m in self.methods for h in self.heterogeneity for f in self.byzantine for rule in self.rules]
 
     def settings(self) -> list[Setting]:
-        """Return the settings of the first pass. Each row of the report's table has three kinds of settings.
+        """Return the settings of the first of the two passes over the grid. Each row of the table has three kinds of settings.
 
         The kinds are: no defence and no attack, the rule without attack, and the rule under every attack. In all
         settings the data are divided among n - f clients.

@@ -114,7 +114,7 @@ def run_cells(
 
 
 def _there(config: RunConfig) -> RunConfig:
-    """Return the run config for any node: with an absolute output folder, and with a fixed number of workers."""
+    """Return the run config with which any node can run the cell: ``output`` is an absolute path, and ``workers`` is at least 1."""
     return replace(config, output=str(Path(config.output).absolute()), workers=max(1, config.workers))
 
 

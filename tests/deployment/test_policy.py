@@ -122,7 +122,7 @@ def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:
 @listed(
     ("text", "words"),
     [
-        ("allow-method = []", "there is no line 'allow-method'"),
+        ("allow-method = []", "unknown line 'allow-method'"),
         ('allow-methods = "hbn"', "allow-methods must be a list of texts in quotes, but got 'hbn'"),
         ('allow-code = "sent"', "allow-code must be signed, installed or any (which was `sent` in earlier versions)"),
         ("max-memory = 0", "max-memory must be a number of GB above 0"),
@@ -205,4 +205,4 @@ def test_the_doctor_reads_the_policy(tmp_path: Path) -> None:
         assert (found.status, found.text) == ("ok", f"{tmp_path / 'policy.toml'}: allow-code = {code}{more}")
     (tmp_path / "policy.toml").write_text("min-sample = 8\n")
     found = _policy(tmp_path / "policy.toml")
-    assert (found.status, "there is no line 'min-sample'" in found.text) == ("fail", True)
+    assert (found.status, "unknown line 'min-sample'" in found.text) == ("fail", True)

@@ -33,10 +33,10 @@ REFUSES = {  # what is submitted: what each site that refuses it says
     "unsigned": {"signed": "allow-code = signed, but the run is not signed"},
     "signed by a stranger": {"signed": r"allow-code = signed, but the run is signed by the key SHA256:\S+, and this site trusts sub"},
     "package changed": {
-        "signed": "allow-code = signed, but the signature of submitter is of another package or run config",
+        "signed": "allow-code = signed, but the signature of submitter is for another package or run config",
         "installed": r"allow-code = installed, but the file fl_bn/__init__\.py of the run differs",
     },
-    "config changed": {"signed": "allow-code = signed, but the signature of submitter is of another package or run config"},
+    "config changed": {"signed": "allow-code = signed, but the signature of submitter is for another package or run config"},
     "sent again": {"signed": r"allow-code = signed, but its signature came with run \d+ before: submitter signed one run, and not two"},
 }
 IMPORTED = "imported"

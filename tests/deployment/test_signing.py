@@ -64,7 +64,7 @@ CHANGES: list[dict[str, Any]] = [
 
 @listed("change", CHANGES)
 def test_whatever_is_changed_in_a_signed_run_config_is_noticed(change: dict[str, Any]) -> None:
-    assert "the signature of alice is of another package or run config" in refused(CODE, signed() | change)
+    assert "the signature of alice is for another package or run config" in refused(CODE, signed() | change)
 
 
 @listed("name", [name for name in CONFIG if name not in OF_SERVER])
@@ -113,7 +113,7 @@ def test_a_key_that_is_not_trusted_is_named() -> None:
     assert refused(CODE, signed(OTHER)) == f"the run is signed by the key {stranger}, and this site trusts {ALICE}"
     lent = signed(OTHER)
     lent[KEY] = lent[KEY].replace(OTHER.public_key().public_bytes_raw().hex(), ALICE.key.hex())  # under alice's name
-    assert "the signature of alice is of another package" in refused(CODE, lent)
+    assert "the signature of alice is for another package" in refused(CODE, lent)
 
 
 def test_a_signature_lasts_some_weeks_and_clocks_need_agree_to_a_day() -> None:

@@ -210,7 +210,7 @@ def test_a_site_trusts_another_submitter_by_a_command(server: ServerFolder, tmp_
     assert [old.partition(" ")[0] for old, new in lines if old != new] == ["trusted-submitters"], "all other lines stay"
     write_submitter_key(tmp_path / "false", "alice")
     false = CliRunner().invoke(app, ["kit", "trust", str(site.path), "alice", str(tmp_path / "false/submitter.pub")])
-    assert (false.exit_code, "is another key of alice" in " ".join(false.output.split())) == (2, True)
+    assert (false.exit_code, "holds another key of alice" in " ".join(false.output.split())) == (2, True)
 
 
 def test_verify_finds_a_policy_that_lets_nobody_in_and_a_key_that_others_can_read(server: ServerFolder) -> None:

@@ -117,7 +117,9 @@ def test_sites_with_their_own_files_train_under_one_description(tmp_path: Path, 
     files[1].write_text(whole + "1,2,secret,a\n")
     load.__globals__["_load"].cache_clear()
     client_samples.cache_clear()
-    with pytest.raises(ConfigError, match=r"own file site1\.csv, line 42, column 'w', is refused: its log has the reason") as caught:
+    with pytest.raises(
+        ConfigError, match=r"own file site1\.csv, line 42, column 'w' cannot be used: see the client's log for the reason"
+    ) as caught:
         client_samples(config, 1, own)
     assert "secret" not in str(caught.value)  # it is told to the server
     assert caught.value.__cause__ is None

@@ -112,7 +112,7 @@ class Terminal:
                 self.shown("[...]")
                 omitted = True
         if done.returncode != code:
-            raise RuntimeError(f"{command}: exit code {done.returncode} in the place of {code}:\n{out}")
+            raise RuntimeError(f"{command}: expected exit code {code}, but got {done.returncode}:\n{out}")
         return out
 
     def start(self, command: str, name: str, copy: Path | None = None) -> None:
@@ -150,7 +150,7 @@ class Terminal:
         self.shown(f"# the terminal of {name}, {time.monotonic() - begin:.0f} s later:")
         self.shown(*(line for line in out.splitlines() if re.search(keep, line)))
         if found != code:
-            raise RuntimeError(f"{name}: exit code {found} in the place of {code}:\n{out}")
+            raise RuntimeError(f"{name}: expected exit code {code}, but got {found}:\n{out}")
         return out
 
     def out(self, name: str) -> str:

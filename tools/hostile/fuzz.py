@@ -6,11 +6,11 @@ A mutation is one hostile case against one of these targets:
 
 - *server*: whole rounds of every method, in which one client lies in one message or more;
 - *secure*: the same in rounds with secure aggregation;
-- *session*: an exchange's session, whose liar sends changed bytes, or requests in any order and number;
-- *meeting*: rounds with an exchange, in which the others train on while one lies;
+- *session*: the session of an exchange, in which one client sends changed bytes, or requests in any order and number;
+- *meeting*: rounds with an exchange, in which one client lies while the others go on training;
 - *client*: a client whose server lies;
-- *two-faced*: SecAgg+ whose server tells one client something else than the others;
-- *earlier*: the same, but it tells the lie in an earlier round;
+- *two-faced*: SecAgg+ with a server that tells one client something else than the others;
+- *earlier*: the same, but the server lies in an earlier round;
 - *own app*: an app with a strategy of its own;
 - *claims*: a client's counts, samples, steps and weights are many times the true ones.
 

@@ -51,7 +51,7 @@ def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answe
         keys = [_key_of(*entry) for entry in json.loads(str(config.get(TRANSCRIPT, "[]")))]
         values = [torch.from_numpy(np.array(arrays[str(i)])) for i in range(len(keys))]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WireError(TRANSCRIPT, "", f"expected keys and a vector for each, but got {reason(repr(error))}") from error
+        raise WireError(TRANSCRIPT, "", f"expected a list of keys and one vector for each key, but got {reason(repr(error))}") from error
     if not all(vector.ndim == 1 and vector.is_floating_point() for vector in values):
         raise WireError(TRANSCRIPT, "", "expected vectors of numbers")
     return [(key, Answer(vector, count, batch)) for (key, count, batch), vector in zip(keys, values, strict=True)]

@@ -311,7 +311,7 @@ def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, 
 
 
 def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches: Batches, task: Task, tells: bool) -> None:
-    """Register the answers to the server's queries."""
+    """Register the handlers that answer the server's queries."""
 
     @app.query(HELLO.removeprefix("query."), mods=[gate])
     def hello(message: Message, context: Context) -> Message:

@@ -192,7 +192,7 @@ def with_aggregates(strategy: FedAvg, found: dict[str, Any]) -> FedAvg:
 
     Args:
         strategy: the strategy that ``server_fn`` gives.
-        found: hook -> its result, which the rounds write.
+        found: hook -> the result to return. The rounds set it.
     """
 
     class Aggregates(FedAvg):

@@ -44,7 +44,7 @@ class Asked:
     clients: Sequence[Client] = ()
 
     def reached(self) -> list[Client]:
-        """Return the clients whose message was sent: a loop may leave some out.
+        """Return the clients whose message was sent. A user's loop may leave out some messages.
 
         A message that was sent has an id from the grid. If no message has one, all clients are returned.
         """

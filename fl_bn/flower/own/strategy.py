@@ -266,8 +266,8 @@ class OwnAppStrategy(OwnNames):
     def global_model(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return arrays that load into your network, for a loop of your own: the same as ``evaluate_fn`` of ``start`` gets.
 
-        If clients keep their BatchNorm layers, the arrays have the average over the clients that send theirs
-        (``answer(..., tells=True)``). The clients are asked over the grid.
+        If clients keep their BatchNorm layers, the server asks for them over the grid. The arrays hold the average of the
+        layers that clients send (``answer(..., tells=True)``).
 
         Args:
             server_round: the round that was aggregated last.
@@ -312,7 +312,7 @@ class OwnAppStrategy(OwnNames):
             evaluate_config: values for every evaluate message.
             evaluate_fn: evaluates at the server, besides the clients: ``evaluate_fn(round, arrays)``, from round
                 0 on. The arrays load into your network by ``load_state_dict``. If clients keep their BatchNorm
-                layers, the arrays have the average over the clients that send theirs (``answer``).
+                layers, the arrays hold the average of the layers that clients send (``answer(..., tells=True)``).
 
         Returns:
             Flower's result, with the arrays of the last evaluation and every round's record.

@@ -2,7 +2,7 @@
 
 Each client counts once, as in evaluations outside of secure sums. The standard deviation, the worst client
 and accuracies per class are not reported. With three clients, mean and standard deviation nearly reveal each
-client's number. A class may have few samples.
+client's number. The accuracy of a class may come from few samples.
 
 Loss and metric are scaled to the range that the task declares for them. An open end of a range is
 ``-LOSS_RANGE`` or ``LOSS_RANGE``. Values outside the range are cut off.

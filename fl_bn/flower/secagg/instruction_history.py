@@ -57,8 +57,9 @@ def to_write(keeps: ClientState, before: ClientState, round: int) -> dict[str, d
     """Return the sections that a client stores after ``round``. None: it stores nothing.
 
     Inside a ``telling`` block these sections include the history, because the client sends the history to the
-    server before each sum. The history is stored even if the new tensors are not finite, so that the old ones stay.
-    If the history lacked the round, the server would learn that the client's tensors were not finite.
+    server before each sum. If the client's new tensors are not finite, it keeps its old tensors, but still stores a
+    history that includes this round. If the round were missing in the history, the server would learn that the new
+    tensors were not finite.
 
     Args:
         keeps: the state at the end of the round.

@@ -332,7 +332,7 @@ class Stages:
 
 def _same_nodes(name: str, actual: Sequence[int], expected: set[int]) -> None:
     if len(actual) != len(expected) or set(actual) != expected:
-        raise WireError(RECORD_KEY_CONFIGS, name, f"expected each of {excerpt(sorted(expected))} once, but got {excerpt(actual)}")
+        raise WireError(RECORD_KEY_CONFIGS, name, f"expected each of the nodes {excerpt(sorted(expected))} once, but got {excerpt(actual)}")
 
 
 def _check_key(name: str, pem: bytes) -> None:

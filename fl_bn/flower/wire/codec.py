@@ -81,7 +81,8 @@ def check_header(expected: Header, actual: Header, ours: Schema, payload: Payloa
         payload: the message's tensors.
 
     Raises:
-        WireError: a field differs. Where it is the signature, the error names the first tensor that differs.
+        WireError: a field differs. If the signature differs, but not method and format, the error names the first tensor
+            that differs.
     """
     if actual.signature != expected.signature and actual.method == expected.method and actual.format == expected.format:
         problem = difference(ours, payload, dtypes=actual.payload == AS_THE_MODEL)

@@ -228,10 +228,10 @@ def evaluations_left(context: Context, limits: Limits) -> bool:
 
 
 def spend(context: Context, limits: Limits) -> None:
-    """Count an evaluation before its result leaves. With a ``state-dir`` the count survives a restart.
+    """Count an evaluation before its result is sent. With a ``state-dir`` in the node config, the count survives a restart.
 
     Raises:
-        Refused: this site has answered as many evaluations as it allows in a run, or cannot count them.
+        Refused: this site has already answered as many evaluations as it allows in a run, or it cannot store the count.
     """
     if limits.max_evaluations is None:
         return
