@@ -6,6 +6,7 @@ the same replies were missing. After a resume, no reply may be missing.
 
 from __future__ import annotations
 
+import csv
 import os
 import random
 import shutil
@@ -13,15 +14,17 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tests.deployment.federation import Federation, message_processes, wait_until
 from tools.deployment.outcomes import Case, Outcome, compare, compare_with_gaps, rounds_of, run_folders
 
 METHODS = ("fedbn", "hbn", "fedtan")
+MEMORY = 3 * 10**9  # bytes for all processes that compute a site's messages; ``moody`` asks for more
 
 
 def kill_supernode(case: Case) -> Outcome:
@@ -137,6 +140,83 @@ def client_hangs(case: Case) -> Outcome:
     return _in_a_mood(case, "hang", "a client that never answers", "no reply before the deadline", **{"round-timeout": 75.0})
 
 
+def memory_limit_hit(case: Case) -> Outcome:
+    """Let one site's data need more memory than the site's control group has, ``case.times`` times in one run.
+
+    The kernel kills the process of the message. The server must name the site and the reason, and ask again.
+    """
+    federation, site = case.federation, case.federation.sites[1]
+    config = case.config(
+        "fedbn",
+        dataset="tools.deployment.moody:load",
+        **{"rounds": 3 * case.times + 4, "evaluate-every": 1000, "name": f"memory-{case.repetition}"},
+    )
+    lost: list[float] = []
+
+    def told() -> int:
+        said = f"site {site}: its process was killed by SIGKILL: out of memory; it is asked again"
+        return federation.log("server", "serverapp").count(said)
+
+    with control_group(MEMORY, federation.find("clientapp", site)), Running(case, config, wait=False) as (run, _):
+        wait_until("a round", lambda: rounds_done(case, config) >= 1, 600)
+        for _ in range(case.times):
+            time.sleep(case.rng.uniform(0.0, 5.0))
+            before = told()
+            federation.mood(site).write_text("memory")
+            wait_until("the server is told", lambda before=before: told() > before or run.poll() is not None, 120)
+            federation.mood(site).write_text("")
+            rounds, begin = rounds_done(case, config), time.monotonic()
+            wait_until("the round ends", lambda rounds=rounds: rounds_done(case, config) > rounds or run.poll() is not None, 400)
+            lost.append(time.monotonic() - begin)
+        code = run.wait(3600)
+    what = f"told by name and reason, run {'completed' if code == 0 else f'failed ({code})'}"
+    outcome = Outcome("the memory limit of a site hit", case.repetition, "fedbn", "any time", what, times=case.times)
+    outcome.notes.append(f"seconds from a death to the end of its round: {', '.join(f'{seconds:.0f}' for seconds in sorted(lost))}")
+    compare(case, config, outcome)
+    return outcome
+
+
+@contextmanager
+def control_group(most: int, pids: Sequence[int]) -> Iterator[None]:
+    """Limit the memory of the processes ``pids``, and of those that they fork, to ``most`` bytes during the block (root only)."""
+    one = Path("/sys/fs/cgroup/memory")  # of version 1
+    group = (one if one.is_dir() else Path("/sys/fs/cgroup")) / f"fl-bn-drill-{os.getpid()}"
+    group.mkdir()
+    (group / ("memory.limit_in_bytes" if one.is_dir() else "memory.max")).write_text(str(most))
+    home = one / Path("/proc/self/cgroup").read_text().partition(":memory:/")[2].partition("\n")[0] if one.is_dir() else group.parent
+    try:
+        for pid in pids:
+            (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        while left := (group / "cgroup.procs").read_text().split():
+            with suppress(OSError):  # it has ended meanwhile
+                (home / "cgroup.procs").write_text(left[0])
+        group.rmdir()
+
+
+def site_renewed(case: Case) -> Outcome:
+    """Give a site another key in mid-run, ``case.times`` times: it goes on in the same run, and no other site does anything."""
+    federation, site = case.federation, case.federation.sites[1]
+    config = case.config("fedbn", **{"rounds": 6 * case.times + 4, "evaluate-every": 1000, "name": f"renewed-{case.repetition}"})
+    lost: list[float] = []
+    with Running(case, config, wait=False) as (run, _):
+        wait_until("a round", lambda: rounds_done(case, config) >= 1, 300)
+        for _ in range(case.times):
+            time.sleep(case.rng.uniform(0.0, 5.0))
+            rounds, before, begin = rounds_done(case, config), len(starts(federation, site)), time.monotonic()
+            federation.membership("renew", "--site", site)  # the new key lies in the site's folder, where its ``fl-bn start`` finds it
+            wait_until("the site is back", lambda before=before: len(starts(federation, site)) > before, 240)
+            wait_until("a round", lambda rounds=rounds: rounds_done(case, config) > rounds + 1 or run.poll() is not None, 400)
+            lost.append(time.monotonic() - begin)
+        code = run.wait(3600)
+    what = f"back by itself with the other key, run {'completed' if code == 0 else f'failed ({code})'}"
+    outcome = Outcome("a site's key renewed in mid-run", case.repetition, "fedbn", "any time", what, times=case.times)
+    outcome.notes.append(f"seconds until the site was back and had trained: {', '.join(f'{seconds:.0f}' for seconds in sorted(lost))}")
+    compare_with_gaps(case, config, outcome)
+    return outcome
+
+
 def disk_full_at_a_site(case: Case) -> Outcome:
     """Let the disk that holds a site's state run full: the site must then send no reply, and the other sites go on."""
     state = case.federation.kit / "sites" / case.federation.sites[1] / "state"
@@ -161,6 +241,8 @@ DRILLS: dict[str, Callable[[Case], Outcome]] = {
     "checkpoint": truncate_checkpoint,
     "raise": client_raises,
     "hang": client_hangs,
+    "memory": memory_limit_hit,
+    "renew": site_renewed,
     "site-disk": disk_full_at_a_site,
     "server-disk": disk_full_at_the_server,
 }
@@ -207,6 +289,9 @@ def _episodes(case: Case, config: dict[str, Any], drill: str, reason: str, troub
         code = run.wait(3600)
     what = f"said in {'clients.csv' if reason else 'the log'}, run {'completed' if code == 0 else f'failed ({code})'}"
     outcome = Outcome(drill, case.repetition, config["method"], "any time", what, times=case.times)
+    with (case.federation.result(config["name"]) / "rounds.csv").open() as file:
+        took = sorted(float(row["seconds"]) for row in csv.DictReader(file))
+    outcome.notes.append(f"seconds of a round: median {median(took):.1f}, longest {', '.join(f'{seconds:.1f}' for seconds in took[-3:])}")
     if rounds_done(case, config) != config["rounds"]:
         outcome.notes.append(f"rounds.csv has {rounds_done(case, config)} of {config['rounds']} rounds")
     compare_with_gaps(case, config, outcome, kept=(False,))
