@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,15 +64,20 @@ class AllCommands(Commands):
 
 def _deployed(name: str) -> Any:
     """Return the command ``name`` of a deployment, or, if its packages are missing, a command that says what to install."""
-    commands = typer.Typer()
     if lacking("a deployment", *DEPLOYMENT):
-        anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+        commands, anything = typer.Typer(), {"ignore_unknown_options": True, "allow_extra_args": True}
         commands.command(name, context_settings=anything, add_help_option=False)(_not_installed)
         return typer.main.get_command(commands)
+    return _commands_of_deployments()[name]
+
+
+@cache
+def _commands_of_deployments() -> Mapping[str, Any]:
     from fl_bn_site.cli import add_to
 
+    commands = typer.Typer()
     add_to(commands, DEPLOY)
-    return typer.main.get_group(commands).commands[name]
+    return typer.main.get_group(commands).commands
 
 
 def _not_installed(context: typer.Context) -> None:
