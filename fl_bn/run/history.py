@@ -8,7 +8,6 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +123,7 @@ def round_line(record: RoundRecord, task: Task = CLASSIFICATION, called: ClientN
     lists = {key: [_finite(value) for value in series(record.evaluation, stem)] or None for stem, key in _series(task).items()}
     domains = {name: _finite(value) for name, value in per_domain(record.evaluation, task).items()}
     more = {**lists, "per-domain": domains or None, "clients": client_rows(record, task, called)}
-    return {**round_row(record, task), **more, "disclosures": [astuple(disclosure) for disclosure in record.disclosures]}
+    return {**round_row(record, task), **more, "disclosures": [list(vars(disclosure).values()) for disclosure in record.disclosures]}
 
 
 def _series(task: Task) -> dict[str, str]:
