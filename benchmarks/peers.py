@@ -1,6 +1,6 @@
 """Compare a round of federated averaging with a bare PyTorch loop and with other simulators, each in a process of its own.
 
-    pip install --no-deps --target PFL "pfl==0.6.0"
+    pip install --no-deps --target PFL "pfl==0.6.0" multiprocess dill "dp-accounting>=0.4,<0.6" prv-accountant absl-py mpmath attrs
     pip install --no-deps --target FLOWER "flwr>=1.25,<2"
     python benchmarks/peers.py --pfl PFL --newest-flower FLOWER      # on a quiet machine, about 15 minutes
 
@@ -57,7 +57,8 @@ def run_config(case: Case) -> dict[str, Any]:
     """Return the keys of a run of fl-bn. All others stay as they are by default."""
     return {
         "method": "fedavg",
-        "dataset": case["file"],
+        "dataset": "npz",
+        "data-path": case["file"],
         "model": case["network"],
         "clients": CLIENTS,
         "partition": "iid",
@@ -66,8 +67,9 @@ def run_config(case: Case) -> dict[str, Any]:
         "batch-size": case["batch"],
         "learning-rate": RATE,
         "momentum": MOMENTUM,
+        "weight-decay": 0.0,
         "evaluate-every": case["rounds"],
-        "output": str(Path(case["file"]).parent),
+        "output": tempfile.mkdtemp(dir=Path(case["file"]).parent),
         "name": "run",
         "pictures": False,
     }
@@ -82,7 +84,7 @@ def network_and_clients(case: Case) -> tuple[nn.Module, list[tuple[torch.Tensor,
     model, found = source_model(config), list[tuple[torch.Tensor, torch.Tensor]]()
     for index in range(CLIENTS):
         samples = client_samples(config, index)[0]
-        found.append(samples.batch(torch.arange(len(samples)), next(model.parameters())))
+        found.append(samples.batch(np.arange(len(samples)), next(model.parameters())))
     return model, found
 
 
@@ -124,7 +126,7 @@ def pfl_research(case: Case) -> list[float]:
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging
-    from pfl.callback import TrainingProcessCallback
+    from pfl.callback.base import TrainingProcessCallback
     from pfl.data.dataset import Dataset
     from pfl.data.federated_dataset import FederatedDataset
     from pfl.data.sampling import get_user_sampler
@@ -302,4 +304,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

@@ -146,7 +146,7 @@ def to_input(images_uint8: Tensor, dtype: torch.dtype = torch.float32) -> Tensor
     """
     if images_uint8.dtype != torch.uint8:
         raise ValueError(f"to_input expects uint8 images (0..255), but got {images_uint8.dtype}")
-    return (images_uint8.to(dtype) / 255 - 0.5) / 0.5
+    return images_uint8.to(dtype).div_(255).sub_(0.5).div_(0.5)
 
 
 def targets(where: str, key: str, y: NDArray[np.generic], samples: int) -> Tensor:

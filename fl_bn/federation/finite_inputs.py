@@ -57,7 +57,7 @@ class InputWatch:
 
     def note(self, inputs: Any) -> None:
         """Check one batch of ``inputs`` (tensors, also in lists, tuples and dicts). Count it if a value is not finite."""
-        parts = [~part.isfinite().all() for part in _floats(inputs)]
+        parts = [_not_finite(part) for part in _floats(inputs) if part.numel()]
         if parts:
             wrong = parts[0] if len(parts) == 1 else torch.stack([part.to(parts[0].device) for part in parts]).any()
             self._wrong = [self._wrong[0] + wrong.to(self._wrong[0].device)] if self._wrong else [wrong.long()]
@@ -88,6 +88,12 @@ class InputWatch:
             self.note(self.later)
             self.later = None
         return int(self._wrong[0]) if self._wrong else 0
+
+
+def _not_finite(part: Tensor) -> Tensor:
+    """Tell whether a value of ``part`` is not finite, in one pass that allocates no memory."""
+    least, most = torch.aminmax(part)  # both are NaN if a value is NaN
+    return ~(least.isfinite() & most.isfinite())
 
 
 def _floats(value: Any) -> Iterator[Tensor]:

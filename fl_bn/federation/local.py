@@ -59,7 +59,7 @@ class Samples:
     def rows(self, index: np.ndarray, augment: Augment | None = None) -> tuple[Tensor, Tensor]:
         """Return a batch as it is stored: not scaled, and not moved to a device."""
         chosen = torch.from_numpy(index)
-        x, y = self.x[chosen], self.y[chosen]
+        x, y = self.x.index_select(0, chosen), self.y.index_select(0, chosen)
         return (x, y) if augment is None else augment(x, y)
 
 

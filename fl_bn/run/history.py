@@ -8,6 +8,8 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,9 @@ def client_rows(record: RoundRecord, task: Task = CLASSIFICATION, called: Client
     return [{"round": record.round, "client": index, **sites.get(index, {}), **rows[index]} for index in sorted(rows)]
 
 
+_values = attrgetter(*(field.name for field in fields(Disclosure)))
+
+
 def round_line(record: RoundRecord, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> dict[str, Any]:
     """Return the line of a round in rounds.jsonl, as a JSON object.
 
@@ -123,7 +128,7 @@ def round_line(record: RoundRecord, task: Task = CLASSIFICATION, called: ClientN
     lists = {key: [_finite(value) for value in series(record.evaluation, stem)] or None for stem, key in _series(task).items()}
     domains = {name: _finite(value) for name, value in per_domain(record.evaluation, task).items()}
     more = {**lists, "per-domain": domains or None, "clients": client_rows(record, task, called)}
-    return {**round_row(record, task), **more, "disclosures": [list(vars(disclosure).values()) for disclosure in record.disclosures]}
+    return {**round_row(record, task), **more, "disclosures": [_values(disclosure) for disclosure in record.disclosures]}
 
 
 def _series(task: Task) -> dict[str, str]:
