@@ -3,6 +3,10 @@
     nice -n 19 python benchmarks/newcomer.py --output benchmarks/results/newcomer/cells.csv
     python benchmarks/newcomer.py --table benchmarks/results/newcomer        # writes table.md, and a table of choosing.md
 
+An older version, in a checkout of its own, writes the cells of the table's last part:
+
+    PYTHONPATH=CHECKOUT nice -n 19 python benchmarks/newcomer.py --output benchmarks/results/newcomer/before.csv
+
 A cell is one ``Federation`` in plain torch on scikit-learn's digits, with its default optimiser: nothing is tuned.
 Under *features*, every site has all digits, seen through a camera of its own. Under *two classes*, every site has two
 digits, and all cameras are alike. Under *both*, every site has two digits, seen through its own camera. Every site's
@@ -20,6 +24,7 @@ import csv
 import itertools
 import logging
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -76,9 +81,9 @@ def sites(regime: str, seed: int) -> list[tuple[Any, Any, set[int]]]:
 
 def cell(key: Key) -> dict[str, Any]:
     """Run one cell; return its line."""
+    import fl_bn
     from fl_bn import Federation, SeededBatches, methods
     from fl_bn.federation.local import Samples, evaluate
-    from fl_bn.support.commit import commit
 
     regime, method, seed = key
     logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -105,7 +110,13 @@ def cell(key: Key) -> dict[str, Any]:
     frozen = curve.get(ROUNDS // 2, (math.nan, math.nan))[0]
     lowest = min((value for at, (value, _) in curve.items() if at > ROUNDS // 2), default=math.nan)
     numbers = (*(round(value, 1) for value in (*last, frozen, lowest)), round(time.process_time() - begin, 1))
-    return dict(zip(FIELDS, (*key, *numbers, commit()), strict=True))
+    return dict(zip(FIELDS, (*key, *numbers, commit_of(fl_bn.__file__)), strict=True))
+
+
+def commit_of(file: str) -> str:
+    """Return the commit of the checkout that ``file`` is part of, shortened."""
+    command = ["git", "-C", str(Path(file).parent), "describe", "--always", "--exclude=*", "--abbrev=7"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def read(path: Path) -> dict[Key, Row]:
@@ -132,8 +143,8 @@ def whole(rows: Mapping[Key, Row]) -> dict[Key, Row]:
     return {key: row for key, row in rows.items() if key[2] in seeds}
 
 
-def table(rows: Mapping[Key, Row]) -> str:
-    """Return the results of the complete seeds as Markdown."""
+def table(rows: Mapping[Key, Row], before: Mapping[Key, Row]) -> str:
+    """Return the results of the complete seeds as Markdown, and those of an older version."""
     run, left, rows = len(rows), sum(key not in rows for key in cells()), whole(rows)
     lines = [
         "# A newcomer's table",
@@ -154,7 +165,17 @@ def table(rows: Mapping[Key, Row]) -> str:
         of = [row for key, row in rows.items() if key[:2] == (regime, "fixbn")]
         lines.append(f"| {regime} | {' | '.join(shown(of, field) for field in ('at_freeze', 'lowest', 'all_classes'))} |")
     seeds = sorted({key[2] for key in rows})
-    return "\n".join([*lines, "", f"Complete seeds: {', '.join(map(str, seeds))}. {run} cells were run, {left} were not.", ""])
+    lines += ["", f"Complete seeds: {', '.join(map(str, seeds))}. {run} cells were run, {left} were not.", ""]
+    if before := whole(before):
+        commits, seeds = sorted({row["commit"] for row in before.values()}), sorted({key[2] for key in before})
+        lines += [f"## Before: commit {', '.join(commits)}, seeds {', '.join(map(str, seeds))}", ""]
+        lines += ["| method | features | two classes | both | both, on the site's own classes |", "|---|---:|---:|---:|---:|"]
+        for method in METHODS:
+            asked = [*((regime, "all_classes") for regime in REGIMES), ("both", "own_classes")]
+            said = [shown([row for key, row in before.items() if key[:2] == (regime, method)], field) for regime, field in asked]
+            lines.append(f"| {method} | {' | '.join(said)} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def excerpt(rows: Mapping[Key, Row]) -> str:
@@ -180,7 +201,7 @@ def main(
         from experiments.marks import replaced
 
         rows = read(table_of / "cells.csv")
-        (table_of / "table.md").write_text(table(rows))
+        (table_of / "table.md").write_text(table(rows, read(table_of / "before.csv")))
         PAGE.write_text(replaced(PAGE.read_text(), MARK, excerpt(rows)))
     if output is None:
         return

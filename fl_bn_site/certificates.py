@@ -178,6 +178,11 @@ def read_certificate(path: Path) -> x509.Certificate:
     return x509.load_pem_x509_certificate(path.read_bytes())
 
 
+def fingerprint(path: Path) -> str:
+    """Return the SHA-256 fingerprint of the certificate in ``path``, as ``openssl x509 -fingerprint -sha256`` shows it."""
+    return read_certificate(path).fingerprint(hashes.SHA256()).hex(":").upper()
+
+
 def public_half(private: Path) -> bytes:
     """Return the public key that belongs to a private key, in DER.
 

@@ -18,12 +18,14 @@ from rich.markup import escape
 
 from fl_bn.cli.refusal import refused
 from fl_bn_site.audit_command import audit
+from fl_bn_site.days import SERVER_DAYS
 
 if TYPE_CHECKING:
     from fl_bn_site.folders import ServerFolder
     from fl_bn_site.status import Status
 
 WATCH = 2.0  # seconds between two looks at the server
+HOUR = 3600.0  # seconds between two looks at the server's certificate
 
 kit = typer.Typer(no_args_is_help=True, help="Certificates, keys and one folder per machine, for running on separate machines.")
 
@@ -55,7 +57,7 @@ def create(
         str, typer.Option(metavar="HOST", help="the name or address by which sites reach FedTAN's exchange; default: as --superlink")
     ] = "",
     also: Annotated[str, typer.Option(metavar="NAME,IP", help="further names and addresses for the server's certificate")] = "",
-    days: Annotated[int, typer.Option(help="days for which the server's certificate is valid")] = 825,
+    days: Annotated[int, typer.Option(help="days for which the server's certificate is valid")] = SERVER_DAYS,
     fleet_port: Annotated[int, typer.Option(help="the port to which sites connect")] = 9092,
     exchange_port: Annotated[int, typer.Option(help="the first port of FedTAN's exchange")] = 9095,
     submitters: Annotated[
@@ -120,23 +122,45 @@ def renew(
     authority: Annotated[
         Path | None, typer.Option(help="the folder `authority` of the kit, which signs the server's certificate; default: beside FOLDER")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="days for which the server's certificate is valid")] = 825,
+    days: Annotated[int, typer.Option(min=1, help="days for which the server's certificate is valid")] = SERVER_DAYS,
+    stolen: Annotated[
+        bool, typer.Option("--stolen", help="the server's key was stolen: make a new authority, too, and a new ca.crt for every site")
+    ] = False,
+    keep_renewed: Annotated[
+        bool, typer.Option("--keep-renewed", help="stay, and renew the certificate whenever it expires soon; `fl-bn start` does so")
+    ] = False,
 ) -> None:
     """Make a new server certificate, or a new key of a site. The replaced files stay in a folder `former`."""
-    from fl_bn_site.membership import days_left, renew_server, renew_site
+    from fl_bn_site.certificates import fingerprint
+    from fl_bn_site.membership import days_left, renew_server, renew_site, renew_when_due, replace_authority
 
     with _refusals():
+        if (stolen or keep_renewed) and site or stolen and keep_renewed:
+            raise ValueError("--stolen, --keep-renewed and --site do different things: give one of them")
         folder = _server(server)
+        signs = authority or folder.kit_authority
+        while keep_renewed:
+            if renew_when_due(folder, signs, days):
+                typer.echo(f"renewed: {folder.certificate} is valid for {days_left(folder)[1]} days")
+            time.sleep(HOUR)
         if site:
             place = output or _beside(folder, site)
             renew_site(folder, site, public_key, place)
             if public_key is None:
                 typer.echo(f"{place / 'site.key'}: send this key to {site} over a secret channel; {site} has to start again with it")
             _tell_superlink(folder)
+        elif stolen:
+            files = replace_authority(folder, signs, days)
+            typer.echo(f"{signs} has a new authority, and {folder.path} a new certificate and key; the former ones are in folders `former`")
+            typer.echo(f"the fingerprint of the new ca.crt is {fingerprint(folder.authority)}; tell it to the sites by telephone")
+            typer.echo(f"send {signs / 'ca.crt'} to every site, to put in the place of its own: {', '.join(folder.sites)}")
+            if files:
+                typer.echo(f"the sites' folders of this kit have it already: {', '.join(file.parent.name for file in files)}")
+            typer.echo("a site with the old ca.crt cannot connect until then. `fl-bn start` begins again by itself, here and at the sites")
         else:
-            former = renew_server(folder, authority or folder.path.parent / "authority", days)
+            former = renew_server(folder, signs, days)
             typer.echo(f"{folder.certificate} is valid for {days_left(folder)[1]} days; the former one is in {former}")
-            typer.echo("now end `fl-bn start` here and start it again. Sites connect again by themselves, and need no new files")
+            typer.echo("`fl-bn start` starts the SuperLink again by itself. Sites connect again, and need no new files")
 
 
 @kit.command()
@@ -165,8 +189,8 @@ def start(
 ) -> None:
     """Start the programs of this machine, and keep them running until Ctrl-C or SIGTERM."""
     from fl_bn_site.commands import commands, prepare
-    from fl_bn_site.folders import FolderError, read_folder
-    from fl_bn_site.membership import check_expiry
+    from fl_bn_site.folders import FolderError, ServerFolder, read_folder
+    from fl_bn_site.membership import check_expiry, renews
     from fl_bn_site.supervisor import AlreadyRunning, supervise
 
     try:
@@ -174,6 +198,8 @@ def start(
         if show:
             typer.echo("\n".join(str(command) for command in commands(kit_folder, only)))
             return
+        if isinstance(kit_folder, ServerFolder) and renews(kit_folder):
+            print(f"renewed: {kit_folder.certificate}", file=sys.stderr, flush=True)
         if warning := check_expiry(kit_folder):
             print(warning, file=sys.stderr, flush=True)
         run = commands(kit_folder, only)

@@ -110,7 +110,8 @@ def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
 def server_commands(server: ServerFolder) -> list[Command]:
     """Return the commands that start the programs of the server's machine."""
     published = [metrics(server)] if server.metrics else []
-    return [superlink(server), serverapp(server), register(server), queue(server), *published]
+    renewed = [renewal(server)] if (server.kit_authority / "ca.key").exists() else []
+    return [superlink(server), serverapp(server), register(server), queue(server), *published, *renewed]
 
 
 def superlink(server: ServerFolder) -> Command:
@@ -134,6 +135,7 @@ def superlink(server: ServerFolder) -> Command:
         (sys.executable, "-P", str(SUPERLINK), "--enable-supernode-auth", *_flat(options)),
         _environment(server.state),
         server.path,
+        reads=(server.authority, server.certificate, server.key),
     )
 
 
@@ -162,6 +164,12 @@ def metrics(server: ServerFolder) -> Command:
     return Command("metrics", argv, _environment(server.state), server.path)
 
 
+def renewal(server: ServerFolder) -> Command:
+    """Return the command that renews the server's certificate before it expires. It needs the authority's key on this machine."""
+    argv = (program("fl-bn"), "kit", "renew", str(server.path), "--keep-renewed")
+    return Command("renewal", argv, _environment(server.state), server.path)
+
+
 def supernode(site: SiteFolder) -> Command:
     """Return the command of a site's SuperNode."""
     options = {
@@ -187,7 +195,7 @@ def supernode(site: SiteFolder) -> Command:
     own = {"--poll-seconds": site.poll_seconds, "--policy": site.policy, "--accepted": site.accepted}
     flower = (sys.executable, "-P", str(SUPERNODE), *_flat(own))
     argv = (sys.executable, "-I", "-S", str(WATCHED), *flower, *_flat(options))
-    return Command("supernode", argv, _environment(site.node_dir), site.path, hints=hints, reads=(site.private_key,))
+    return Command("supernode", argv, _environment(site.node_dir), site.path, hints=hints, reads=(site.private_key, site.root_certificates))
 
 
 def clientapp(site: SiteFolder) -> Command:

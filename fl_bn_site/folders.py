@@ -219,6 +219,11 @@ class ServerFolder(Folder):
         return self.path / "ca.crt"
 
     @property
+    def kit_authority(self) -> Path:
+        """Return the folder of the kit's authority. It is there only on the machine where the kit was made, if it was not moved away."""
+        return self.path.parent / "authority"
+
+    @property
     def certificate(self) -> Path:
         """Return the certificate file of the server."""
         return self.path / "server.crt"

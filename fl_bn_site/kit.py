@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_bn_site.certificates import alternative_name, make_authority, make_server, write_site_key
+from fl_bn_site.days import SERVER_DAYS
 from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder, SiteFolder, render, site_name
 from fl_bn_site.guides import kit_file, kit_readme, server_guide, site_guide, site_policy
 from fl_bn_site.policy import SUBMITTERS
@@ -45,7 +46,7 @@ class KitPlan:
     sites: Sequence[str]
     exchange_host: str = ""
     also: Sequence[str] = ()
-    days: int = 825
+    days: int = SERVER_DAYS
     fleet_port: int = 9092
     exchange_port: int = 9095
     submitters: Sequence[str] = ("submitter",)

@@ -10,19 +10,19 @@ import shutil
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fl_bn.support.durable import write
-from fl_bn_site.certificates import Identity, make_server, names_in, read_certificate, read_public, write_site_key
+from fl_bn_site.certificates import Identity, make_authority, make_server, names_in, read_certificate, read_public, write_site_key
+from fl_bn_site.days import SERVER_DAYS, SOON
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port, one_line, site_name
 from fl_bn_site.kit import KitError, joined, write_site
 from fl_bn_site.submitters import known
 
-SOON = 30  # a warning is given when a certificate expires in fewer days
 FORMER = "former"  # the folder for replaced files, beside the new ones
 
 
@@ -118,6 +118,67 @@ def renew_server(server: ServerFolder, authority: Path, days: int) -> Path:
     former = [_retire(path) for path in (server.certificate, server.key)]
     renewed.write(server.certificate, server.key)
     return former[0].parent
+
+
+def replace_authority(server: ServerFolder, authority: Path, days: int) -> list[Path]:
+    """Make a new authority, and a new certificate and key of the server that it signs.
+
+    A site that has the new ``ca.crt`` accepts neither the former server key nor one that the former authority signed.
+    The sites' folders in the kit get the new ``ca.crt``.
+
+    Args:
+        server: The server's folder.
+        authority: The folder ``authority`` of the kit. It may lack the former authority.
+        days: The days for which the server's certificate is valid.
+
+    Returns:
+        The files ``ca.crt`` that every site needs, as far as the kit has a folder of the site.
+
+    Raises:
+        KitError: The server's certificate, which has the server's names, cannot be read.
+    """
+    try:
+        names = [str(name.value) for name in names_in(read_certificate(server.certificate))]
+    except (OSError, ValueError) as error:
+        raise KitError(f"the names of the server cannot be read from {server.certificate}: {error}") from error
+    made = make_authority("fl-bn federation", days)
+    authority.mkdir(mode=0o700, exist_ok=True)
+    sites = [folder for name in server.sites if ((folder := authority.parent / "sites" / name) / SiteFolder.file).exists()]
+    trusted = [folder / "ca.crt" for folder in sites]
+    for path in (authority / "ca.crt", authority / "ca.key", server.authority, server.certificate, server.key, *trusted):
+        if path.exists():
+            _retire(path)
+    made.write(authority / "ca.crt", authority / "ca.key")
+    make_server(made, names, days).write(server.certificate, server.key)
+    for path in (server.authority, *trusted):
+        path.write_bytes((authority / "ca.crt").read_bytes())
+    return trusted
+
+
+def renew_when_due(server: ServerFolder, authority: Path, days: int) -> bool:
+    """Renew the server's certificate if it expires within ``SOON`` days.
+
+    Args:
+        server: The server's folder.
+        authority: The folder ``authority`` of the kit.
+        days: The days for which the new certificate is valid.
+
+    Returns:
+        Whether it was renewed.
+
+    Raises:
+        KitError: See ``renew_server``.
+    """
+    left = read_certificate(server.certificate).not_valid_after_utc - datetime.now(UTC)
+    if left > timedelta(days=SOON):
+        return False
+    renew_server(server, authority, days)
+    return True
+
+
+def renews(server: ServerFolder) -> bool:
+    """Renew the server's certificate if it expires soon, and the authority's key is on this machine. Return whether it was renewed."""
+    return (server.kit_authority / "ca.key").exists() and renew_when_due(server, server.kit_authority, SERVER_DAYS)
 
 
 def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder: Path) -> None:

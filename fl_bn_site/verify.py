@@ -11,8 +11,8 @@ from cryptography.exceptions import InvalidSignature
 
 from fl_bn_site.audit_check import check, is_log
 from fl_bn_site.certificates import is_for, key_in, names_in, public_half, read_certificate, read_public
+from fl_bn_site.days import SOON
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder, host_port
-from fl_bn_site.membership import SOON
 from fl_bn_site.policy import SUBMITTERS, Policy, PolicyError
 from fl_bn_site.submitters import PRIVATE
 

@@ -16,10 +16,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fl_bn.support.finding import Finding
 from fl_bn_site.certificates import is_for, names_in, read_certificate
 from fl_bn_site.checks.network import TIMEOUT
+from fl_bn_site.days import SOON as SOON_DAYS
 
 EXPIRED, NOT_YET_VALID = 10, 9  # values of OpenSSL's constants X509_V_ERR_...
 WRONG_NAME, WRONG_ADDRESS = 62, 64
-SOON = timedelta(days=30)
+SOON = timedelta(days=SOON_DAYS)
 
 # Flower 1.25 refuses a call whose time stamp is 5 s or more after the server's clock, or 305 s or more before it. It checks the time stamp
 # before the key, so an unknown key shows whether the stamp is accepted. The call is refused in both cases, and changes nothing there.

@@ -76,14 +76,15 @@ def test_flower_accepts_the_superlink(kit: Path, server: ServerFolder) -> None:
 
 
 def test_flower_accepts_the_serverapp_s_superexec(kit: Path, server: ServerFolder) -> None:
-    _, command, registration, queue = commands(server)
+    _, command, registration, queue, renewal = commands(server)
     args = parse_superexec().parse_args(command.argv[1:])
     assert (args.plugin_type, args.appio_api_address, args.insecure) == ("serverapp", "127.0.0.1:9091", True)
     assert command.cwd == kit / "server"
     assert command.env["FL_BN_SERVER"] == str(kit / "server")
     assert (registration.argv[1:], registration.once, command.once) == (("register", str(kit / "server")), True, False)
     assert (queue.argv[1:], queue.once) == (("queue", str(kit / "server")), False)
-    published = commands(replace(server, metrics="127.0.0.1:9096"))[-1]
+    assert (renewal.argv[1:], renewal.once) == (("kit", "renew", str(kit / "server"), "--keep-renewed"), False)
+    published = commands(replace(server, metrics="127.0.0.1:9096"))[-2]
     assert published.argv[1:] == ("status", str(kit / "server"), "--serve", "127.0.0.1:9096")
 
 

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fl_bn_site import certificates
 from fl_bn_site.certificates import names_in, public_half, read_certificate, read_public, write_site_key
+from fl_bn_site.commands import server_commands, supernode
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
 from fl_bn_site.kit import KitError, KitPlan, create
-from fl_bn_site.membership import add_site, check_expiry, former_owner, remove_site, renew_server, renew_site
+from fl_bn_site.membership import (
+    add_site,
+    check_expiry,
+    former_owner,
+    remove_site,
+    renew_server,
+    renew_site,
+    renews,
+    replace_authority,
+)
 from fl_bn_site.verify import verify
 
 PLAN = KitPlan("fl.example.org", ["A", "B"], exchange_host="x.example.org", also=["10.1.2.3"], fleet_port=21092, exchange_port=21095)
@@ -134,6 +149,75 @@ def test_a_renewed_certificate_is_for_the_same_names_and_reaches_no_site(kit: Pa
     assert all(path.stat().st_mode & 0o077 == 0 for path in [former, *former.glob("*.key.*")])
 
 
+def accepts(site: Path, thief: Path, host: str = "localhost") -> bool:
+    """Whether a gRPC client of ``site`` talks to a gRPC server with the certificate and key in ``thief``."""
+    own = grpc.ssl_server_credentials([((thief / "server.key").read_bytes(), (thief / "server.crt").read_bytes())])
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", own)
+    server.start()
+    trusted = grpc.ssl_channel_credentials((site / "ca.crt").read_bytes())
+    try:
+        with grpc.secure_channel(f"{host}:{port}", trusted) as channel:
+            grpc.channel_ready_future(channel).result(timeout=3)
+    except grpc.FutureTimeoutError:
+        return False
+    finally:
+        server.stop(None)
+    return True
+
+
+def test_a_stolen_server_key_is_worth_nothing_once_the_authority_is_new(kit: Path, server: ServerFolder, tmp_path: Path) -> None:
+    thief, signed = tmp_path / "thief", tmp_path / "signed with the stolen authority"
+    shutil.copytree(server.path, thief)
+    signed.mkdir()
+    old = certificates.Identity(read_certificate(kit / "authority/ca.crt"), private_key(kit / "authority/ca.key"))
+    certificates.make_server(old, ["localhost"], 400).write(signed / "server.crt", signed / "server.key")
+    names, site = names_in(read_certificate(server.certificate)), kit / "sites/A"
+    assert accepts(site, thief)
+    assert accepts(site, signed)
+    renew_server(server, kit / "authority", 90)
+    assert accepts(site, thief), "control: a renewed certificate alone does not end the former one"
+
+    (kit / "sites/B/site.toml").unlink()  # its folder was handed over, and is no longer here
+    former = (kit / "sites/B/ca.crt").read_bytes()
+    assert replace_authority(server, kit / "authority", 90) == [kit / "sites/A/ca.crt"]
+    assert not accepts(site, thief)
+    assert not accepts(site, signed)
+    assert accepts(site, server.path)
+    assert (kit / "sites/B/ca.crt").read_bytes() == former
+    assert names_in(read_certificate(server.certificate)) == names
+    assert (kit / "authority/ca.key").stat().st_mode & 0o077 == 0
+    assert [line for line in failures(kit) if "sites/B" not in line] == []
+
+
+def private_key(path: Path) -> Any:
+    return load_pem_private_key(path.read_bytes(), None)
+
+
+def test_a_certificate_is_renewed_when_it_expires_soon_and_the_authority_is_here(kit: Path, server: ServerFolder) -> None:
+    def days() -> int:
+        return (read_certificate(server.certificate).not_valid_after_utc - datetime.now(UTC)).days
+
+    assert days() in (89, 90)
+    assert not renews(server)
+    renew_server(server, kit / "authority", 29)
+    assert days() in (28, 29)
+    assert renews(server)
+    assert days() in (89, 90)
+    assert "renewal" in [command.name for command in server_commands(server)]
+    renew_server(server, kit / "authority", 29)
+    (kit / "authority/ca.key").rename(kit / "authority/elsewhere")
+    assert not renews(server)
+    assert "expires in 28 days" in check_expiry(server)
+    assert "renewal" not in [command.name for command in server_commands(server)]
+
+
+def test_programs_start_again_when_their_certificates_change(kit: Path, server: ServerFolder) -> None:
+    superlink = next(command for command in server_commands(server) if command.name == "superlink")
+    assert set(superlink.reads) == {server.certificate, server.key, server.authority}
+    assert kit / "sites/A/ca.crt" in supernode(SiteFolder.read(kit / "sites/A")).reads
+
+
 def test_another_authority_renews_nothing(kit: Path, server: ServerFolder, tmp_path: Path) -> None:
     create(PLAN, tmp_path / "other")
     before = contents(kit)
@@ -203,11 +287,12 @@ def test_start_refuses_an_expired_certificate_and_says_what_renews_it(tmp_path: 
     with pytest.raises(FolderError, match=r"server\.crt expired 1[01] days ago.*fl-bn kit renew"):
         check_expiry(server)
     assert check_expiry(site) == ""  # the authority outlives it
+    away = (tmp_path / "kit/authority").rename(tmp_path / "authority")  # beside the server, it would renew the certificate
     argv = [sys.executable, "-m", "fl_bn.cli.main", "start", str(server.path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "expired" in done.stderr
-    renew_server(server, tmp_path / "kit/authority", 20)
+    renew_server(server, away, 20)
     assert "expires in 19 days" in check_expiry(server)
-    renew_server(server, tmp_path / "kit/authority", 200)
+    renew_server(server, away, 200)
     assert check_expiry(server) == ""
