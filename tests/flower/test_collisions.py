@@ -61,7 +61,9 @@ ROWS: dict[str, list[str]] = {
         f"{STRATEGIES}::test_attributes_of_a_subclass_replace_nothing_of_fl_bn",
         f"{STRATEGIES}::test_flowers_arguments_that_a_subclass_sets_later_count",
     ],
-    "names in your subclass that begin with `_`, and fl-bn uses them too": [f"{STRATEGIES}::test_a_private_name_of_fl_bn_is_refused_in_a_subclass"],
+    "names in your subclass that begin with `_`, and fl-bn uses them too": [
+        f"{STRATEGIES}::test_a_private_name_of_fl_bn_is_refused_in_a_subclass",
+    ],
     "a subclass of `BatchNormStrategy` or `FixBNStrategy` with an attribute or method of theirs (`self.cohort`)": [
         f"{STRATEGIES}::test_a_subclass_of_a_strategy_for_runs_that_uses_its_names_is_refused",
     ],
