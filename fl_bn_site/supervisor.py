@@ -161,9 +161,12 @@ class SupervisedProgram:
             self._due = now + wait
             self._say(f"ended with {_code(code)}; it is started again in {wait:g} s")
         elif not self._outdated and (file := self._changed_file()):
-            self._outdated = True
+            self._outdated, self._due = True, now + self._patience.grace
             self._say(f"is started again, since {file} has changed")
             self._process.terminate()
+        elif self._outdated and now >= self._due:  # it waits for something that the change has made impossible
+            self._say("does not end, and is killed")
+            self._process.kill()
 
     def _changed_file(self) -> Path | None:
         """Return a file that has changed since the program read it, or None. A missing file counts as unchanged."""

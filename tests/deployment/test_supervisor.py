@@ -87,11 +87,13 @@ def test_a_steady_program_starts_again_at_once_however_often_it_ended(tmp_path: 
     assert sum("again in 0.05 s" in line for line in said) >= 5
 
 
-def test_a_program_starts_again_when_a_file_that_it_has_read_changes(tmp_path: Path) -> None:
-    """A site's new key. While the file is away, nothing happens."""
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_program_starts_again_when_a_file_that_it_has_read_changes(tmp_path: Path, deaf: bool) -> None:
+    """A site's new key. While the file is away, nothing happens. A SuperNode that tries to connect does not hear SIGTERM."""
     key, starts = tmp_path / "site.key", tmp_path / "starts"
     key.write_text("old")
-    code = f"import time; print(open({str(key)!r}).read(), file=open({str(starts)!r}, 'a')); time.sleep(60)"
+    ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " * deaf
+    code = f"{ignores}import time; print(open({str(key)!r}).read(), file=open({str(starts)!r}, 'a')); time.sleep(60)"
     steps: list[str] = []
 
     def done() -> bool:
@@ -105,6 +107,7 @@ def test_a_program_starts_again_when_a_file_that_it_has_read_changes(tmp_path: P
 
     said = supervised([command("supernode", code, tmp_path, reads=(key,))], tmp_path, done)
     assert f"supernode is started again, since {key} has changed" in said
+    assert ("supernode does not end, and is killed" in said) is deaf
 
 
 def test_what_has_done_its_work_is_not_started_again(tmp_path: Path) -> None:
