@@ -128,11 +128,13 @@ def read(path: Path) -> dict[Key, Row]:
 
 
 def shown(rows: list[Row], field: str) -> str:
-    """Format the mean of a field and, if there are several rows, the standard deviation."""
-    values = [float(row[field]) for row in rows]
+    """Format the mean of a field and, if there are several rows, the standard deviation; say how many runs diverged."""
+    values = [value for row in rows if not math.isnan(value := float(row[field]))]
+    lost = len(rows) - len(values)
     if not values:
-        return "-"
-    return f"{mean(values):.1f} ({stdev(values):.1f})" if len(values) > 1 else f"{values[0]:.1f}"
+        return f"{lost} of {len(rows)} diverged" if lost else "-"
+    said = f"{mean(values):.1f} ({stdev(values):.1f})" if len(values) > 1 else f"{values[0]:.1f}"
+    return f"{said}, {lost} of {len(rows)} diverged" if lost else said
 
 
 def whole(rows: Mapping[Key, Row]) -> dict[Key, Row]:
@@ -223,4 +225,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(main)
+    app()
