@@ -71,7 +71,7 @@ def test_whatever_is_changed_in_a_signed_run_config_is_noticed(change: dict[str,
 def test_whatever_is_left_out_of_it_is_noticed(name: str) -> None:
     config = signed()
     del config[name]
-    assert "one was changed since" in refused(CODE, config)
+    assert "one of the two was changed after the signing" in refused(CODE, config)
 
 
 @listed("name", OF_SERVER)
@@ -82,7 +82,7 @@ def test_what_the_server_fills_in_is_its_own(name: str) -> None:
 
 def test_another_package_is_noticed_and_so_is_each_part_of_a_signature() -> None:
     config = signed()
-    assert "one was changed since" in refused("c0de" * 15 + "c0df", config)
+    assert "one of the two was changed after the signing" in refused("c0de" * 15 + "c0df", config)
     version, key, at, nonce, signature = config[KEY].split(".")
     other = f"{int(signature[0], 16) ^ 1:x}{signature[1:]}"
     for parts in (
@@ -90,7 +90,7 @@ def test_another_package_is_noticed_and_so_is_each_part_of_a_signature() -> None
         (version, key, at, "0" * 32, signature),
         (version, key, at, nonce, other),
     ):
-        assert "one was changed since" in refused(CODE, {**config, KEY: ".".join(parts)}), parts
+        assert "one of the two was changed after the signing" in refused(CODE, {**config, KEY: ".".join(parts)}), parts
 
 
 @listed(

@@ -103,7 +103,7 @@ def test_a_file_that_was_signed_elsewhere_is_submitted_as_it_is(server: ServerFo
     content["config"]["name"] = "other"
     (tmp_path / "run").write_text(json.dumps(content))
     assert submit_signed(server, tmp_path / "run", say=lambda line: None)
-    with pytest.raises(NotSigned, match="one was changed since"):  # negative control
+    with pytest.raises(NotSigned, match="one of the two was changed after the signing"):  # negative control
         check(CODE, superlink.known[1].config, keys_of(server))
     for text in ("", "{}", "[]", '{"form": "fl-bn signed run 1"}'):
         (tmp_path / "run").write_text(text)

@@ -14,11 +14,12 @@ FOLDER = ROOT / "benchmarks" / "results" / "newcomer"
 
 
 def test_the_table_is_that_of_the_cells() -> None:
-    rows, text = newcomer.read(FOLDER / "cells.csv"), (FOLDER / "table.md").read_text()
-    assert newcomer.table(rows) == text
+    rows, before, text = newcomer.read(FOLDER / "cells.csv"), newcomer.read(FOLDER / "before.csv"), (FOLDER / "table.md").read_text()
+    assert newcomer.table(rows, before) == text
     key = next(iter(rows))
     other = {**rows, key: {**rows[key], "all_classes": "1.0"}}
-    assert newcomer.table(other) != text  # control
+    assert newcomer.table(other, before) != text  # control
+    assert newcomer.table(rows, other) != text
     lacking = {one: row for one, row in rows.items() if one != key}
     assert newcomer.whole(lacking).keys() == {one for one in newcomer.whole(rows) if one[2] != key[2]}
     page = newcomer.PAGE.read_text()
