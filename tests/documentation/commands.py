@@ -20,7 +20,7 @@ from tests.documentation.pages import ROOT
 
 SYSTEM = {
     *("apt-get", "cd", "chown", "cp", "docker", "docker-compose", "git", "journalctl", "mypy", "ray", "ruff", "systemctl", "tensorboard"),
-    *("flower-simulation", "flower-superlink", "flower-supernode", "mlflow", "sh", "useradd", "wandb"),
+    *("flower-simulation", "flower-superlink", "flower-supernode", "mlflow", "openssl", "sh", "useradd", "wandb"),
 }
 """Programs of others, whose options are theirs."""
 OPERATORS = {"&&", "||", "|", ";", "&"}
