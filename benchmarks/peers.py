@@ -152,7 +152,7 @@ def pfl_research(case: Case) -> list[float]:
 
     ends = list[float]()
 
-    class Clock(TrainingProcessCallback):
+    class Clock(TrainingProcessCallback):  # type: ignore[misc]
         def after_central_iteration(self, aggregate_metrics: Any, model: Any, *, central_iteration: int) -> tuple[bool, Metrics]:
             ends.append(time.perf_counter())
             return False, Metrics()
@@ -199,15 +199,15 @@ def flower(case: Case) -> list[float]:
             _HERE["rng"] = torch.Generator().manual_seed(0)
         model = _HERE["model"]
         x, y = _HERE["clients"][int(context.node_config["partition-id"])]
-        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
         model.train()
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
         for batch in torch.randint(0, len(x), (case["steps"], case["batch"]), generator=_HERE["rng"]):
             optimizer.zero_grad()
             F.cross_entropy(model(x[batch]), y[batch]).backward()
             optimizer.step()
-        content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": len(x)})}
-        return Message(content=RecordDict(content), reply_to=message)
+        metrics = MetricRecord({"num-examples": len(x)})
+        return Message(content=RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
 
     class Timed(FedAvg):
         def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:

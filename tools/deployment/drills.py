@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from tests.deployment.federation import Federation, message_processes, wait_until
-from tools.deployment.outcomes import Case, Outcome, compare, compare_with_gaps, rounds_of, run_folders
+from tools.deployment.outcomes import Case, Outcome, compare, compare_all, compare_with_gaps, rounds_of, run_folders
 
 METHODS = ("fedbn", "hbn", "fedtan")
 MEMORY = 3 * 10**9  # bytes for all processes that compute a site's messages; ``moody`` asks for more
@@ -69,7 +69,7 @@ def kill_message(case: Case) -> Outcome:
     what = f"run {'completed' if code == 0 else f'failed ({code})'}; {said} deaths told"
     outcome = Outcome("SIGKILL the process of a message", case.repetition, "fedbn", "any time", what, times=case.times)
     outcome.notes.append(f"seconds from a death to the end of its round: {', '.join(f'{seconds:.0f}' for seconds in sorted(lost))}")
-    compare(case, config, outcome)
+    compare_all(case, [config], outcome)
     return outcome
 
 
@@ -172,7 +172,7 @@ def memory_limit_hit(case: Case) -> Outcome:
     what = f"told by name and reason, run {'completed' if code == 0 else f'failed ({code})'}"
     outcome = Outcome("the memory limit of a site hit", case.repetition, "fedbn", "any time", what, times=case.times)
     outcome.notes.append(f"seconds from a death to the end of its round: {', '.join(f'{seconds:.0f}' for seconds in sorted(lost))}")
-    compare(case, config, outcome)
+    compare_all(case, [config], outcome)
     return outcome
 
 
