@@ -18,10 +18,7 @@ from tests.deployment.federation import ROOT, differing, in_process, wait_until
 
 GUIDES = (
     "deploy/README.md",
-    "docs/how-to/audit.md",
-    "docs/how-to/machines.md",
-    "docs/how-to/operate.md",
-    "docs/how-to/upgrade.md",
+    *(f"docs/how-to/{name}.md" for name in ("audit", "data", "machines", "operate", "own-code", "stolen-keys", "tables", "upgrade")),
     *(f"fl_bn_site/kit_files/{name}.md" for name in ("install", "kit", "server", "site")),
 )
 INSTALL = "pip install -q -c constraints.txt -e '.[deployment,report,vision]'"

@@ -25,6 +25,8 @@ from typing import Any
 from urllib.parse import quote
 from urllib.request import urlopen
 
+import numpy as np
+
 from fl_bn_site.folders import ServerFolder
 from tests.deployment.federation import ROOT, free_ports
 from tests.deployment.tls_servers import reissue
@@ -169,16 +171,122 @@ def death(t: Terminal) -> None:
 def renew(t: Terminal) -> None:
     t.say(
         "Guide: [Sites that come and go](machines.md#sites-that-come-and-go-and-what-expires). For this page the server's "
-        "certificate was replaced by one that ended a second ago."
+        "certificate was replaced by one that ended a second ago. The authority is kept elsewhere, else `fl-bn start` renews by itself."
     )
     t.stop("server")
     reissue(t.folder / "kit", ["127.0.0.1"], begins=-2, ends=-1 / 86400)
+    t.type("mv kit/authority authority")  # beside the server, `fl-bn start` would renew the certificate by itself
     t.type("fl-bn start kit/server", code=2)
     t.type("fl-bn doctor kit/server", keep="^fail", code=1)
-    t.type("fl-bn kit renew kit/server")
+    t.type("fl-bn kit renew kit/server --authority authority")
+    t.type("mv authority kit/authority")
     t.start("fl-bn start kit/server", "server")
     t.online()
     t.type(f"fl-bn submit kit/server --run-config \"{RUN} rounds=1 name='renewed'\"", keep=r"\[round|run \d")
+
+
+def tables(t: Terminal) -> None:
+    t.say("Guide: [Tables](tables.md). `tables.py` is the first block of that page. Every site gets a file of its own.")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to/tables.md").read_text(), re.S)
+    (t.folder / "tables.py").write_text(blocks[0])
+    t.type(f"{sys.executable} tables.py")
+    t.type("fl-bn data columns hospitals --target ill > hospitals/columns.toml")
+    for site, name in zip(t.sites, ("north", "south", "west"), strict=False):
+        t.type(f"cp hospitals/{name}.csv hospitals/columns.toml kit/sites/{site}/")
+    out = t.type("fl-bn data check csv --path kit/sites/A/north.csv")
+    keys = re.search(r"has (dataset='sites' .*)", out)
+    assert keys is not None
+    with_own_data(t, {site: ("csv", f"{name}.csv") for site, name in zip(t.sites, ("north", "south", "west"), strict=False)})
+    t.type("fl-bn doctor kit/sites/A", keep="data|^fail")
+    config = f"{keys[1]} model='mlp' task='classification-auc' method='fedbn' rounds=3 name='tables'"
+    t.type(f'fl-bn submit kit/server --run-config "{config}"', keep=r"\[round|run \d|results:")
+
+
+def images(t: Terminal) -> None:
+    t.say("Guide: [Every site has its own](data.md#every-site-has-its-own). Every site has a folder of images, in folders by class.")
+    for number, site in enumerate(t.sites):
+        for split, count in (("train", 24), ("test", 8)):
+            for label in ("cat", "dog"):
+                make_images(t.folder / f"kit/sites/{site}/images/{split}/{label}", count, bright=label == "cat", seed=number)
+    t.type("ls -R kit/sites/A/images | head -8")
+    with_own_data(t, dict.fromkeys(t.sites, ("folder", "images")))
+    t.type("fl-bn doctor kit/sites/A", keep="data|^fail")
+    config = "dataset='sites' classes=2 channels=3 image-size=32 method='fedbn' rounds=3 name='images'"
+    t.type(f'fl-bn submit kit/server --run-config "{config}"', keep=r"\[round|run \d|results:")
+    with_own_data(t, dict.fromkeys(t.sites, ("", "")))
+
+
+def make_images(folder: Path, count: int, bright: bool, seed: int) -> None:
+    """Write ``count`` noisy images of 32 pixels: bright ones, or dark ones."""
+    from PIL import Image
+
+    rng = np.random.default_rng([seed, bright, count])
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        pixels = rng.normal(150 if bright else 100, 50, (32, 32, 3)).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:03d}.png")
+
+
+def with_own_data(t: Terminal, data: Mapping[str, tuple[str, str]]) -> None:
+    """Write the data of sites into their site.toml, and start these sites again."""
+    for site, (dataset, path) in data.items():
+        lines_of(t.folder / f"kit/sites/{site}/site.toml", {"dataset": dataset, "data-path": path})
+        t.shown(f'# in kit/sites/{site}/site.toml: dataset = "{dataset}", data-path = "{path}"')
+        t.stop(f"sites/{site}")
+    start_sites(t)
+    time.sleep(5)  # the server counts them as here until they have gone
+    t.online()
+
+
+def own_app(t: Terminal) -> None:
+    t.say(
+        "Guide: [A Flower app of your own](own-code.md#a-flower-app-of-your-own). It travels with the run, which the kit's submitter signs."
+    )
+    t.type("fl-bn new myapp", keep="myapp")
+    t.type('fl-bn submit kit/server --app myapp --run-config "num-server-rounds=3"', keep=r"\[round|round \d|run \d")
+    t.type("grep -c 'imports it anew' kit/sites/A/logs/clientapp.log", code=1)
+
+
+def installed(t: Terminal) -> None:
+    t.say(
+        "Guide: [Code that is installed at the sites](own-code.md#code-that-is-installed-at-the-sites). No site trusts a submitter now. "
+        "`mynets.py` is that of [Your own network](network.md#on-the-command-line), and lies at every site and with the submitter."
+    )
+    network = re.search(r"```python\n# mynets.py\n(.*?)```", (ROOT / "docs/how-to/network.md").read_text(), re.S)
+    assert network is not None
+    for folder in (t.folder / "own", *(t.folder / f"kit/sites/{site}/modules" for site in t.sites)):
+        folder.mkdir(exist_ok=True)
+        (folder / "mynets.py").write_text(network[1])
+    for site in t.sites:
+        policy = t.folder / f"kit/sites/{site}/policy.toml"
+        policy.write_text(policy.read_text().replace('allow-code = "signed"', 'allow-code = "installed"'))
+        toml = t.folder / f"kit/sites/{site}/site.toml"
+        text = re.sub(r"(?m)^code = .*$", 'code = ["modules"]', toml.read_text())
+        toml.write_text(re.sub(r"(?m)^allow-modules = .*$", 'allow-modules = "mynets"', text))
+        t.stop(f"sites/{site}")
+    t.type("grep -E '^(code|allow-modules) ' kit/sites/A/site.toml; grep '^allow-code' kit/sites/A/policy.toml")
+    start_sites(t)
+    time.sleep(5)
+    t.online()
+    config = "model='mynets:build' method='fbn' rounds=2 name='installed'"
+    t.type(f'fl-bn submit kit/server --app own --run-config "{config}"', keep=r"\[round|run \d|results:")
+    t.say("The app of `fl-bn new` is refused under this policy:")
+    t.type("fl-bn new otherapp", keep="otherapp")
+    t.type('fl-bn submit kit/server --app otherapp --run-config "num-server-rounds=1"', keep=r"refused|policy|run \d", code=1)
+    for site in t.sites:
+        policy = t.folder / f"kit/sites/{site}/policy.toml"
+        policy.write_text(policy.read_text().replace('allow-code = "installed"', 'allow-code = "signed"'))
+
+
+def stolen(t: Terminal) -> None:
+    t.say("Guide: [When a key is stolen](stolen-keys.md#the-servers-key). Somebody has copied `server.key`.")
+    t.type("fl-bn kit renew kit/server --stolen")
+    time.sleep(5)
+    t.until("the SuperLink and the SuperNodes were started again", lambda: (t.folder / "kit/server/former").exists())
+    time.sleep(60)  # the server counts the sites as here until they have gone
+    t.online()
+    t.type("grep 'has changed' kit/server/logs/fl-bn.log kit/sites/A/logs/fl-bn.log")
+    t.type(f"fl-bn submit kit/server --run-config \"{RUN} rounds=2 name='after'\"", keep=r"\[round|run \d")
 
 
 def watch(t: Terminal) -> None:
@@ -300,6 +408,11 @@ TASKS: dict[str, tuple[str, Callable[[Terminal], None]]] = {
     "abort": ("Abort a run, and go on with it", abort),
     "death": ("Resume after the server's death", death),
     "renew": ("Renew a certificate that has expired", renew),
+    "tables": ("Every site has a CSV file", tables),
+    "images": ("Every site has a folder of images", images),
+    "app": ("An app of `fl-bn new`", own_app),
+    "installed": ("Code that is installed at the sites", installed),
+    "stolen": ("The server's key is stolen", stolen),
     "watch": ("Watch a run, and scrape it by Prometheus", watch),
     "restore": ("Back up the server, and restore it on a new machine", restore),
     "upgrade": ("Upgrade", upgrade),
