@@ -61,7 +61,7 @@ def test_sites_have_their_names_and_runs_their_round(server: ServerFolder) -> No
     assert (running.accepted, running.cohort, running.metric, running.value, running.left) == (1, 2, "accuracy", 0.5, 12.0)
     assert running.refused == {"south": "loss is nan"}
     assert (old.name, old.status, old.round, old.left) == ("old", "finished:failed", 0, None)
-    assert found.expires > 800
+    assert found.expires in (89, 90)
     assert json.loads(found.to_json())["sites"][0]["name"] == "north"
 
 

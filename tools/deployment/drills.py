@@ -51,23 +51,29 @@ def kill_message(case: Case) -> Outcome:
     The server asks the site again, so that the run loses time but no reply.
     """
     site = case.federation.sites[1]
-    config = case.config("fedbn", **{"rounds": 12 * case.times + 4, "evaluate-every": 1000, "name": f"message-{case.repetition}"})
+    config = case.config("fedbn", **{"rounds": 30 * case.times + 4, "evaluate-every": 1000, "name": f"message-{case.repetition}"})
     lost: list[float] = []
+
+    def told() -> int:
+        return case.federation.log("server", "serverapp").count(f"site {site}: its process was killed by SIGKILL; it is asked again")
+
     with Running(case, config, wait=False) as (run, _):
         wait_until("a round", lambda: rounds_done(case, config) >= 1, 600)
-        for _ in range(case.times):
+        while len(lost) < case.times and run.poll() is None:
             time.sleep(case.rng.uniform(0.0, 5.0))
-            pids = wait_until("a message", lambda: message_processes(case.federation, site), 120, 0.02)
-            time.sleep(case.rng.uniform(0.0, 0.5))
-            rounds, begin = rounds_done(case, config), time.monotonic()
-            with suppress(ProcessLookupError):
+            pids = wait_until("a message", lambda: message_processes(case.federation, site), 120, 0.01)
+            time.sleep(case.rng.uniform(0.0, 0.2))
+            before, rounds, begin = told(), rounds_done(case, config), time.monotonic()
+            try:
                 os.kill(pids[0], signal.SIGKILL)
+                wait_until("the server is told", lambda before=before: told() > before, 5)
+            except (ProcessLookupError, TimeoutError):
+                continue  # it had sent its answer already
             wait_until("the round ends", lambda rounds=rounds: rounds_done(case, config) > rounds or run.poll() is not None, 400)
             lost.append(time.monotonic() - begin)
         code = run.wait(3600)
-    said = case.federation.log("server", "serverapp").count("its process was killed by SIGKILL; it is asked again")
-    what = f"run {'completed' if code == 0 else f'failed ({code})'}; {said} deaths told"
-    outcome = Outcome("SIGKILL the process of a message", case.repetition, "fedbn", "any time", what, times=case.times)
+    what = f"told by name and reason, run {'completed' if code == 0 else f'failed ({code})'}"
+    outcome = Outcome("SIGKILL the process of a message", case.repetition, "fedbn", "any time", what, times=len(lost))
     outcome.notes.append(f"seconds from a death to the end of its round: {', '.join(f'{seconds:.0f}' for seconds in sorted(lost))}")
     compare_all(case, [config], outcome)
     return outcome
