@@ -51,7 +51,7 @@ def kill_message(case: Case) -> Outcome:
     The server asks the site again, so that the run loses time but no reply.
     """
     site = case.federation.sites[1]
-    config = case.config("fedbn", **{"rounds": 30 * case.times + 4, "evaluate-every": 1000, "name": f"message-{case.repetition}"})
+    config = case.config("fedbn", **{"rounds": 18 * case.times + 4, "evaluate-every": 1000, "name": f"message-{case.repetition}"})
     lost: list[float] = []
 
     def told() -> int:
@@ -208,7 +208,7 @@ def site_renewed(case: Case) -> Outcome:
     its reply was made.
     """
     federation, site = case.federation, case.federation.sites[1]
-    config = case.config("fedavg", **{"rounds": 40 * case.times + 4, "evaluate-every": 1000, "name": f"renewed-{case.repetition}"})
+    config = case.config("fedavg", **{"rounds": 14 * case.times + 4, "evaluate-every": 1000, "name": f"renewed-{case.repetition}"})
     lost: list[float] = []
     with Running(case, config, wait=False) as (run, _):
         wait_until("a round", lambda: rounds_done(case, config) >= 1, 300)
