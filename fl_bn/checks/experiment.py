@@ -109,8 +109,10 @@ def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
 
     data = load(str(node["dataset"]), str(node.get("data-path", "")), int(values.get("image-size", 0)))
     shape = {"classes": data.classes, "channels": data.channels, "image-size": data.image_size}
-    digest = {"columns-digest": data.columns.digest} if isinstance(data, TableData) else {}
-    return {**values, "dataset": SITES, **shape, **digest}
+    if not isinstance(data, TableData):
+        return {**values, "dataset": SITES, **shape}
+    usual = {"model": "mlp", "task": "classification" if data.columns.classes else "regression"}  # the default network is for images
+    return {**usual, **values, "dataset": SITES, **shape, "columns-digest": data.columns.digest}
 
 
 def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Finding]:
@@ -132,6 +134,7 @@ def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Itera
         return
     if node.get("dataset") and not names_data:
         form = f"dataset='sites' classes={config.classes} channels={config.channels} image-size={config.image_size}"
+        form += f" model='{config.model}' task='{config.task}'" * bool(config.columns_digest)
         finding = Finding(
             "ok", finding.check, f"{finding.text}; none was given, so {form} were taken from this site's data: compare with the run's"
         )
