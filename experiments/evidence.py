@@ -75,14 +75,15 @@ class Runs:
         return set(report.layout.groups)
 
     def values(self, side: Side, metric: str) -> dict[str, float]:
-        """Return seed -> the value of a side of a comparison.
+        """Return the metric's value on one side of a comparison, by seed.
 
         Args:
-            side: One or two places; the value of two places is the first one's minus the second one's.
+            side: One place (a row and column of the table of results), or two. For two places, the second one's value
+                is subtracted from the first one's.
             metric: The metric; empty for that of the table.
 
         Returns:
-            Seed -> value. A seed is left out if one of the places has no finite value for it.
+            Seed -> value. A seed is left out if any of the places has no finite value for it.
         """
         first, *others = [self._by_seed(place, metric) for place in side.places]
         return {seed: value - sum(other[seed] for other in others) for seed, value in first.items() if all(seed in o for o in others)}

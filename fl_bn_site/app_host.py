@@ -243,9 +243,10 @@ class WarmProcess:
 
 
 def _warm_key(site: Site, request: Request) -> tuple[str, int | None] | None:
-    """Return the app and the memory limit (bytes; None: no limit) of the warm process that suits ``request``.
+    """Return the app and the memory limit (bytes; None: no limit) of the warm process that ``request`` needs.
 
-    None: no warm process can be made, since the app is not unpacked yet, or the policy file is wrong.
+    A warm process has imported the app already. None: no warm process can be made, since the app is not unpacked yet, or
+    the policy file is wrong.
     """
     try:
         policy = policy_module().Policy.read(site.policy)

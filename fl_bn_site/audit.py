@@ -129,7 +129,8 @@ def append(folder: Path, entry: Mapping[str, Any], largest: int = LARGEST) -> st
             return _append(folder, entry, largest)
     except (OSError, ImportError) as error:
         raise AuditError(
-            f"this site's audit log cannot be written ({error}), so the answer does not leave: free its disk, or correct the folder's owner"
+            f"this site's audit log cannot be written ({error}), so the answer does not leave: make space on its disk, or correct the "
+            "folder's owner"
         ) from error
 
 

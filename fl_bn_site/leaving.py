@@ -145,12 +145,12 @@ def smallest(sections: Sections) -> int | None:
 
 
 def data_of(array: Any) -> int:
-    """Return the bytes of the values in one of Flower's arrays, as ``values_in`` counts them."""
+    """Return the number of bytes that the values of one of Flower's arrays take, as ``values_in`` counts them."""
     return values_in(array.data)
 
 
 def values_in(data: bytes) -> int:
-    """Return the bytes of the values in ``data``: all bytes, but in NumPy's file format those after the header."""
+    """Return the number of bytes of the values in ``data``: all bytes, but in NumPy's file format those after the header."""
     return len(data) - (10 + int.from_bytes(data[8:10], "little")) if data[:6] == b"\x93NUMPY" else len(data)
 
 

@@ -132,10 +132,10 @@ def replace_authority(server: ServerFolder, authority: Path, days: int) -> list[
         days: The days for which the server's certificate is valid.
 
     Returns:
-        The files ``ca.crt`` that every site needs, as far as the kit has a folder of the site.
+        The new ``ca.crt`` files, one for each site whose folder is in the kit. Every site needs the new file.
 
     Raises:
-        KitError: The server's certificate, which has the server's names, cannot be read.
+        KitError: The server's certificate, from which the server's names are taken, cannot be read.
     """
     try:
         names = [str(name.value) for name in names_in(read_certificate(server.certificate))]

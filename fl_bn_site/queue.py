@@ -271,7 +271,7 @@ class Queue:
         return settled
 
     def _obstacle(self, entry: QueuedRun, active: Sequence[Submitted]) -> str:
-        """Return why the run of ``entry`` has to wait beside the ``active`` runs; empty: it may start."""
+        """Return why the run of ``entry`` cannot start while the ``active`` runs are running; empty: it may start."""
         most, others = entry.parallel or self.server.parallel, ", ".join(run_name(run) or str(run.id) for run in active)
         if len(active) >= most:
             return f"{others} {'is' if len(active) == 1 else 'are'} going on, and at most {most} may run at a time"

@@ -160,7 +160,7 @@ def check(code: str, config: Mapping[str, Any], trusted: Iterable[Submitter], no
     if text == "":
         raise NotSigned("the run is not signed")
     if not isinstance(text, str) or not (found := FORM.fullmatch(text)):
-        raise NotSigned(f"the run's {KEY} is no signature of this version of fl-bn")
+        raise NotSigned(f"the run's {KEY} is no signature that this version of fl-bn can read: submit the run with this site's version")
     key, at, nonce, signature = bytes.fromhex(found[1]), int(found[2]), found[3], bytes.fromhex(found[4])
     if (submitter := names.get(key)) is None:
         known = ", ".join(map(str, names.values())) or "nobody"

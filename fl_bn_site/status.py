@@ -1,6 +1,6 @@
 """Find out which sites are online and how far the runs are: ``fl-bn status``.
 
-The SuperLink knows the sites. The files in the folders of the runs have their rounds.
+The SuperLink knows which sites are online. How many rounds a run has done is read from the files in its folder.
 """
 
 from __future__ import annotations

@@ -334,7 +334,7 @@ def _say_that_it_stays(queue: Queue, entry: QueuedRun, say: Say) -> None:
 def _follow(control: Control, run: str, say: Say) -> str:
     """Call ``say`` with each line of a run's log, once, until the run has ended.
 
-    Where the SuperLink is restarted meanwhile, the log goes on afterwards.
+    If the SuperLink is restarted meanwhile, the log continues after the last line seen.
 
     Args:
         control: The SuperLink.

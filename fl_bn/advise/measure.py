@@ -72,7 +72,9 @@ class Measured:
 
 
 def measure(config: RunConfig) -> Measured:
-    """Measure the clients of a run before it begins. Only training samples and the initial network are used.
+    """Measure how many samples the clients of a run have, and how their labels and features differ, before it begins.
+
+    Only training samples and the initial network are used.
 
     Raises:
         ConfigError: The data are at the sites (``dataset='sites'``), or cannot be loaded or divided as configured.

@@ -102,10 +102,10 @@ def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor,
 
 
 def resized_crop(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Cut out a random box and enlarge it to the whole (bilinearly), then ``flip``: ImageNet.
+    """Cut a random box out of each image, enlarge it to the image's size (bilinearly), then ``flip``: as for ImageNet.
 
-    The box has 8 to 100 % of the area, and proportions of 3:4 to 4:3. Both are drawn as in torchvision. A side
-    that would be longer than the image's is cut to it.
+    The box has 8 to 100 % of the area, and proportions of 3:4 to 4:3. Both are drawn as in torchvision. A side of the
+    box is never longer than the same side of the image.
     """
     area, log_ratio = rng.uniform(*SCALE, len(x)), rng.uniform(math.log(RATIO[0]), math.log(RATIO[1]), len(x))
     height, width = x.shape[2:]

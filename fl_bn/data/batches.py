@@ -1,4 +1,4 @@
-"""Batches of a client's own samples, all large enough to have a variance."""
+"""Divide a client's samples into batches, each with enough samples to compute a variance."""
 
 from __future__ import annotations
 

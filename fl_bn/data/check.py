@@ -77,7 +77,7 @@ def _check_of(name: str) -> Callable[[str, str], Iterator[Finding]]:
 
 
 def _whole(name: str, path: str) -> Iterator[Finding]:
-    """Read all of a small set."""
+    """Read all samples of a dataset that is small enough for that."""
     data = load_function(name, path, 0) if ":" in name else DATASETS[name](path, 0)
     yield Finding("ok", "files", _contents(data))
     yield from _counts(name, len(data.x_train) + len(data.x_test))
@@ -163,7 +163,7 @@ def _cityscapes(name: str, path: str) -> Iterator[Finding]:
 
 
 def _csv(name: str, path: str) -> Iterator[Finding]:
-    """Read all files of a table. The last finding has the keys of a run whose sites have such files."""
+    """Read all files of a table. The last finding names the run-config keys for a run whose sites have such files."""
     data = load_csv(path, 0)
     for file in csv_files(path):
         rows = read_rows(file, data.columns)

@@ -1,4 +1,4 @@
-"""Description of a table's columns, columns.toml: one for all sites of a run, so that their numbers mean the same."""
+"""Describe a table's columns in columns.toml. All sites of a run use the same file, so that equal inputs mean the same at each."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Columns:
 
     @property
     def inputs(self) -> int:
-        """Return the number of inputs that a row becomes."""
+        """Return the number of network inputs that are made from a row."""
         return len(self.numeric) + sum(map(len, self.categorical.values()))
 
     @property

@@ -439,12 +439,13 @@ class Session:
         self._deliver(Answer(values, self._activations(requests), self._together([self.batches[client] for client in requests])))
 
     def _together(self, claims: list[int], usual: Callable[[list[int]], float] = median_low) -> int:
-        """Return the cohort's number of activations, or of samples, from the numbers that the clients report.
+        """Return the cohort's total of activations, or of samples, from the numbers that the clients report.
+
+        If ``believing`` is True, the total is the sum. If it is False, every client counts with the median.
 
         Args:
-            claims: one number per client.
-            usual: chooses the median client's number, which counts for every client if ``believing`` is
-                False.
+            claims: the reported numbers, one per client.
+            usual: computes the median of ``claims``.
         """
         return sum(claims) if self.believing else int(usual(claims)) * len(claims)
 

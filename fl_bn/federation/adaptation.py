@@ -260,7 +260,7 @@ def _check(whose: str, state: Named, model: nn.Module, names: Sequence[str]) -> 
     for name in names:
         problem = f"is {tuple(state[name].shape)}" if name in state else "is missing"
         if name not in state or state[name].shape != own[name].shape:
-            raise NotAdaptable(f"{whose}: {name} should be {tuple(own[name].shape)}, but {problem}: it is of another network or method")
+            raise NotAdaptable(f"{whose}: {name} should be {tuple(own[name].shape)}, but {problem}: use a run of this network and method")
 
 
 def _unlabelled(x: Tensor) -> Samples:

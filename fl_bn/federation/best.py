@@ -101,7 +101,7 @@ class EarlyStop(Best):
 
     def __init__(self, patience: int, metric: str = "", higher_is_better: bool | None = None, least: float = 0.0) -> None:
         if patience < 1:
-            raise ValueError(f"patience (evaluations in a row without a better one, before the run ends) must be >= 1, but got {patience}")
+            raise ValueError(f"patience, the evaluations without improvement after which a run ends, must be >= 1, but got {patience}")
         super().__init__(metric, higher_is_better, least)
         self.patience = patience
 

@@ -337,8 +337,8 @@ class LocalRound:
     def measured(self, inputs: Inputs, forward: Forward = called) -> dict[str, Moments]:
         """Return the moments that this round needs, of every BatchNorm layer over all batches of ``inputs()``.
 
-        In a statistics-only exchange that goes layer by layer, the client exchanges with the cohort. If its
-        network has no order of layers, it leaves the exchange and measures alone.
+        In a statistics-only exchange that goes layer by layer, the client exchanges the statistics of each layer with
+        the cohort. If its network has no fixed order of layers, it leaves the exchange and measures alone.
 
         Args:
             inputs: Returns the batches of inputs, the same in every call.

@@ -46,9 +46,9 @@ def clip(
 
     Args:
         parameters: The parameters.
-        how: ``norm`` or ``round``: limit the norm over all; ``value``: limit every value; ``adaptive``: see
+        how: ``norm`` or ``round``: limit the norm over all parameters; ``value``: limit every value; ``adaptive``: see
             ``clip_adaptive``.
-        limit: The limit.
+        limit: The limit. For ``round``, the caller computes it by ``norm_in_round``.
         head: Parameters that ``adaptive`` leaves unchanged.
         norm_of: See ``unit_norm``.
     """
@@ -94,9 +94,9 @@ def bounded(
 
 
 def norm_in_round(path: float, learning_rate: float, steps: int, momentum: float) -> float:
-    """Return the gradient norm with which ``steps`` steps of SGD move the weights by less than ``path``.
+    """Return the gradient norm with which ``steps`` steps of SGD move the weights by at most ``path``.
 
-    It bounds a client's drift.
+    Clipping gradients to this norm bounds a client's drift.
     """
     return path * (1 - momentum) / (learning_rate * max(steps, 1))
 

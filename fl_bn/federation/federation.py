@@ -148,7 +148,7 @@ class Federation:
         check_name("engine", engine, ENGINES)
         if not 0 <= workers <= MOST_WORKERS or (engine == VECTORISED and workers > 1):
             raise ValueError(
-                f"workers must be 0..{MOST_WORKERS}, and 0 or 1 with engine='vectorised', which has a cohort in one process, "
+                f"workers must be 0..{MOST_WORKERS}, and 0 or 1 with engine='vectorised', which computes a cohort in one process, "
                 f"but got workers={workers} and engine={engine!r}"
             )
         if not clients or local_epochs < 1 or evaluate_every < 1:

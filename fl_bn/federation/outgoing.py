@@ -102,7 +102,7 @@ def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def step_at_home(round: LocalRound, gradients: Named) -> None:
-    """Step the parameters that the client keeps along ``gradients``, because the server cannot do it."""
+    """Apply ``gradients`` to the parameters that stay at the client, because the server cannot update these."""
     for name, parameter in round.model.named_parameters():
         if name in gradients and not round.method.shares(round.network.role[name]):
             parameter.sub_(gradients[name], alpha=round.instruction.learning_rate)

@@ -1,4 +1,4 @@
-"""Carry out both halves of a round around training loops of the user's own."""
+"""Carry out the client's and the server's part of a round, where the user's own code trains and sends."""
 
 from __future__ import annotations
 

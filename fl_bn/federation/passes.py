@@ -91,10 +91,10 @@ class Passes:
     def calibrated(
         self, transport: Transport, tensors: Named, rounds: int, show: Callable[[Measured], None] = lambda measured: None
     ) -> Named:
-        """Make the exchanges before round 1.
+        """Make the exchanges that measure statistics before round 1.
 
-        If training starts with shared statistics, bring the weights to unit scale, too. With 0 rounds the run
-        consists only of these exchanges, and each needs as many clients as a round does.
+        Then rescale the weights, if ``rescales`` says so. With 0 rounds the run consists only of these exchanges,
+        and each needs as many clients as a round does.
 
         Args:
             transport: The way to the clients.

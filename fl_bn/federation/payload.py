@@ -1,4 +1,4 @@
-"""Encode payloads, which are named tensors by section: torch's tensors in memory, NumPy arrays in messages."""
+"""Convert payloads (named tensors in sections) between torch tensors in memory and NumPy arrays in messages."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ class Draws:
 
     @classmethod
     def now(cls, device: torch.device) -> Draws:
-        """Save the present state."""
+        """Save the present state of the generators."""
         return cls(torch.get_rng_state(), device, torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
 
     def again(self) -> None:
-        """Restore the saved state."""
+        """Restore the saved state of the generators."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)

@@ -110,7 +110,8 @@ class GridTransport(Transport):
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
         """Measure the clients' statistics layer by layer, with one message per client and one exchange per layer.
 
-        Returns None if the settings exclude this way, or if a client with data did not take part to the end.
+        Returns None if the settings or the engine do not allow such an exchange, or if a client with data left it before
+        the end.
         """
         strategy = self.strategy
         policy, exchanges = strategy.rounds, strategy.exchanges

@@ -47,7 +47,7 @@ class BatchNormClient(LocalClient, NumPyClient):
     """
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this client's introduction."""
+        """Return this client's index, number of samples, model signature and label counts, for which the server asks once."""
         return dict(self.introduce())
 
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:

@@ -48,7 +48,7 @@ FROZEN_RATE = 0.02
 
 @dataclass(frozen=True)
 class OneProgram:
-    """Substitute for an exchange if the clients of the cohort are the rows of one ``torch.func.vmap``.
+    """Take the place of an exchange if the clients of the cohort are the rows of one ``torch.func.vmap``.
 
     Attributes:
         clients: number of rows. All rows have batches of the same size.

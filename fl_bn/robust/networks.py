@@ -1,8 +1,9 @@
-"""Sorting networks without the parts that a rule does not need.
+"""Sorting networks without the comparisons whose results a robust rule does not need.
 
-The full network is Batcher's odd-even merge sort for any number of wires. ``selection`` walks it backwards.
-It removes an exchange if nobody reads its outputs. It keeps only the minimum or the maximum if only that one
-is read. Two outputs that are only added to one sum need no order.
+The full network is Batcher's odd-even merge sort for any number of wires. ``selection`` goes through its
+compare-exchanges from the last to the first. It removes a compare-exchange if neither output is needed later. It
+keeps only the minimum or the maximum if only that one is needed. It also removes a compare-exchange whose two
+outputs are only added up, since their order does not change the sum.
 
 References:
     Knuth, The Art of Computer Programming, volume 3, section 5.3.4.

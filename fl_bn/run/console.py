@@ -17,7 +17,7 @@ from fl_bn.task import Task
 
 
 def in_full(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a log record with the long form of its line, if it is the line of a round; else the record itself."""
+    """Return a copy of ``record`` with the long text, if it reports a round; otherwise return ``record`` itself."""
     if not hasattr(record, DETAIL):
         return record
     made = copy.copy(record)

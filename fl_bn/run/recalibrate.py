@@ -71,7 +71,7 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
             sites, or a key is wrong or set by the recalibration itself.
     """
     if taken := [key for key in overrides if key in DECIDED]:
-        raise ConfigError(f"recalibrate sets {taken[0]} itself (from --passes and --output, say): leave it out")
+        raise ConfigError(f"recalibrate sets {taken[0]} itself: leave it out (--passes and --output set the passes and the folder)")
     if source.is_dir():
         keys, weights = _keys_of(source), source / MODEL
     elif source.is_file() and source.suffix in FILES:

@@ -1,4 +1,4 @@
-"""The commit from which this package was made. It is also known without git: in images, and at the sites of a deployment."""
+"""Find the git commit from which this package was made, also where git is missing: in container images, and at sites."""
 
 from __future__ import annotations
 

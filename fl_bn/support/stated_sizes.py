@@ -19,8 +19,8 @@ FEWEST = 3  # the fewest numbers to compare: of two different ones, either may b
 def most_believed(claims: Collection[float]) -> float:
     """Return the largest reported number that is accepted, given the numbers of all clients.
 
-    One false number, however large or small, keeps the limit in the honest range, because the median stays
-    among the others' numbers.
+    The limit is ``FAR`` times the median of the numbers. One false number, however large or small, cannot move
+    the median out of the range of the other clients' numbers.
 
     Args:
         claims: the reported numbers, one per client.

@@ -1,4 +1,4 @@
-"""Task with values per sample.
+"""Define the regression task, whose targets are one or several numbers per sample.
 
 Legend: B samples of a batch, D values.
 """

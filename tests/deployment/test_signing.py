@@ -97,11 +97,11 @@ def test_another_package_is_noticed_and_so_is_each_part_of_a_signature() -> None
     ("text", "words"),
     [
         ("", "the run is not signed"),
-        ("1", "is no signature of this version"),
-        (1, "is no signature of this version"),
-        ("2" + signed()[KEY][1:], "is no signature of this version"),
-        (signed()[KEY] + "\n", "is no signature of this version"),
-        (signed()[KEY].upper(), "is no signature of this version"),
+        ("1", "is no signature that this version of fl-bn can read"),
+        (1, "is no signature that this version of fl-bn can read"),
+        ("2" + signed()[KEY][1:], "is no signature that this version of fl-bn can read"),
+        (signed()[KEY] + "\n", "is no signature that this version of fl-bn can read"),
+        (signed()[KEY].upper(), "is no signature that this version of fl-bn can read"),
     ],
 )
 def test_what_is_no_signature_is_none(text: Any, words: str) -> None:

@@ -204,9 +204,9 @@ def clock_skew(case: Case) -> Outcome:
 
 
 def old_version(case: Case) -> Outcome:
-    """Bring a site back during a run with an old version of fl-bn.
+    """Stop a site during a run, and start it again with an old version of fl-bn.
 
-    The server must refuse it by name, and must let it in again once it has the server's version.
+    The server must name the site and refuse it. It must accept the site again once the site has the server's version.
     """
     config = case.config("fedbn", name=f"version-{case.repetition}", rounds=20, **{"retry-timeout": 40.0})  # time for the site to come back
     site, federation = case.rng.choice(case.federation.sites), case.federation

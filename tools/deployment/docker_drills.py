@@ -1,11 +1,12 @@
-"""Kill and cut off containers of docker-compose.yml's federation while it trains: what happened, how long it took,
-what was lost.
+"""Kill or disconnect containers of docker-compose.yml's federation while it trains.
+
+The program reports what happened, how long it took, and what was lost.
 
     python -m tools.deployment.docker_drills                                  # every drill twice, some 40 minutes on two cores
     python -m tools.deployment.docker_drills --repetitions 1 --only cut       # one of them
     python -m tools.deployment.docker_drills --output drills                  # drills.csv and drills.md
 
-The measure is that of tools/deployment/drills.py. The final model, and the tensors that each site keeps, must be bit
+The conditions are those of tools/deployment/drills.py. The final model, and the tensors that each site keeps, must be bit
 for bit those of a run in one process in which exactly the same replies were missing. After a resume, no reply may be
 missing. The image is built from this checkout first.
 """

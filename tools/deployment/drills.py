@@ -276,10 +276,10 @@ def _in_a_mood(case: Case, mood: str, drill: str, reason: str, **values: Any) ->
 
 
 def _episodes(case: Case, config: dict[str, Any], drill: str, reason: str, trouble: Callable[[], AbstractContextManager[None]]) -> Outcome:
-    """Run with ``trouble`` for a while, ``case.times`` times.
+    """Make one run, and cause ``trouble`` in it ``case.times`` times.
 
-    Each trouble lasts until the server refuses a client for ``reason`` or, if ``reason`` is empty, until the server
-    logs that it could not write a checkpoint.
+    Each time, ``trouble`` lasts until the server refuses a client for ``reason``. If ``reason`` is empty, it lasts until
+    the server logs that it could not write a checkpoint.
     """
     config = {**config, "rounds": 2 * case.times + 4, "evaluate-every": 1000}
     csv_file = case.federation.result(config["name"]) / "clients.csv"

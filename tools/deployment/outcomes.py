@@ -66,8 +66,11 @@ class Outcome:
         self.missed += [f"a name in: {line.strip()}" for line in lines if NUMBER.search(line)]
 
     def conclude(self, wrong: Sequence[str], to: str) -> None:
-        """Set ``identical`` to ``to`` if ``wrong``, the tensors that differ, is empty; else note some of these
-        tensors.
+        """Set ``identical`` to ``to`` if no tensor differs; otherwise set it to an empty text, and note up to five tensors.
+
+        Args:
+            wrong: The names of the tensors that differ.
+            to: The value of ``identical`` if ``wrong`` is empty.
         """
         self.identical = "" if wrong else to
         self.notes += [f"differs in {', '.join(wrong[:5])}"] if wrong else []

@@ -203,7 +203,7 @@ def sequences(
 def run_machine(
     machine: type[RuleBasedStateMachine], steps: int, number: int, drawn_from: int, begun: Callable[[], None], shrinks: bool = True
 ) -> str:
-    """Return what broke, with the sequence that breaks it; empty if nothing did."""
+    """Return the error, with the sequence of calls that causes it; empty if no sequence causes an error."""
 
     class Counted(machine):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:

@@ -224,7 +224,7 @@ def observed() -> Iterator[tuple[Listener, list[RoundRecord]]]:
 
 
 def parsed(values: Values) -> Case:
-    """Read the config and make its objects, without a run. Return the case with its outcome."""
+    """Read the config and make the objects that it configures, but do not run it. Return the case with its outcome."""
     try:
         config = RunConfig.from_mapping(values)
         config.build_method(), config.local_training(), config.defence(), config.secure(), config.round_policy(), config.to_mapping()

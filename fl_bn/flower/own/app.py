@@ -335,7 +335,9 @@ def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches
     @app.query(KEPT, mods=[gate])
     def kept(message: Message, context: Context) -> Message:
         if not tells:
-            raise PermissionError("this client does not tell the BatchNorm layers that it keeps: answer(..., tells=True) in client_app.py")
+            raise PermissionError(
+                "this client does not send the BatchNorm layers that it keeps: to allow this, call answer(..., tells=True) in client_app.py"
+            )
         converted, header = convert(model(context), method), header_of(message.content)
         folder, config = _folder(context), TO_TELL.of_configs(message.content)
         store = store_of(context.state, folder, config, _index(context), signature(converted, method))

@@ -74,8 +74,8 @@ def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, de
         )
     if rounds.auxiliary:
         raise ValueError(
-            f"{', '.join(c.section for c in rounds.auxiliary)} would travel beside the weights in the clear: secure aggregation sums "
-            "only updates and statistics, so leave out secure-aggregation, or the objective or maintain-momentum that needs these tensors"
+            f"secure aggregation sums only updates and statistics, so {', '.join(c.section for c in rounds.auxiliary)} would be sent "
+            "unmasked: leave out secure-aggregation, or the objective or maintain-momentum that needs these tensors"
         )
     if settings.privacy is not None and rounds.client_weights != "uniform":
         raise ValueError("differential privacy (dp-noise) needs the same weight for every client: set client-weights to 'uniform'")

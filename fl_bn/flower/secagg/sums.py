@@ -163,7 +163,7 @@ def _statistics(section: str, tensors: Named, reference: Mapping[str, Running], 
 
 def _reference(section: str, layer: str, reference: Mapping[str, Running]) -> Running:
     if layer not in reference:
-        raise WireError(section, layer, "the server did not send its shared statistics, which deviations need as a reference")
+        raise WireError(section, layer, "expected the shared statistics from which deviations are measured, but the server sent none")
     return reference[layer]
 
 

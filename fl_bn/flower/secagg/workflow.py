@@ -54,13 +54,13 @@ class SumFailed(Exception):
 
 @dataclass(frozen=True)
 class Summand:
-    """Hold what the server knows about one client in a sum: its counts.
+    """Hold what the server knows about one client whose vector is in a secure sum.
 
     Attributes:
         client: the client.
-        plan: its counts for the round.
-        activations: its activations per sample, by layer.
-        metrics: its number of steps.
+        plan: the client's numbers of samples and steps in the round, which it sent unmasked.
+        activations: the client's number of activations per sample, by layer.
+        metrics: the client's metrics by name. The only one is its number of steps.
     """
 
     client: Client
