@@ -182,7 +182,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"secure-aggregation": True, "clients": 2}, "needs at least 3 clients in a sum"),
         ({"secure-aggregation": True, "method": "fedtan"}, "layer by layer in the clear"),
         ({"secure-aggregation": True, "statistics-rule": "median"}, "compares the clients' updates, and secure aggregation hides them"),
-        ({"secure-aggregation": True, "maintain-momentum": "global"}, "in the clear: secure aggregation sums"),
+        ({"secure-aggregation": True, "maintain-momentum": "global"}, "would be sent unmasked"),
         ({"secure-aggregation": True, "payload-dtype": "bfloat16"}, "set payload-dtype to 'float32'"),
         ({"method": "fedtan2", "payload-dtype": "float16"}, "payload-dtype must be float32, but got 'float16'"),
         ({"secure-aggregation": True, "dp-noise": 1.0}, "set client-weights to 'uniform'"),
