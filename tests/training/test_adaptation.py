@@ -270,7 +270,8 @@ def test_other_refusals() -> None:
         adaptation().adapt("guess", OWN.x)
     shared = dict(known().shared)
     weight = shared.pop("9.weight")
-    with pytest.raises(NotAdaptable, match=r"the run's model: 9.weight should be \(4, 24\), but is missing: use a run of this network and method"):
+    missing = r"the run's model: 9.weight should be \(4, 24\), but is missing: use a run of this network and method"
+    with pytest.raises(NotAdaptable, match=missing):
         Adaptation(network(), METHODS["fedbn"](), Known(shared))
     with pytest.raises(NotAdaptable, match=r"9.weight should be \(4, 24\), but is \(24, 4\)"):
         Adaptation(network(), METHODS["fedbn"](), Known({**shared, "9.weight": weight.T}))
