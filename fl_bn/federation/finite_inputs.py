@@ -5,6 +5,7 @@ If the client's trained weights are not finite either, the error message blames 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -51,16 +52,18 @@ class InputWatch:
     """
 
     def __init__(self) -> None:
-        self._wrong: list[Tensor] = []
+        self._wrong: int | Tensor = 0
         self.later: Any = None
         """Inputs of an engine that trains without forward passes of the network itself. ``count`` checks them."""
 
     def note(self, inputs: Any) -> None:
         """Check one batch of ``inputs`` (tensors, also in lists, tuples and dicts). Count it if a value is not finite."""
         parts = [_not_finite(part) for part in _floats(inputs) if part.numel()]
-        if parts:
-            wrong = parts[0] if len(parts) == 1 else torch.stack([part.to(parts[0].device) for part in parts]).any()
-            self._wrong = [self._wrong[0] + wrong.to(self._wrong[0].device)] if self._wrong else [wrong.long()]
+        if any(part is True for part in parts):
+            self._wrong = self._wrong + 1
+        elif on_device := [part for part in parts if isinstance(part, Tensor)]:
+            wrong = torch.stack([part.to(on_device[0].device) for part in on_device]).any().long()
+            self._wrong = wrong + (self._wrong.to(wrong.device) if isinstance(self._wrong, Tensor) else self._wrong)
 
     def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield ``batches`` of inputs, and count each batch that has a value that is not finite."""
@@ -87,12 +90,18 @@ class InputWatch:
         if self.later is not None:
             self.note(self.later)
             self.later = None
-        return int(self._wrong[0]) if self._wrong else 0
+        return int(self._wrong)
 
 
-def _not_finite(part: Tensor) -> Tensor:
-    """Tell whether a value of ``part`` is not finite, in one pass that allocates no memory."""
+def _not_finite(part: Tensor) -> bool | Tensor:
+    """Tell whether a value of ``part`` is not finite, in one pass that allocates no memory.
+
+    Returns:
+        The answer; for a tensor that is not on the CPU, a tensor beside it.
+    """
     least, most = torch.aminmax(part)  # both are NaN if a value is NaN
+    if part.is_cpu and not torch.compiler.is_compiling():
+        return not (math.isfinite(least.item()) and math.isfinite(most.item()))
     return ~(least.isfinite() & most.isfinite())
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return what ``model.named_modules()`` yields, in the same order and in a third of the time."""
-    found: dict[nn.Module, str] = {}
-    waiting: list[tuple[str, nn.Module]] = [("", model)]
-    while waiting:
-        name, module = waiting.pop()
-        if module not in found:
-            found[module] = name
-            prefix = f"{name}." if name else ""
-            waiting += [(prefix + key, part) for key, part in reversed(module._modules.items()) if part is not None]
+    """Return what ``model.named_modules()`` yields, in the same order and in less than half the time."""
+    found = {model: ""}
+    _visit(model._modules, "", found)
     return {name: module for module, name in found.items()}
+
+
+def _visit(modules: Mapping[str, nn.Module | None], prefix: str, found: dict[nn.Module, str]) -> None:
+    """Add ``modules`` and their parts to ``found``, each after its owner, with its name after ``prefix``."""
+    for key, module in modules.items():
+        if module is not None and module not in found:
+            found[module] = name = prefix + key
+            if module._modules:
+                _visit(module._modules, f"{name}.", found)
