@@ -167,14 +167,29 @@ def paper_hours(device: torch.device, size: Size, only: Callable[[RunConfig], bo
     return hours
 
 
-def timed_steps(config: RunConfig, cohort: int, device: torch.device, size: Size) -> list[float]:
+def timed_steps(
+    config: RunConfig,
+    cohort: int,
+    device: torch.device,
+    size: Size,
+    data: tuple[int, int, int, int] | None = None,
+    engines: Sequence[str] = ENGINES,
+) -> list[float]:
     """Return the seconds of one local step of ``cohort`` clients, by engine.
 
     The fixed cost of a round is not counted: the time of a round with one step is subtracted from that of a round
     with more. If the clients cannot be trained in one vectorised program, the time of training one by one stands for
     both.
+
+    Args:
+        config: The run.
+        cohort: The number of clients.
+        device: Where they are trained.
+        size: How much is timed.
+        data: Classes, channels, side in pixels and samples of the data set. Default: as ``DATA`` says.
+        engines: Which engines are timed.
     """
-    classes, channels, side, _ = DATA[config.dataset]
+    classes, channels, side, _ = data or DATA[config.dataset]
     side = config.image_size or side
     method = config.build_method()
     model = convert(build(config.model, classes=classes, channels=channels, image_size=side, seed=0, stem=config.model_stem), method)
@@ -185,7 +200,7 @@ def timed_steps(config: RunConfig, cohort: int, device: torch.device, size: Size
         return timed(partial(prepared, engine, model, method, replace(settings, steps=steps), samples, device), size.timed, device)
 
     found: list[float] = []
-    for engine in ENGINES:
+    for engine in engines:
         try:
             found.append(max(spent(engine, 1 + size.steps) - spent(engine, 1), 0.0) / size.steps)
         except CannotVectorise as reason:

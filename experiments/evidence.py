@@ -27,6 +27,7 @@ from fl_bn.sweep.file import PAPER, read
 
 RESULTS = "results"  # the folder of the files with JSON lines
 HOURS = "gpu.json"  # the file in that folder with the measurements of benchmarks/gpu.py
+CORE_HOURS = "cpu.json"  # the same for benchmarks/core_hours.py
 SMALL = "small"  # the variant for trying an experiment out; its results are not kept
 NOWHERE = Path("/nowhere")  # a folder without runs
 
@@ -122,6 +123,7 @@ class Tested:
         rates: The results at other learning rates; None if the claim names no variant for them.
         own: This project's questions about the claim, each with its results and the outcomes of its comparisons.
         gpu_hours: The hours that the paper's own setting takes on a GPU; None if not measured.
+        core_hours: The hours that the claim's variant takes on one core; None if not estimated.
     """
 
     experiment: Experiment
@@ -131,6 +133,7 @@ class Tested:
     rates: Runs | None = None
     own: tuple[tuple[Own, Runs, tuple[Outcome, ...]], ...] = ()
     gpu_hours: float | None = None
+    core_hours: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -177,7 +180,7 @@ def gather(folder: Path, experiments: Path = FOLDER) -> list[Tested]:
         ConfigError: The register is wrong; it names an experiment, variant or place that does not exist; or a result
             does not fit the definition of its experiment.
     """
-    register, gpu = read_register(experiments), gpu_hours(folder)
+    register, gpu, core = read_register(experiments), hours(folder, HOURS), hours(folder, CORE_HOURS)
     known = {experiment.name: experiment for experiment in find(folder=experiments)}
     tested, read_before = [], {}
 
@@ -197,7 +200,8 @@ def gather(folder: Path, experiments: Path = FOLDER) -> list[Tested]:
                 its = runs(one, one.variant, one.measure)
                 own.append((one, its, _outcomes(one, its, register)))
         outcomes = _outcomes(claim, mine, register) if mine else ()
-        tested.append(Tested(_experiment(claim, known), claim, mine, outcomes, rates, tuple(own), gpu.get(claim.of)))
+        measured_hours = gpu.get(claim.of), core.get(f"{claim.of}.{claim.variant}")
+        tested.append(Tested(_experiment(claim, known), claim, mine, outcomes, rates, tuple(own), *measured_hours))
     return tested
 
 
@@ -351,7 +355,10 @@ def compact(experiment: Experiment, variant: str, place: Path, data: str, folder
     return file, keep(results, defined, file), len(defined)
 
 
-def gpu_hours(folder: Path) -> Mapping[str, float]:
-    """Return experiment -> measured hours on a GPU in the paper's own setting; empty if none were measured."""
-    file = folder / RESULTS / HOURS
+def hours(folder: Path, name: str) -> Mapping[str, float]:
+    """Return the measured hours in the results' file ``name``, by experiment, with its variant for ``CORE_HOURS``.
+
+    They are empty if none were measured.
+    """
+    file = folder / RESULTS / name
     return json.loads(file.read_text(encoding="utf-8"))["hours"] if file.exists() else {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.catalogue import Experiment
-from experiments.evidence import HOURS, RESULTS, gather, results_of
+from experiments.evidence import CORE_HOURS, HOURS, RESULTS, gather, results_of
 from experiments.evidence import Tested as OneClaim  # pytest would take a name in Test... for tests
 from experiments.evidence_page import PAGE, markdown, picture, readme, short, write_evidence
 from fl_bn.run.config import ConfigError
@@ -109,11 +109,15 @@ def test_a_claim_without_runs_has_the_papers_numbers_and_says_what_is_to_be_run(
     assert "FedBN > FedAvg (accuracy): figure 4: about 70, 60" in markdown(gather(tmp_path, register(experiment, text)))
 
 
-def test_hours_of_a_gpu_come_from_what_its_benchmark_wrote(experiment: Experiment, tmp_path: Path) -> None:
+def test_hours_come_from_what_the_benchmarks_wrote(experiment: Experiment, tmp_path: Path) -> None:
     (tmp_path / RESULTS).mkdir()
-    assert "hours of a GPU" not in markdown(gather(tmp_path, experiment.file.parent))
+    before = markdown(gather(tmp_path, experiment.file.parent))
+    assert "hours of a GPU" not in before
+    assert "core hours" not in before
     (tmp_path / RESULTS / HOURS).write_text(json.dumps({"device": "one", "hours": {"X-1": 3.21}}))
     assert "The paper's own setting takes about 3.2 hours of a GPU." in markdown(gather(tmp_path, experiment.file.parent))
+    (tmp_path / RESULTS / CORE_HOURS).write_text(json.dumps({"device": "one", "hours": {"X-1.evidence": 1234.5, "X-1.paper": 9.9}}))
+    assert "It takes about 1,234.5 core hours." in markdown(gather(tmp_path, experiment.file.parent))
 
 
 def test_what_is_near_has_its_distance(experiment: Experiment, tmp_path: Path) -> None:
