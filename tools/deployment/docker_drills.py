@@ -5,6 +5,7 @@ The program reports what happened, how long it took, and what was lost.
     python -m tools.deployment.docker_drills                                  # every drill twice, some 40 minutes on two cores
     python -m tools.deployment.docker_drills --repetitions 1 --only cut       # one of them
     python -m tools.deployment.docker_drills --output drills                  # drills.csv and drills.md
+    python -m tools.deployment.docker_drills --repetitions 1 --only clientapp message --times 20
 
 The conditions are those of tools/deployment/drills.py. The final model, and the tensors that each site keeps, must be bit
 for bit those of a run in one process in which exactly the same replies were missing. After a resume, no reply may be
@@ -16,25 +17,30 @@ from __future__ import annotations
 import argparse
 import csv
 import logging
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fl_bn.support.flower_config import flower_config
+from tests.deployment.federation import wait_until
 from tools.deployment.docker_federation import ROOT, SITES, DockerFailed, DockerFederation, command, no_docker
 from tools.deployment.outcomes import Case, Outcome, compare, compare_with_gaps
 
 METHODS = ("fedbn", "hbn", "fedtan")
 COLUMNS = ("drill", "method", "moment", "what", "seconds", "missing", "lost")
 RESULTS = "/kit/server/results"
+ROUNDS = 8  # of a run whose ClientApps die, for each death
 
 
 class Snapshot:
@@ -204,6 +210,82 @@ def everything(drill: Drill) -> None:
         drill.resumes("all containers killed and started")
 
 
+def clientapp(drill: Drill) -> None:
+    """`docker restart` a ClientApp at random moments; all deaths are in one run."""
+
+    def restart() -> tuple[str, float]:
+        name = f"clientapp-{drill.case.rng.randint(1, 3)}"
+        time.sleep(drill.case.rng.uniform(0, 10))
+        begin = time.monotonic()
+        command("docker", "restart", drill.federation.container(name))
+        return name, begin
+
+    _deaths(drill, restart)
+
+
+def message(drill: Drill) -> None:
+    """SIGKILL the process that works on a message; all deaths are in one run."""
+
+    def kill() -> tuple[str, float]:
+        name = f"clientapp-{drill.case.rng.randint(1, 3)}"
+        container = drill.federation.container(name)
+        time.sleep(drill.case.rng.uniform(0, 10))
+        while True:
+            pids = wait_until("a message", lambda: _message_processes(container), 120, 0.05)
+            with suppress(ProcessLookupError):
+                os.kill(pids[0], signal.SIGKILL)
+                return name, time.monotonic()
+
+    _deaths(drill, kill)
+
+
+def _deaths(drill: Drill, die: Callable[[], tuple[str, float]]) -> None:
+    """Let ClientApps die, ``case.times`` times in one run, each in another round.
+
+    The outcome tells the seconds from each death to the end of the next round, and what the server was told. It is
+    told nothing of a death between two messages.
+
+    Args:
+        drill: The run.
+        die: Lets one die, and returns its service's name and the moment.
+    """
+    seconds: list[float] = []
+    with drill.started() as process:
+        before = len(_told(drill))
+        while len(seconds) < drill.case.times and process.poll() is None:
+            name, begin = die()
+            rounds = drill.rounds()
+            wait_until("a round ends", partial(lambda rounds: drill.rounds() > rounds or process.poll() is not None, rounds), 400)
+            seconds.append(time.monotonic() - begin)
+            drill.federation.wait_healthy(name)
+        drill.goes_on(process, f"{len(seconds)} deaths")
+    told = _told(drill)[before:]
+    drill.outcome.times = len(seconds)
+    drill.outcome.what += f"; seconds to the end of a round: {', '.join(f'{each:.0f}' for each in sorted(seconds))}"
+    drill.outcome.what += f"; told {len(told)} times" + "".join(f"; {line}" for line in sorted(set(told)))
+    drill.outcome.expect("a site's name in every line", all(any(site in line for site in SITES) for line in told))
+
+
+def _told(drill: Drill) -> list[str]:
+    """Return the server's lines about messages that it sends again."""
+    lines = drill.federation.logs("serverapp", tail=10_000).splitlines()
+    return [line.partition("WARNING")[2].lstrip(" :") for line in lines if line.endswith("it is asked again")]
+
+
+def _message_processes(container: str) -> list[int]:
+    """Return the processes of this machine that work on a message in a ClientApp's ``container``.
+
+    They have no children, and stand below the engine's init, the host, the cold process and a watcher.
+    """
+    lines = command("docker", "top", container, "-eo", "pid,ppid", check=False).splitlines()[1:]
+    parents = {int(pid): int(parent) for pid, parent in (line.split() for line in lines if line.replace(" ", "").isdigit())}
+
+    def depth(pid: int) -> int:
+        return 1 + depth(parents[pid]) if pid in parents else 0
+
+    return [pid for pid in parents if depth(pid) >= 5 and pid not in parents.values()]
+
+
 DRILLS: dict[str, Callable[[Drill], None]] = {
     "supernode": supernode,
     "crash": crash,
@@ -211,6 +293,8 @@ DRILLS: dict[str, Callable[[Drill], None]] = {
     "superlink": superlink,
     "cut": cut,
     "everything": everything,
+    "clientapp": clientapp,
+    "message": message,
 }
 
 
@@ -223,14 +307,16 @@ def _restarts(federation: DockerFederation, service: str) -> int:
     return int(command("docker", "inspect", "--format", "{{.RestartCount}}", federation.container(service)))
 
 
-def perform(federation: DockerFederation, name: str, repetition: int) -> Outcome:
+def perform(federation: DockerFederation, name: str, repetition: int, times: int) -> Outcome:
     """Do one repetition of a drill on a healthy federation."""
     federation.wait_healthy()
     with tempfile.TemporaryDirectory() as folder:
         snapshot: Any = Snapshot(federation, Path(folder) / "fetched")
-        case = Case(snapshot, Path(folder), repetition, random.Random(f"docker {name} {repetition}"))
-        method = "fedbn" if name in ("supernode", "crash") else METHODS[(repetition + list(DRILLS).index(name)) % 3]
+        case = Case(snapshot, Path(folder), repetition, random.Random(f"docker {name} {repetition}"), times)
+        method = "fedbn" if name in ("supernode", "crash", "clientapp", "message") else METHODS[(repetition + list(DRILLS).index(name)) % 3]
         values = {"rounds": 5, "evaluate-every": 5, "round-timeout": 180.0, "name": f"{name}-seed{repetition}", "max-failed-rounds": 4}
+        if name in ("clientapp", "message"):
+            values |= {"rounds": ROUNDS * times + 4, "evaluate-every": 1000}
         values |= {"dataset": "digits", "data-path": ""}  # the containers have no file of this machine
         outcome = Outcome(name, repetition, method, "")
         begin = time.monotonic()
@@ -257,6 +343,7 @@ def markdown(rows: list[dict[str, str]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kills and cuts in docker-compose.yml's federation.")
     parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--times", type=int, default=3, help="deaths in one run, of the drills clientapp and message")
     parser.add_argument("--only", nargs="+", choices=list(DRILLS), default=list(DRILLS))
     parser.add_argument("--output", default="", help="write OUTPUT.csv and OUTPUT.md")
     parser.add_argument("--as-built", action="store_true", help="use the existing image; build none")
@@ -273,7 +360,7 @@ def main() -> int:
         federation.up()
         for repetition in range(given.repetitions):
             for name in given.only:
-                outcomes.append(perform(federation, name, repetition))
+                outcomes.append(perform(federation, name, repetition, given.times))
                 print(row(outcomes[-1]), flush=True)
                 if given.output:
                     rows = [row(outcome) for outcome in outcomes]
