@@ -183,7 +183,6 @@ def test_an_interrupted_run_ends_and_is_to_be_submitted_again(federation: Federa
     assert run["round"] >= 1
     assert "is not resumed, so submit it again" in run["note"]
     assert f"killed cannot be resumed: {AGAIN}" in asked(federation, "resume", "killed", code=2)
-    assert "1/1" in asked(federation, "status") or "2/2 clients" in submitted(federation, own_app, 1), "the next run is not held up"
 
 
 def test_a_run_ends_with_its_server_s_restart(federation: Federation, own_app: Path) -> None:
