@@ -25,7 +25,7 @@ from fl_bn_site.doctor import _code
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
 from fl_bn_site.own_config import own_config
 from fl_bn_site.project import OF_RUN, build
-from fl_bn_site.signing import KEY, OF_SERVER
+from fl_bn_site.signing import OF_SERVER
 from fl_bn_site.submit import submit
 from fl_bn_site.submitters import Package
 from tests.deployment.federation import FL_BN, Federation, wait_until
