@@ -162,7 +162,8 @@ def test_a_site_s_refusal_is_known_within_seconds_and_logged_there(federation: F
     assert "allow-code = installed" in line["reason"]
     assert len(line["code"]) == 64
     assert check(trusted).lines == lines, "the ClientApp's log is as it was"
-    shown = subprocess.run([*FL_BN, "audit", str(site.path), "--run", "refused", "--json"], cwd=ROOT, capture_output=True, text=True, check=False)
+    typed = [*FL_BN, "audit", str(site.path), "--run", "refused", "--json"]
+    shown = subprocess.run(typed, cwd=ROOT, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     (told,) = json.loads(shown.stdout)["refused"]
     assert (told["decision"], told["reason"]) == ("refused", line["reason"])
