@@ -84,13 +84,14 @@ def _log(run: int, decision: Any) -> None:
         logging.getLogger("flwr").info("run %s is admitted: %sallow-code = %s, code %s", run, by, decision.allow_code, decision.code)
 
 
-def refuse_runs(names: dict[str, Any], admission: Admission, fail: Callable[..., None]) -> None:
+def refuse_runs(names: dict[str, Any], admission: Admission, fail: Callable[..., None], known: dict[int, Any] | None = None) -> None:
     """Change Flower's main loop of a SuperNode so that every message is checked before it is taken in.
 
     Args:
         names: The globals of the module with the main loop.
         admission: Decides on runs.
         fail: Answers the messages of a run with an error: ``supernode.fail``.
+        known: Gets Flower's record of the last run that was asked for, by its id, also where the run is refused.
     """
     take_in = names["_pull_and_store_message"]
 
@@ -116,6 +117,9 @@ def refuse_runs(names: dict[str, Any], admission: Admission, fail: Callable[...,
                 return None
             run_id = received[0].metadata.run_id
             run = get_run(run_id)
+            if known is not None:
+                known.clear()  # a SuperNode works on one message at a time
+                known[run_id] = run
             decision = admission.decide(run_id, run, lambda: package(run_id, run))
             if decision.refusal:
                 told[:] = received[0], decision.refusal

@@ -418,6 +418,10 @@ class Record:
         site_module("audit").append(self._folder, {**self._about, **entry})
 
 
+class CannotUnpack(Exception):
+    """Signal that Flower cannot unpack the app of a run."""
+
+
 def unpack(site: Site, request: Request, fab: bytes, code: str) -> None:
     """Unpack an app, unless its folder exists. The folder appears when it is complete, or not at all.
 
@@ -426,13 +430,22 @@ def unpack(site: Site, request: Request, fab: bytes, code: str) -> None:
         request: The message that brings the app.
         fab: The archive of the app.
         code: The policy's ``allow_code``; with ``installed`` nothing is unpacked.
+
+    Raises:
+        CannotUnpack: The archive is damaged, or is no app of Flower's.
     """
     folder = site.app_folder(request)
     if code == "installed" or folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as made:
-        find("install_from_fab")(fab, flwr_dir=Path(made), skip_prompt=True)
+        try:
+            find("install_from_fab")(fab, flwr_dir=Path(made), skip_prompt=True)
+        except Exception as error:  # Flower's `Exit` has no words, and zipfile and tomllib may raise anything
+            raise CannotUnpack(
+                f"this site cannot unpack the app of the run ({str(error) or 'Flower refuses its files'}): its clientapp.log has what "
+                "Flower printed. Pack and submit the app anew"
+            ) from error
         with suppress(OSError):  # another message has unpacked the same app meanwhile
             shutil.move(str(Path(made) / "apps" / folder.name), folder)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from fl_bn_site.audit_check import Findings
     from fl_bn_site.audit_report import Report
+    from fl_bn_site.folders import SiteFolder
 
 SHOWN = 10  # the most answers in the table of those that did not leave
 
@@ -41,32 +44,36 @@ def audit(
     from fl_bn_site.audit import AuditError
     from fl_bn_site.audit_check import check, is_log
     from fl_bn_site.audit_check import forget as forget_until
-    from fl_bn_site.audit_report import Filter, chosen, report_of
+    from fl_bn_site.audit_report import Filter, in_time, report_of
     from fl_bn_site.folders import FolderError, SiteFolder
 
     try:
         which = Filter.of(run, rounds, message, since)
-        log = folder if is_log(folder) else SiteFolder.read(folder).audit_log
-        if not log.is_dir():
+        site = None if is_log(folder) else SiteFolder.read(folder)
+        logs = [folder] if site is None else _readable(site)
+        if site is not None and not logs:
             raise FolderError(
-                f"{log} is not there: this site has sent no answer yet, or its audit log is elsewhere (audit in {SiteFolder.file})"
+                f"{site.audit_log} is not there: this site has sent no answer yet, or its audit log is elsewhere (audit in "
+                f"{SiteFolder.file})"
             )
         if forget:
             until = Filter.of(since=forget).since
             assert until is not None
-            files, through = forget_until(log, until)
-            typer.echo(
-                f"{files} files were removed, with the lines up to {through}; the last line of the log says so"
-                if files
-                else "no file is that old"
-            )
+            for log in logs:
+                files, through = forget_until(log, until)
+                of = f"{log}: " if len(logs) > 1 else ""
+                typer.echo(
+                    f"{of}{files} files were removed, with the lines up to {through}; the last line of the log says so"
+                    if files
+                    else f"{of}no file is that old"
+                )
             return
-        found = check(log)
+        found = {log: check(log) for log in logs}
         if lines:
-            for entry in chosen(log, which):
+            for entry in in_time(logs, which):
                 typer.echo(json.dumps(entry, ensure_ascii=False))
         else:
-            report = report_of(chosen(log, which))
+            report = report_of(in_time(logs, which))
             if as_json or as_csv:
                 typer.echo(report.to_json() if as_json else report.to_csv().rstrip("\n"))
             else:
@@ -75,14 +82,28 @@ def audit(
                 wide_console().print(tables_of(report, found))
     except (FolderError, AuditError, OSError, ValueError) as error:
         raise refused(error, 2) from error
-    for fault in found.faults:
-        typer.echo(f"the log is not whole: {fault}", err=True)
-    if found.faults:
+    faults = [f"the log{f' in {log}' if len(logs) > 1 else ''} is not whole: {fault}" for log in logs for fault in found[log].faults]
+    for fault in faults:
+        typer.echo(fault, err=True)
+    if faults:
         raise typer.Exit(1)
 
 
-def tables_of(report: Report, found: Findings) -> Group:
-    """Return a table of the totals, a table of the answers that did not leave, and the hash to note elsewhere."""
+def _readable(site: SiteFolder) -> list[Path]:
+    """Return the folders of a site's logs. Say of the SuperNode's own log that this user may not read it, if so."""
+    logs = site.audit_logs()
+    if site.node_audit_log in logs and not os.access(site.node_audit_log, os.R_OK | os.X_OK):
+        logs.remove(site.node_audit_log)
+        typer.echo(
+            f"the SuperNode's own log, {site.node_audit_log}, is not shown, since this user may not read it: ask root, or the user of the "
+            "SuperNode",
+            err=True,
+        )
+    return logs
+
+
+def tables_of(report: Report, found: Mapping[Path, Findings]) -> Group:
+    """Return a table of the totals, a table of the answers that did not leave, and the hashes to note elsewhere."""
     from rich.console import Group
     from rich.markup import escape
     from rich.table import Table
@@ -116,6 +137,9 @@ def tables_of(report: Report, found: Findings) -> Group:
         f"{report.lines} line{'s' * (report.lines != 1)}; as messages of Flower {report.message_bytes:,} bytes, "
         "without the frames of gRPC and TLS",
         *([f"and {more} more that did not leave: --lines shows all"] if more > 0 else []),
-        f"to note elsewhere: line {found.lines} has the hash {found.head}",
+        *(
+            f"to note elsewhere{f', of {log}' if len(found) > 1 else ''}: line {one.lines} has the hash {one.head}"
+            for log, one in found.items()
+        ),
     ]
     return Group(*([sent] if sent.row_count else []), *([kept] if kept.row_count else []), *map(escape, ended))

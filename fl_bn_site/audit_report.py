@@ -6,9 +6,10 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from heapq import merge
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,15 @@ def chosen(folder: Path, which: Filter) -> Iterator[dict[str, Any]]:
     for line in lines_in(folder):
         if line.values is not None and which.keeps(line.values):
             yield line.values
+
+
+def in_time(folders: Sequence[Path], which: Filter) -> Iterator[dict[str, Any]]:
+    """Yield the fields of the lines of several logs that ``which`` chooses, in the order of their times.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    return merge(*(chosen(folder, which) for folder in folders), key=lambda entry: str(entry["time"]))
 
 
 def report_of(entries: Iterable[Mapping[str, Any]]) -> Report:

@@ -262,7 +262,7 @@ def submit(
     _carry_out(lambda: run(_server(folder), run_config, control, _say, parallel, key, own))
 
 
-def resume(folder: Path, name: str, control: str, key: Path | None = None) -> None:
+def resume(folder: Path, name: str, control: str, key: Path | None = None, own: Path | None = None) -> None:
     """Resume a deployed run, and show its log, as ``submit`` does.
 
     Args:
@@ -270,10 +270,11 @@ def resume(folder: Path, name: str, control: str, key: Path | None = None) -> No
         name: The name of the run; empty: the run with the newest checkpoint.
         control: The address of the Control API; empty: the one in server.toml.
         key: The submitter's key, which signs the run anew; None: see ``submitters.key_file``.
+        own: The folder of modules that the run was submitted with; None: it had none.
     """
     from fl_bn_site.submit import resume as run
 
-    _carry_out(lambda: run(_server(folder), name, control, _say, key=key))
+    _carry_out(lambda: run(_server(folder), name, control, _say, key=key, own=own))
 
 
 def _say(line: str) -> None:
@@ -303,7 +304,7 @@ def runs(
 ) -> None:
     """List the runs of a server: id, name, state, round, start, seconds and by whom. Waiting runs come first."""
     from fl_bn_site.runs import list_runs, to_json
-    from fl_bn_site.tables import table_of_runs, wide_console
+    from fl_bn_site.tables import notes_of, table_of_runs, wide_console
 
     with _refusals():
         current = list_runs(_server(folder), control)
@@ -311,6 +312,8 @@ def runs(
         typer.echo(to_json(current))
         return
     wide_console().print(table_of_runs(current))
+    for note in notes_of(current):
+        typer.echo(note)
 
 
 def abort(folder: ServerArgument, run: RunArgument, control: ControlOption = "") -> None:

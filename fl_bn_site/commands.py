@@ -192,7 +192,7 @@ def supernode(site: SiteFolder) -> Command:
         "could not be activated": "the server still counts this site as connected, as it does for a minute after a crash. The SuperNode "
         "tries again; if this line keeps coming, another machine uses this site's key",
     }
-    own = {"--poll-seconds": site.poll_seconds, "--policy": site.policy, "--accepted": site.accepted}
+    own = {"--poll-seconds": site.poll_seconds, "--policy": site.policy, "--accepted": site.accepted, "--audit": site.node_audit_log}
     flower = (sys.executable, "-P", str(SUPERNODE), *_flat(own))
     argv = (sys.executable, "-I", "-S", str(WATCHED), *flower, *_flat(options))
     return Command("supernode", argv, _environment(site.node_dir), site.path, hints=hints, reads=(site.private_key, site.root_certificates))

@@ -299,6 +299,25 @@ class SiteFolder(Folder):
         return self.path / "node"
 
     @property
+    def node_audit_log(self) -> Path:
+        """Return the folder of the SuperNode's own audit log, which has the errors that the SuperNode itself sent."""
+        return self.node_dir / "audit"
+
+    def audit_logs(self) -> list[Path]:
+        """Return the folders of the logs that are there: that of the ClientApp, and the SuperNode's own.
+
+        A folder counts as there, too, where this user may not look for it: reading it then raises PermissionError.
+        """
+
+        def there(folder: Path) -> bool:
+            try:
+                return folder.is_dir()
+            except PermissionError:
+                return True
+
+        return [folder for folder in (self.audit_log, self.node_audit_log) if there(folder)]
+
+    @property
     def accepted(self) -> Path:
         """Return the folder in which the SuperNode records which run came with which signature."""
         return self.node_dir / "accepted"

@@ -66,18 +66,18 @@ def about(message: Any, run_config: Mapping[str, Any], code: str, submitter: str
     if message.has_content():
         records = message.content.config_records
         header, config = dict(records.get(HEADER, {})), dict(records.get(f"{OURS}config", {}))
-    name = str(config.get("run", "")).rpartition("/")[0] or run_config.get("name") or None
+    name = run_config.get("name") or str(config.get("run", "")).rpartition("/")[0] or None  # a strategy of an own app knows no name
     round = header.get("round", int(asks.group_id) if asks.group_id.isdecimal() else None)
     method = header.get("method") or run_config.get("method")
     return {
         "run": str(asks.run_id),
-        "name": _text(name),
+        "name": text(name),
         "submitter": submitter,
         "code": code,
-        "message": _text(asks.message_type),
+        "message": text(asks.message_type),
         "id": asks.message_id,
         "round": round if isinstance(round, int) else None,
-        "method": _text(method),
+        "method": text(method),
     }
 
 
@@ -96,7 +96,7 @@ def answered(kind: str, reply: Any, refusal: str = "") -> dict[str, Any]:
         **totals_of(sections),
         "message-bytes": message_bytes(reply),
         "decision": decision,
-        "reason": _text(reply.error.reason or "") if reply.has_error() else "",
+        "reason": text(reply.error.reason or "") if reply.has_error() else "",
     }
 
 
@@ -239,7 +239,8 @@ def _together_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for record in (*own, metrics.get(METRICS, {})) for name, value in record.items()}
 
 
-def _text(value: object) -> str | None:
+def text(value: object) -> str | None:
+    """Return a value as text for the log: shortened, and without line breaks; None for None."""
     return None if value is None else "".join(c if c.isprintable() else "?" for c in str(value)[:LONGEST_TEXT])
 
 

@@ -11,6 +11,8 @@ from fl_bn.support.names import unknown
 from fl_bn_site.project import OF_RUN
 from fl_bn_site.submitters import Package
 
+ROUNDS = "num-server-rounds"  # the key of Flower's own apps for the number of rounds
+
 
 def own_config(package: Package, overrides: str, now: datetime) -> tuple[dict[str, Scalar], bool]:
     """Return the run config of a user's own app, with a name, and whether this function made the name.
@@ -31,6 +33,8 @@ def own_config(package: Package, overrides: str, now: datetime) -> tuple[dict[st
         kind = type(defaults[name])
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise ConfigError(f"{name} must be of type {kind.__name__}, as in the app's pyproject.toml, but got {value!r}")
+    if type(defaults.get(ROUNDS)) is int:
+        given = {ROUNDS: defaults[ROUNDS]} | given  # so that `fl-bn status` knows how many rounds are planned
     if given.get("name"):
         return given, False
     return {**given, "name": f"{now:%Y%m%d-%H%M%S}-{package.project}"}, True

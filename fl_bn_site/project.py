@@ -13,11 +13,16 @@ from pathlib import Path
 import tomli_w
 
 from fl_bn.support.commit import COMMIT, commit_of
+from fl_bn.support.flower_config import Scalar
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.signing import KEY
 
 PYPROJECT = "pyproject.toml"
-OF_RUN = ("name", "client-nodes", "client-names", KEY)  # keys that fl-bn fills in for every run
+OF_RUN: dict[str, Scalar] = {  # keys that fl-bn fills in for every run of a user's own app, with their empty values
+    **dict.fromkeys(("name", "client-nodes", "client-names", KEY, "output"), ""),
+    **{"exchange-host": "", "exchange-port": 0, "exchange-join-timeout": 0.0},
+    **dict.fromkeys(("exchange-certificate", "exchange-key", "exchange-authority"), ""),
+}
 SENT = {".py", ".toml", ".md"}  # the kinds of files that Flower sends
 APART = ("pyvenv.cfg", "server/server.toml", "server.toml", "site.toml")  # files that only an environment or a folder of a kit has
 
@@ -87,7 +92,7 @@ def _complete(app: Path, source: Path) -> None:
                 f"{source / PYPROJECT}: [tool.flwr.app.components] must name a {part} in this folder, as package.module:app, but got "
                 f"{components.get(part)!r}"
             )
-    flower["config"] = dict.fromkeys(OF_RUN, "") | flower.get("config", {})
+    flower["config"] = OF_RUN | flower.get("config", {})
     file.write_text(tomli_w.dumps(values), encoding="utf-8")
 
 

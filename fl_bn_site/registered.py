@@ -17,6 +17,9 @@ import grpc
 from fl_bn.support.loopback import direct
 from fl_bn_site.commands import COMPAT
 
+OURS = "fl-bn/fl-bn"  # the id of fl-bn's own app
+OF_OUR_APP = ("clients", "checkpoint-every")  # keys that `fl-bn submit` fills in for fl-bn's own app, whatever its id
+
 
 @dataclass(frozen=True)
 class Node:
@@ -48,6 +51,7 @@ class Submitted:
         started: When the run began; None: it has not begun.
         nbytes: The bytes received from the sites, and sent to them, so far.
         code: The SHA-256 of the app that the sites receive.
+        app: The id of the app, PUBLISHER/NAME; empty: not known.
     """
 
     id: int
@@ -58,6 +62,12 @@ class Submitted:
     started: datetime | None = None
     nbytes: tuple[int, int] = (0, 0)
     code: str = ""
+    app: str = ""
+
+    @property
+    def own(self) -> bool:
+        """Return whether the run is of a user's own Flower app, and not of fl-bn's."""
+        return self.app not in ("", OURS) and not all(key in self.config for key in OF_OUR_APP)
 
 
 def registered_nodes(address: str, authority: bytes, timeout: float = 30.0) -> list[Node]:
@@ -106,6 +116,7 @@ def submitted_runs(address: str, authority: bytes, timeout: float = 30.0) -> lis
             _time(run.running_at),
             (run.bytes_recv, run.bytes_sent),
             run.fab_hash,
+            run.fab_id,
         )
         for run in answer.run_dict.values()
     ]

@@ -11,14 +11,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fl_bn.support.flower_config import Scalar
+from fl_bn.support.flower_config import PROGRESS, Scalar
 from fl_bn_site.control import Control, control_of
 from fl_bn_site.folders import ServerFolder
+from fl_bn_site.own_config import ROUNDS
 from fl_bn_site.queue import Queue
 from fl_bn_site.queue_store import STARTED, STARTING, WAITING, run_name
 from fl_bn_site.registered import Submitted
 
 ACTIVE = ("pending", "starting", "running")
+NOT_TOLD = "its app has told no rounds: only the strategies of fl_bn.flower tell them"
+NOT_RESUMED = "it ended early; a run of an own Flower app is not resumed, so submit it again"
 
 
 class NoSuchRun(ValueError):
@@ -40,13 +43,14 @@ class RunLine:
             ``resumed``: it ended early, and a later run went on with its folder; ``refused`` or ``dropped``: it
             never began.
         round: The number of the last complete round; 0: none is complete; None: not known, since a later run went on
-            with the folder.
+            with the folder, or the run is of an own app that does not tell its rounds.
         rounds: The number of rounds of the whole run; 0: it is not known yet.
         start: When the run started, or was submitted if it has not started, in ISO 8601.
         seconds: The seconds that the run took, or has taken so far; None: it waits in the queue.
         submitter: Who submitted the run: USER@HOST; empty: not known.
         code: The SHA-256 of the app that the sites receive; empty: they received none yet.
         why: Why the run was refused, or who took it out of the queue.
+        note: What there is to know about the run of an own app; empty: nothing.
     """
 
     id: str
@@ -59,6 +63,7 @@ class RunLine:
     submitter: str = ""
     code: str = ""
     why: str = ""
+    note: str = ""
 
 
 def list_runs(server: ServerFolder, address: str = "") -> list[RunLine]:
@@ -92,6 +97,8 @@ def went_on(runs: Sequence[Submitted]) -> set[int]:
     """Return the ids of the runs that a later run resumed. ``runs`` has the newest run first."""
     seen, found = set[str](), set[int]()
     for run in runs:
+        if run.own:  # it is never resumed
+            continue
         if (name := run_name(run)) in seen:
             found.add(run.id)
         elif name:
@@ -126,7 +133,7 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
         control.stop(str(run.id))
     from fl_bn_site.submit import how_to_go_on  # imported here, since it imports torch: the run is stopped before that
 
-    return f"{run_name(run) or name} is stopped; {how_to_go_on(server, run_name(run))}"
+    return f"{run_name(run) or name} is stopped; {how_to_go_on(server, run_name(run), run.own)}"
 
 
 def fetch(server: ServerFolder, name: str, destination: Path | None, address: str = "") -> str:
@@ -151,6 +158,11 @@ def fetch(server: ServerFolder, name: str, destination: Path | None, address: st
     if not (source / "config.toml").exists():
         with control_of(server, address) as control:
             run = _find(server, name, control)
+        if run.own:
+            raise NotHere(
+                f"{name} is a run of a Flower app of your own, so fl-bn has no results of it: they are where the app wrote them. It ran in "
+                f"{server.results.parent} on the server's machine"
+            )
         source = folder_of(server, run.config, run_name(run))
     if not (source / "config.toml").exists():
         raise NotHere(f"{source} is not on this machine: use `fl-bn fetch` on the server's machine, or copy it from there, e.g. by scp -r")
@@ -188,9 +200,13 @@ def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Pat
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of ``rounds.jsonl`` in the folder of a run, one per round; empty: there is no such file.
 
-    An incomplete last line, which a running run is writing, is left out.
+    Where there is none, the rows are those that an own app has told. An incomplete last line, which a running run is
+    writing, is left out.
     """
-    file = folder / "rounds.jsonl"
+    return _lines(folder / "rounds.jsonl") or [row for row in _lines(folder / PROGRESS) if row["round"]]
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -200,13 +216,31 @@ def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
 
     Args:
         server: The server's folder.
-        config: The keys of the run config that the user gave. Where ``rounds`` is not among them, the config.toml
-            in the folder of the run is read.
+        config: The keys of the run config that the user gave. The number that an own app has told comes first, then
+            ``rounds`` and ``num-server-rounds`` among the keys, then ``rounds`` in the config.toml of the run's folder.
     """
-    if rounds := int(config.get("rounds", 0)):
-        return rounds
-    file = folder_of(server, config, str(config.get("resume") or config.get("name") or "")) / "config.toml"
+    folder = folder_of(server, config, str(config.get("resume") or config.get("name") or ""))
+    told = [int(row["rounds"]) for row in _lines(folder / PROGRESS)[-1:]]
+    planned = [value for key in ("rounds", ROUNDS) if type(value := config.get(key)) is int and value > 0]
+    if known := [number for number in (*told, *planned) if number]:
+        return known[0]
+    file = folder / "config.toml"
     return int(tomllib.loads(file.read_text(encoding="utf-8")).get("rounds", 0)) if file.exists() else 0
+
+
+def about_own(server: ServerFolder, run: Submitted) -> tuple[bool, str]:
+    """Return whether a run tells how many rounds are done, and a note on the run of an own app.
+
+    Args:
+        server: The server's folder.
+        run: The run, as the SuperLink describes it.
+    """
+    if not run.own:
+        return True, ""
+    begun = run.status == "running" or run.status.startswith("finished")
+    tells = not begun or (folder_of(server, run.config, run_name(run)) / PROGRESS).exists()
+    early = run.status.startswith("finished") and run.status != "finished:completed"
+    return tells, "; ".join(note for note, holds in ((NOT_TOLD, not tells), (NOT_RESUMED, early)) if holds)
 
 
 def to_json(runs: list[RunLine]) -> str:
@@ -226,18 +260,20 @@ def _copy_if_there(source: str, target: str) -> None:
 def _run_line(server: ServerFolder, run: Submitted, submitter: str, resumed: bool) -> RunLine:
     name, state = run_name(run), run.status.removeprefix("finished:")
     rows = rows_of(folder_of(server, run.config, name)) if name and not resumed else []
+    tells, note = about_own(server, run)
     start = run.started or run.submitted
     end = run.ended or datetime.now().astimezone()
     return RunLine(
         str(run.id),
         name,
         "resumed" if resumed and run.status.startswith("finished") else state,
-        None if resumed else rows[-1]["round"] if rows else 0,
+        None if resumed or not tells else rows[-1]["round"] if rows else 0,
         rounds_of(server, run.config),
         start.astimezone().isoformat(timespec="seconds") if start else "",
         round((end - start).total_seconds(), 1) if start else None,
         submitter,
         run.code,
+        note=note,
     )
 
 

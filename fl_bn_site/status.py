@@ -19,7 +19,7 @@ from fl_bn_site.membership import days_left
 from fl_bn_site.queue import Queue
 from fl_bn_site.queue_store import QueuedRun, run_name
 from fl_bn_site.registered import Submitted
-from fl_bn_site.runs import folder_of, rounds_of, rows_of, went_on
+from fl_bn_site.runs import about_own, folder_of, rounds_of, rows_of, went_on
 
 LAST = 5  # the number of ended runs that are shown
 
@@ -50,7 +50,8 @@ class RunStatus:
         name: The name of the run's folder.
         status: ``waiting`` or ``starting`` for a run in the queue, else Flower's status; ``finished:resumed``: the run
             ended early, and a later run went on with its folder.
-        round: The number of the last complete round; 0: none is complete; None: not known, since a later run went on.
+        round: The number of the last complete round; 0: none is complete; None: not known, since a later run went on, or
+            the run is of an own app that does not tell its rounds.
         rounds: The number of rounds of the whole run; 0: it is not known yet.
         accepted: How many replies were used in the last round; None: no round is complete.
         cohort: How many clients took part in the last round; None: no round is complete.
@@ -62,6 +63,7 @@ class RunStatus:
         refused: For each site whose reply was not used in the last round, its name and the reason.
         received: The bytes received from the sites.
         sent: The bytes sent to the sites.
+        note: What there is to know about the run of an own app; empty: nothing.
     """
 
     id: int
@@ -79,6 +81,7 @@ class RunStatus:
     refused: dict[str, str] = field(default_factory=dict)
     received: int = 0
     sent: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,11 +154,11 @@ def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str], 
     """
     name = run_name(run)
     rows = rows_of(folder_of(server, run.config, name)) if name and not resumed else []
-    rounds = rounds_of(server, run.config)
+    rounds, (tells, note) = rounds_of(server, run.config), about_own(server, run)
     last: dict[str, Any] = rows[-1] if rows else {}
     pace = [float(row["seconds"]) for row in rows[-5:]]
     seconds = sum(pace) / len(pace) if pace else None
-    left = None if seconds is None or run.status.startswith("finished") else max(0, rounds - last["round"]) * seconds
+    left = None if seconds is None or not rounds or run.status.startswith("finished") else max(0, rounds - last["round"]) * seconds
     names = [part for part in str(run.config.get("client-names", "")).split(",") if part]
     nodes = [int(part) for part in str(run.config.get("client-nodes", "")).split(",") if part]
     client_names = ClientNames(tuple(names or [site_of_node.get(node, "") for node in nodes]), tuple(nodes))
@@ -166,7 +169,7 @@ def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str], 
         run.id,
         name,
         "finished:resumed" if resumed and run.status.startswith("finished") else run.status,
-        None if resumed else last.get("round", 0),
+        None if resumed or not tells else last.get("round", 0),
         rounds,
         last.get("accepted"),
         last.get("cohort"),
@@ -177,4 +180,5 @@ def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str], 
         left,
         {client_names.site(row["client"]) or client_names.client(row["client"]): str(row["refused"]) for row in unused_rows},
         *run.nbytes,
+        note,
     )

@@ -9,19 +9,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fl_bn.run.checkpoints import FOLDER
+from fl_bn.run.checkpoints import CONFIG, FOLDER
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.resume import config_to_resume
 from fl_bn.run.usage import Usage
-from fl_bn.support.flower_config import Scalar, flower_config
+from fl_bn.support.flower_config import PROGRESS, Scalar, flower_config
 from fl_bn_site.control import SILENCE, Control, ControlError, control_of
 from fl_bn_site.folders import FolderError, ServerFolder
 from fl_bn_site.membership import check_expiry
 from fl_bn_site.own_config import own_config
 from fl_bn_site.project import build
 from fl_bn_site.queue import Queue
-from fl_bn_site.queue_store import DROPPED, REFUSED, STARTED, NoQueue, QueuedRun, QueueError
+from fl_bn_site.queue_store import DROPPED, REFUSED, STARTED, NoQueue, QueuedRun, QueueError, run_name
 from fl_bn_site.signing import KEY
 from fl_bn_site.submitters import VARIABLE, Package, key_file, read_key, read_signed, write_signed
 
@@ -95,7 +95,7 @@ def submit(
     """
     package = _package(server, key, say, own)
     given, fresh = _named(server, overrides, package)
-    return _carry_out(server, given, address, say, parallel, fresh, package)
+    return _carry_out(server, given, address, say, parallel, fresh, package, own)
 
 
 def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None = None, own: Path | None = None) -> str:
@@ -175,7 +175,15 @@ def _package(server: ServerFolder, key: Path | None, say: Say, own: Path | None 
     return Package(build(server, own), read_key(file) if file else None)
 
 
-def resume(server: ServerFolder, name: str, address: str = "", say: Say = print, parallel: int = 0, key: Path | None = None) -> bool:
+def resume(
+    server: ServerFolder,
+    name: str,
+    address: str = "",
+    say: Say = print,
+    parallel: int = 0,
+    key: Path | None = None,
+    own: Path | None = None,
+) -> bool:
     """Resume a run from its last checkpoint, with the run config in its folder. It waits and shows its log as in ``submit``.
 
     Args:
@@ -186,30 +194,61 @@ def resume(server: ServerFolder, name: str, address: str = "", say: Say = print,
         parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
             server.toml.
         key: The submitter's key, which signs the run anew; None: see ``submitters.key_file``.
+        own: The folder of the user's own modules that the run was submitted with; None: it had none.
 
     Returns:
         Whether the run completed.
 
     Raises:
-        ConfigError: There is no run to resume.
+        ConfigError: There is no run to resume, or it is of a Flower app of the user's own.
         FolderError: A file of the kit or of the project is wrong.
         ControlError: The SuperLink does not answer, or refuses the run.
         QueueError: The queue cannot be written.
     """
     name = name or _newest(server)
+    if _is_of_own_app(server, name, address):
+        raise ConfigError(f"{name} cannot be resumed: {AGAIN}")
     config = config_to_resume(server.results / name, deployed=True)
     given = {key: value for key, value in config.to_mapping().items() if key not in OF_FOLDER}
     if not given["client-names"]:
         del given["client-names"]
-    return _carry_out(server, _with_defaults(server, given), address, say, parallel, False, _package(server, key, say))
+    package = _package(server, key, say, own)
+    if _is_own(package):
+        raise ConfigError(f"--app {own} is a Flower app, but {name} is a run of fl-bn's own app: give the folder of modules, or none")
+    return _carry_out(server, _with_defaults(server, given), address, say, parallel, False, package, own)
 
 
-def how_to_go_on(server: ServerFolder, name: str) -> str:
-    """Return, in words, what to do after the run ``name`` has ended early: the command that resumes it or begins it anew."""
+def _is_of_own_app(server: ServerFolder, name: str, address: str) -> bool:
+    """Return whether a run without a config.toml is of a Flower app of the user's own, as far as the SuperLink tells."""
+    if (server.results / name / CONFIG).exists():
+        return False
+    try:
+        with control_of(server, address) as control:
+            return any(run.own for run in control.runs() if name in (run_name(run), str(run.id)))
+    except ControlError:
+        return (server.results / name / PROGRESS).exists()
+
+
+AGAIN = "a run of a Flower app of your own is not resumed by fl-bn after an early end, so submit it again"
+
+
+def how_to_go_on(server: ServerFolder, name: str, own: bool = False, modules: Path | None = None) -> str:
+    """Return, in words, what to do after a run has ended early: the command that resumes it or begins it anew.
+
+    Args:
+        server: The server's folder.
+        name: The name of the run.
+        own: Whether the run is of a Flower app of the user's own.
+        modules: The folder of modules that was submitted with the run; None: none, or not known.
+    """
+    if own:
+        again = f"fl-bn submit {shlex.quote(str(server.path))} --app FOLDER"
+        return f"server/logs/serverapp.log says why it ended; {AGAIN}: {again}"
     run = server.results / name
     rounds = sorted(int(path.stem.removeprefix("round-")) for path in (run / FOLDER).glob("round-*.safetensors"))
     if rounds:
-        return f"resume it from round {rounds[-1]}: fl-bn resume {shlex.quote(str(server.path))} {name}"
+        with_them = f" --app {shlex.quote(str(modules))}" if modules else ""
+        return f"resume it from round {rounds[-1]}: fl-bn resume {shlex.quote(str(server.path))} {name}{with_them}"
     where = f"server/logs/serverapp.log and {run} say why" if run.exists() else "server/logs/serverapp.log says why"
     return f'it has no checkpoint to resume from ({where}); begin it anew: fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
 
@@ -247,7 +286,14 @@ def _newest(server: ServerFolder) -> str:
 
 
 def _carry_out(
-    server: ServerFolder, given: Mapping[str, Any], address: str, say: Say, parallel: int, rename: bool, package: Package
+    server: ServerFolder,
+    given: Mapping[str, Any],
+    address: str,
+    say: Say,
+    parallel: int,
+    rename: bool,
+    package: Package,
+    modules: Path | None = None,
 ) -> bool:
     name = str(given.get("resume") or given["name"])
     if warning := check_expiry(server):
@@ -266,6 +312,9 @@ def _carry_out(
                 return False
         sites = ", ".join(queue.sites(queue.complete_config(given)))
         say(f"run {run} is submitted to {control.address} as {name}{f', for sites {sites}' if sites else ''}")
+        own = _is_own(package)
+        if own:
+            say(f"where it is interrupted: {AGAIN}")
         try:
             status = _follow(control, run, say)
         except KeyboardInterrupt:
@@ -274,7 +323,7 @@ def _carry_out(
             raise
     say(f"run {run}: {status}")
     if status != COMPLETED:
-        say(how_to_go_on(server, name))
+        say(how_to_go_on(server, name, own, modules))
     return status == COMPLETED
 
 

@@ -1,7 +1,7 @@
 """Run Flower 1.25's ``flower-supernode`` so that it asks for messages more often, and answers for processes that died.
 
-Usage: ``python -P supernode.py --poll-seconds S [--policy FILE --accepted FOLDER] ARGUMENT...``. Flower's SuperNode
-asks the server for messages every 3 s, looks for the answer of its app every 0.5 s, and waits 1 s for a tensor that
+Usage: ``python -P supernode.py --poll-seconds S [--policy FILE --accepted FOLDER] [--audit FOLDER] ARGUMENT...``.
+Flower's SuperNode asks the server for messages every 3 s, looks for the answer of its app every 0.5 s, and waits 1 s for a tensor that
 has not arrived. Here it asks every S seconds while messages come, and every 3 s again after a minute without any. The
 two other waits are 0.1 s.
 
@@ -16,10 +16,13 @@ server, and the round waits until its deadline. Here the message gets an error r
 A reply is sent to the server only when all of it has arrived. Otherwise, a process that dies while it sends a reply
 would leave a part of it, and the SuperNode would wait for the rest for ever.
 
-With ``--policy``, each message is checked by the site's policy before it is taken in (``admission.py``).
+Where Flower cannot open the app of a run, Flower 1.25 ends. Here the messages of that run get an error as their answer.
 
-This file is run by its path, and runs ``compat``, ``endings`` and ``admission`` by theirs, since the package around
-them would import torch.
+With ``--policy``, each message is checked by the site's policy before it is taken in (``admission.py``). With
+``--audit``, each error that the SuperNode itself makes is a line of its own audit log (``node_audit.py``).
+
+This file is run by its path, and runs ``compat``, ``endings``, ``admission`` and ``node_audit`` by theirs, since the
+package around them would import torch.
 """
 
 import argparse
@@ -28,9 +31,12 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import grpc
 
 ASKING = 3.0  # seconds that Flower sleeps between two questions to the server; it sleeps less only while its app works
 IDLE = 60.0  # seconds without a message after which the pause is Flower's again
@@ -38,6 +44,7 @@ SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for a 
 ABSENT = 15.0  # seconds without a question for work after which the program that runs ClientApps counts as gone
 NOT_LET_IN = "generator didn't yield"  # Flower's last error where the server refuses this site; the log has the reason before it
 SILENT = "its process sent no sign of life for a minute, or for the first half of one"
+UNREADABLE = "this site cannot open the app of the run ({}): pack and submit it anew"
 NOBODY = f"the program that runs its ClientApps has not asked for work for {ABSENT:.0f} s: look at the site's clientapp"
 
 compat = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))
@@ -73,7 +80,7 @@ class PollingTime:
 # Processes that ended
 
 
-def fail(state: Any, run: int, why: str, refused: bool = False) -> None:
+def fail(state: Any, run: int, why: str, refused: bool = False, unreadable: bool = False) -> None:
     """Answer with an error all messages of a run that are in the SuperNode, in place of the process that worked on them.
 
     Args:
@@ -81,11 +88,13 @@ def fail(state: Any, run: int, why: str, refused: bool = False) -> None:
         run: Flower's id of the run.
         why: The reason that the server is told.
         refused: Whether the site's policy refuses the run, so that the server does not ask again.
+        unreadable: Whether the app of the run cannot be opened, so that the server does not ask again.
     """
     from flwr.app import Error, Message
 
     codes = find("ErrorCode")
-    error = Error(codes.CLIENT_APP_RAISED_EXCEPTION, REFUSED.format(why)) if refused else Error(codes.CLIENT_APP_CRASHED, why)
+    code = codes.LOAD_CLIENT_APP_EXCEPTION if unreadable else codes.CLIENT_APP_CRASHED
+    error = Error(codes.CLIENT_APP_RAISED_EXCEPTION, REFUSED.format(why)) if refused else Error(code, why)
 
     insert = find("start_client_internal").__globals__["_insert_message"]
     with state.lock_msg_store:
@@ -157,6 +166,37 @@ def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
     servicer.ListAppsToLaunch, servicer.SendAppHeartbeat = asked_for_work, heartbeat
 
 
+def answer_for_the_unreadable(names: dict[str, Any]) -> None:
+    """Change Flower's main loop so that it goes on where the app of a run cannot be opened, and answers with an error.
+
+    Args:
+        names: The globals of the module with the main loop.
+    """
+    take_in = names["_pull_and_store_message"]
+
+    def guarded(**of: Any) -> int | None:
+        received: list[Any] = []
+
+        def receive() -> Any:
+            received[:] = [of["receive"]()]
+            return received[0]
+
+        try:
+            taken: int | None = take_in(**of | {"receive": receive})
+        except Exception as error:  # a package is bytes from elsewhere: zipfile, tomllib and Flower may raise anything
+            if not received or received[0] is None or isinstance(error, grpc.RpcError):
+                raise
+            message = received[0][0]
+            taken = message.metadata.run_id
+            of["state"].store_message(message)
+            fail(of["state"], taken, UNREADABLE.format(f"{type(error).__name__}: {error}"), unreadable=True)
+            with suppress(grpc.RpcError):  # the error is sent to the server nevertheless
+                of["confirm_message_received"](taken, message.metadata.message_id)
+        return taken
+
+    names["_pull_and_store_message"] = guarded
+
+
 def _runs(state: Any) -> set[int]:
     with state.lock_msg_store:
         return {entry.message.metadata.run_id for entry in state.msg_store.values()}
@@ -195,6 +235,7 @@ def own_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--poll-seconds", type=float, default=ASKING)
     parser.add_argument("--policy", type=Path)
     parser.add_argument("--accepted", type=Path)
+    parser.add_argument("--audit", type=Path)
     return parser.parse_known_args(words)
 
 
@@ -209,11 +250,16 @@ def main() -> None:
     names["time"] = PollingTime(own.poll_seconds)
     names["pull_objects"] = partial(names["pull_objects"], initial_backoff=SHORTEST)
     answer_for_the_dead(find("InMemoryNodeState"), find("ClientAppIoServicer"))
+    known: dict[int, Any] = {}  # run id -> Flower's record of the run, also of those that are refused
+    if own.audit:
+        node_audit = runpy.run_path(str(Path(__file__).with_name("node_audit.py")))
+        node_audit["write_errors"](names, own.audit.absolute(), lambda state, run: state.get_run(run) or known.get(run))
     if own.policy:
         if not own.accepted:
             sys.exit("--policy needs --accepted, a folder that remembers which runs came")
         admission = runpy.run_path(str(Path(__file__).with_name("admission.py")))
-        admission["refuse_runs"](names, admission["Admission"](own.policy, own.accepted), partial(fail, refused=True))
+        admission["refuse_runs"](names, admission["Admission"](own.policy, own.accepted), partial(fail, refused=True), known)
+    answer_for_the_unreadable(names)
     logging.getLogger("flwr").addFilter(in_a_line)
     sys.argv = ["flower-supernode", *rest]
     try:

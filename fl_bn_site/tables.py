@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 
 from fl_bn_site.runs import RunLine
@@ -29,6 +30,11 @@ def table_of_runs(runs: Sequence[RunLine]) -> Table:
         seconds, start = "" if run.seconds is None else f"{run.seconds:.0f}", run.start[:19].replace("T", " ")
         table.add_row(run.id, run.name, run.state, _round(run), start, seconds, run.submitter)
     return table
+
+
+def notes_of(runs: Sequence[RunLine | RunStatus]) -> list[str]:
+    """Return a line for each run that has a note, to print below the table."""
+    return [f"{run.name or run.id}: {run.note}" for run in runs if run.note]
 
 
 def tables_of_status(current: Status) -> Group:
@@ -57,8 +63,11 @@ def tables_of_status(current: Status) -> Group:
         )
         for refused, why in run.refused.items():
             unused.add_row(name, refused, why)
-    return Group(sites, runs, *([unused] if unused.row_count else []))
+    return Group(sites, runs, *([unused] if unused.row_count else []), *map(escape, notes_of(current.runs)))
 
 
 def _round(run: RunLine | RunStatus) -> str:
-    return "" if run.round is None else f"{run.round}/{run.rounds or '?'}"
+    """Return the rounds done and planned; empty for a run that was resumed. ``?`` stands for what is not known."""
+    if run.round is None and not run.note:
+        return ""
+    return f"{'?' if run.round is None else run.round}/{run.rounds or '?'}"

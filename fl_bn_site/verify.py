@@ -134,8 +134,10 @@ def _site(folder: Path, noted: str = "") -> Iterator[Check]:
         lambda: read_public(site.public_key),
         "the two keys do not belong together: put back the site.key of this site.pub, by which the server knows this site",
     )
-    if site.audit_log.is_dir():
-        yield from _audit(site.audit_log, noted)
+    logs = site.audit_logs()
+    holder = next((log for log in logs if noted and _has(log, noted)), logs[0] if logs else None)
+    for log in logs:
+        yield from _audit(log, noted if log == holder else "")
 
 
 def _audit(folder: Path, noted: str) -> Iterator[Check]:
@@ -153,6 +155,13 @@ def _audit(folder: Path, noted: str) -> Iterator[Check]:
     if noted:
         remedy = "the hash is of another log, or this log was computed anew, or the line removed, after the hash was noted"
         yield Check(bool(found.noted), f"the audit log in {folder} has a line with the hash {noted}", remedy)
+
+
+def _has(log: Path, noted: str) -> bool:
+    try:
+        return bool(check(log, noted).noted)
+    except OSError:  # the check of this log says so
+        return False
 
 
 def _policy(site: SiteFolder) -> Check:

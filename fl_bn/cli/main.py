@@ -177,6 +177,9 @@ def resume(
     key: Annotated[
         Path | None, typer.Option("--key", metavar="FILE", help="for a deployed run: the submitter's key; default: as for `fl-bn submit`")
     ] = None,
+    own: Annotated[
+        Path | None, typer.Option("--app", metavar="FOLDER", help="for a deployed run: the folder of modules that it was submitted with")
+    ] = None,
 ) -> None:
     """Resume an interrupted run from its last checkpoint, with the run config in its folder."""
     if (folder / "server.toml").exists():
@@ -184,7 +187,7 @@ def resume(
             raise refused(NotInstalled(missing))
         from fl_bn_site.cli import resume as go_on
 
-        go_on(folder, name, control, key)
+        go_on(folder, name, control, key, own)
         return
     from fl_bn.run.errors import ConfigError
     from fl_bn.run.resume import config_to_resume

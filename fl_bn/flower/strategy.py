@@ -35,6 +35,7 @@ from fl_bn.flower.app.disclosure import DisclosureReport
 from fl_bn.flower.app.normalisation import describe_round, in_short, say_layers
 from fl_bn.flower.app.recovery import Recovery
 from fl_bn.flower.compat import simulated
+from fl_bn.flower.deployment import Progress
 from fl_bn.flower.evaluation import EvaluationsAtClients
 from fl_bn.flower.grid_transport import EvaluateFn, GridTransport
 from fl_bn.flower.hooks import RunResult, check_secure, check_unwrapped
@@ -111,7 +112,7 @@ class BatchNormStrategy(OwnNames):
         self.callbacks = Callbacks(callbacks)
         self.shared, self.cohort, self.unseen = self.server.shared, list[Client](), dict[str, Tensor]()
         self.task = task
-        self.running = Running(task, self._arrays)
+        self.running, self.progress = Running(task, self._arrays), Progress(None)
         self.population: Population | None = None
         self.told, self.evaluating = list[Client](), list[Client]()  # clients that got an evaluate message, and clients whose metrics count
         self.evaluations = EvaluationsAtClients(task, rounds.called)
@@ -356,6 +357,9 @@ class BatchNormStrategy(OwnNames):
             raise RunFailed(reason)
         hooks.summary()
         self.running.reason = ""
+        self.progress = Progress.of(grid)
+        if hooks is self:  # else an own app's strategy has begun it
+            self.progress.begin(num_rounds)
         if resume is not None:
             self.recovery.go_back(resume, num_rounds, self.shared, self.server.optimizer)
             if self.shared.statistics() and self.statistics.rescales(num_rounds):
@@ -488,4 +492,5 @@ class BatchNormStrategy(OwnNames):
         say_round(in_short(record, rounds, self.task, called), long)
         complete = self.disclosures.enter(record)
         self.callbacks.on_round(complete, rounds)
+        self.progress.on_round(complete, rounds)
         return complete

@@ -31,13 +31,13 @@ from fl_bn.objectives import OBJECTIVES, Objective
 from fl_bn.options import Key, Value, build, kebab, keys_of, options_by_key, own_options, same_key
 from fl_bn.run.errors import ConfigError as ConfigError
 from fl_bn.run.keys import LONGEST
-from fl_bn.run.registered_nodes import registered_nodes
 from fl_bn.run.run_keys import VALUES, RunKeys, general_options
 from fl_bn.run.used import check_used, conditions
 from fl_bn.secure.privacy import Privacy
 from fl_bn.secure.settings import SecureAggregation
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
 from fl_bn.support.names import short, unknown
+from fl_bn.support.registered_nodes import registered_nodes
 from fl_bn.support.user_code import import_extensions
 
 T = TypeVar("T")

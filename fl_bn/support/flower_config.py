@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 Scalar = str | int | float | bool
+PROGRESS = "progress.jsonl"  # the file in a run's folder in which an app of one's own tells its rounds
 SERVER = "FL_BN_SERVER"  # environment variable of a deployed ServerApp: the server's folder
 NODES = "FL_BN_NODES"  # environment variable of a deployed ServerApp: the file that says which node each site has now
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ import pytest
 
 from fl_bn.flower.layerwise.exchange_address import DEPLOYED
 from fl_bn_site import app_host, supernode
-from fl_bn_site.app_host import Request, Site
+from fl_bn_site.app_host import CannotUnpack, Record, Request, Site, unpack
+from fl_bn_site.audit import lines_in
 from fl_bn_site.policy import NotAllowed
 
 ROOT = Path(__file__).parents[2]
@@ -240,3 +243,23 @@ def test_the_host_answers_health_checks_for_as_long_as_it_lives() -> None:
         host.terminate()
         host.wait()
     assert check() == 1
+
+
+def test_an_app_that_cannot_be_unpacked_is_said_in_a_sentence_and_is_a_line_of_the_log(tmp_path: Path) -> None:
+    from flwr.app import Message, RecordDict
+
+    asked = Message(RecordDict(), dst_node_id=1, message_type="train", ttl=60.0)
+    site, content = Site("nowhere", tmp_path / "home", audit=tmp_path / "audit"), io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("pyproject.toml", "[project]\nname = 'x'\n")
+    record = Record(site, asked, {"name": "mine"}, content.getvalue())
+    for fab, words in ((content.getvalue(), "Flower refuses its files"), (b"no archive", "File is not a zip file")):
+        with pytest.raises(CannotUnpack) as told:
+            unpack(site, Request("token", "you/x", "1", "a" * 64), fab, "any")
+        reply = record.failed(told.value)
+        assert f"this site cannot unpack the app of the run ({words}): its clientapp.log has what Flower printed" in reply.error.reason
+        *_, line = lines_in(tmp_path / "audit")
+        assert line.values is not None
+        assert (line.values["decision"], line.values["bytes"], line.values["name"]) == ("failed", 0, "mine")
+        assert line.values["reason"] == reply.error.reason
+    assert list((tmp_path / "home/apps").iterdir()) == [], "nothing of it stays"

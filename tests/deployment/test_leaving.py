@@ -148,6 +148,8 @@ def test_what_a_line_says_of_a_message_and_its_answer() -> None:
     assert {key: said[key] for key in ("name", "submitter", "message", "round", "method")} == {
         "name": "night", "submitter": None, "message": "train", "round": 3, "method": "hbn",
     }  # fmt: skip
+    own = about(made({"fl-bn/config": ConfigRecord({"run": "run/0000abcd"})}), {"name": "mine"}, "")
+    assert own["name"] == "mine", "a strategy of an own app knows no name, and calls every run `run`"
     reply = Message(RecordDict({"fl-bn/weights": to_record({"w": np.zeros(4, np.float32)})}), reply_to=asked)
     sent = answered("train", reply)
     assert (sent["bytes"], sent["decision"], sent["smallest-samples"]) == (16, "sent", None)

@@ -24,8 +24,8 @@ from fl_bn_site.commands import clientapp
 from fl_bn_site.doctor import _code
 from fl_bn_site.folders import FolderError, ServerFolder, SiteFolder
 from fl_bn_site.own_config import own_config
-from fl_bn_site.project import build
-from fl_bn_site.signing import KEY, OF_SERVER
+from fl_bn_site.project import OF_RUN, build
+from fl_bn_site.signing import OF_SERVER
 from fl_bn_site.submit import submit
 from fl_bn_site.submitters import Package
 from tests.deployment.federation import FL_BN, Federation, wait_until
@@ -85,7 +85,7 @@ def test_a_flower_app_of_one_s_own_is_packed_as_it_is_with_the_keys_of_its_run(s
     assert "myapp/client_app.py" in names(package.content)
     assert not any(name.startswith("fl_bn/") for name in names(package.content))
     assert package.defaults == {
-        "name": "", "client-nodes": "", "client-names": "", KEY: "",
+        **OF_RUN,
         "num-server-rounds": 10, "local-epochs": 2, "batch-size": 32, "lr": 0.01,
     }  # fmt: skip
     assert (own_app / "pyproject.toml").read_text() == before, "the user's own file is as it was"
@@ -140,7 +140,7 @@ def test_keys_are_those_of_the_app(overrides: str, words: str) -> None:
         {"lr": 1, "num-server-rounds": 3, "name": "20261126-213000-myapp"},
         True,
     )
-    assert own_config(package, "name='mine'", NOW) == ({"name": "mine"}, False)
+    assert own_config(package, "name='mine'", NOW) == ({"num-server-rounds": 10, "name": "mine"}, False), "the rounds that are planned"
     with pytest.raises(ConfigError) as told:
         own_config(package, overrides, NOW)
     assert words in str(told.value)
@@ -153,10 +153,17 @@ def test_an_own_app_is_submitted_with_its_keys_alone(
     said: list[str] = []
     assert submit(server, "num-server-rounds=3", say=said.append, own=own_app)
     sent = superlink.known[0].config
-    assert sent.keys() == {"num-server-rounds", "name", "client-nodes", "client-names", KEY}
+    assert sent.keys() == {"num-server-rounds", *OF_RUN}
+    assert (sent["output"], sent["exchange-host"], sent["exchange-port"]) == (str(server.results), "127.0.0.1", server.exchange_port)
+    assert [sent[f"exchange-{name}"] for name in ("certificate", "key", "authority")] == [
+        str(server.certificate),
+        str(server.key),
+        str(server.authority),
+    ]
     assert (sent["num-server-rounds"], sent["client-names"], sent["client-nodes"]) == (3, "a,b", "197,198")
     assert said[0] == f"run 1 is submitted to h:1 as {sent['name']}, for sites a, b"
     assert sent["name"].endswith("-myapp")
+    assert said[1].startswith("where it is interrupted: a run of a Flower app of your own is not resumed")
 
 
 # At a site

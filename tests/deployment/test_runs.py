@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 
 from fl_bn.cli.main import app
 from fl_bn.run.config import ConfigError
-from fl_bn.support.flower_config import Scalar
+from fl_bn.support.flower_config import PROGRESS, Scalar
 from fl_bn_site.control import ControlError
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.queue import Queue, whoami
 from fl_bn_site.registered import Submitted
-from fl_bn_site.runs import NoSuchRun, NotHere, abort, fetch, list_runs
+from fl_bn_site.runs import NOT_RESUMED, NOT_TOLD, NoSuchRun, NotHere, abort, fetch, list_runs
+from fl_bn_site.status import _run
 from fl_bn_site.submit import resume, submit
 from tests.deployment.superlink import THEN
 
@@ -174,3 +175,102 @@ def test_what_people_and_programs_read(server: ServerFolder, superlink: Any) -> 
     assert json.loads(told.output)[0]["seconds"] == 7.0
     assert CliRunner().invoke(app, ["abort", str(server.path), "died"]).output == "died had ended already: failed\n"
     assert CliRunner().invoke(app, ["abort", str(server.path), "other"]).exit_code == 2
+
+
+# Runs of a Flower app of one's own
+
+
+def own_run(server: ServerFolder, number: int, name: str, status: str, told: list[dict[str, Any]], **config: Scalar) -> Submitted:
+    """A run of an own app, which has ``told`` its rounds."""
+    if told:
+        (server.results / name).mkdir(parents=True)
+        lines = [json.dumps(line) + "\n" for line in told]
+        (server.results / name / PROGRESS).write_text("".join(lines) + '{"round": 99, "rou')  # being written
+    given = {"name": name, "output": str(server.results), "client-names": "a,b", "client-nodes": "1,2", **config}
+    ended = THEN + timedelta(seconds=9) if status.startswith("finished") else None
+    return Submitted(number, status, given, THEN, ended, THEN, app="you/myapp")
+
+
+def told(number: int, rounds: int, **more: Any) -> dict[str, Any]:
+    usual = {"cohort": 2, "accepted": 2, "loss": 1.5, "accuracy": 0.5, "seconds": 3.0, "clients": []}
+    return {"round": number, "rounds": rounds, **(usual if number else {}), **more}
+
+
+def test_rounds_of_an_own_app_are_those_that_it_tells(server: ServerFolder, superlink: Any) -> None:
+    rows = [told(0, 20), told(1, 20), told(2, 20, accepted=1, clients=[{"client": 1, "refused": "loss is nan"}])]
+    cases = {  # status, what it told, its run config -> round, rounds, note
+        "tells": ("running", rows, {"num-server-rounds": 10}, 2, 20, ""),
+        "begun": ("running", rows[:1], {}, 0, 20, ""),
+        "loop": ("running", [told(0, 0), told(1, 0)], {}, 1, 0, ""),
+        "loop-planned": ("running", [told(0, 0), told(1, 0)], {"num-server-rounds": 7}, 1, 7, ""),
+        "silent": ("running", [], {"num-server-rounds": 10}, None, 10, NOT_TOLD),
+        "unknown": ("running", [], {}, None, 0, NOT_TOLD),
+        "pending": ("pending", [], {"num-server-rounds": 10}, 0, 10, ""),
+        "done": ("finished:completed", rows, {}, 2, 20, ""),
+        "failed": ("finished:failed", rows, {}, 2, 20, NOT_RESUMED),
+        "stopped": ("finished:stopped", [], {"rounds": "many"}, None, 0, f"{NOT_TOLD}; {NOT_RESUMED}"),
+    }  # fmt: skip
+    superlink.known = [
+        own_run(server, number, name, status, lines, **config)
+        for number, (name, (status, lines, config, *_)) in enumerate(cases.items(), 1)
+    ]
+    found = {run.name: (run.round, run.rounds, run.note) for run in list_runs(server)}
+    assert found == {name: case[3:] for name, case in cases.items()}
+    shown = {run.name: run for run in (_run(server, one, {}, False) for one in superlink.known)}
+    assert {name: (run.round, run.rounds, run.note) for name, run in shown.items()} == found
+    tells = shown["tells"]
+    assert (tells.accepted, tells.cohort, tells.loss, tells.metric, tells.value) == (1, 2, 1.5, "accuracy", 0.5)
+    assert (tells.seconds, tells.left, tells.refused) == (3.0, 54.0, {"b": "loss is nan"})
+    assert shown["loop"].left is None, "nobody knows how many rounds are left"
+
+
+def test_what_people_read_of_own_apps(server: ServerFolder, superlink: Any) -> None:
+    superlink.known = [
+        own_run(server, 1, "silent", "running", [], **{"num-server-rounds": 10}),
+        own_run(server, 2, "tells", "finished:failed", [told(0, 4), told(3, 4)]),
+    ]
+    shown = CliRunner().invoke(app, ["runs", str(server.path)]).output
+    assert "?/10" in shown
+    assert "3/4" in shown
+    assert f"silent: {NOT_TOLD}" in shown
+    assert f"tells: {NOT_RESUMED}" in shown
+
+
+def test_a_run_of_an_own_app_is_never_resumed(server: ServerFolder, superlink: Any) -> None:
+    superlink.known = [own_run(server, 1, "mine", "finished:failed", [told(0, 4), told(3, 4)])]
+    for name in ("mine", "1"):
+        with pytest.raises(ConfigError, match="cannot be resumed: a run of a Flower app of your own is not resumed by fl-bn"):
+            resume(server, name)
+    with pytest.raises(ConfigError, match="no run in .* has a checkpoint"):
+        resume(server, "")
+    superlink.known.append(own_run(server, 2, "mine", "running", []))
+    assert [run.state for run in list_runs(server)] == ["running", "failed"], "two runs of one name, and none is `resumed`"
+    superlink.away = True
+    with pytest.raises(ConfigError, match="cannot be resumed: a run of a Flower app"):
+        resume(server, "mine")
+
+
+def test_what_to_do_after_the_end_of_an_own_app_s_run(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    superlink.known = [own_run(server, 1, "mine", "running", [told(0, 4)])]
+    with pytest.raises(NotHere, match="mine is a run of a Flower app of your own, so fl-bn has no results of it"):
+        fetch(server, "mine", None)
+    monkeypatch.setattr(superlink, "stop", lambda run: None)
+    said = abort(server, "mine")
+    assert said.startswith("mine is stopped; server/logs/serverapp.log says why it ended; a run of a Flower app of your own is not resumed")
+    assert said.endswith(f"fl-bn submit {server.path} --app FOLDER")
+
+
+def test_a_resumed_run_has_the_modules_that_it_was_submitted_with(
+    server: ServerFolder, superlink: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fl_bn_site import submit as module
+    from fl_bn_site.project import build
+
+    packed: list[Path | None] = []
+    monkeypatch.setattr(module, "build", lambda server, own=None: packed.append(own) or build(server))
+    interrupted_run(server, superlink)
+    monkeypatch.setattr(superlink, "status", lambda run: "finished:failed")
+    said: list[str] = []
+    assert not resume(server, "died", say=said.append, own=tmp_path / "my nets")
+    assert packed == [tmp_path / "my nets"]
+    assert said[-1] == f"resume it from round 4: fl-bn resume {server.path} died --app '{tmp_path}/my nets'"

@@ -63,9 +63,10 @@ def changed(server: ServerFolder) -> bytes:
 
 
 def files(federation: Federation, site: str) -> set[str]:
-    """All files in the folder of a site but its logs."""
+    """All files in the folder of a site but its logs, and the SuperNode's audit log."""
     folder = federation.kit / "sites" / site
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.parts[-2] != "logs"}
+    whole = {path for path in folder.rglob("*") if path.is_file() and path.parts[-2] != "logs"}
+    return {path.relative_to(folder).as_posix() for path in whole if path.parent != folder / "node/audit"}
 
 
 class Server:
@@ -131,6 +132,10 @@ def test_each_policy_lets_in_what_it_says_and_nothing_of_the_rest_is_kept(federa
     assert [path.name == IMPORTED for path in (sites / "any/state/flower").iterdir()].count(True) == 1  # control: it was imported there
     assert len(list((sites / "signed/node/accepted").iterdir())) == 1
     assert answered(sites / "signed") == {("submitter", code["signed"])}
+    logged = [entry for line in lines_in(SiteFolder.read(sites / "signed").node_audit_log) if (entry := line.values)]
+    assert list(dict.fromkeys((entry["name"], entry["decision"]) for entry in logged)) == [
+        (name, "refused") for name in ("unsigned", "stranger", "package", "config", "genuine")
+    ], "a line for each run that the SuperNode refused"
     assert {submitter for submitter, _ in answered(sites / "any")} == {None}, "nobody asked there who signed"
     assert code["package changed"] in {package for _, package in answered(sites / "any")}
 

@@ -127,6 +127,17 @@ def test_the_supernode_neither_reads_nor_changes_the_audit_log(site: Path) -> No
 
 
 @root_only
+def test_the_app_neither_reads_nor_changes_the_supernode_s_audit_log(site: Path) -> None:
+    log = SiteFolder.read(site).node_audit_log
+    append(log, {"run": "1"})
+    for path in (log, *log.iterdir()):
+        os.chown(path, KEY, KEY)
+    (lines,) = files_in(log)
+    assert not any(may(APP, what, path) for what in ("read", "write") for path in (lines, log / "head"))
+    assert may(KEY, "write", lines)
+
+
+@root_only
 def test_another_user_of_the_machine_reads_nothing(site: Path) -> None:
     for name in ("site.key", "site.toml", "policy.toml", "state/local-layers"):
         assert not may(STRANGER, "read", site / name), name

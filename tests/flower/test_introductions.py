@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from flwr.app import Message, RecordDict
+from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fl_bn.conversion import convert
@@ -16,6 +16,7 @@ from fl_bn.flower import RunFailed
 from fl_bn.flower.wire import introductions
 from fl_bn.flower.wire.introductions import introduced
 from fl_bn.methods import METHODS
+from fl_bn.support.client_names import ClientNames
 from tests.hostile.liars import sets
 from tests.hostile.own_app import CLIENTS, LyingGrid, Spoil, net, own_app
 
@@ -103,3 +104,74 @@ def test_where_too_few_come_the_run_fails_in_time() -> None:
     wrong = Elsewhere(liars=range(1, 6), spoil=sets("query.hello", "hello", signature="0" * 16))
     with pytest.raises(RunFailed, match="client 0 has another model, method or version of fl-bn"):
         introduced(wrong, 2, 5.0, RIGHT)
+
+
+# Where the sites of the run are known
+
+REFUSAL = "<class 'fl_bn_site.policy.NotAllowed'>:<'this site's policy has allow-code = installed'>"
+FIVE = ClientNames(("a", "b", "c", "d", "e"), (1, 2, 3, 4, 5))
+
+
+class Refusing(Elsewhere):
+    """``refusing`` nodes answer with the ``error`` of a site."""
+
+    def __init__(self, refusing: Iterable[int], error: str = REFUSAL, **of: Any) -> None:
+        super().__init__(**of)
+        self.refusing, self.error, self._asked = set(refusing), error, dict[str, Message]()
+
+    def _sent(self, message: Message) -> str:
+        if message.metadata.dst_node_id not in self.refusing:
+            return super()._sent(message)
+        self._asked[identity := f"refused by {message.metadata.dst_node_id}"] = message
+        return identity
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        names = list(message_ids)
+        errors = []
+        for name in names:
+            if message := self._asked.pop(name, None):
+                error = Message(Error(6, self.error), reply_to=message)
+                error.metadata.__dict__["_reply_to_message_id"] = name
+                errors.append(error)
+        return [*errors, *super().pull_messages([name for name in names if not name.startswith("refused by")])]
+
+
+def failure(grid: Elsewhere, called: ClientNames, least: int = 2) -> tuple[str, float]:
+    begin = time.monotonic()
+    with pytest.raises(RunFailed) as told:
+        introduced(grid, least, 60.0, RIGHT, 0, called)
+    return str(told.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("silent", [[], [1]], ids=["one takes part", "one is silent"])
+def test_nobody_is_waited_for_once_too_few_sites_can_take_part(silent: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(introductions, "PATIENCE", 20.0)
+    words, seconds = failure(Refusing([2, 3, 4, 5], silent=silent), FIVE)
+    assert seconds < 10.0, "before: PATIENCE"
+    assert words.startswith("site b refuses the run: this site's policy has allow-code = installed. Its owner may change"), words
+    assert "min_available_nodes=2" in words
+    assert ("(and 1 did not answer yet)" in words) == bool(silent)
+
+
+def test_other_errors_name_their_site_at_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(introductions, "PATIENCE", 20.0)
+    words, seconds = failure(Refusing([1, 2, 3, 4], "<class 'ImportError'>:<'no module scipy'>"), FIVE)
+    assert seconds < 10.0
+    assert words.startswith("site a could not say who it is: ImportError: no module scipy")
+
+
+def test_enough_sites_go_on_without_one_that_refuses() -> None:
+    number, found = introduced(Refusing([2]), 2, 5.0, RIGHT, 0, FIVE)
+    assert (number, len(found.replies)) == (CLIENTS, 5)
+
+
+def test_a_site_that_may_still_come_is_waited_for() -> None:
+    """Two refuse, and two are needed of the others, who come later."""
+    number, found = introduced(Refusing([2, 3], after={4: 0.4, 5: 0.4}), 3, 5.0, RIGHT, 0, FIVE)
+    assert (number, len(found.replies)) == (CLIENTS, 5)
+
+
+def test_where_the_sites_are_not_known_others_may_come() -> None:
+    words, seconds = failure(Refusing([2, 3, 4, 5]), ClientNames())
+    assert 1.0 <= seconds < 10.0
+    assert "a site refuses the run: this site's policy has allow-code = installed" in words

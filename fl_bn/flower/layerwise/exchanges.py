@@ -21,6 +21,7 @@ from fl_bn.exchange.local import too_many
 from fl_bn.exchange.session import NOT_JOINED, Session, exchanged_layers
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.compat import simulates
+from fl_bn.flower.deployment import exchange_in
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.layerwise.carriers import Carrier, GrpcCarrier, LocalCarrier, ReplayCarrier, configure
 from fl_bn.flower.log import log
@@ -161,16 +162,27 @@ class Exchanges:
             **options,
         )
 
-    def _service(self) -> GrpcCarrier:
-        """Return the run's gRPC carrier.
+    def _service(self, grid: Grid) -> GrpcCarrier:
+        """Return the run's gRPC carrier. In a kit's deployment it has the kit's address and TLS.
 
         Raises:
             OSError: it cannot listen.
-            ValueError: its certificates are wrong.
+            ValueError: its certificates are wrong, or it would be unencrypted in an encrypted deployment.
         """
         if self._grpc is None:
-            self._grpc = GrpcCarrier(self.settings, self.layers, self.called)
+            self._grpc = GrpcCarrier(exchange_in(self.settings, grid), self.layers, self.called)
         return self._grpc
+
+    def _encrypted(self, grid: Grid) -> GrpcCarrier:
+        """Return the run's gRPC carrier.
+
+        Raises:
+            RunFailed: it would be unencrypted in an encrypted deployment, or its certificates are wrong.
+        """
+        try:
+            return self._service(grid)
+        except ValueError as error:
+            raise RunFailed(str(error)) from error
 
     def _meeting(self, grid: Grid, clients: Sequence[Client], simulated: bool) -> tuple[Carrier | None, str]:
         """Return the carrier for a statistics-only exchange of ``clients``. Without one, return None and the reason."""
@@ -189,7 +201,7 @@ class Exchanges:
         if simulates(grid) and not simulated and self._carrier is None:
             return None, "a simulation may not have all clients at once (recalibration='exchange' tries)"
         try:
-            return self._service(), ""
+            return self._service(grid), ""
         except (OSError, ValueError) as error:
             return None, str(error)
 
@@ -204,7 +216,7 @@ class Exchanges:
                 f"exchange={wanted!r} does not work {'in one process' if here else 'here'}: clients "
                 f"{'run one after the other' if here else 'run in other processes'}: set exchange='auto'"
             )
-        carrier = self._service()
+        carrier = self._encrypted(grid)
         try:
             problem = carrier.meet(grid, cohort, timeout)
         except BaseException:

@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from fl_bn.federation.divergence import watch
 from fl_bn.federation.payload import Named
 from fl_bn.federation.record import RoundRecord, batches_trained
+from fl_bn.flower.deployment import Progress
 from fl_bn.flower.global_model import GlobalModel
 from fl_bn.flower.grid_transport import GridTransport, numbers_of
 from fl_bn.flower.log import log
@@ -69,6 +70,7 @@ class OwnLoop:
 
     def __init__(self, rounds: OwnRounds, grid: Grid, arrays: ArrayRecord, number: int, timeout: float) -> None:
         self.rounds, self.number, self.records = rounds, number, list[RoundRecord]()
+        self._progress = Progress.of(grid)
         self._transport = GridTransport(rounds, grid, timeout, ConfigRecord(), ConfigRecord())
         self._global_model = GlobalModel(rounds)
         rounds.server.rounds, rounds.population = number, None
@@ -238,6 +240,7 @@ class OwnLoop:
         optimizer = rounds.server.optimizer
         rounds.recovery.after_round(record.round, self.number, ArrayRecord(), rounds.shared, optimizer, self._failed)
         self.records.append(rounds.disclosures.enter(record))
+        self._progress.on_round(record, 0 if self.number == UNKNOWN else self.number)
 
 
 def needs_number(method: Method, schedule: Callable[[int, int], float] | None) -> str:

@@ -28,6 +28,7 @@ from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate, exchanges_
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower.app.normalisation import say_layers
 from fl_bn.flower.compat import simulated
+from fl_bn.flower.deployment import Progress, called_in
 from fl_bn.flower.grid_transport import EvaluateFn
 from fl_bn.flower.hooks import RunResult, check_unwrapped
 from fl_bn.flower.log import log
@@ -322,6 +323,7 @@ class OwnAppStrategy(OwnNames):
                 app lacks.
         """
         config = ConfigRecord() if train_config is None else train_config
+        Progress.of(grid).begin(num_rounds)
         self._rounds, self._loop = self._meet(grid, timeout, config), None
         self._starts = True
         try:
@@ -357,6 +359,7 @@ class OwnAppStrategy(OwnNames):
                 from fl_bn.flower.app import lost_actors  # imports Ray
 
                 lost_actors.repair()
+            Progress.of(grid).begin(self.num_rounds)
             self._rounds = self._meet(grid, TIMEOUT, train_config)
             self._loop = OwnLoop(self._rounds, grid, arrays, self.num_rounds or UNKNOWN, TIMEOUT)
         return self._loop
@@ -387,7 +390,9 @@ class OwnAppStrategy(OwnNames):
         """Wait for the clients, and return the strategy of their rounds."""
         own, given = self._given, self._flower_arguments()
         wanted = signature(convert(own.model, own.method), own.method)
-        clients, introductions = introduced(grid, given.min_available_nodes, timeout, wanted, own.clients)
+        called = called_in(grid)
+        clients, introductions = introduced(grid, given.min_available_nodes, timeout, wanted, own.clients, called)
+        known = len(called.nodes) == clients  # else the app counts its clients in a way of its own
         for name in ("min_train_nodes", "min_evaluate_nodes"):
             if (least := getattr(given, name)) > max(clients, 2):
                 log(logging.WARNING, "%s is %d, but there are %d clients: all of them take part in every round", name, least, clients)
@@ -408,6 +413,9 @@ class OwnAppStrategy(OwnNames):
             auxiliary=auxiliary(self._settings),
             exchange=own.exchange,
             payload=own.payload,
+            nodes=called.nodes if known else (),
+            names=called.names if known else (),
+            registered=called.registered,
         )
         metrics = OwnMetrics(
             given.weighted_by_key,

@@ -16,19 +16,23 @@ from fl_bn.flower.compat import simulates
 from fl_bn.flower.in_process import InProcessGrid
 from fl_bn.flower.log import log
 from fl_bn.flower.own.mods import named_in
-from fl_bn.flower.population import Introductions, RunFailed
-from fl_bn.flower.wire.messaging import send_and_receive
+from fl_bn.flower.population import POLICY, Introductions, RunFailed
+from fl_bn.flower.wire.messaging import receive
 from fl_bn.flower.wire.versions import client_differs, greeting, introduction_of
+from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, printable, reason
 
 PATIENCE = 120.0  # seconds to wait for a node's answer, and for further nodes once enough have come
 POLL = 1.0
 
 
-def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: int = 0) -> tuple[int, Introductions]:
+def introduced(
+    grid: Grid, least: int, timeout: float, signature: str, clients: int = 0, called: ClientNames = UNNAMED
+) -> tuple[int, Introductions]:
     """Ask every node to introduce itself, until all clients have done so.
 
-    ``least`` clients are enough if no other one comes within ``PATIENCE`` seconds.
+    ``least`` clients are enough if no other one comes within ``PATIENCE`` seconds. Where the sites of the run are known,
+    nobody is waited for once so many sites have refused, or cannot take part, that ``least`` can never come.
 
     Args:
         grid: Flower's grid.
@@ -36,6 +40,7 @@ def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: 
         timeout: seconds for ``least`` nodes to come.
         signature: the signature of the server's model and method. Nodes with another one have no vote.
         clients: the number of clients. 0: the number that most nodes name.
+        called: the names and nodes of the run's sites. Empty: not known.
 
     Returns:
         The number of clients, and the nodes' introductions.
@@ -53,9 +58,10 @@ def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: 
         if new := sorted(nodes - addressees):
             addressees |= nodes
             messages = [Message(greeting(), node, ASK_HELLO, ttl=timeout, group_id="0") for node in new]
-            for reply in send_and_receive(grid, messages, patience):
+            for reply in receive(grid, messages, patience, called=called):
                 replies.setdefault(reply.metadata.src_node_id, reply)
-        votes, wrong = _votes({node: replies[node] for node in sorted(nodes) if node in replies}, signature)
+                _check_enough(replies, least, signature, called)
+        votes, wrong = _votes({node: replies[node] for node in sorted(nodes) if node in replies}, signature, called)
         agreed, usable, now = clients or _most(votes), votes.total(), time.monotonic()
         if len(nodes) < least:
             enough_since = now
@@ -83,7 +89,23 @@ def introduced(grid: Grid, least: int, timeout: float, signature: str, clients: 
         time.sleep(POLL)
 
 
-def _votes(replies: Mapping[int, Message], signature: str) -> tuple[Counter[int], str]:
+def _check_enough(replies: Mapping[int, Message], least: int, signature: str, called: ClientNames) -> None:
+    """Check that ``least`` sites of the run may still take part.
+
+    Raises:
+        RunFailed: too many of them have refused, or cannot take part. A site is asked once, so waiting would not help.
+    """
+    votes, wrong = _votes({node: replies[node] for node in sorted(replies)}, signature, called)
+    unheard = set(called.nodes) - replies.keys()
+    if called.nodes and wrong and votes.total() + len(unheard) < least:
+        rest = f" (and {len(unheard)} did not answer yet)" if unheard else ""
+        raise RunFailed(
+            f"{wrong}. {votes.total()} of {len(called.nodes)} sites may take part{rest}, but the strategy waits for "
+            f"min_available_nodes={least}. To go on without the others, lower min_available_nodes and min_train_nodes of the strategy"
+        )
+
+
+def _votes(replies: Mapping[int, Message], signature: str, called: ClientNames) -> tuple[Counter[int], str]:
     """Count the nodes' votes for the number of clients.
 
     Returns:
@@ -92,7 +114,7 @@ def _votes(replies: Mapping[int, Message], signature: str) -> tuple[Counter[int]
     votes, first = Counter[int](), ""
     for node, reply in replies.items():
         try:
-            votes[_number(node, reply, signature)] += 1
+            votes[_number(node, reply, signature, called)] += 1
         except RunFailed as error:
             first = first or str(error)
     return votes, first
@@ -104,18 +126,18 @@ def _most(votes: Counter[int]) -> int:
     return number if count > next_count else 0
 
 
-def _number(node: int, reply: Message, signature: str) -> int:
+def _number(node: int, reply: Message, signature: str, called: ClientNames) -> int:
     """Return the number of clients that ``node`` votes for.
 
     Raises:
         RunFailed: the node may not take part. The message says why.
     """
     if reply.has_error():
-        raise RunFailed(_missing(reply.error.reason))
+        raise RunFailed(_missing(called.node(node) if node in called.nodes else "", reply.error.reason))
     try:
         introduction = introduction_of(reply.content)
     except WireError as error:
-        raise RunFailed(f"node {node} introduced itself in a way that cannot be read: {error}") from error
+        raise RunFailed(f"{called.node(node)} introduced itself in a way that cannot be read: {error}") from error
     if other := client_differs(introduction["version"]):
         raise RunFailed(f"client {introduction['client']} cannot take part: {other}")
     if introduction["signature"] != signature:
@@ -127,10 +149,19 @@ def _number(node: int, reply: Message, signature: str) -> int:
     return int(introduction["clients"])
 
 
-def _missing(why: str | None) -> str:
+def _missing(site: str, why: str | None) -> str:
+    """Say why a node did not introduce itself.
+
+    Args:
+        site: the site's name in words; empty: not known.
+        why: the error that came in place of the introduction.
+    """
+    if (said := reason(why)).startswith(POLICY):
+        refusal = said.removeprefix(POLICY)
+        return f"{site or 'a site'} refuses the run: {refusal}. Its owner may change policy.toml on that machine"
     if "No query function registered" in (why or ""):
         return (
             "the ClientApp does not answer who it is: add to client_app.py, after app = ClientApp(), the line "
             "fl_bn.flower.answer(app, Net, method, batches)"
         )
-    return named_in(why or "") or f"a client could not say who it is: {reason(why)}"
+    return named_in(why or "") or f"{site or 'a client'} could not say who it is: {said}"

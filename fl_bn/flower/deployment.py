@@ -1,0 +1,168 @@
+"""Read what ``fl-bn submit`` tells the ServerApp of a run, and tell ``fl-bn status`` how far an app of your own is.
+
+``fl-bn submit`` fills in keys of the run config: the run's name, its sites with their nodes, the folder of results, and
+the address and certificates of the layer-wise exchange. fl-bn's own app reads them from its run config. A strategy in an
+app of your own finds them at the grid.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from fl_bn.exchange.settings import Certificates, ExchangeSettings
+from fl_bn.federation.callbacks import Callback
+from fl_bn.federation.record import RoundRecord
+from fl_bn.flower.log import log
+from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
+from fl_bn.support.flower_config import PROGRESS, Scalar
+from fl_bn.support.registered_nodes import registered_nodes
+
+SITES = "client-nodes"  # a key that every run has which `fl-bn submit` submitted
+OF_OUR_APP = ("clients", "checkpoint-every")  # keys that `fl-bn submit` fills in for fl-bn's own app
+OURS = "fl-bn/fl-bn"  # the id of fl-bn's own app
+ADDRESS = ("host", "bind", "port", "insecure")  # settings of the exchange that a kit decides
+JOIN = "exchange-join-timeout"
+
+
+def submitted(grid: object) -> Mapping[str, Scalar]:
+    """Return the run config with which ``fl-bn submit`` submitted the run; empty: it was started in another way.
+
+    Args:
+        grid: Flower's grid.
+    """
+    config = getattr(_run_of(grid), "override_config", None) or {}
+    return config if config.get(SITES) else {}
+
+
+def called_in(grid: object) -> ClientNames:
+    """Return the names and nodes of the run's sites; both are empty where ``fl-bn submit`` did not submit the run.
+
+    Args:
+        grid: Flower's grid.
+    """
+    config = submitted(grid)
+    try:
+        names, nodes = sites_of(str(config.get("client-names", ""))), nodes_of(str(config.get(SITES, "")))
+    except ValueError:  # the submitter gave these keys
+        return ClientNames()
+    return ClientNames(names, nodes, registered_nodes) if len(names) == len(nodes) else ClientNames()
+
+
+def exchange_in(settings: ExchangeSettings, grid: object) -> ExchangeSettings:
+    """Return the settings of the layer-wise exchange for this run: in a kit's deployment with the kit's address and TLS.
+
+    Settings with certificates are returned as they are. So are all settings where ``fl-bn submit`` did not submit the run.
+
+    Args:
+        settings: The settings that the app gives.
+        grid: Flower's grid.
+
+    Raises:
+        ValueError: The exchange would be unencrypted in a deployment whose other connections are encrypted.
+    """
+    config = submitted(grid)
+    if settings.certificates is not None or not config:
+        return settings
+    if "exchange-certificate" not in config:
+        raise ValueError(
+            "the layer-wise exchange needs the kit's address and certificate, but this run's package does not ask for them, since an "
+            "earlier fl-bn packed it: submit (or sign) the run anew"
+        )
+    if not config["exchange-certificate"]:  # the submitter gave an empty one
+        return settings
+    defaults = {spec.name: spec.default for spec in fields(ExchangeSettings)}
+    if own := [name for name in ADDRESS if getattr(settings, name) != defaults[name]]:
+        raise ValueError(
+            f"the app's ExchangeSettings have {', '.join(f'{name}={getattr(settings, name)!r}' for name in own)} and no certificates, so "
+            "the layer-wise exchange would be unencrypted, while this deployment is encrypted: leave "
+            f"{', '.join(own)} out, and the kit's address and certificate are taken, or give certificates=Certificates(...)"
+        )
+    files = [Path(str(config[f"exchange-{name}"])) for name in ("certificate", "key", "authority")]
+    late = float(config.get(JOIN) or 0) if settings.join_deadline == defaults["join_deadline"] else 0.0
+    return replace(
+        settings,
+        host=str(config["exchange-host"]),
+        port=int(config.get("exchange-port", 0)),
+        certificates=Certificates(*files),
+        join_deadline=late or settings.join_deadline,
+    )
+
+
+class Progress(Callback):
+    """Tell ``fl-bn status`` how far the run of an app of your own is: a line of JSON per round, in the run's folder.
+
+    A line that cannot be written costs nothing but itself: the run goes on, and the log says so once.
+
+    Args:
+        file: The file; None: nobody asks, as outside a deployment and for fl-bn's own app.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+
+    @classmethod
+    def of(cls, grid: object) -> Progress:
+        """Return the progress of the run that ``grid`` belongs to.
+
+        Args:
+            grid: Flower's grid.
+        """
+        config = submitted(grid)
+        ours = getattr(_run_of(grid), "fab_id", "") == OURS or all(key in config for key in OF_OUR_APP)
+        name, output = Path(str(config.get("name", ""))).name, str(config.get("output", ""))
+        return cls(None if ours or not name or not output else Path(output) / name / PROGRESS)
+
+    def begin(self, rounds: int) -> None:
+        """Tell that the run begins.
+
+        Args:
+            rounds: The number of rounds; 0: unknown.
+        """
+        self._write({"round": 0, "rounds": rounds})
+
+    def on_round(self, record: RoundRecord, rounds: int) -> None:
+        """Tell that a round is done. ``rounds`` is 0 where their number is unknown."""
+        evaluation = {name: value for name, value in record.evaluation.items() if name not in ("loss", "num-examples")}
+        metric = "accuracy" if "accuracy" in evaluation else next(iter(evaluation), "accuracy")
+        refused = [{"client": client.client, "refused": client.refused} for client in record.clients if client.refused]
+        self._write(
+            {
+                "round": record.round,
+                "rounds": rounds,
+                "cohort": len(record.clients),
+                "accepted": len(record.accepted),
+                "loss": _finite(record.loss),
+                metric: _finite(evaluation.get(metric)),
+                "seconds": round(record.seconds, 4),
+                "clients": refused,
+            }
+        )
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            log(logging.WARNING, "fl-bn status does not show the rounds of this run any more: %s cannot be written (%s)", self._file, error)
+            self._file = None
+
+
+def _run_of(grid: object) -> object:
+    """Return Flower's record of the run; None: this grid has none."""
+    try:
+        return getattr(grid, "run", None)
+    except TypeError:  # Flower's grid before set_run
+        return None
+
+
+def _finite(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,128 @@
+"""What a strategy reads of the run that ``fl-bn submit`` submitted, and what it tells ``fl-bn status``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fl_bn.exchange.settings import Certificates, ExchangeSettings
+from fl_bn.flower import InProcessGrid, OwnAppStrategy
+from fl_bn.flower.deployment import Progress, called_in, exchange_in, submitted
+from fl_bn.flower.layerwise.exchanges import Exchanges
+from fl_bn.flower.population import RunFailed
+from fl_bn.methods import METHODS
+from fl_bn.support.flower_config import PROGRESS
+from tests.hostile.own_app import CLIENTS, net, own_app
+
+KIT: dict[str, Any] = {
+    "name": "mine", "client-nodes": "11,12", "client-names": "east,west", "exchange-host": "fl.example.org", "exchange-port": 9097,
+    "exchange-join-timeout": 120.0, "exchange-certificate": "/kit/server.crt", "exchange-key": "/kit/server.key",
+    "exchange-authority": "/kit/ca.crt",
+}  # fmt: skip
+FILES = Certificates(Path("/kit/server.crt"), Path("/kit/server.key"), Path("/kit/ca.crt"))
+
+
+def grid(config: dict[str, Any], app: str = "you/myapp") -> Any:
+    return SimpleNamespace(run=SimpleNamespace(override_config=config, fab_id=app))
+
+
+class Kit(InProcessGrid):
+    """A grid of a run that ``fl-bn submit`` submitted."""
+
+    run = property(lambda self: self.of.run)
+
+    def __init__(self, of: Any, method: str = "fbn") -> None:
+        super().__init__(own_app(method), CLIENTS, {})
+        self.of = of
+
+
+def test_what_fl_bn_submit_did_not_submit_tells_nothing() -> None:
+    for one in (object(), SimpleNamespace(run=None), grid({}), grid({"name": "x"}), InProcessGrid(own_app(), CLIENTS, {})):
+        assert submitted(one) == {}
+        assert called_in(one).names == ()
+        assert exchange_in(ExchangeSettings(), one) == ExchangeSettings()
+
+
+def test_sites_are_called_by_name() -> None:
+    called = called_in(grid(KIT))
+    assert (called.node(12), called.client(0), called.client_of(11)) == ("site west", "site east", 0)
+    assert called_in(grid({**KIT, "client-names": "east"})).names == (), "not one for each node"
+    assert called_in(grid({**KIT, "client-nodes": "x"})).nodes == ()
+
+
+def test_the_exchange_has_the_kit_s_address_and_certificates() -> None:
+    found = exchange_in(ExchangeSettings(deadline=7.0, policy="shrink"), grid(KIT))
+    assert (found.host, found.port, found.certificates, found.listen_on) == ("fl.example.org", 9097, FILES, "0.0.0.0")
+    assert (found.deadline, found.policy, found.join_deadline) == (7.0, "shrink", 120.0)
+    assert exchange_in(ExchangeSettings(join_deadline=5.0), grid(KIT)).join_deadline == 5.0
+
+
+def test_what_the_app_says_of_certificates_counts() -> None:
+    own = ExchangeSettings(host="other.example.org", certificates=FILES)
+    assert exchange_in(own, grid(KIT)) is own
+    assert exchange_in(ExchangeSettings(), grid({**KIT, "exchange-certificate": ""})) == ExchangeSettings(), "the submitter gave none"
+
+
+@pytest.mark.parametrize("given", [{"host": "h.example.org", "insecure": True}, {"port": 8000}, {"bind": "127.0.0.1"}], ids=str)
+def test_an_exchange_without_encryption_is_refused_in_a_deployment(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="this deployment is encrypted: leave") as told:
+        exchange_in(ExchangeSettings(**given), grid(KIT))
+    assert all(f"{name}={value!r}" in str(told.value) for name, value in given.items())
+    with pytest.raises(ValueError, match="submit .or sign. the run anew"):
+        exchange_in(ExchangeSettings(), grid({name: KIT[name] for name in ("name", "client-nodes", "client-names")}))
+
+
+def test_a_round_that_needs_the_exchange_fails_by_the_same_sentence() -> None:
+    exchanges = Exchanges(ExchangeSettings(port=8000), net())
+    with pytest.raises(RunFailed, match="this deployment is encrypted"):
+        exchanges.round(grid(KIT), [], [], 1.0)
+
+
+# Progress
+
+
+def test_an_own_app_tells_its_rounds(tmp_path: Path) -> None:
+    config = {"name": "mine", "client-nodes": "1,2,3,4,5", "client-names": "a,b,c,d,e", "output": str(tmp_path)}
+    strategy = OwnAppStrategy(net(), METHODS["fbn"]())
+    strategy.start(Kit(grid(config)), num_rounds=2)
+    begun, *rows = [json.loads(line) for line in (tmp_path / "mine" / PROGRESS).read_text().splitlines()]
+    assert begun == {"round": 0, "rounds": 2}
+    assert [(row["round"], row["rounds"], row["cohort"], row["accepted"]) for row in rows] == [(1, 2, 5, 5), (2, 2, 5, 5)]
+    assert 0 <= rows[1]["accuracy"] <= 1
+    assert rows[1]["seconds"] >= 0
+
+
+def test_a_loop_of_one_s_own_tells_its_rounds(tmp_path: Path) -> None:
+    from flwr.app import ArrayRecord, ConfigRecord
+
+    config = {"name": "mine", "client-nodes": "1,2,3,4,5", "client-names": "a,b,c,d,e", "output": str(tmp_path)}
+    strategy, kit = OwnAppStrategy(net(), METHODS["fedavg"]()), Kit(grid(config), "fedavg")
+    arrays = ArrayRecord(net().state_dict())
+    for number in (1, 2):
+        messages = list(strategy.configure_train(number, arrays, ConfigRecord(), kit))
+        made, _ = strategy.aggregate_train(number, kit.send_and_receive(messages))
+        assert made is not None
+        arrays = made
+    lines = [json.loads(line) for line in (tmp_path / "mine" / PROGRESS).read_text().splitlines()]
+    assert [(line["round"], line["rounds"]) for line in lines] == [(0, 0), (1, 0), (2, 0)], "their number is not known"
+
+
+def test_fl_bn_s_own_app_has_files_of_its_own(tmp_path: Path) -> None:
+    given = {**KIT, "output": str(tmp_path)}
+    for one in (grid(given, "fl-bn/fl-bn"), grid({**given, "clients": 2, "checkpoint-every": 5}), grid({**given, "output": ""}), object()):
+        Progress.of(one).begin(3)
+        assert list(tmp_path.iterdir()) == []
+    Progress.of(grid({**given, "name": "../../etc"})).begin(3)
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.jsonl")] == [f"etc/{PROGRESS}"]
+
+
+def test_a_full_disk_costs_the_lines_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "mine").write_text("a file in its place")
+    progress = Progress.of(grid({**KIT, "output": str(tmp_path)}))
+    progress.begin(3)
+    progress.begin(3)
+    assert caplog.text.count("fl-bn status does not show the rounds of this run any more") <= 1
