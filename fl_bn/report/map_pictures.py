@@ -135,7 +135,8 @@ def draw_maps(
                 _number(axes, row, column, float(values[row, column]), colours, norm, metric, difference)
             step = max(1, len(xs) // 20)
             turned = max((len(name) for name in xs), default=0) > 6
-            axes.set_xticks(np.arange(0, len(xs), step) + 0.5, [wrapped(name, 16) for name in xs[::step]], rotation=40 if turned else 0)
+            names = [wrapped(name, 24 if turned else 16) for name in xs[::step]]  # three turned lines would lie on each other
+            axes.set_xticks(np.arange(0, len(xs), step) + 0.5, names, rotation=40 if turned else 0)
             if turned:
                 for tick in axes.get_xticklabels():
                     tick.set(ha="right", rotation_mode="anchor")
