@@ -14,11 +14,9 @@ from typing import Any
 
 import grpc
 
+from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP
 from fl_bn.support.loopback import direct
 from fl_bn_site.commands import COMPAT
-
-OURS = "fl-bn/fl-bn"  # the id of fl-bn's own app
-OF_OUR_APP = ("clients", "checkpoint-every")  # keys that `fl-bn submit` fills in for fl-bn's own app, whatever its id
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Submitted:
     @property
     def own(self) -> bool:
         """Return whether the run is of a user's own Flower app, and not of fl-bn's."""
-        return self.app not in ("", OURS) and not all(key in self.config for key in OF_OUR_APP)
+        return self.app not in ("", OUR_APP) and not all(key in self.config for key in OF_OUR_APP)
 
 
 def registered_nodes(address: str, authority: bytes, timeout: float = 30.0) -> list[Node]:

@@ -20,12 +20,10 @@ from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower.log import log
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
-from fl_bn.support.flower_config import PROGRESS, Scalar
+from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP, PROGRESS, Scalar
 from fl_bn.support.registered_nodes import registered_nodes
 
 SITES = "client-nodes"  # a key that every run has which `fl-bn submit` submitted
-OF_OUR_APP = ("clients", "checkpoint-every")  # keys that `fl-bn submit` fills in for fl-bn's own app
-OURS = "fl-bn/fl-bn"  # the id of fl-bn's own app
 ADDRESS = ("host", "bind", "port", "insecure")  # settings of the exchange that a kit decides
 JOIN = "exchange-join-timeout"
 
@@ -114,7 +112,7 @@ class Progress(Callback):
             grid: Flower's grid.
         """
         config = submitted(grid)
-        ours = getattr(_run_of(grid), "fab_id", "") == OURS or all(key in config for key in OF_OUR_APP)
+        ours = getattr(_run_of(grid), "fab_id", "") == OUR_APP or all(key in config for key in OF_OUR_APP)
         name, output = Path(str(config.get("name", ""))).name, str(config.get("output", ""))
         return cls(None if ours or not name or not output else Path(output) / name / PROGRESS)
 

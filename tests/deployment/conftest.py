@@ -1,4 +1,4 @@
-"""A SuperLink that computes nothing, and a kit for two sites: for tests of the queue and of what is typed at a server."""
+"""A SuperLink that computes nothing and a kit for two sites, for tests of the queue and of what is typed at a server; an own app."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from fl_bn.cli.main import app
 from fl_bn_site import queue as module
 from fl_bn_site import runs as runs_module
 from fl_bn_site import submit as submit_module
@@ -16,6 +18,15 @@ from fl_bn_site.folders import EXCHANGE_PORTS, ServerFolder
 from fl_bn_site.kit import KitPlan, create
 from tests.deployment.superlink import SuperLink
 from tests.deployment.tls_servers import free_range
+
+
+@pytest.fixture
+def own_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What ``fl-bn new myapp`` writes, in the folder in which commands are typed."""
+    monkeypatch.chdir(tmp_path)
+    made = CliRunner().invoke(app, ["new", "myapp"])
+    assert made.exit_code == 0, made.output
+    return tmp_path / "myapp"
 
 
 @pytest.fixture

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
 from fl_bn_site.audit import lines_in
 from fl_bn_site.audit_check import check
 from fl_bn_site.folders import SiteFolder
@@ -59,14 +57,6 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
     with Federation(tmp_path_factory.mktemp("own"), ("east", "west")) as running:
         running.start_all()
         yield running
-
-
-@pytest.fixture
-def own_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    made = CliRunner().invoke(app, ["new", "myapp"])
-    assert made.exit_code == 0, made.output
-    return tmp_path / "myapp"
 
 
 def with_fedtan(own_app: Path, settings: str = "") -> None:

@@ -14,9 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from fl_bn.cli.main import app
 from fl_bn.run.errors import ConfigError
 from fl_bn_site import submit as submit_module
 from fl_bn_site.app_host import placed
@@ -50,14 +48,6 @@ def load(data_path=""):
     images, labels = draw.integers(0, 256, (80, 20, 20, 3), dtype=np.uint8), np.arange(80) % 10
     return images[:60], labels[:60], images[60:], labels[60:]
 """
-
-
-@pytest.fixture
-def own_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    made = CliRunner().invoke(app, ["new", "myapp"])
-    assert made.exit_code == 0, made.output
-    return tmp_path / "myapp"
 
 
 @pytest.fixture

@@ -60,7 +60,8 @@ def introduced(
             messages = [Message(greeting(), node, ASK_HELLO, ttl=timeout, group_id="0") for node in new]
             for reply in receive(grid, messages, patience, called=called):
                 replies.setdefault(reply.metadata.src_node_id, reply)
-                _check_enough(replies, least, signature, called)
+                if called.nodes and _votes({reply.metadata.src_node_id: reply}, signature, called)[1]:  # else all may still come
+                    _check_enough(replies, least, signature, called)
         votes, wrong = _votes({node: replies[node] for node in sorted(nodes) if node in replies}, signature, called)
         agreed, usable, now = clients or _most(votes), votes.total(), time.monotonic()
         if len(nodes) < least:
@@ -97,7 +98,7 @@ def _check_enough(replies: Mapping[int, Message], least: int, signature: str, ca
     """
     votes, wrong = _votes({node: replies[node] for node in sorted(replies)}, signature, called)
     unheard = set(called.nodes) - replies.keys()
-    if called.nodes and wrong and votes.total() + len(unheard) < least:
+    if votes.total() + len(unheard) < least:
         rest = f" (and {len(unheard)} did not answer yet)" if unheard else ""
         raise RunFailed(
             f"{wrong}. {votes.total()} of {len(called.nodes)} sites may take part{rest}, but the strategy waits for "
