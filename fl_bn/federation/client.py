@@ -107,6 +107,7 @@ class LocalRound:
         self.corrected = 0  # how many gradients the objective has computed
         self.rates: list[float] = []  # the learning rates of the steps of a user's own optimiser
         self.measured_samples = 0
+        self.tested: tuple[float | None, float | None] = (None, None)  # the metric on the client's own test data, before and after training
         self.moments: dict[str, Moments] | None = None  # measured in a statistics pass, without layers held in evaluation mode
         self.buffers: Buffers = {}
         self._connect, self._first = connect, FirstBatch(self.model, connect)
@@ -440,6 +441,9 @@ class LocalRound:
             numbers["measured"] = self.measured_samples  # the number of samples in the statistics pass
         if not _finite(sections) and (wrong := self.input_watch.count()):
             numbers[BAD_INPUTS] = wrong
+        before, after = self.tested
+        if before is not None and after is not None:
+            numbers |= {"before": before, "after": after}
         return Reply(client, sections, samples, weight, numbers, self.instruction.round, self.network.signature), kept
 
     def _trained(self, samples: int, client: int, tells_drift: bool) -> tuple[Sections, dict[str, float], ClientState]:

@@ -6,9 +6,9 @@ A user's own training loop runs inside the same round, see ``own_loop.local_roun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -40,6 +40,23 @@ class Trained:
 
     loss: float
     samples: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Hold what a client says of its round in its reply, besides tensors.
+
+    Attributes:
+        samples: The number of different samples that it trained on, or measured. 0: it found none to train on, and sits out.
+        loss: The mean loss over the training batches.
+        metrics: Further numbers for the record, by name.
+        tells_drift: Whether the reply says how far the statistics moved, if the client keeps them.
+    """
+
+    samples: int
+    loss: float = math.nan
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tells_drift: bool = False
 
 
 class Source(Protocol):
@@ -97,16 +114,13 @@ class Source(Protocol):
         """Return a function that computes the gradient over all samples of the client; None if there is none."""
         ...
 
-    def reply(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> tuple[Reply, ClientState]:
-        """Make the reply of ``round``.
+    def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
+        """Return what the client says of ``round`` in its reply.
 
         Args:
             round: The client's round.
             batches: The training batches; empty if the round only measures.
             trained: The result of each pass over ``batches``.
-
-        Returns:
-            The reply to the server, and the state that the client keeps.
         """
         ...
 
@@ -185,15 +199,21 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
     engine.check(members)
     if not first.trains:
         engine.measure(members)
-        return [source.reply(round, (), ()) for round, source in members]
+        return [round.reply(source.outcome(round, (), ()).samples, client=source.client) for round, source in members]
     batches = [source.batches(round) for round, source in members]  # before the statistics pass: few samples are refused first
     if first.method.reports(first.phase) is StatisticsReport.PASS:
         engine.measure(members)
     before = [tested(member) for member in members]
     trained = engine.train(members, batches)
-    after = [tested(member) for member in members]
-    results = [source.reply(round, own, done) for (round, source), own, done in zip(members, batches, trained, strict=True)]
-    return [_with_tests(*one) for one in zip(results, before, after, strict=True)]
+    for member, value in zip(members, before, strict=True):
+        member.round.tested = (value, tested(member))
+    outcomes = [source.outcome(round, own, done) for (round, source), own, done in zip(members, batches, trained, strict=True)]
+    return [
+        round.reply(one.samples, one.loss, client=source.client, metrics=one.metrics, tells_drift=one.tells_drift)
+        if one.samples
+        else round.sit_out(source.client, one.metrics)
+        for (round, source), one in zip(members, outcomes, strict=True)
+    ]
 
 
 def tested(member: Member) -> float | None:
@@ -216,14 +236,6 @@ def tested(member: Member) -> float | None:
             module.training = mode
     value = state[source.task.metric] if state.sums else math.nan
     return value if math.isfinite(value) else None
-
-
-def _with_tests(result: Result, before: float | None, after: float | None) -> Result:
-    """Add to a reply the metric before and after local training, where both are known."""
-    reply, kept = result
-    if before is None or after is None or not reply.sections:
-        return result
-    return replace(reply, metrics={**reply.metrics, "before": before, "after": after}), kept
 
 
 def client_round(round: LocalRound, source: Source) -> Result:

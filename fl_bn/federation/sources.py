@@ -18,7 +18,7 @@ from fl_bn.data.dataset import to_input
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import Result, Trained, loss_of
+from fl_bn.federation.client_round import Outcome, Trained, loss_of
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.local import PASS_BATCH, Samples, pieces, statistics_pass, torch_seed
 from fl_bn.federation.one_sample import fewest
@@ -126,14 +126,13 @@ class SampleSource:
         """Return a function that computes the gradient over all samples."""
         return full_gradient(round, self.samples, self.task)
 
-    def reply(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
-        """Make the reply. Its number of samples is that of the different samples in the batches."""
+    def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
+        """Return the number of different samples in the batches, and the loss."""
         n = len(self.samples)
         if not round.trains:
-            return round.reply(n, client=self.client)
+            return Outcome(n)
         assert isinstance(batches, IndexBatches)
-        samples = round.settings.weight(int(batches.seen.sum()), n)
-        return round.reply(samples, trained[0].loss, client=self.client, tells_drift=self.tells_drift)
+        return Outcome(round.settings.weight(int(batches.seen.sum()), n), trained[0].loss, tells_drift=self.tells_drift)
 
 
 def pass_sampling(round: LocalRound, n: int, seed: int, client: int) -> tuple[np.random.Generator, int]:

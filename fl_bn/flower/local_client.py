@@ -19,8 +19,9 @@ from fl_bn.data.batches import ClientTooSmall
 from fl_bn.derived import plain_names
 from fl_bn.exchange.replay import Unanswered
 from fl_bn.federation.client import LocalRound
+from fl_bn.federation.client_round import Member, client_rounds
 from fl_bn.federation.composition import check_composition
-from fl_bn.federation.engines.rendezvous import cohort_round
+from fl_bn.federation.engines.rendezvous import VmapRendezvous
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.narrow import Overflow
 from fl_bn.federation.network import Network
@@ -129,13 +130,15 @@ class LocalClient:
                 round = LocalRound(lent, self.method, instruction, kept, self.settings, joins)
                 test = self.site.test if self.tells_tests else None
                 source = SampleSource(self.site.train, self.seed, self.site.client, self.task, self.shares_drift, test)
-                reply, keeps = cohort_round(round, source)
+                cohort = VmapRendezvous.for_round(round, source)
+                result = client_rounds([Member(round, source)])[0] if cohort is None else cohort.round(round, source)
         except Unanswered as pending:
             return pack(question(pending, self.site.client))
         except ClientTooSmall as reason:
             if joins is not None:
                 joins(0).close()
             return pack(self._sits_out(instruction.round, reason))
+        reply, keeps = result
         try:
             packed = pack(reply)
         except Overflow as reason:

@@ -33,10 +33,14 @@ SMALL: dict[str, Any] = {  # a run of seconds in one process; deployed, each rou
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, below those that the kernel gives to outgoing connections."""
+    """Ports that nobody listens on now, below those that the kernel gives to outgoing connections.
+
+    Tests that run beside each other look in different ranges: the ports of a federation are taken some time after they were found.
+    """
     ports: list[int] = []
-    start = 12000 + (os.getpid() * 37 + int(time.time() * 10)) % 15000
-    for port in range(start, start + 4000):
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+    start = 12000 + 5000 * worker + (os.getpid() * 37 + int(time.time() * 10)) % 3000
+    for port in range(start, start + 2000):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

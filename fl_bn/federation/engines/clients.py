@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_bn.derived import from_pickle, to_pickle
 from fl_bn.exchange.local import LocalExchange
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import Result, Trained, client_round
+from fl_bn.federation.client_round import Outcome, Result, Trained, client_round
 from fl_bn.federation.loaders import Loader, SeededBatches
 from fl_bn.federation.local import Samples, torch_seed
 from fl_bn.federation.network import Copy, Network
@@ -214,16 +214,15 @@ class LoaderSource:
         """Return None: a second pass over the loader may be impossible."""
         return None
 
-    def reply(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Result:
-        """Make the reply. A client whose loader gave no batch leaves the round and the cohort's exchange."""
+    def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
+        """Return the number of samples of an epoch, and the mean loss. A client whose loader gave no batch sits out."""
         if not round.trains:
-            return round.reply(round.measured_samples, client=self.client)
+            return Outcome(round.measured_samples)
         assert isinstance(batches, Trainable)
         metrics = {LEFT_OUT: float(batches.left_out)} if batches.left_out else {}
         if (count := sum(part.samples for part in trained)) == 0:
-            return round.sit_out(self.client, metrics)
-        loss = sum(part.loss * part.samples for part in trained) / count
-        return round.reply(count // self.own.settings.epochs, loss, client=self.client, metrics=metrics)
+            return Outcome(0, metrics=metrics)
+        return Outcome(count // self.own.settings.epochs, sum(part.loss * part.samples for part in trained) / count, metrics)
 
     def _seeded(self, round: LocalRound, purpose: int) -> Any:
         own = seeded(self.clients.seed, self.client, round.instruction.round, purpose)

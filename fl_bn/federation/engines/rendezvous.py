@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class VmapRendezvous:
-    """Run several tasks, each of which may call ``cohort_round`` once, and compute these rounds together.
+    """Run several tasks, each of which may call ``round`` once, and compute these rounds together.
 
     Only one task runs at a time, so that their code need not be safe in several threads.
 
@@ -46,12 +46,21 @@ class VmapRendezvous:
         return cohort._turns.run([partial(cohort._task, task) for task in tasks])
 
     @classmethod
-    def current(cls) -> VmapRendezvous | None:
-        """Return the rendezvous of the task that the calling thread runs; None outside of a task."""
-        return getattr(cls._here, "cohort", None)
+    def for_round(cls, round: LocalRound, source: SampleSource) -> VmapRendezvous | None:
+        """Return the rendezvous of the task that the calling thread runs.
+
+        Returns:
+            The rendezvous. None outside of a task, and for a client that has too few samples to train.
+        """
+        small = round.trains and len(source.samples) < round.settings.fewest(2)
+        return None if small else getattr(cls._here, "cohort", None)
 
     def round(self, round: LocalRound, source: SampleSource) -> Result:
-        """Carry out ``round`` together with the rounds of the other tasks."""
+        """Carry out ``round`` together with the rounds of the other tasks.
+
+        Raises:
+            ClientTooSmall: The client has too few samples.
+        """
         index = Turns.current()[1]
         self._members[index] = Member(round, source)
         if not self._last(index):
@@ -94,15 +103,3 @@ class VmapRendezvous:
         except Exception as error:  # every waiting task raises this error
             results = [error] * len(members)
         self._results = dict(zip(self._members, results, strict=True))
-
-
-def cohort_round(round: LocalRound, source: SampleSource) -> Result:
-    """Carry out ``round``, together with the rounds of the cohort if the caller is a task of a ``VmapRendezvous``.
-
-    Raises:
-        ClientTooSmall: The client has too few samples.
-    """
-    cohort = VmapRendezvous.current()
-    if cohort is None or (round.trains and len(source.samples) < round.settings.fewest(2)):
-        return client_rounds([Member(round, source)])[0]
-    return cohort.round(round, source)
