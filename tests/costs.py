@@ -10,10 +10,18 @@ import pytest
 COMMON = ("fedavg", "fixbn", "fedbn", "hbn", "fbn", "fedtan", "gn")
 """Methods that do different things. The others are variants of these, and a test that takes long for each method is slow for them."""
 
-ALONE = ("tests/deployment/", "tests/exchange/", "tests/integration/test_workers.py")
-"""Where slow tests start processes that must answer in time: folders and files."""
+ALONE = ("tests/deployment/test_dead_apps.py", "tests/exchange/", "tests/integration/test_workers.py")
+"""Where slow tests measure how long processes take to answer: folders and files."""
 
 LONGEST = (
+    "tests/deployment/test_signed_runs.py",
+    "tests/deployment/test_own_code_sent.py",
+    "tests/deployment/test_own_app_runs.py",
+    "tests/deployment/test_operating.py",
+    "tests/deployment/test_federation.py",
+    "tests/deployment/test_audit_totals.py",
+    "tests/deployment/test_stolen_key.py",
+    "tests/deployment/test_who_may.py",
     "tests/loops/test_real_networks.py",
     "tests/own_loop/test_derived_weights.py",
     "tests/experiment/test_display.py",
@@ -45,12 +53,67 @@ LONGEST = (
 )
 """Files, the longest first: each runs in one worker, so these begin before all others. A wrong order costs time, and nothing else."""
 
+LONG = (
+    "tests/sweeps/test_evidence.py::test_every_committed_result_is_found_though_its_run_ignored_keys",
+    "tests/doors/test_federation_workers.py::test_what_a_script_or_a_notebook_defines_works_without_a_guard",
+    "tests/experiment/test_display.py::test_the_resumed_run_has_the_bits_of_one_that_nobody_interrupted",
+    "tests/experiment/test_display.py::test_verbose_prints_the_long_lines",
+    "tests/sweeps/test_experiments.py::test_every_variant_is_a_sweep",
+    "tests/packaging/test_new.py::test_it_runs_in_one_process_and_learns",
+    "tests/sweeps/test_evidence_page.py::test_the_page_says_what_the_results_say",
+    "tests/deployment/test_app_host.py::test_an_app_with_scikit_learn_is_kept_since_its_threads_start_before",
+    "tests/packaging/test_houses.py::test_no_command_of_a_research_user_loads_another_house",
+    "tests/training/test_recalibration.py::test_the_errors_of_a_deep_network_do_not_multiply",
+    "tests/advise/test_pilot.py::test_the_pilot_never_sees_the_test_data",
+    "tests/robust/test_sorting_networks.py::test_the_middle_wires_hold_the_middle_order_statistics",
+    "tests/sweeps/test_paper_settings_000_001.py::test_the_paper_s_variant_is_the_paper_key_by_key",
+    "tests/sweeps/test_paper_settings_002.py::test_every_cell_has_the_paper_s_keys",
+    "tests/sweeps/test_paper_settings_003_004.py::test_every_key_is_the_papers",
+    "tests/training/test_vectorised.py::test_settings",
+)
+"""Tests that take seconds and guard what seldom changes, or start many processes: slow ones, though it does not say so there."""
+
+ENOUGH = {
+    "tests/doors/test_parity.py::test_rounds_of_several_steps_equal_the_application_s": ("[hbn-", "[fedtan-"),
+    "tests/doors/test_parity.py::test_a_network_in_channels_last_is_the_same_up_to_the_order_of_sums": ("[hbn-", "[fedtan-"),
+    "tests/experiment/test_resume.py::test_a_run_in_pieces_is_the_run_itself": ("[fedbn]", "[hbn]", "[fedtan]", "[server yogi]", "few of"),
+    "tests/experiment/test_resume.py::test_without_any_of_it_the_run_would_be_another": ("server yogi", "[hbn", "[gn"),
+    "tests/experiment/test_resume.py::test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before_and_no_more": ("[fedbn-",),
+    "tests/experiment/test_kills_at_writes.py::test_a_kill_in_the_middle_of_a_write": ("half written", "renamed"),
+    "tests/hostile/test_two_of_one_number.py::test_one_that_says_another_s_number_costs_nobody_its_part": ("[2-4-", "[5-1-fbn"),
+    "tests/hostile/test_large_numbers.py::test_huge_weights_cost_their_sender_its_reply": ("3e+38-one", "1000000.0-all"),
+    "tests/hostile/test_array_headers.py::test_one_head_of_an_array_does_not_end_the_server": ("True", "[fbn", "[fedtan-"),
+    "tests/flower/test_secure_training.py::test_a_secure_run_is_the_plain_one_up_to_rounding": ("[fedbn]", "[hbn]", "[fbn]"),
+    "tests/flower/test_streaming.py::test_a_run_has_the_bits_of_one_that_keeps_all_replies": ("[fedbn]", "[hbn]", "[fbn]"),
+    "tests/flower/test_streaming.py::test_replies_that_come_in_turn_are_never_many": ("[fedavg]",),
+    "tests/flower/test_training_oracles.py::test_an_objective": ("[scaffold-1]", "[moon]", "[fedsam]"),
+    "tests/flower/test_vectorised_cohorts.py::test_methods": ("[fedbn]", "[hbn]", "[fbn]"),
+    "tests/methods/test_composition.py::test_an_objective_of_strength_0_is_none_bit_for_bit": ("[hbn-", "[fbn-", "[fedtan-"),
+    "tests/methods/test_composition.py::test_momentum_clipping_and_precision_go_along": ("[fixbn", "[fedtan", "[fbn", "[silobn"),
+    "tests/methods/test_fedtan_networks.py::test_the_first_step_of_networks_as_they_come_is_the_centralised_one": ("mlp", "20", "mobil"),
+    "tests/methods/test_fedtan_networks.py::test_control_forward_exchanges_alone": ("mlp", "20", "mobil"),
+    "tests/methods/test_parity_fedtan.py::test_control_wrong_weights": ("local", "grpc"),
+    "tests/models/test_segmentation.py::test_every_method_converts_it": ("[gn]", "[fixbn]", "[fedbn]", "[hbn]", "[fbn]", "[fedtan]"),
+    "tests/training/test_vectorised.py::test_options_of_a_federation": ("AdamW", "[schedule]", "fedprox"),
+    "tests/training/test_vectorised.py::test_a_federation_of_every_method": ("[fedbn]", "[hbn]", "[fbn]", "[fedtan]"),
+}
+"""Tests that repeat something long for many methods or options -> parts of the names of the cases that are enough by default.
+
+The other cases are slow ones.
+"""
+
 PLACES = {file: place for place, file in enumerate(LONGEST)}
 
 
 def place(nodeid: str) -> int:
     """Return where the test's file stands among ``LONGEST``; the others are all behind."""
     return PLACES.get(nodeid.partition("::")[0], len(PLACES))
+
+
+def long(item: pytest.Item) -> bool:
+    """Return whether a test is a slow one by the tables ``LONG`` and ``ENOUGH``."""
+    test, _, _ = item.nodeid.partition("[")
+    return test in LONG or (test in ENOUGH and not any(part in item.nodeid for part in ENOUGH[test]))
 
 
 def alone(item: pytest.Item) -> bool:

@@ -42,7 +42,7 @@ def check(mutations: int, number: int, seed: int) -> None:
 @pytest.mark.pinned
 def test_mutated_messages_and_sequences_of_calls() -> None:
     """A few here, and some thousand in the slow test below."""
-    check(40, 40, seed=16)
+    check(15, 15, seed=16)
 
 
 @pytest.mark.slow

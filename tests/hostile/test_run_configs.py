@@ -30,10 +30,11 @@ def test_no_config_is_read_with_a_traceback() -> None:
 
 def test_runs_of_random_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = list(cases(40, 1, tmp_path))
+    """A few here, and more in the slow test below."""
+    found = list(cases(15, 1, tmp_path))
     assert bad(found) == []
     counts = Counter(case.outcome for case in found)
-    assert min(counts["refused"], counts["trained"]) > 4, counts
+    assert min(counts["refused"], counts["trained"]) > 1, counts
 
 
 @pytest.mark.slow
