@@ -93,7 +93,9 @@ FIELDS = tuple(field.name for field in fields(Line))
 
 def keys(place: Place) -> dict[str, Any]:
     """Return the run config of a cell."""
-    own = {"method": place.method, "seed": place.seed, "learning-rate": place.rate}
+    own: dict[str, Any] = {"method": place.method, "seed": place.seed, "learning-rate": place.rate}
+    if place.method == "hbn":
+        own["hbn-stat-samples"] = 0  # the default when the first cells ran
     return {**COMMON, **REGIMES[place.regime], **own, "validation-share": SHARE if place.phase == RATE else 0.0}
 
 

@@ -48,7 +48,7 @@ SIGNED, INSTALLED, ANY = "signed", "installed", "any"
 CODE = (SIGNED, INSTALLED, ANY)
 SUBMITTERS = "submitters"  # the folder beside the policy with the public keys of those who sign runs
 PACKAGE = "fl_bn/"  # the files of a run that allow-code = "installed" compares with those of the site
-BATCHES = ("batch-size", "hbn-stat-samples")  # run-config keys for how many samples a statistic summarises; 0: all samples of the site
+BATCHES = ("batch-size", "hbn-stat-samples")  # keys for how many samples a statistic summarises; 0 or -1: decided at the site
 MOST_BYTES = 64 << 20  # the largest size of an unpacked package; Flower sends at most 10 MiB, packed
 GB = 1 << 30  # bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction
-from fl_bn.methods import NORMALISERS, Method, Phase
+from fl_bn.methods import NORMALISERS, Method, Phase, StatisticsPass
 from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
@@ -100,8 +100,8 @@ class SampleSource:
 
     def measure(self, round: LocalRound) -> None:
         """Make the statistics pass over the samples, or over a seeded subset of them."""
-        rng, size = pass_sampling(round, len(self.samples), self.seed, self.client)
-        round.moments = statistics_pass(round.model, self.samples, round.statistics_pass, rng, size, measure=round.measured)
+        how, rng, size = pass_sampling(round, len(self.samples), self.seed, self.client)
+        round.moments = statistics_pass(round.model, self.samples, how, rng, size, measure=round.measured)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
         """Make the optimiser of the settings."""
@@ -113,9 +113,9 @@ class SampleSource:
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Tensor]:
         """Yield the inputs of the statistics pass, on the CPU."""
-        rng, size = pass_sampling(round, len(self.samples), self.seed, self.client)
+        how, rng, size = pass_sampling(round, len(self.samples), self.seed, self.client)
         dtype = inputs_like(round.model).dtype
-        return (to_input(self.samples.rows(index)[0], dtype) for index in pieces(len(self.samples), round.statistics_pass, rng, size))
+        return (to_input(self.samples.rows(index)[0], dtype) for index in pieces(len(self.samples), how, rng, size))
 
     def training(self, round: LocalRound, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """Return a context in which dropout's random numbers depend only on the seed, the client and the round."""
@@ -135,8 +135,8 @@ class SampleSource:
         return Outcome(round.settings.weight(int(batches.seen.sum()), n), trained[0].loss, tells_drift=self.tells_drift)
 
 
-def pass_sampling(round: LocalRound, n: int, seed: int, client: int) -> tuple[np.random.Generator, int]:
-    """Return the generator of the round's statistics pass, and its batch size.
+def pass_sampling(round: LocalRound, n: int, seed: int, client: int) -> tuple[StatisticsPass, np.random.Generator, int]:
+    """Return the round's statistics pass with its number of samples, its generator, and its batch size.
 
     It also stores in ``round`` how many samples the pass takes.
 
@@ -146,9 +146,11 @@ def pass_sampling(round: LocalRound, n: int, seed: int, client: int) -> tuple[np
         seed: The seed of the run.
         client: The client's number.
     """
-    round.measured_samples = min(round.statistics_pass.samples or n, n)
-    size = round.settings.batch_size if round.statistics_pass.measured == NORMALISERS else PASS_BATCH
-    return seeded(seed, client, round.instruction.round, SUBSET, not round.trains), size
+    how = round.statistics_pass
+    round.measured_samples = how.size(n, round.settings.planned(n))
+    size = round.settings.batch_size if how.measured == NORMALISERS else PASS_BATCH
+    rng = seeded(seed, client, round.instruction.round, SUBSET, not round.trains)
+    return replace(how, samples=round.measured_samples), rng, size
 
 
 def training_batches(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:

@@ -24,7 +24,9 @@ from typing import ClassVar
 
 from fl_bn.layers import HybridBatchNorm
 from fl_bn.methods.method import (
+    AS_TRAINED,
     EVERYONE,
+    FEWEST,
     INPUTS,
     LOWER_LAYERS,
     MEASURED,
@@ -71,7 +73,12 @@ class HBNOptions(Options):
         unset=0.0,
         otherwise="tracking",
     )
-    stat_samples: int = option(0, "samples of the statistics pass; 0: all of the client's", "0 or >= 2")
+    stat_samples: int = option(
+        AS_TRAINED,
+        "random samples of the statistics pass before training; 0: all of the client's; -1: as many as it trains on in the round, but at "
+        f"least {FEWEST}. A loader of your own is read from its start, and by -1 whole",
+        "-1..0 or >= 2",
+    )
     lower_layers: str = option("hybrid", "what lower layers normalise with in the statistics pass", LOWER_LAYERS)
     evaluate: str = option(
         "auto",

@@ -80,6 +80,12 @@ EVERYONE, COHORT = WHO = ("all", "cohort")
 """The clients whose statistics are evaluated: all, or those that trained in the round."""
 
 
+AS_TRAINED = -1
+"""Size of a statistics pass: as many samples as the client trains on in the round."""
+FEWEST = 64
+"""The least samples of such a pass, if the client has them. It is the number in HBN's published code."""
+
+
 @dataclass(frozen=True)
 class StatisticsPass:
     """Describe a pass over a client's data that measures every BatchNorm layer. It computes no gradient and changes no state.
@@ -88,7 +94,8 @@ class StatisticsPass:
         lower_layers: the statistics with which the layers below normalise during the pass. ``shared``: as in
             evaluation. Combining the clients' moments is then exact in every layer. ``hybrid``: as in
                 training. Combining them is then exact in the first layer only.
-        samples: the size of a seeded random subset. 0: all samples.
+        samples: the size of a seeded random subset. 0: all samples. ``AS_TRAINED``: as many samples as the client
+            trains on in the round, but at least ``FEWEST`` (``size``).
         measured: ``inputs``: the moments of the layers' inputs. ``normalisers``: the mean and variance with
             which a training batch is normalised (``Refresh.HYBRID``).
     """
@@ -101,6 +108,16 @@ class StatisticsPass:
         check_name("lower_layers", self.lower_layers, LOWER_LAYERS)
         check_name("measured", self.measured, MEASURED)
 
+    def size(self, samples: int, trained: int) -> int:
+        """Return how many samples the pass takes.
+
+        Args:
+            samples: the number of the client's samples.
+            trained: how many different ones of them it trains on in the round.
+        """
+        wanted = max(FEWEST, trained) if self.samples == AS_TRAINED else self.samples or samples
+        return min(wanted, samples)
+
     @classmethod
     def for_exchange(cls, measured: str, samples: int = 0) -> StatisticsPass:
         """Return the pass of a statistics-only exchange.
@@ -108,9 +125,9 @@ class StatisticsPass:
         Args:
             measured: ``inputs``, measured over all data as in evaluation, or ``normalisers``, measured as in
                 training.
-            samples: the size of the random subset for ``normalisers``. 0: all samples.
+            samples: the size of the random subset for ``normalisers``. 0: all samples, and so is ``AS_TRAINED``.
         """
-        return cls("hybrid", samples, measured) if measured == NORMALISERS else cls("shared", 0, measured)
+        return cls("hybrid", max(samples, 0), measured) if measured == NORMALISERS else cls("shared", 0, measured)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ FREE = {
 WRONG: dict[str, list[object]] = {
     "freeze-after": [-2], "early-stop": [-1], "frozen-rate": [-0.1, 1.1], "validation-share": [-0.1, 0.95], "groups": [0],
     "fbn-momentum": [-0.1, 1.1], "tracking": [-0.1, 1.1], "hbn-lam": [-0.1, 1.5],
-    "hbn-stat-samples": [-1, 1],
+    "hbn-stat-samples": [-2, 1],
     "image-size": [-1, 5000], "partition-parameter": [-0.5], "calibrate": [-3], "clients": [0], "fraction": [0.0, 1.01],
     "recalibration-memory": [-1.0],
     "rounds": [-1, 0], "min-replies": [-0.1, 1.1], "min-sites": [-1],

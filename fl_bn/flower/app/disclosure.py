@@ -204,7 +204,8 @@ class DisclosureReport:
             if not self._last_counts:
                 return words, samples
             return f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))
-        subset = min(self._method.statistics_pass.samples or client.samples, client.samples)
+        most = max(self._method.statistics_pass.samples, 0) or client.samples
+        subset = min(_whole(metrics.get("measured")) or most, client.samples)
         if phase is not Phase.MEASURE:
             normalisers = self._method.statistics_pass.measured == NORMALISERS
             return (

@@ -158,7 +158,8 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
         batches = settings.draw(n, rng, least)
     except ClientTooSmall:
         return Plan(0, 0, 0)
-    behind = {StatisticsReport.PASS: min(client.method.statistics_pass.samples or n, n), StatisticsReport.FIRST: len(batches[0])}
+    in_pass = client.method.statistics_pass.size(n, settings.planned(n))
+    behind = {StatisticsReport.PASS: in_pass, StatisticsReport.FIRST: len(batches[0])}
     passes = behind.get(client.method.report, sum(map(len, batches)))
     return Plan(len(np.unique(np.concatenate(batches))), passes, len(batches))
 
