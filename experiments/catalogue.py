@@ -92,7 +92,8 @@ def _is_named(experiment: Experiment, name: str) -> bool:
 def perform_program(experiment: Experiment, variant: str, data: str, folder: Path, jobs: int = 1) -> None:
     """Call the function of an experiment, and write a report of its results. If the report exists, do nothing.
 
-    Of ``small``, ``variant``, ``data`` and ``jobs``, the function gets the ones for which it has a parameter.
+    The function gets ``folder``, and of ``variant``, ``data``, ``jobs`` and ``small`` those for which it has a parameter.
+    ``small`` is True for the variant of this name.
 
     Args:
         experiment: An experiment with a program.

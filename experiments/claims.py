@@ -71,14 +71,18 @@ class Side:
 
     @property
     def row(self) -> str:
-        """Return the name of the row; for the difference of two places, ``ROW less ROW``."""
+        """Return the name of this side's row in the table of results.
+
+        If the side is the difference of two places of the table, it is the rows of both: ``ROW less ROW``.
+        """
         return " less ".join(row for row, _, _ in self.places)
 
     @property
     def column(self) -> str:
-        """Return the name of the column; for the difference of places in two columns, ``COLUMN less COLUMN``.
+        """Return the name of this side's column in the table of results.
 
-        If a place names a round, ``, round N`` is appended to its column.
+        If the side is the difference of places in two columns, it is ``COLUMN less COLUMN``. If a place names a round,
+        ``, round N`` is appended to its column.
         """
         columns = dict.fromkeys(f"{column}, round {round}" if round else column for _, column, round in self.places)
         return " less ".join(columns)

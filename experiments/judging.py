@@ -104,9 +104,10 @@ class Outcome:
 
     @property
     def state(self) -> str:
-        """Return the state of the comparison: ``HELD``, ``AGAINST``, ``OPEN``, ``SMALL`` or ``MISSING``.
+        """Return the state of the comparison.
 
-        ``SMALL`` stands for runs that are too short, ``OPEN`` for too few seeds or an undecided test.
+        ``HELD``: it is as claimed. ``AGAINST``: the opposite is the case. ``OPEN``: there are too few seeds, or the test
+        does not decide. ``SMALL``: the runs are too short. ``MISSING``: there are no results.
         """
         if not self.differences:
             return MISSING
@@ -116,9 +117,10 @@ class Outcome:
 
     @property
     def tested(self) -> str:
-        """Return the result of the statistical test: ``HELD``, ``AGAINST`` or ``OPEN``.
+        """Return the result of the statistical test, whatever the length of the runs.
 
-        It ignores the length of the runs, and needs only two seeds.
+        ``HELD``: the comparison is as claimed. ``AGAINST``: the opposite is the case. ``OPEN``: the test does not decide,
+        or there are fewer than two seeds.
         """
         if len(self.differences) < 2:
             return OPEN

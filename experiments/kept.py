@@ -105,11 +105,12 @@ def measured(
 
     Args:
         ran: The cells with the folders of their runs.
-        defined: The cells that ``in_ways`` returns: for each run, one per way.
+        defined: One cell for each run and way, as ``in_ways`` makes them: all ways of the first run, then those of the
+            next one.
         ways: The names of the ways.
         measure: Takes a run, and returns way -> value.
-        there: Earlier results. If the commit and the seconds of a run are unchanged, its earlier results are yielded
-            again, without measuring.
+        there: Earlier results. They are yielded again, without measuring, if they belong to the same run: if its
+            duration and the commit of fl-bn that ran it are the same.
     """
     before = {kept.name: kept for kept in there}
     for n, cell in enumerate(ran):

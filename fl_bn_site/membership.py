@@ -140,7 +140,8 @@ def replace_authority(server: ServerFolder, authority: Path, days: int) -> list[
     try:
         names = [str(name.value) for name in names_in(read_certificate(server.certificate))]
     except (OSError, ValueError) as error:
-        raise KitError(f"the names of the server cannot be read from {server.certificate}: {error}") from error
+        problem = f"the names of the server cannot be read from its certificate {server.certificate}: {error}"
+        raise KitError(f"{problem}. Put that file back from a copy") from error
     made = make_authority("fl-bn federation", days)
     authority.mkdir(mode=0o700, exist_ok=True)
     sites = [folder for name in server.sites if ((folder := authority.parent / "sites" / name) / SiteFolder.file).exists()]

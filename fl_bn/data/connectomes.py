@@ -136,7 +136,11 @@ def load_abide(path: str, image_size: int) -> Measurements:
 def held_out(labels: list[int], site: int) -> set[int]:
     """Choose a site's subjects for the test split: a fifth of the subjects of each label.
 
-    A label with two or more subjects gives at least one.
+    A label with two or more subjects gives at least one. A label with one subject gives none.
+
+    Args:
+        labels: the label of each subject of the site, 0 or 1.
+        site: the number of the site, from 0. It is the seed of the draw.
 
     Returns:
         The positions of the chosen subjects in ``labels``.

@@ -61,7 +61,9 @@ def _numbered_images(name: str, folder: Path, listing: Path, image_size: int) ->
         files.append(folder / parts[0])
         labels.append(int(parts[1]))
         if not files[-1].is_file():
-            raise DataNotFound(f"dataset {name!r}: {listing.name}, line {number} names {files[-1]}, which is not there")
+            raise DataNotFound(
+                f"dataset {name!r}: {listing.name}, line {number} names {files[-1]}, which is not there: unpack the data set anew"
+            )
     if not files:
         raise ValueError(f"{listing}: expected one 'FILE DIGIT' per line, but the file is empty")
     shape = images_to_tensor(read_picture(files[0])[None]).shape[-2:]

@@ -113,7 +113,9 @@ def tiny_imagenet(path: str) -> Listing:
             raise ValueError(f"{annotations}, line {number}: expected 'FILE WNID ...' with a WNID of wnids.txt, but got {line!r}")
         file = root / "val" / "images" / parts[0]
         if not file.is_file():
-            raise DataNotFound(f"dataset {name!r}: {annotations.name}, line {number} names {file}, which is not there")
+            raise DataNotFound(
+                f"dataset {name!r}: {annotations.name}, line {number} names {file}, which is not there: unpack the data set anew"
+            )
         test.append(Image(file, labels[parts[1]]))
     return Listing(name, train, test, classes)
 

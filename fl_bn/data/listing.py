@@ -129,7 +129,9 @@ def listed_images(name: str, root: Path, listing: Path, classes: Sequence[str], 
         if relative.parent.name not in labels:
             continue
         if not (root / relative).is_file():
-            raise DataNotFound(f"dataset {name!r}: {listing.name}, line {number} names {root / relative}, which is not there")
+            raise DataNotFound(
+                f"dataset {name!r}: {listing.name}, line {number} names {root / relative}, which is not there: unpack the data set anew"
+            )
         images.append(Image(root / relative, labels[relative.parent.name], domain))
     return images
 

@@ -21,6 +21,7 @@ from fl_bn.data import strokes
 from fl_bn.data.record import Dataset
 
 Shift = Callable[[Tensor, np.random.Generator], Tensor]
+"""Takes uint8 images (N, C, H, W) and a generator for its draws, and returns changed images of the same dtype."""
 
 NOISE = 40.0  # standard deviation of the noise, for pixels of 0..255
 TINT = ((220, 30, 0), (40, 120, 40), (0, 30, 60))  # parts of red, green and blue in each new colour, in 256ths
@@ -30,33 +31,33 @@ _STREAM, _SHARES, _LIMIT = 0x5417F, 0, 1  # set these draws apart from others th
 
 
 def none(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Return the images unchanged."""
+    """Return the images (N, C, H, W) unchanged."""
     return x
 
 
 def invert(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Compute the negative."""
+    """Compute the negative of uint8 images (N, C, H, W)."""
     return 255 - x
 
 
 def contrast(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Reduce the contrast to a third, around a brightness of two thirds, as fog does."""
+    """Reduce the contrast of uint8 images (N, C, H, W) as fog does: their values become 127..212."""
     return (170 + (x.int() - 128) // 3).to(torch.uint8)
 
 
 def dark(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Reduce the light to a quarter."""
+    """Reduce the brightness of uint8 images (N, C, H, W) to a quarter."""
     return x // 4
 
 
 def noise(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Add Gaussian noise of standard deviation 40, independent for each pixel and channel."""
+    """Add Gaussian noise of standard deviation 40 to uint8 images (N, C, H, W), independent for each pixel and channel."""
     drawn = torch.from_numpy(np.rint(rng.normal(0.0, NOISE, tuple(x.shape))).astype(np.int32))
     return (x.int() + drawn).clamp_(0, 255).to(torch.uint8)
 
 
 def blur(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Smooth twice by the binomial kernel 1-4-6-4-1 along both axes, with repeated edges."""
+    """Smooth uint8 images (N, C, H, W) twice by the binomial kernel 1-4-6-4-1 along both axes, with repeated edges."""
     kernel = torch.tensor(_BINOMIAL, dtype=torch.float64)
     kernel = torch.outer(kernel, kernel).expand(x.shape[1], 1, -1, -1)
     smooth = x.double()  # whole numbers, which float64 holds exactly, so the result is the same on every machine
@@ -67,13 +68,13 @@ def blur(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def pixels(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Halve the resolution: repeat every second row and column in place of the next one."""
+    """Halve the resolution of images (N, C, H, W): repeat every second row and column in place of the next one."""
     rows, columns = (torch.arange(size) // 2 * 2 for size in x.shape[2:])
     return x[:, :, rows][:, :, :, columns]
 
 
 def edges(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Draw the edges, dark on white: the difference of each pixel from its right and its lower neighbour."""
+    """Draw the edges of uint8 images (N, C, H, W), dark on white: each pixel's difference from its right and its lower neighbour."""
     padded = functional.pad(x.double(), (0, 1, 0, 1), mode="replicate")
     here = padded[:, :, :-1, :-1]
     change = (padded[:, :, :-1, 1:] - here).abs() + (padded[:, :, 1:, :-1] - here).abs()
@@ -81,15 +82,22 @@ def edges(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def colour(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Mix the three colours by ``TINT``, as in a warm, reddish light."""
+    """Mix the colours of uint8 images (N, 3, H, W) by ``TINT``, as in a warm, reddish light."""
     mixed = torch.einsum("oc,nchw->nohw", torch.tensor(TINT, dtype=torch.int64), x.long())
     return (mixed // 256).clamp_(0, 255).to(torch.uint8)
 
 
 def background(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Compute the difference from a random patch of one of scikit-learn's two photographs, in each colour.
+    """Compute the absolute difference of each image from a random patch of a photograph, as MNIST-M was made.
 
-    It is MNIST-M's recipe (``digits``).
+    The photographs are the two of scikit-learn's ``load_sample_images``.
+
+    Args:
+        x: uint8 images (N, 3, H, W).
+        rng: draws a photograph and a patch for each image.
+
+    Returns:
+        uint8 images (N, 3, H, W).
 
     Raises:
         ValueError: images are larger than the photographs, which are 427 pixels high.

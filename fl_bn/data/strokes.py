@@ -67,12 +67,12 @@ class Figure:
 
 
 def thin(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Reduce the thickness of strokes by 0.7 of their mean thickness."""
+    """Reduce the thickness of strokes in uint8 images (N, C, H, W) by 0.7 of their mean thickness."""
     return _changed(x, rng, lambda figure, rng: figure.depth > int(THINNING * figure.thickness / 2))
 
 
 def thick(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Increase the thickness of strokes by their mean thickness."""
+    """Increase the thickness of strokes in uint8 images (N, C, H, W) by their mean thickness."""
 
     def grow(figure: Figure, rng: np.random.Generator) -> Mask:
         return np.asarray(Figure.of(~figure.inside).depth <= int(THICKENING * figure.thickness / 2))
@@ -81,7 +81,7 @@ def thick(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def swelling(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Enlarge the stroke around a random point of the centre line.
+    """Enlarge the stroke in each of the uint8 images (N, C, H, W) around a random point of its centre line.
 
     Each pixel near the point gets the value of a pixel that is nearer to the point.
     """
@@ -98,7 +98,7 @@ def swelling(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def fracture(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Cut strokes in three places, at random points of the centre line."""
+    """Cut strokes in uint8 images (N, C, H, W): in three places of each image, at random points of the centre line."""
 
     def cut(figure: Figure, rng: np.random.Generator) -> Mask:
         rows, columns = np.indices(figure.inside.shape)

@@ -45,7 +45,7 @@ class Key(NamedTuple):
     Attributes:
         layer: the layer's name.
         quantity: the kind of the vector.
-        call: the number of earlier calls of the layer in this forward pass.
+        call: the number of earlier calls of the layer in this forward pass; above 0 only for a layer that is used several times.
     """
 
     layer: str
@@ -75,7 +75,7 @@ class Local:
     """Ask for the cohort's average of a vector, and give this client's own vector.
 
     Attributes:
-        key: says which vector it is: layer, quantity and call.
+        key: says which vector it is: the layer, the kind of the vector, and which of the layer's calls in a forward pass.
         values: this client's vector (d,).
         count: the number of activations per channel that ``values`` summarise.
     """

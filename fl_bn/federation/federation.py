@@ -333,10 +333,15 @@ class Federation:
         mine = self._decides | {"calendar": self._calendar(state.rounds)}
         if other := [name for name in mine if state.decides.get(name) != mine[name]]:
             theirs, ours = state.decides.get(other[0], "nothing"), mine[other[0]]
-            raise ValueError(f"{path} is of another federation: {other[0]} was {theirs}, but is {ours}: make it with the same arguments")
+            raise ValueError(
+                f"{path} is of another federation: {other[0]} was {theirs}, but is {ours}: make the federation with the same arguments"
+            )
         own = [generators(loader) for loader in self.clients]
         if [len(of) for of in own] != [len(of) for of in state.loaders]:
-            raise ValueError(f"{path} is of another federation: its loaders had other generators: make it with the same loaders")
+            raise ValueError(
+                f"{path} is of another federation: its loaders had other random generators (torch.Generator): make the federation with "
+                "loaders of the same kind, each with its own generator where it had one"
+            )
         server.shared.restore(state.arrays, state.auxiliary)
         server.optimizer.restore(state.optimizer)
         server.keeps_replies, server.round, server.rounds = state.keeps, state.round, state.rounds

@@ -33,7 +33,7 @@ class Field:
         fits: A function that tells whether a value is allowed.
         wanted: The allowed values in words.
         turn: A function that converts an allowed value.
-        default: The value of an absent field; None: it is absent from the values, too.
+        default: The value of an absent field; None: it is absent from the values, too. ``NEEDED``: it must be present.
     """
 
     fits: Callable[[Any], bool]
@@ -43,13 +43,13 @@ class Field:
 
 
 def whole(least: int = 0, most: int = LARGEST, default: Any = NEEDED) -> Field:
-    """Declare a whole number; True and 1.0 are refused."""
+    """Declare a whole number of ``least`` to ``most``; True and 1.0 are refused."""
     wanted = f"a whole number {least}..{most}" if most != LARGEST else f"a whole number >= {least} (and <= 2**53)"
     return Field(lambda v: type(v) is int and least <= v <= most, wanted, default)
 
 
 def number(least: float = -math.inf, most: float = math.inf, default: Any = NEEDED) -> Field:
-    """Declare a finite number."""
+    """Declare a finite number of ``least`` to ``most``."""
 
     def fits(value: Any) -> bool:
         return type(value) in (int, float) and -(LARGEST**18) < value < LARGEST**18 and least <= value <= most
@@ -59,7 +59,7 @@ def number(least: float = -math.inf, most: float = math.inf, default: Any = NEED
 
 
 def real(least: float, most: float = math.inf) -> Field:
-    """Declare a finite number that must be a float, since the Flower code that reads it refuses an int."""
+    """Declare a finite number of ``least`` to ``most`` that must be a float, since the Flower code that reads it refuses an int."""
     one = number(least, most)
     return Field(lambda v: type(v) is float and one.fits(v), f"{one.wanted} as a float", turn=float)
 
@@ -79,7 +79,14 @@ def measured(least: float = -math.inf, most: float = math.inf, default: Any = NE
 
 
 def text(longest: int, pattern: str = ".*", default: Any = NEEDED, wanted: str = "") -> Field:
-    """Declare a text of up to ``longest`` characters that ``pattern`` matches as a whole, in linear time."""
+    """Declare a text of up to ``longest`` characters that ``pattern`` matches as a whole.
+
+    Args:
+        longest: The largest number of characters.
+        pattern: A regular expression. Another side sends the text, so matching must take linear time for any text.
+        default: The value of an absent field; None: it is absent from the values, too. ``NEEDED``: it must be present.
+        wanted: The allowed texts in words, for the error message. Empty: the message gives only the largest length.
+    """
     compiled = re.compile(pattern, re.DOTALL)
     wanted = wanted or f"a text of up to {longest} characters"
     return Field(lambda v: type(v) is str and len(v) <= longest and compiled.fullmatch(v) is not None, wanted, default)
@@ -96,7 +103,7 @@ def data(longest: int, least: int = 0, default: Any = NEEDED) -> Field:
 
 
 def wholes(items: int, most: int = 2**64 - 1, default: Any = NEEDED) -> Field:
-    """Declare a list of up to ``items`` whole numbers."""
+    """Declare a list of up to ``items`` whole numbers of 0 to ``most``."""
 
     def fits(value: Any) -> bool:
         return type(value) is list and len(value) <= items and all(type(n) is int and 0 <= n <= most for n in value)
@@ -105,7 +112,7 @@ def wholes(items: int, most: int = 2**64 - 1, default: Any = NEEDED) -> Field:
 
 
 def blobs(items: int, longest: int) -> Field:
-    """Declare a list of up to ``items`` byte strings."""
+    """Declare a list of up to ``items`` byte strings of up to ``longest`` bytes each."""
 
     def fits(value: Any) -> bool:
         return type(value) is list and len(value) <= items and all(type(b) is bytes and len(b) <= longest for b in value)

@@ -49,7 +49,7 @@ def without_overflow(
             raise TooFew(f"{error} ({names})" if names else str(error)) from error
         except NotFinite as problem:
             if (farthest := problem.farthest(remaining)) is None:
-                why = "no reply can be left out any more; the next rounds keep all replies until the last one arrives"
+                why = "no reply can be left out any more, since all are in the average; the next rounds keep them until the last one comes"
                 raise TooFew(f"nothing changes: {problem}, and {why}") from problem
             worst = remaining.pop(farthest)
             refused[worst.client] = problem.refusal(worst)

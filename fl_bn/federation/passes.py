@@ -133,8 +133,8 @@ class Passes:
     def refreshed(self, transport: Transport, round: int, tensors: Named) -> Named:
         """Renew the statistics for an evaluation, as the method requires.
 
-        Depending on ``Method.refresh``, they are made exact, measured in the way in which training normalises, or
-        taken from the round's replies.
+        ``Method.refresh`` says how. ``EXACT``: they become those of the clients' data together. ``HYBRID``: they are
+        measured in the way in which training normalises. ``REPORTED``: they are combined from the round's replies.
 
         Args:
             transport: The way to the clients.

@@ -122,11 +122,15 @@ def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
 
 
 def through(layers: int, outcome: Pass) -> bool:
-    """Tell whether ``outcome`` is the last of the passes that go on until all ``layers`` are exact.
+    """Tell whether the passes may end, since every layer now has the exact statistics of all clients' data.
 
-    Usually that is pass number ``layers``. But a network may call its layers in another order than that in which it
-    registers them. Then a layer below the last one still moves, and as many passes again, which change all layers, are
-    enough for any order.
+    They may end after a pass that changes nothing. They may also end after pass number ``layers``, if at most the last layer
+    changed in it. A network may call its layers in another order than it registers them. Then other layers still change,
+    and twice as many passes are enough for any order.
+
+    Args:
+        layers: The number of layers whose statistics are measured.
+        outcome: The result of the pass.
     """
     return outcome.settled or outcome.number >= 2 * layers or (outcome.number >= layers and outcome.in_order)
 

@@ -166,7 +166,7 @@ class Server:
         needed = max(float(policy.min_cohort), policy.min_replies * cohort)
         if len(parts) < needed:
             usable = f"{len(parts)} of {cohort} replies could be used"
-            raise TooFew(f"only {usable}, but {math.ceil(needed)} are needed: nothing changes")
+            raise TooFew(f"only {usable}, but {math.ceil(needed)} are needed (min-replies, min-cohort): nothing changes")
         if overflowing and phase is Phase.EXCHANGE and policy.exchange.policy == "abort":
             left_out = f"{overflowing} replies have values that are too large, and the clients exchange layer by layer"
             raise TooFew(f"nothing changes: {left_out} (set exchange-policy to shrink to go on without such replies)")

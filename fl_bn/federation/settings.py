@@ -55,7 +55,9 @@ class LocalTraining(Options):
         maintain: What happens to momentum buffers between rounds: ``reset``; ``local``: each client keeps its
             own; ``global``: the server averages them.
         clip: How gradients are clipped: ``none``, ``norm``, ``round``, ``value`` or ``adaptive``.
-        clip_limit: The limit of ``clip``, above 0: a norm, a path, a value, or a share of the weights' norm.
+        clip_limit: The limit of ``clip``, above 0. ``norm``: the largest norm of the whole gradient. ``round``: the
+            largest distance that the weights move in a round. ``value``: the largest absolute value of each number
+            of the gradient. ``adaptive``: the largest norm of a unit's gradient, as a share of the norm of its weights.
         frozen_clip: In rounds with frozen statistics, gradients are clipped adaptively to this share of the
             weights' norm. 0: they are clipped as in other rounds.
         weigh_all: Whether all samples of a client count for its weight in averages. Default: only the samples

@@ -99,7 +99,8 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
 
     Args:
         header: the instruction's header.
-        payload: its arrays as they travel. A transcript is taken out of them.
+        payload: its arrays as they travel. Removed from it is the transcript: the averages of this round's layer-wise exchange
+            so far, which the server repeats.
         config: its checked values. Their form says whether the client is to train, to measure or to evaluate.
         network: the client's network.
 

@@ -332,7 +332,7 @@ class Population:
                 f'--run-config "clients={clients}" or {federation_config({"num-supernodes": expected})}'
             )
         if index >= expected:
-            self._refuse(node, f"it calls itself client {index}, but the {clients} clients are 0..{clients - 1}")
+            self._refuse(node, f"it calls itself client {index}, but the {clients} clients are 0..{clients - 1}: correct its partition-id")
         elif introduction["signature"] != self.signature:
             self._refuse(
                 node,

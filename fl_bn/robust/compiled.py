@@ -64,7 +64,15 @@ class Middle:
         return self._run(np.array(addresses, np.uintp), out)
 
     def of_block(self, block: np.ndarray, out: np.ndarray) -> bool:
-        """Compute the averages as ``of_rows`` does, for a block (n, width) with contiguous rows."""
+        """Compute the averages of the columns of ``block``, and write them into ``out``.
+
+        Args:
+            block: the array (n, width), with contiguous rows.
+            out: receives the averages, (width,).
+
+        Returns:
+            Whether all numbers are finite. If not, ``out`` holds no valid result.
+        """
         if len(out) < self.lanes:
             return self._of_few(block, out)
         return self._run(block.ctypes.data + np.arange(len(block), dtype=np.uintp) * np.uintp(block.strides[0]), out)

@@ -25,7 +25,15 @@ class Keep(IntFlag):
 
 
 class Exchange(NamedTuple):
-    """Compare two wires: ``low`` gets the minimum and ``high`` the maximum, if ``keep`` includes them."""
+    """Describe one step of a sorting network: compare two values, and exchange them if they are in the wrong order.
+
+    A wire is a position in the network that holds one value.
+
+    Attributes:
+        low: the wire that gets the smaller value.
+        high: the wire that gets the larger value.
+        keep: which of the two results are needed later. The other one need not be computed.
+    """
 
     low: int
     high: int

@@ -29,6 +29,7 @@ AFTER = (
     "test-loss", "min-var", "drift", "drift-layer", "seconds", "exchanges", "carrier", "waited",
     *(f"bytes-{way}-{section}" for way in ("down", "up") for section in SECTIONS),
 )  # fmt: skip
+ANEW = "put this file back from a copy, or start the run anew"
 DIAGNOSTIC_COLUMNS = ("round", "layer", "client", "quantity", "value")
 PER_CLASS = {CLASS: "per-class"}  # the names of series in rounds.jsonl that differ from the names of their metrics
 Row = dict[str, Value | None]
@@ -279,7 +280,7 @@ class History:
         for path, length in paths.items():
             have = path.stat().st_size if path.exists() else 0
             if have < length:
-                raise Damaged(f"{path}: expected at least the {length} bytes of the checkpoint, but it has {have}")
+                raise Damaged(f"{path}: expected at least the {length} bytes of the checkpoint, but it has {have}: {ANEW}")
         for path, length in paths.items():
             if path.exists():
                 os.truncate(path, length)
@@ -288,7 +289,7 @@ class History:
         try:
             return [record_of(json.loads(line), self.task) for line in path.read_text().splitlines()] if path.exists() else []
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Damaged(f"{path}: expected one round per line, but cannot read it: {reason(repr(error))}") from error
+            raise Damaged(f"{path}: expected one round per line, but cannot read it: {reason(repr(error))}. {ANEW.capitalize()}") from error
 
     def _write(self) -> None:
         for file, text in self._waiting.items():
@@ -321,7 +322,7 @@ def _header(path: Path) -> tuple[str, ...]:
         with path.open(newline="", encoding="utf-8") as file:
             return tuple(next(csv.reader(file), ()))
     except (ValueError, csv.Error) as error:
-        raise Damaged(f"{path}: expected a table, but cannot read it: {reason(str(error))}") from error
+        raise Damaged(f"{path}: expected a table, but cannot read it: {reason(str(error))}. {ANEW.capitalize()}") from error
 
 
 def _finite(value: float | None) -> float | None:

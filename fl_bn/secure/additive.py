@@ -126,13 +126,14 @@ def running_within(mean: Tensor, var: Tensor, limit: float) -> tuple[Tensor, Ten
 def lost(moments: Moments, first: Tensor, reference: Running, error: float, limit: float) -> int:
     """Count the channels whose variance is inexact because the reference is too far from the data.
 
-    The variance is a difference of two averages, see "Cancellation" above. A channel counts if the quantiser's
-    rounding may change its variance (plus EPS) by more than 0.1 %, and by much more than with a reference near the
-    data.
+    The variance is computed as a difference of two averages, which loses digits if the reference is far from the data.
+    A channel counts if the quantiser's rounding may change its variance (plus EPS) by more than 0.1 %. The change must
+    also be more than about four times what it would be with a reference near the data.
 
     Args:
-        moments: the result of the exchange.
-        first: (C,), the averaged ``first`` deviations from which it was computed.
+        moments: the moments of all clients together, as ``from_deviations`` computed them.
+        first: (C,), the average over the clients of ``(mean - r) / s``, from which ``moments`` were computed. r and s are
+            the mean and the standard deviation of the reference.
         reference: the public statistics from which clients measured their deviations.
         error: the largest error of an average.
         limit: the quantiser's range is ``[-limit, limit]``.
@@ -173,7 +174,7 @@ def moments_error(first: Tensor, reference: Running, error: float, limit: float)
     """Return the largest possible absolute errors (C,) of the mean and the variance that ``from_deviations`` computes.
 
     Args:
-        first: the average over the clients of ``first`` (see the top of this file), (C,).
+        first: (C,), the average over the clients of ``(mean - r) / s``, with the reference's mean r and standard deviation s.
         reference: the public reference.
         error: the largest error of the averages of ``first`` and of ``second / limit``.
         limit: the quantiser's range is ``[-limit, limit]``.

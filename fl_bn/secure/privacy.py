@@ -128,7 +128,13 @@ def epsilon(releases: int, noise: float, delta: float) -> float:
 
 
 class Journal:
-    """Keep the numbers of releases of one run in a file, one line for each call of ``add``."""
+    """Record in a file how many releases a run has made, one line for each call of ``add``.
+
+    A release is one noisy sum that the server learns: of updates, or of statistics.
+
+    Args:
+        path: The file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

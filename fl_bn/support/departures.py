@@ -15,7 +15,12 @@ _listeners: list[Listener] = []
 
 
 def listen(listener: Listener) -> None:
-    """Register ``listener``, which is then called before data leave this process. It replaces an earlier listener."""
+    """Register ``listener``, which is then called before data leave this process. It replaces an earlier listener.
+
+    Args:
+        listener: Takes the section of the data in the disclosure report, their number of bytes, and the number of samples
+            behind them (0: unknown). If it raises, the data do not leave.
+    """
     _listeners[:] = [listener]
 
 

@@ -150,7 +150,8 @@ def test_what_is_of_another_federation_is_refused_in_one_sentence(tmp_path: Path
     next(fed.run(4))
     fed.checkpoint(path)
     for method, options, message in OTHER.values():
-        with pytest.raises(ValueError, match=f"is of another federation: {message}.*: make it with the same arguments$") as caught:
+        wanted = rf"is of another federation: {message}.*: make the federation with the same arguments$"
+        with pytest.raises(ValueError, match=wanted) as caught:
             federation(method, **options).resume(path)
         assert "\n" not in str(caught.value)
     same = federation("fixbn")

@@ -367,7 +367,7 @@ def test_the_service_is_stopped_in_mid_round_and_started_again(back: int, policy
     ran = drill(policy, {(VICTIM, 2): Strike(signal.SIGSTOP, "backward", 1)}, restart, rounds=max(back, 3))
     assert stopped
     assert_given_up(ran, 2, "the exchange service was stopped")
-    assert "round 2: only 0 of 5 replies could be used, but 3 are needed: nothing changes" in log.text
+    assert "round 2: only 0 of 5 replies could be used, but 3 are needed (min-replies, min-cohort): nothing changes" in log.text
     assert_exact(ran, max(ran.records))
     assert_undisturbed_and_quick(ran)
 

@@ -299,7 +299,7 @@ def test_a_round_without_enough_clients_fails_by_name_and_the_next_may_have_them
     ran = run(FBN, clients, 4, grid=grid, policy={"min_cohort": 2, "wait": 60.0, "rate": rate})
     assert [record.aggregated for record in ran.records] == [True, False, True, True]
     assert identical(ran.trajectory[1], ran.trajectory[2])
-    assert "round 2: only 1 of 1 replies could be used, but 2 are needed: nothing changes" in log.text
+    assert "round 2: only 1 of 1 replies could be used, but 2 are needed (min-replies, min-cohort): nothing changes" in log.text
     assert 70 <= grid.now <= 72
 
 
@@ -317,7 +317,7 @@ def test_too_few_usable_replies_fail_a_round_though_all_are_there(clients: list[
 
     ran = run(FBN, clients, 3, grid=WatchedGrid(client_app(FBN, clients, disturb=disturb), 3), policy={"min_cohort": 2, "min_replies": 0.0})
     assert [record.aggregated for record in ran.records] == [True, False, True]
-    assert "round 2: only 1 of 3 replies could be used, but 2 are needed: nothing changes" in log.text
+    assert "round 2: only 1 of 3 replies could be used, but 2 are needed (min-replies, min-cohort): nothing changes" in log.text
 
 
 def test_a_minimum_that_is_there_makes_a_round_whatever_the_fraction(tiny_clients: Clients, monkeypatch: pytest.MonkeyPatch) -> None:

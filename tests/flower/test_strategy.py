@@ -50,7 +50,7 @@ def test_a_client_that_raises_is_named_and_the_round_goes_on(clients: list[Sampl
 
 def test_a_failed_round_changes_no_bit(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     ran = run(FBN, clients, 3, grid=failing(clients, {0, 1}, {"train 2"}))
-    assert "round 2: only 1 of 3 replies could be used, but 2 are needed: nothing changes" in log.text
+    assert "round 2: only 1 of 3 replies could be used, but 2 are needed (min-replies, min-cohort): nothing changes" in log.text
     assert [record.aggregated for record in ran.records] == [True, False, True]
     assert identical(ran.trajectory[2], ran.trajectory[1])
     assert not identical(ran.trajectory[3], ran.trajectory[2])

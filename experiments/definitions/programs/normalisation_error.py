@@ -48,7 +48,15 @@ METHODS_SHOWN = (NAIVE, FIXBN, FBN)
 
 
 class Error(NamedTuple):
-    """Hold the error of a method at one similarity: its mean and standard deviation over repetitions."""
+    """Hold the error of one method at one similarity of the clients' data.
+
+    Attributes:
+        similarity: The share (0..1) of a client's points that are drawn around the means of all clients.
+        method: The name of the method.
+        error: The mean error over the repetitions. An error is the mean distance between points that the method has
+            normalised and the same points after BatchNorm on all clients' points.
+        std: The standard deviation of the error over the repetitions; 0 for one repetition.
+    """
 
     similarity: float
     method: str

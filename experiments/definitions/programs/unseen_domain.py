@@ -132,7 +132,11 @@ def adapted(cell: Cell) -> Iterator[Row]:
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return the accuracy (0..1) of a finished run for each way of adapting, before it, and on the known domains."""
+    """Return the accuracies (0..1) of a finished run, by the names in ``WAYS``.
+
+    ``known domains``: on the domains of the training. ``before``: on the domain left out, by the model as it was trained.
+    The other names are ways of adapting the model. Theirs are the accuracies on the domain left out after adapting.
+    """
     return {row.how: row.accuracy / 100 for row in adapted(cell)}
 
 

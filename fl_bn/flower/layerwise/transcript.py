@@ -51,7 +51,8 @@ def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answe
         keys = [_key_of(*entry) for entry in json.loads(str(config.get(TRANSCRIPT, "[]")))]
         values = [torch.from_numpy(np.array(arrays[str(i)])) for i in range(len(keys))]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WireError(TRANSCRIPT, "", f"expected a list of keys and one vector for each key, but got {reason(repr(error))}") from error
+        problem = f"expected a list of entries and one vector for each, but reading them failed: {reason(repr(error))}"
+        raise WireError(TRANSCRIPT, "", problem) from error
     if not all(vector.ndim == 1 and vector.is_floating_point() for vector in values):
         raise WireError(TRANSCRIPT, "", "expected vectors of numbers")
     return [(key, Answer(vector, count, batch)) for (key, count, batch), vector in zip(keys, values, strict=True)]
@@ -59,7 +60,7 @@ def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answe
 
 def _key_of(layer: object, quantity: object, call: object, count: object, batch: object) -> tuple[Key, int, int]:
     if type(layer) is not str or type(call) is not int or type(count) is not int or type(batch) is not int or min(call, count, batch) < 0:
-        raise TypeError("expected entries of layer, quantity, call, count and batch, with whole numbers of 0 or more")
+        raise TypeError("an entry is [layer, quantity, call, count, batch]: the layer is a text, the last three are whole numbers >= 0")
     return Key(layer, Quantity(quantity), call), count, batch
 
 

@@ -98,7 +98,7 @@ def checked_client(made: Any, net: str, trainloader: str) -> Any:
         found = [name for name, value in own.items() if isinstance(value, nn.Module)]
         raise ValueError(
             f"{kind} has no network in its attribute {net!r} (networks are in: {', '.join(found) or 'none'}): "
-            f"legacy_client_app(client_fn, method, net={found[0] if found else 'NAME'!r})"
+            f"call legacy_client_app(client_fn, method, net={found[0] if found else 'NAME'!r})"
         )
     if not hasattr(client, trainloader):
         raise ValueError(

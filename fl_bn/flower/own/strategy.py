@@ -160,7 +160,7 @@ class OwnAppStrategy(OwnNames):
         if type(num_rounds) is not int or num_rounds < 0:
             raise ValueError(f"num_rounds must be the number of rounds of your own loop, or 0 (unknown), but got {num_rounds!r}")
         if not 0 <= clients <= CLIENTS:
-            raise ValueError(f"clients must be 0 (as many as most nodes say) .. {CLIENTS}, but got {clients}")
+            raise ValueError(f"clients must be 1..{CLIENTS}, or 0 for the number that most nodes name (num-partitions), but got {clients}")
         self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate  # by Flower's names, as its FedAvg has them
         self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes if fraction_evaluate else 0
         self.min_available_nodes, self.weighted_by_key = min_available_nodes, weighted_by_key

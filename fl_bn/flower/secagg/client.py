@@ -334,7 +334,9 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
     """
     plan = plan_of(client, message, header, context)
     if header.payload != AS_THE_MODEL:
-        raise Insecure(f"SecAgg+ masks whole numbers of full length, but the server asks for weights as {header.payload}")
+        raise Insecure(
+            f"SecAgg+ masks whole numbers of full length, so payload-dtype must be {AS_THE_MODEL}, but the server asks for {header.payload}"
+        )
     about = our_records(message.content, ArrayRecord).get(REFERENCE)
     # the reference is not part of the instruction: the model keeps the statistics that came with its weights
     message.content.pop(OURS + REFERENCE, None)

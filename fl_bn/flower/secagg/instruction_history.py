@@ -124,8 +124,8 @@ def problem(kept: ClientState, together: History, most_unknown: int | None = Non
     Args:
         kept: the client's state.
         together: the combined history of all clients.
-        most_unknown: how many rounds may have formed the other clients' states without this client. None: any
-            number.
+        most_unknown: the largest allowed number of rounds in which this client took no part, but which formed the
+            other clients' states. None: any number.
     """
     own = history_of(kept)
     if kept.sections and kept.round not in own:

@@ -223,7 +223,15 @@ def from_vector(vector: np.ndarray, shapes: Layout) -> Sections:
 
 
 def update_of(average: Sections, weights: Named) -> Sections:
-    """Return the averaged weights, or gradients, in float64; empty if all weights stay at the clients."""
+    """Compute the average of the clients' weights, or of their gradients, from a secure average.
+
+    Args:
+        average: the average vector, by section and name. Weights in it are differences from ``weights``.
+        weights: the weights that were sent to the clients.
+
+    Returns:
+        The section ``weights`` or ``gradients``, with float64 tensors by name. Empty if all weights stay at the clients.
+    """
     if "weights" in average:
         return {"weights": {name: weights[name].double() + difference for name, difference in average["weights"].items()}}
     return {"gradients": dict(average["gradients"])} if "gradients" in average else {}

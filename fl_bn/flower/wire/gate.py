@@ -308,7 +308,7 @@ def _tells_labels(reply: Message) -> bool:
 def _check_samples(records: Iterable[Mapping[str, Any]], limits: Limits) -> None:
     counts = [count for metrics in records for name in COUNTS if isinstance(count := metrics.get(name), int | float)]
     if not counts or min(counts) < limits.min_samples:
-        behind = f"is of {min(counts):g}" if counts else f"does not say of how many ({', '.join(COUNTS)})"
+        behind = f"is of {min(counts):g} samples" if counts else f"does not say of how many samples (in a metric {' or '.join(COUNTS)})"
         raise Refused(f"this site has min-samples = {limits.min_samples}, but the evaluation {behind}")
 
 
