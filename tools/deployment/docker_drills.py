@@ -314,7 +314,7 @@ def perform(federation: DockerFederation, name: str, repetition: int, times: int
         snapshot: Any = Snapshot(federation, Path(folder) / "fetched")
         case = Case(snapshot, Path(folder), repetition, random.Random(f"docker {name} {repetition}"), times)
         method = "fedbn" if name in ("supernode", "crash", "clientapp", "message") else METHODS[(repetition + list(DRILLS).index(name)) % 3]
-        values = {"rounds": 5, "evaluate-every": 5, "round-timeout": 180.0, "name": f"{name}-seed{repetition}", "max-failed-rounds": 4}
+        values = {"rounds": 40, "evaluate-every": 40, "round-timeout": 180.0, "name": f"{name}-seed{repetition}", "max-failed-rounds": 4}
         if name in ("clientapp", "message"):
             values |= {"rounds": ROUNDS * times + 4, "evaluate-every": 1000}
         values |= {"dataset": "digits", "data-path": ""}  # the containers have no file of this machine

@@ -131,10 +131,17 @@ class DockerFederation:
 
     def container(self, service: str) -> str:
         """Return the id of a service's container, running or not. Raises DockerFailed if the service has none."""
-        found = self.compose("ps", "--all", "-q", service).split()
-        if not found:
-            raise DockerFailed(f"{service} has no container")
-        return found[0]
+        for tries_left in (2, 1, 0):
+            try:
+                found = self.compose("ps", "--all", "-q", service).split()
+            except DockerFailed:  # compose lists containers first and then looks at each: one of a single command may be gone by then
+                if not tries_left:
+                    raise
+                time.sleep(1)
+                continue
+            if found:
+                return found[0]
+        raise DockerFailed(f"{service} has no container")
 
     def state(self, service: str) -> dict[str, object]:
         return dict(json.loads(command("docker", "inspect", "--format", "{{json .State}}", self.container(service))))
