@@ -148,7 +148,9 @@ def test_a_subset_is_seeded_and_not_the_first_k(tiny_clients: Clients) -> None:
     assert with_all.count == 40 * 4
 
 
-@pytest.mark.parametrize(("options", "reason"), [({"lam": 0.0}, "lam"), ({"stat_samples": 1}, "stat_samples must be -1..0 or >= 2, but got 1")])
+@pytest.mark.parametrize(
+    ("options", "reason"), [({"lam": 0.0}, "lam"), ({"stat_samples": 1}, "stat_samples must be -1..0 or >= 2, but got 1")]
+)
 def test_options_out_of_range(options: dict[str, float], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         METHODS["hbn"](**options)
