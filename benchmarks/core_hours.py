@@ -43,7 +43,7 @@ def main(data: Annotated[str, typer.Option(help="the folder that experiments/evi
     torch.set_num_threads(1)
     spent: dict[tuple[object, ...], float] = {}
     hours: dict[str, float] = defaultdict(float)
-    waiting = [one for one in gather(EXPERIMENTS) if one.outcomes and not one.was_run and not one.experiment.program]
+    waiting = [one for one in gather(EXPERIMENTS) if one.outcomes and not one.was_run]
     for of, variant, file in sorted({(one.claim.of, one.claim.variant, one.experiment.file) for one in waiting}):
         for cell in read(file, variant, data).cells(Path("none")):
             config = cell.config
