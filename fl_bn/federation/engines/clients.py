@@ -222,7 +222,7 @@ class LoaderSource:
         metrics = {LEFT_OUT: float(batches.left_out)} if batches.left_out else {}
         if (count := sum(part.samples for part in trained)) == 0:
             return Outcome(0, metrics=metrics)
-        return Outcome(count // self.own.settings.epochs, sum(part.loss * part.samples for part in trained) / count, metrics)
+        return Outcome(max(1, count // self.own.settings.epochs), sum(part.loss * part.samples for part in trained) / count, metrics)
 
     def _seeded(self, round: LocalRound, purpose: int) -> Any:
         own = seeded(self.clients.seed, self.client, round.instruction.round, purpose)

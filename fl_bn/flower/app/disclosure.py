@@ -205,7 +205,7 @@ class DisclosureReport:
                 return words, samples
             return f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))
         most = max(self._method.statistics_pass.samples, 0) or client.samples
-        subset = min(_whole(metrics.get("measured")) or most, client.samples)
+        subset = min(_whole(metrics.get("measured")) or most, most, client.samples)
         if phase is not Phase.MEASURE:
             normalisers = self._method.statistics_pass.measured == NORMALISERS
             return (
