@@ -5,6 +5,7 @@
 
 A cell is one run. All its keys but those of the axes are the run config's defaults. The file has one line per cell,
 written as soon as the cell is done. Cells that the file has are not run again. The most informative cells come first.
+Centralised training is run once for all label splits, which differ only in which client has which sample.
 
 Columns: ``at_freeze`` is the accuracy after half of the rounds, where FixBN freezes; ``lowest`` is the lowest
 accuracy afterwards; ``seconds`` is processor time. ``growth`` tells how far standard deviations rise. In each evaluated
@@ -96,6 +97,15 @@ def cell(key: Key, folder: str) -> dict[str, Any]:
     shown = json.dumps([value for _, value in curve])
     values = (*key, last, at_freeze, lowest, round(growth, 2), shown, round(time.process_time() - begin, 1))
     return dict(zip(FIELDS, values, strict=True))
+
+
+def shared(key: Key, done: dict[Key, Row]) -> dict[str, Any] | None:
+    """Return the line of a centralised cell that was run in another label split: training on all data is the same in each."""
+    if key[2] != CENTRALISED or "shifts" in REGIMES[key[1]]:
+        return None
+    alike = (done.get((key[0], regime, *key[2:])) for regime, keys in REGIMES.items() if "shifts" not in keys)
+    row = next((row for row in alike if row), None)
+    return {**row, "regime": key[1], "seconds": ""} if row else None
 
 
 def _federated(config: Any) -> tuple[list[tuple[int, float]], float]:
@@ -257,7 +267,8 @@ def main(
                 continue
             if time.monotonic() - begin > seconds:
                 break
-            row = cell(key, data)
+            row = shared(key, done) or cell(key, data)
+            done[key] = {name: str(value) for name, value in row.items()}
             writer.writerow(row)
             file.flush()
             print({field: row[field] for field in FIELDS if field != "curve"}, flush=True)
