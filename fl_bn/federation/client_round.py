@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.clipping import clip, norm_in_round
+from fl_bn.federation.clipping import clip
 from fl_bn.federation.local import evaluate
 from fl_bn.federation.momentum import restart
 from fl_bn.federation.settings import LocalTraining
@@ -267,7 +267,7 @@ def train(
     head = head_of(model) if how == "adaptive" else None
     if how == "round":
         batches, number = counted(batches)
-        limit = norm_in_round(limit, rate, number, settings.momentum)
+        limit = settings.norm_in_round(rate, number)
     total, count = torch.zeros((), dtype=torch.float64, device=like.device), 0
     for batch in batches:
         x, y = (to_device(part, like.device) for part in task.read(batch))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 CLIPS = ("none", "norm", "round", "value", "adaptive")
 PATH = 20.0
 """Limit of ``round`` for networks that normalise with constants in training (FBN, in part HBN): measured, see the guide."""
+STEP = 1.0
+"""Limit of ``round`` for such networks in a round of one local step: measured, see docs/methods/fbn.md."""
 FROZEN = 0.1
 """Limit of ``adaptive`` for rounds with frozen statistics: measured, see docs/methods/fixbn.md."""
 SMALLEST = 1e-3  # the smallest norm that weights count with; otherwise weights that start at zero could never change
@@ -87,8 +89,9 @@ def bounded(
     if clip == "none" or not all(isinstance(one, SGD) for one in optimizers.values()) or settings.objective.travels:
         return method, dict.fromkeys(optimizers, settings)
     how, limit = chosen(clip, settings.clip_limit, drifts=method.calibrate)
+    step = STEP if method.starts_small else 0.0
     return method.bounded(), {
-        key: replace(settings, momentum=float(one.param_groups[0]["momentum"]), clip=how, clip_limit=limit)
+        key: replace(settings, momentum=float(one.param_groups[0]["momentum"]), clip=how, clip_limit=limit, step_clip=step)
         for key, one in optimizers.items()
     }
 

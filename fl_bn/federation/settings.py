@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fl_bn.data.augment import AUGMENTATIONS
 from fl_bn.data.batches import Indices, cuts, distinct, draw_batches
-from fl_bn.federation.clipping import CLIPS, FROZEN, PATH
+from fl_bn.federation.clipping import CLIPS, FROZEN, PATH, STEP, norm_in_round
 from fl_bn.federation.eager import SGD, Adam
 from fl_bn.federation.momentum import MAINTAIN
 from fl_bn.objectives import PLAIN, Objective
@@ -58,6 +58,8 @@ class LocalTraining(Options):
         clip_limit: The limit of ``clip``, above 0. ``norm``: the largest norm of the whole gradient. ``round``: the
             largest distance that the weights move in a round. ``value``: the largest absolute value of each number
             of the gradient. ``adaptive``: the largest norm of a unit's gradient, as a share of the norm of its weights.
+        step_clip: In a round of one local step, ``round`` limits the distance to this, momentum left aside. 0: it
+            limits it as in other rounds.
         frozen_clip: In rounds with frozen statistics, gradients are clipped adaptively to this share of the
             weights' norm. 0: they are clipped as in other rounds.
         weigh_all: Whether all samples of a client count for its weight in averages. Default: only the samples
@@ -100,8 +102,8 @@ class LocalTraining(Options):
         "none",
         "how clients clip gradients; norm: to a norm over all parameters; round: the same, with the norm at which SGD moves the weights by "
         "at most clip-limit in a round; value: each number; adaptive: each output unit, relative to the norm of its weights (FedWon); "
-        f"auto: round with limit {PATH:g} for hbn, fbn and freeze-after=0 with several local steps, else none, but adaptive with limit "
-        f"{FROZEN:g} once statistics are frozen",
+        f"auto: round with limit {PATH:g} for hbn, fbn and freeze-after=0 with several local steps, and with limit {STEP:g} for fbn with "
+        f"one; else none, but adaptive with limit {FROZEN:g} once statistics are frozen",
         ("auto", *CLIPS),
         run="auto",
     )
@@ -112,6 +114,7 @@ class LocalTraining(Options):
         "> 0",
         used=CLIP_LIMITS,
     )
+    step_clip: float = 0.0
     frozen_clip: float = 0.0
     weigh_all: bool = option(
         False,
@@ -156,8 +159,9 @@ class LocalTraining(Options):
                 f"but got steps={self.steps}, epochs={self.epochs} and optimizer={self.optimizer!r}"
             )
         check_name("clip", self.clip, CLIPS)  # the caller, which knows the method, has resolved "auto"
-        if not 0 <= self.frozen_clip < math.inf:
-            raise ValueError(f"frozen_clip must be >= 0 and finite, but got {self.frozen_clip}")
+        for name in ("step_clip", "frozen_clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be >= 0 and finite, but got {getattr(self, name)}")
         if self.clip == "round" and self.optimizer != "sgd":
             raise ValueError(f"clip='round' needs optimizer='sgd', but got {self.optimizer!r}: set optimizer='sgd' or clip='norm'")
         self._check_maintain()
@@ -188,6 +192,15 @@ class LocalTraining(Options):
             frozen: Whether the statistics are frozen in the round.
         """
         return ("adaptive", self.frozen_clip) if frozen and self.frozen_clip else (self.clip, self.clip_limit)
+
+    def norm_in_round(self, learning_rate: float, steps: int) -> float:
+        """Return the largest norm of a gradient under ``clip="round"``, in a round of ``steps`` local steps.
+
+        In a round of one step, momentum that is reset has no part, so ``step_clip`` leaves it aside.
+        """
+        if steps == 1 and self.step_clip:
+            return norm_in_round(self.step_clip, learning_rate, 1, 0.0)
+        return norm_in_round(self.clip_limit, learning_rate, steps, self.momentum)
 
     def weight(self, trained: int, samples: int) -> int:
         """Return a client's weight in averages, in samples.

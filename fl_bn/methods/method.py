@@ -310,6 +310,11 @@ class Method:
         """
         return self.calibrate or self.starts_constant(rounds)
 
+    @property
+    def starts_small(self) -> bool:
+        """Return whether the network starts at ``bounded_scale`` in a loop that clips gradients."""
+        return self.bounded_scale is not None and bool(self.centre)
+
     def bounded(self) -> Method:
         """Return the method for a loop that clips gradients.
 

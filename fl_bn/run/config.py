@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fl_bn.exchange.settings import Certificates, ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.clipping import FROZEN, chosen
+from fl_bn.federation.clipping import FROZEN, STEP, chosen
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import VECTORISED
@@ -298,12 +298,14 @@ class RunConfig(RunKeys):
 
     def local_training(self) -> LocalTraining:
         """Make the settings of local training, which all clients share."""
-        method, several = self.build_method(), self.local_steps != 1 and self._bounds_paths() and self.method not in FEDTAN
-        several = several and not self.build_objective().travels
-        clip, limit = chosen(self.clip, self.clip_limit, drifts=several and method.uses_shared(self.rounds))
-        corrects = (objective := self.build_objective()).on and objective.travels
+        method, objective = self.build_method(), self.build_objective()
+        bounds = self._bounds_paths() and self.method not in FEDTAN and not objective.travels and self.update == "weights"
+        drifts = method.uses_shared(self.rounds) if self.local_steps != 1 else method.starts_small
+        clip, limit = chosen(self.clip, self.clip_limit, drifts=bounds and drifts)
+        corrects = objective.on and objective.travels
         clips_frozen = self.clip == "auto" and not method.starts_constant(self.rounds) and self.update == "weights" and not corrects
-        decided = {"clip": clip, "clip_limit": limit, "frozen_clip": FROZEN if clips_frozen else 0.0}
+        step = STEP if self.clip == "auto" and clip == "round" and method.starts_small else 0.0
+        decided = {"clip": clip, "clip_limit": limit, "step_clip": step, "frozen_clip": FROZEN if clips_frozen else 0.0}
         return self._value(LocalTraining, objective=objective, **decided)
 
     def build_objective(self) -> Objective:

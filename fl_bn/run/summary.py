@@ -130,7 +130,8 @@ def _composition(config: RunConfig) -> list[str]:
     if config.maintain_momentum != "reset":
         parts.append(f"momentum kept between rounds ({config.maintain_momentum})")
     if (training := config.local_training()).clip != "none":
-        parts.append(f"gradients clipped ({training.clip}, {training.clip_limit:g})")
+        limit = training.step_clip if training.steps == 1 and training.step_clip else training.clip_limit
+        parts.append(f"gradients clipped ({training.clip}, {limit:g})")
     method = config.build_method()
     if training.frozen_clip and any(method.freezes_statistics(method.phase(round, config.rounds)) for round in (1, config.rounds)):
         parts.append(f"gradients of frozen rounds clipped (adaptive, {training.frozen_clip:g})")

@@ -12,7 +12,7 @@ import matplotlib.image
 import pytest
 
 from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.clipping import FROZEN, PATH
+from fl_bn.federation.clipping import FROZEN, PATH, STEP
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.run.config import RunConfig
 from fl_bn.run.environment import environment
@@ -147,7 +147,8 @@ def test_the_summary_counts_by_hand() -> None:
     [
         ({}, f"gradients clipped (round, {PATH:g})"),  # hbn
         ({"method": "fedavg"}, ""),
-        ({"method": "fbn", "local-steps": 1}, ""),
+        ({"method": "fbn", "local-steps": 1}, f"gradients clipped (round, {STEP:g})"),
+        ({"local-steps": 1}, ""),  # hbn
         ({"method": "fbn", "local-steps": 2}, f"gradients clipped (round, {PATH:g})"),
         ({"clip": "norm", "clip-limit": 0.5}, "gradients clipped (norm, 0.5)"),
         ({"method": "fixbn"}, f"gradients of frozen rounds clipped (adaptive, {FROZEN:g})"),

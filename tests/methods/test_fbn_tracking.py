@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from client_app.app import app
+from fl_bn import Federation
 from fl_bn.conversion import convert
+from fl_bn.federation.clipping import STEP
 from fl_bn.federation.local import Samples
 from fl_bn.federation.payload import decode_moments, to_tensors
 from fl_bn.federation.settings import LocalTraining
+from fl_bn.flower import BatchNormStrategy, InProcessGrid, RunFailed
 from fl_bn.layers import observe
 from fl_bn.methods.fbn import fbn
 from fl_bn.methods.hbn import hbn
 from fl_bn.methods.method import LayerReports
 from fl_bn.methods.tracking import LIMIT, slowdown
 from fl_bn.moments import Moments, Running
+from fl_bn.run import testing
+from fl_bn.run.assembly import source_model
+from fl_bn.run.config import RunConfig
 from tests.federation import ONE_STEP
 from tests.in_process import run
 from tests.local import train
@@ -139,3 +149,73 @@ def test_a_round_s_path_is_bounded(tiny_clients: Clients) -> None:
     assert moved[100.0] > 1  # control: unbounded, it is far away
     with pytest.raises(ValueError, match="clip='round' needs optimizer='sgd'"):
         LocalTraining(batch_size=4, steps=3, optimizer="adam", clip="round")
+
+
+def test_a_single_step_s_path_is_bounded_without_momentum(tiny_clients: Clients) -> None:
+    """The first step of reset momentum is a plain step; with several steps ``clip_limit`` counts."""
+    (samples,) = tiny_clients((8,))
+    moved = {}
+    for steps, limit in ((1, 0.01), (1, 0.0), (2, 0.01)):
+        model = convert(seeded_network("plain", dtype=torch.float64), fbn())
+        before = {k: p.detach().clone() for k, p in model.named_parameters()}
+        settings = LocalTraining(batch_size=4, steps=2, momentum=0.9, clip="round", clip_limit=100.0, step_clip=limit)
+        train(model, samples, BATCHES[:steps], settings, 5.0, fbn())
+        moved[steps, limit] = float(torch.cat([(p.detach() - before[k]).flatten() for k, p in model.named_parameters()]).norm())
+    assert moved[1, 0.01] == pytest.approx(0.01, rel=1e-5)
+    assert moved[1, 0.0] > 1  # control: clip_limit alone
+    assert moved[2, 0.01] > 1
+    with pytest.raises(ValueError, match="step_clip must be >= 0 and finite, but got -1"):
+        LocalTraining(batch_size=4, steps=1, step_clip=-1.0)
+
+
+LARGE_STEP = {"method": "fbn", "local-steps": 1, "learning-rate": 0.2, "output": ""}
+
+
+@pytest.mark.parametrize(
+    ("keys", "limits"),
+    [
+        ({}, ("round", STEP)),
+        ({"local-steps": 5}, ("round", STEP)),  # in rounds of one step, which a client with one batch has
+        ({"method": "hbn"}, ("none", 0.0)),
+        ({"method": "hbn", "local-steps": 5}, ("round", 0.0)),
+        ({"method": "fedavg"}, ("none", 0.0)),
+        ({"fbn-momentum": 0.1}, ("none", 0.0)),  # Algorithm 2 as printed: it starts at a scale of 1
+        ({"centre-gradients": "never"}, ("none", 0.0)),  # the same
+        ({"update": "gradients"}, ("none", 0.0)),  # the server's step is the centralised one
+        ({"clip": "none"}, ("none", 0.0)),
+        ({"clip": "norm", "clip-limit": 5.0}, ("norm", 0.0)),
+        ({"optimizer": "adam", "momentum": 0.0}, ("none", 0.0)),
+    ],
+)
+def test_which_runs_bound_a_single_step(keys: dict[str, Any], limits: tuple[str, float]) -> None:
+    training = RunConfig.from_mapping({**LARGE_STEP, **keys}).local_training()
+    assert (training.clip, training.step_clip) == limits
+
+
+def accuracy(clip: str) -> float:
+    """Return the accuracy of the last evaluation in a run on digits that takes one large step a round."""
+    config = RunConfig.from_mapping({**LARGE_STEP, "rounds": 8, "evaluate-every": 2, "partition": "iid", "seed": 1, "batch-size": 32, "clip": clip})
+    found = [math.nan]
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        metrics = testing.test_metrics(config, model, torch.device("cpu"))
+        found.append(metrics["accuracy"])
+        return metrics
+
+    strategy = BatchNormStrategy(source_model(config), config.build_method(), config.round_policy(), evaluate=evaluate)
+    with suppress(RunFailed):
+        strategy.start(InProcessGrid(app, config.clients, config.to_mapping()), num_rounds=config.rounds)
+    return found[-1]
+
+
+def test_one_large_step_a_round_does_not_diverge() -> None:
+    """Found by the map of methods: without a bound FBN ends at the accuracy of guessing."""
+    assert accuracy("auto") > 0.45
+    assert accuracy("none") < 0.35  # control
+
+
+def test_federation_bounds_a_single_step_too() -> None:
+    federation = Federation(seeded_network("plain"), fbn(), [[(torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3]))]] * 2, progress=False)
+    assert {own.settings.step_clip for own in federation._transport.clients.own} == {STEP}
+    plain = Federation(seeded_network("plain"), hbn(), [[(torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3]))]] * 2, progress=False)
+    assert {own.settings.step_clip for own in plain._transport.clients.own} == {0.0}  # control

@@ -93,6 +93,7 @@ def test_partial_participation(name: str) -> None:
         {"optimizer": "adam", "momentum": 0.0},
         {"clip": "norm", "clip_limit": 0.1},
         {"clip": "round", "clip_limit": 0.1},
+        {"batch_size": 64, "clip": "round", "clip_limit": 9.0, "step_clip": 0.01},  # one batch each
         {"clip": "value", "clip_limit": 0.01},
         {"clip": "adaptive", "clip_limit": 0.01},
         {"augment": "crop-flip"},

@@ -28,7 +28,7 @@ from fl_bn.federation import eager
 from fl_bn.federation.centring import centring
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import Member, Trained, loss_of
-from fl_bn.federation.clipping import clip_rows, norm_in_round
+from fl_bn.federation.clipping import clip_rows
 from fl_bn.federation.engines.stack import Seen, Stack, groups
 from fl_bn.federation.local import Samples
 from fl_bn.federation.measuring import measuring
@@ -283,7 +283,7 @@ class _Training:
         self.clip, limit = self.settings.clipping(first.method.freezes_statistics(first.phase))
         limits = [limit] * len(rounds)
         if self.clip == "round":
-            limits = [norm_in_round(limit, rate, n, self.settings.momentum) for limit, n in zip(limits, self.lengths, strict=True)]
+            limits = [self.settings.norm_in_round(rate, steps) for steps in self.lengths]
         self.limits = torch.tensor(limits, dtype=self.like.dtype, device=self.like.device)
         self.total = torch.zeros(len(rounds), dtype=torch.float64, device=self.like.device)
         self.seen = [dict[str, list[Moments]]() for _ in rounds]
