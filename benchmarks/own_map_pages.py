@@ -128,14 +128,14 @@ def table(found: Sequence[Regime], lines: Mapping[Place, Line]) -> str:
     """Return as Markdown every method's accuracy (standard deviation) and rate, and the number of missing cells."""
     failed = [place for place, line in lines.items() if place.phase == TEST and math.isnan(line.accuracy)]
     ended = sorted({f"{place.method} with {place.regime}" for place in failed})
+    early = f"A run that ended early, because training diverged, counts as 0: there are some of {', '.join(ended)}. " if ended else ""
     said = [
         "# The map",
         "",
         f"Bundled digits, {COMMON['rounds']} rounds, ten clients, 5 local steps, batches of {COMMON['batch-size']}, unless the regime says "
         "otherwise. In each cell: test accuracy after the last round (%, mean, and standard deviation over seeds); the learning rate, the "
         "best of three on validation samples. *Separable*: the least difference that tells two methods apart (95 %, analysis of variance "
-        "of methods and seeds; 10 points with one seed). A run that ended early, because training diverged, counts as 0: there are some of "
-        f"{', '.join(ended) or 'no method'}. Made by `benchmarks/own_map.py` and `benchmarks/own_map_pages.py`.",
+        f"of methods and seeds; 10 points with one seed). {early}Made by `benchmarks/own_map.py` and `benchmarks/own_map_pages.py`.",
         "",
         f"| regime | {' | '.join(METHODS)} | separable |",
         "|---|" + "---:|" * (len(METHODS) + 1),
