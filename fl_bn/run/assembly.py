@@ -97,7 +97,7 @@ def known(values: Mapping[str, Any]) -> RunConfig:
     The cache is not used if a registry (``METHODS`` and its like) has changed since then.
     """
     entered = (owner for registry in REGISTRIES.values() for owner in registry.values())
-    key = (repr(list(values.items())), *entered, *VALUES.values())
+    key = (tuple(values.items()), tuple(map(type, values.values())), *entered, *VALUES.values())
     if key not in _configs:
         if len(_configs) >= KNOWN:
             _configs.clear()
