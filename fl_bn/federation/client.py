@@ -512,7 +512,7 @@ def check_optimizer(objective: Objective, optimizer: Optimizer) -> None:
 def _finite(sections: Sections) -> bool:
     """Tell whether all numbers in ``sections`` are finite."""
     floats = [tensor for tensors in sections.values() for tensor in tensors.values() if tensor.is_floating_point() and tensor.numel()]
-    return all(map(math.isfinite, torch.stack([norm.double() for norm in torch._foreach_norm(floats, math.inf)]).tolist())) if floats else True
+    return all(math.isfinite(end.item()) for tensor in floats for end in torch.aminmax(tensor))
 
 
 def _no_full_gradient() -> dict[str, Tensor]:

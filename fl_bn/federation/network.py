@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property, partial
-from operator import is_
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -27,6 +26,7 @@ AUTO = "auto"
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, Enum, torch.dtype, torch.device, torch.memory_format)
 _CODE = (FunctionType, BuiltinFunctionType)
+_ABSENT = object()
 _TORCHS = frozenset(vars(nn.Module()))  # torch's own bookkeeping: tensors, submodules, hooks, mode
 
 
@@ -129,9 +129,10 @@ class _Pristine:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._slots = [(slots, list(slots), list(slots.values())) for m in modules for slots in (m._parameters, m._buffers, m._modules)]
-        tensors = [tensor for _, _, were in self._slots for tensor in were if isinstance(tensor, Tensor)]
-        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        slots = [one for module in modules for one in (module._parameters, module._buffers, module._modules)]
+        self._owned = [list(one.values()) for one in slots]  # kept, so that no other object gets one of their ids
+        self._slots = [(one, list(one), list(map(id, one.values()))) for one in slots]
+        self._tensors = list({id(one): one for owned in self._owned for one in owned if isinstance(one, Tensor)}.values())
         self._values = [tensor.detach().clone() for tensor in self._tensors]
         self._learns = [tensor.requires_grad for tensor in self._tensors]
         self._modes = [(m, m.training) for m in modules]
@@ -144,12 +145,14 @@ class _Pristine:
     @torch.no_grad()
     def restored(self) -> bool:
         """Restore the state. Return False if a change cannot be undone, so that a new copy is needed."""
-        if not all(len(now) == len(names) and all(map(is_, map(now.get, names), were)) for now, names, were in self._slots):
-            return False
+        for slots, names, ids in self._slots:
+            if list(slots) != names or list(map(id, slots.values())) != ids:
+                return False
         if list(map(len, self._hooks)) != self._hooked:
             return False
         for now, then, size in self._own:
-            if len(now) != size or any(name not in now or not _same(now[name], value) for name, value in then.items()):
+            others = [name for name, value in then.items() if now.get(name, _ABSENT) is not value]
+            if len(now) != size or not all(_same(now.get(name, _ABSENT), then[name]) for name in others):
                 return False
         torch._foreach_copy_(self._tensors, self._values)
         for tensor, learns in zip(self._tensors, self._learns, strict=True):

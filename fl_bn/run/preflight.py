@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_bn.data.augment import augmenter
 from fl_bn.data.dataset import to_input
@@ -17,7 +17,7 @@ from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.rounds import AS_METHOD
 from fl_bn.federation.settings import seeded
 from fl_bn.flower.log import LOGGER
-from fl_bn.methods import Phase
+from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.roles import Role, batch_norms, inputs_like
 from fl_bn.run import recalibrate
 from fl_bn.run.assembly import callback_makers, client_model, dataset, partitions, shape, source_model, task
@@ -25,6 +25,8 @@ from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.history import round_columns
 from fl_bn.support.wire import WireError
 from fl_bn.task import Classification, Task
+
+MUCH = 0.05  # of the start, in a running statistic that freezes
 
 
 def check(config: RunConfig) -> None:
@@ -71,6 +73,29 @@ def check(config: RunConfig) -> None:
             config.method,
             config.rounds // 2 if config.freeze_after < 0 else config.freeze_after,
             config.rounds,
+        )
+    _warn_of_an_early_freeze(config, method, model)
+
+
+def _warn_of_an_early_freeze(config: RunConfig, method: Method, model: nn.Module) -> None:
+    """Warn if much of a new network's running statistics is left in them when they freeze.
+
+    A running statistic keeps the share 1 - momentum of itself in every local step.
+    """
+    before = sum(not method.freezes_statistics(method.phase(round, config.rounds)) for round in range(1, config.rounds + 1))
+    if not 0 < before < config.rounds or method.reports(Phase.TRAIN) is not StatisticsReport.RUNNING or config.model_weights:
+        return
+    momenta = [layer.momentum for layer in batch_norms(model).values() if layer.momentum is not None]
+    left = max(((1 - momentum) ** (before * config.local_steps) for momentum in momenta), default=0.0)
+    if config.local_steps and not config.calibrate > 0 and left > MUCH:
+        LOGGER.warning(
+            "%s: the statistics freeze after %d rounds of %d local step%s. %.0f %% of each running mean and variance is then still that "
+            "of a new network (0 and 1), so the frozen rounds may end below fedavg. Take more local steps, or freeze later (freeze-after)",
+            config.method,
+            before,
+            config.local_steps,
+            "s" * (config.local_steps > 1),
+            100 * left,
         )
 
 

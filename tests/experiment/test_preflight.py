@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.flower import RunFailed, run_in_process
+from fl_bn.run import preflight
 from fl_bn.run.config import ConfigError, RunConfig
 from tests.experiment.small_data import small_config, small_npz
 from tests.listed import listed
@@ -60,10 +61,14 @@ def good(classes: int, channels: int, image_size: int) -> nn.Module:
     return Fails("", channels * image_size**2, classes)
 
 
-def start(folder: Path, **changes: str | int | float | bool) -> Path | None:
+def config(folder: Path, **changes: str | int | float | bool) -> RunConfig:
     values = {**small_config(folder), "method": "fedavg", "clients": 2, "partition": "iid", "output": str(folder / "runs")}
     values |= {"pictures": False} | {name.replace("_", "-"): value for name, value in changes.items()}
-    return run_in_process(RunConfig.from_mapping(values).to_mapping())
+    return RunConfig.from_mapping(values)
+
+
+def start(folder: Path, **changes: str | int | float | bool) -> Path | None:
+    return run_in_process(config(folder, **changes).to_mapping())
 
 
 @listed(
@@ -137,6 +142,28 @@ def test_statistics_that_freeze_before_anybody_measured_them(
 ) -> None:
     start(tmp_path, **changes, output="")
     said = [record.getMessage() for record in caplog.records if "the statistics freeze before round 1" in record.getMessage()]
+    assert len(said) == bool(warned)
+    assert all(warned in line for line in said)
+
+
+@listed(
+    "changes, warned",
+    [
+        ({"local_steps": 1, "rounds": 24}, "after 12 rounds of 1 local step. 28 % of each"),  # 0.9 ** 12
+        ({"local_steps": 2, "rounds": 24, "freeze_after": 6}, "after 6 rounds of 2 local steps. 28 % of each"),
+        ({"local_steps": 1, "rounds": 24, "freeze_after": 24}, ""),  # nothing freezes
+        ({"local_steps": 3, "rounds": 24}, ""),
+        ({"local_steps": 0, "local_epochs": 1, "rounds": 24}, ""),  # as many steps as the clients' data have
+        ({"local_steps": 1, "rounds": 24, "method": "fedavg"}, ""),
+        ({"local_steps": 1, "rounds": 24, "method": "fedtan2"}, "28 % of each"),
+        ({"local_steps": 1, "rounds": 24, "method": "fbn", "freeze_after": 2}, ""),  # calibrated
+    ],
+)
+def test_statistics_that_freeze_while_they_are_a_new_network_s(
+    changes: dict[str, str | int], warned: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    preflight.check(config(tmp_path, **{"method": "fixbn", **changes}))
+    said = [record.getMessage() for record in caplog.records if "the statistics freeze after" in record.getMessage()]
     assert len(said) == bool(warned)
     assert all(warned in line for line in said)
 
