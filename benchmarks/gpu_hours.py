@@ -20,7 +20,8 @@ from rich.console import Console
 from torch import nn
 
 from fl_bn.conversion import convert
-from fl_bn.federation.client_round import Member, client_round, client_rounds
+from fl_bn.federation.client_round import client_round, client_rounds
+from fl_bn.federation.engines.engine import Member
 from fl_bn.federation.engines.vectorised import ENGINES, SEQUENTIAL, AsOneProgram, CannotVectorise
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining

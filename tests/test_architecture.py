@@ -202,6 +202,15 @@ def test_files_explain_themselves_and_the_apps_are_short() -> None:
     assert [file for file, text in sources.items() if not ast.get_docstring(ast.parse(text))] == []
 
 
+def test_a_round_is_read_in_four_files_and_500_lines() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text().partition("## A round on one page")[2].partition("\n## ")[0]
+    named = re.findall(r"^\d\. `(fl_bn/[^`]+)`", page, re.MULTILINE)
+    lines = [len((ROOT / file).read_text().splitlines()) for file in named]
+    assert "four files are a round of FedAvg, under 500 lines in all" in page
+    assert [Path(file).name for file in named[:4]] == ["run.py", "client_round.py", "server.py", "fedavg.py"]
+    assert sum(lines[:4]) < 500
+
+
 def test_no_path_of_a_machine_is_in_the_tree() -> None:
     machine = ("/" + "work/", "/" + "tmp/", "/" + "home/", "/" + "root/")
     texts = {relative(file): file.read_text() for file in [*SOURCES, *ROOT.glob("tests/**/*.py")]}

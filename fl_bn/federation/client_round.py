@@ -5,12 +5,9 @@ A user's own training loop runs inside the same round, see ``own_loop.local_roun
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,140 +16,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.clipping import clip
-from fl_bn.federation.local import evaluate
+from fl_bn.federation.engines.engine import Engine, Member, Result
+from fl_bn.federation.local import tested
 from fl_bn.federation.momentum import restart
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.federation.values import ClientState, Reply
+from fl_bn.federation.source import Source, Trained
 from fl_bn.methods import StatisticsReport
 from fl_bn.models.head import head_of
 from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task, to_device
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Hold the result of training.
-
-    Attributes:
-        loss: The mean loss over the samples of the training batches.
-        samples: The number of these samples; a sample that was drawn twice counts twice.
-    """
-
-    loss: float
-    samples: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Hold what a client says of its round in its reply, besides tensors.
-
-    Attributes:
-        samples: The number of different samples that it trained on, or measured. 0: it found none to train on, and sits out.
-        loss: The mean loss over the training batches.
-        metrics: Further numbers for the record, by name.
-        tells_drift: Whether the reply says how far the statistics moved, if the client keeps them.
-    """
-
-    samples: int
-    loss: float = math.nan
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    tells_drift: bool = False
-
-
-class Source(Protocol):
-    """Provide one client's data, and draw batches from them."""
-
-    @property
-    def client(self) -> int:
-        """Return the client's number."""
-        ...
-
-    @property
-    def task(self) -> Task:
-        """Return the task, which reads a batch."""
-        ...
-
-    @property
-    def passes(self) -> int:
-        """Return how often a round iterates over its batches."""
-        ...
-
-    @property
-    def test(self) -> Any:
-        """Return the client's own test data, samples or batches; None without any."""
-        ...
-
-    def batches(self, round: LocalRound) -> Iterable[Any]:
-        """Draw the training batches of ``round``.
-
-        Raises:
-            ClientTooSmall: There are too few samples.
-        """
-        ...
-
-    def measure(self, round: LocalRound) -> None:
-        """Make the statistics pass of ``round``, and store the moments in it."""
-        ...
-
-    def optimizer(self, round: LocalRound) -> Optimizer:
-        """Make the optimiser of ``round``."""
-        ...
-
-    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the scheduler of the learning rate within a round; None if the rate stays the same."""
-        ...
-
-    def training(self, round: LocalRound, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Return a context in which torch's random numbers depend on the client and the round alone."""
-        ...
-
-    def pass_inputs(self, round: LocalRound) -> Iterable[Any]:
-        """Return the inputs of the statistics pass, for an engine that makes the pass itself."""
-        ...
-
-    def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]] | None:
-        """Return a function that computes the gradient over all samples of the client; None if there is none."""
-        ...
-
-    def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return what the client says of ``round`` in its reply.
-
-        Args:
-            round: The client's round.
-            batches: The training batches; empty if the round only measures.
-            trained: The result of each pass over ``batches``.
-        """
-        ...
-
-
-class Member(NamedTuple):
-    """Hold the round of one client of a cohort, and its source of batches."""
-
-    round: LocalRound
-    source: Source
-
-
-Result = tuple[Reply, ClientState]
-
-
-class Engine(Protocol):
-    """Compute the rounds of a cohort's clients: one after the other, or all together in vectorised code."""
-
-    def check(self, members: Sequence[Member]) -> None:
-        """Raise the engine's own error if it cannot compute the rounds of the clients ``members``."""
-        ...
-
-    def measure(self, members: Sequence[Member]) -> None:
-        """Run the statistics pass of every client in ``members``."""
-        ...
-
-    def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
-        """Train each client in ``members`` on its own ``batches``.
-
-        Returns:
-            For each client, the result of each pass over its batches.
-        """
-        ...
 
 
 class _OneByOne:
@@ -203,10 +75,10 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
     batches = [source.batches(round) for round, source in members]  # before the statistics pass: few samples are refused first
     if first.method.reports(first.phase) is StatisticsReport.PASS:
         engine.measure(members)
-    before = [tested(member) for member in members]
+    before = [tested(*member) for member in members]
     trained = engine.train(members, batches)
     for member, value in zip(members, before, strict=True):
-        member.round.tested = (value, tested(member))
+        member.round.tested = (value, tested(*member))
     outcomes = [source.outcome(round, own, done) for (round, source), own, done in zip(members, batches, trained, strict=True)]
     return [
         round.reply(one.samples, one.loss, client=source.client, metrics=one.metrics, tells_drift=one.tells_drift)
@@ -214,28 +86,6 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
         else round.sit_out(source.client, one.metrics)
         for (round, source), one in zip(members, outcomes, strict=True)
     ]
-
-
-def tested(member: Member) -> float | None:
-    """Evaluate a client's network as it is now on the client's own test data, by the task's metric.
-
-    The network, the modes of its modules and torch's random numbers stay as they are.
-
-    Returns:
-        The value. None if the settings ask for no such evaluation, or if the metric has no finite value.
-    """
-    (round, source), own = member, member.source.test
-    if own is None or not round.settings.local_evaluation:
-        return None
-    modes = {module: module.training for module in round.model.modules()}
-    try:
-        with torch.random.fork_rng(devices=[]):
-            state = evaluate(round.model, own, task=source.task)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    value = state[source.task.metric] if state.sums else math.nan
-    return value if math.isfinite(value) else None
 
 
 def client_round(round: LocalRound, source: Source) -> Result:

@@ -1,6 +1,8 @@
-"""Refuse combinations of local objectives, momentum, clipping, methods and servers that do not work together."""
+"""Refuse parts of a run that do not work together, and networks with nothing to train."""
 
 from __future__ import annotations
+
+from torch import nn
 
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.methods import Method, Phase
@@ -49,3 +51,29 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
         )
     if settings.update == "gradients" and server_optimizer == "fedacg":
         raise ValueError("fedacg needs the movement of the clients' weights, but update='gradients' sends one gradient: take fedavgm")
+
+
+def check_weights(method: Method, client_weights: str) -> None:
+    """Check that ``client_weights`` fit the method: a layer-wise exchange needs ``samples``.
+
+    Raises:
+        ValueError: They do not fit.
+    """
+    if client_weights != "samples" and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
+        raise ValueError(
+            f"{method.name} must weigh clients by the sizes of their batches, since only then its first step equals centralised training: "
+            f"client_weights must be 'samples', but got {client_weights!r}"
+        )
+
+
+def check_learns(model: nn.Module) -> None:
+    """Check that ``model`` has a parameter that can be trained.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that learns (requires_grad), so there is nothing to train: give a network with "
+            "parameters, or measure its statistics alone (fl-bn recalibrate)"
+        )

@@ -20,7 +20,7 @@ from fl_bn.federation.checkpoint import FederationState, set_generators
 from fl_bn.federation.checkpoint import generators as global_generators
 from fl_bn.federation.client import check_optimizer
 from fl_bn.federation.clipping import bounded
-from fl_bn.federation.composition import check_composition
+from fl_bn.federation.composition import check_composition, check_learns
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.eager import SGD
 from fl_bn.federation.engines.clients import Clients, Own
@@ -46,7 +46,7 @@ from fl_bn.federation.per_client import (
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
-from fl_bn.federation.server import Server, check_learns
+from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective

@@ -21,12 +21,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fl_bn.federation.blocks import WeightedSum
 from fl_bn.federation.values import Reply
+from fl_bn.methods import Phase, StatisticsReport
+from fl_bn.support.stated_sizes import FEWEST
+
+if TYPE_CHECKING:
+    from fl_bn.federation.server import Server
 
 FOLDED = ("weights", "gradients")
 COMPARED = 5  # how many replies a claim is compared with while replies arrive; in the end it is compared with all
@@ -129,3 +135,26 @@ class StreamingAverage:
         for reply in replies:
             gone = {name: torch.empty_like(tensor, device="meta") for name, tensor in reply.sections[section].items()}
             self._replies[reply.client] = replace(reply, sections={**reply.sections, section: gone}, folded=True)
+
+
+def streaming(server: Server, samples: Mapping[int, int]) -> StreamingAverage | None:
+    """Make the average that takes the replies of the server's round one by one, and frees their weights.
+
+    Args:
+        server: The server; its round has begun.
+        samples: Client of the cohort -> the number of samples that it stated.
+
+    Returns:
+        The average. None if all replies are needed at the same time: for robust rules, the layer-wise
+        exchange, and auxiliary tensors (control variates, momentum).
+    """
+    phase, policy = Phase(server.record.phase), server.policy
+    if server.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or server.keeps_replies:
+        return None
+    by_samples, compares = policy.client_weights == "samples", server.method.reports(phase) is not StatisticsReport.NOTHING
+    return StreamingAverage(
+        {client: float(policy.planned(n)) if by_samples else 1.0 for client, n in samples.items()},
+        lambda reply: float(reply.weight) if by_samples else 1.0,
+        lambda reply, others: server.shared.may_be_refused(reply) or reply.client in server.far([*others, reply], phase),
+        FEWEST if compares else 1,
+    )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from fl_bn.exchange.session import Session
+from fl_bn.federation.bounds import far_numbers, far_statistics
 from fl_bn.federation.defence import TooFew
+from fl_bn.federation.report_claims import far_claims
+from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.shared_model import NotFinite
 from fl_bn.federation.values import Reply
+from fl_bn.methods import MOMENTS, Phase, StatisticsReport
 from fl_bn.support.client_names import UNNAMED, ClientNames
 
 T = TypeVar("T")
@@ -70,3 +74,25 @@ def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str
         refused |= dict.fromkeys(refused.keys() | usable.keys(), session.failure)
     refused |= session.dropped
     return [replace(part, weight=batches[index]) for index, part in sorted(usable.items()) if index not in refused]
+
+
+def far_replies(
+    parts: Sequence[Reply], report: StatisticsReport, phase: Phase, policy: Rounds, sent: Mapping[str, float]
+) -> dict[int, str]:
+    """Find the replies whose claims are far from the other clients' claims.
+
+    Args:
+        parts: The replies.
+        report: The kind of statistics that they report.
+        phase: The phase of the round.
+        policy: How rounds are run.
+        sent: The largest values of the statistics in the instruction.
+
+    Returns:
+        Client -> the reason why its reply is not used.
+    """
+    claims = far_claims(parts, report, policy.asks_for_steps) if report in MOMENTS else {}
+    if phase is Phase.MEASURE:
+        return claims
+    far = far_statistics(parts, sent) if report is StatisticsReport.RUNNING else {}
+    return far_numbers(parts, [extra.section for extra in policy.auxiliary]) | far | claims

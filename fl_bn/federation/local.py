@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +21,10 @@ from fl_bn.methods import NORMALISERS, StatisticsPass
 from fl_bn.moments import Moments
 from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, MetricState, Task, to_device
+
+if TYPE_CHECKING:
+    from fl_bn.federation.client import LocalRound
+    from fl_bn.federation.source import Source
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 PASS_BATCH = 256
@@ -142,3 +147,24 @@ def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 
         for x, y in batches:
             state.update(task.predict(model, x), y)
     return state
+
+
+def tested(round: LocalRound, source: Source) -> float | None:
+    """Evaluate a client's network as it is now on the client's own test data, by the task's metric.
+
+    The network, the modes of its modules and torch's random numbers stay as they are.
+
+    Returns:
+        The value. None if the settings ask for no such evaluation, or if the metric has no finite value.
+    """
+    if source.test is None or not round.settings.local_evaluation:
+        return None
+    modes = {module: module.training for module in round.model.modules()}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            state = evaluate(round.model, source.test, task=source.task)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    value = state[source.task.metric] if state.sums else math.nan
+    return value if math.isfinite(value) else None

@@ -17,22 +17,20 @@ from torch import nn
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import Drift, merge_drifts
 from fl_bn.federation.blocks import sizes
-from fl_bn.federation.bounds import bounds_of, far_numbers, far_statistics
+from fl_bn.federation.bounds import bounds_of
+from fl_bn.federation.composition import check_learns, check_weights
 from fl_bn.federation.defence import NO_DEFENCE, Defence, TooFew
-from fl_bn.federation.intake import StreamingAverage
-from fl_bn.federation.left_out import taking_part, without_far, without_overflow
+from fl_bn.federation.left_out import far_replies, taking_part, without_far, without_overflow
 from fl_bn.federation.narrow import PayloadDtype, check_payload
 from fl_bn.federation.norm_layers import check_layers, say_absent
 from fl_bn.federation.optimizers import ServerOptimizer, server_optimizer
 from fl_bn.federation.payload import count_tensors
 from fl_bn.federation.record import RoundRecord, with_clients
 from fl_bn.federation.replies import REPLIED, TRAINED, Expected
-from fl_bn.federation.report_claims import far_claims
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.shared_model import NotFinite, ServerStep, SharedModel
 from fl_bn.federation.values import Instruction, Reply, RoundReplies
-from fl_bn.methods import INPUTS, MOMENTS, Method, Phase, StatisticsReport
-from fl_bn.support.stated_sizes import FEWEST
+from fl_bn.methods import Method, Phase
 
 LOGGER = logging.getLogger("flwr")
 
@@ -126,7 +124,7 @@ class Server:
         """
         shared, phase, policy = self.shared, Phase(self.record.phase), self.policy
         self.round = self.record.round
-        far = self._far(replies.parts, phase)
+        far = self.far(replies.parts, phase)
         self.keeps_replies |= any(part.folded for part in replies.parts if part.client in far)
         parts, refused = without_far(replies.parts, far), {**replies.refused, **far}
         if phase is Phase.EXCHANGE and replies.exchange is not None:
@@ -181,29 +179,6 @@ class Server:
         step = ServerStep(parts, weights, self.optimizer, self.record.learning_rate, defence, replies.partial)
         return self.shared.change(step, statistics)
 
-    def store(self, replies: RoundReplies, what: str = INPUTS) -> tuple[list[Reply], dict[int, str]]:
-        """Store the statistics that a statistics-only exchange measured.
-
-        Args:
-            replies: The checked replies.
-            what: The measured quantity, ``inputs`` or ``normalisers``.
-
-        Returns:
-            The replies that were used, and client -> the reason why its reply was not used.
-
-        Raises:
-            TooFew: There are fewer replies than the defence needs; the statistics stay unchanged.
-        """
-
-        def attempt(parts: list[Reply], overflowing: int) -> None:
-            defence = self.defence.without(len(replies.wrong) + overflowing, len(parts))
-            defence.check(len(parts))
-            self.shared.store(self.shared.measured(parts, defence, what))
-
-        far = self._far(replies.parts, Phase.MEASURE)
-        near, overflowing, _ = without_overflow(without_far(replies.parts, far), attempt, self.policy.called)
-        return near, {**replies.refused, **far, **overflowing}
-
     def pace(self) -> float:
         """Return this round's learning rate as a share of the first round's, see ``LayerReports``."""
         return self.policy.pace(self.record.learning_rate, self.rounds)
@@ -226,63 +201,6 @@ class Server:
             round, self.shared.signature, self.expected(phase), form, samples, self.policy.most_steps, bounds, self.shared.buffers
         )
 
-    def intake(self, samples: Mapping[int, int]) -> StreamingAverage | None:
-        """Return a streaming average, which adds the replies of this round one by one and frees their weights.
-
-        Args:
-            samples: Client of the cohort -> the number of samples that it stated.
-
-        Returns:
-            The average. None if all replies are needed at the same time: for robust rules, the layer-wise
-            exchange, and auxiliary tensors (control variates, momentum).
-        """
-        phase, policy = Phase(self.record.phase), self.policy
-        if self.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or self.keeps_replies:
-            return None
-        by_samples, compares = policy.client_weights == "samples", self.method.reports(phase) is not StatisticsReport.NOTHING
-        return StreamingAverage(
-            {client: float(policy.planned(n)) if by_samples else 1.0 for client, n in samples.items()},
-            lambda reply: float(reply.weight) if by_samples else 1.0,
-            lambda reply, others: self.shared.may_be_refused(reply) or reply.client in self._far([*others, reply], phase),
-            FEWEST if compares else 1,
-        )
-
-    def _far(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
-        """Return client -> the reason why its reply is not used: its claims are far from the other clients' claims.
-
-        With an active defence no client is refused for this reason.
-        """
-        report = self.method.reports(phase)
-        if self.defence.active:
-            return {}
-        claims = far_claims(parts, report, self.policy.asks_for_steps) if report in MOMENTS else {}
-        if phase is Phase.MEASURE:
-            return claims
-        far = far_statistics(parts, self._sent) if report is StatisticsReport.RUNNING else {}
-        return far_numbers(parts, [extra.section for extra in self.policy.auxiliary]) | far | claims
-
-
-def check_weights(method: Method, client_weights: str) -> None:
-    """Check that ``client_weights`` fit the method: a layer-wise exchange needs ``samples``.
-
-    Raises:
-        ValueError: They do not fit.
-    """
-    if client_weights != "samples" and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
-        raise ValueError(
-            f"{method.name} must weigh clients by the sizes of their batches, since only then its first step equals centralised training: "
-            f"client_weights must be 'samples', but got {client_weights!r}"
-        )
-
-
-def check_learns(model: nn.Module) -> None:
-    """Check that ``model`` has a parameter that can be trained.
-
-    Raises:
-        ValueError: It has none.
-    """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} has no parameter that learns (requires_grad), so there is nothing to train: give a network with "
-            "parameters, or measure its statistics alone (fl-bn recalibrate)"
-        )
+    def far(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
+        """Return client -> why its reply is not used: its claims are far from the others'. None are if a defence is active."""
+        return {} if self.defence.active else far_replies(parts, self.method.reports(phase), phase, self.policy, self._sent)

@@ -18,11 +18,12 @@ from fl_bn.data.dataset import to_input
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import Outcome, Trained, loss_of
+from fl_bn.federation.client_round import loss_of
 from fl_bn.federation.first_batch import Connect
 from fl_bn.federation.local import PASS_BATCH, Samples, pieces, statistics_pass, torch_seed
 from fl_bn.federation.one_sample import fewest
 from fl_bn.federation.settings import LocalTraining, seeded
+from fl_bn.federation.source import Outcome, Trained
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction
 from fl_bn.methods import NORMALISERS, Method, Phase, StatisticsPass

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from fl_bn.federation.left_out import without_far, without_overflow
 from fl_bn.federation.payload import Named
 from fl_bn.federation.server import Server
-from fl_bn.federation.values import Instruction, RoundReplies
+from fl_bn.federation.values import Instruction, Reply, RoundReplies
+from fl_bn.methods import Phase
 
 
 class Transport(ABC):
@@ -74,9 +76,20 @@ class Transport(ABC):
 
         Returns:
             The replies that were used, with the reasons why others were not.
+
+        Raises:
+            TooFew: There are fewer replies than the defence needs; the statistics stay unchanged.
         """
-        parts, refused = self.server.store(replies, instruction.measured)
-        return replies.only(parts, refused)
+        server, what = self.server, instruction.measured
+
+        def attempt(parts: list[Reply], overflowing: int) -> None:
+            defence = server.defence.without(len(replies.wrong) + overflowing, len(parts))
+            defence.check(len(parts))
+            server.shared.store(server.shared.measured(parts, defence, what))
+
+        far = server.far(replies.parts, Phase.MEASURE)
+        near, overflowing, _ = without_overflow(without_far(replies.parts, far), attempt, server.policy.called)
+        return replies.only(near, {**replies.refused, **far, **overflowing})
 
     def finish_round(self, number: int, changed: bool) -> None:
         """Finish round ``number`` before its record is complete; do nothing by default.

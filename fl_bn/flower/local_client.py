@@ -19,8 +19,9 @@ from fl_bn.data.batches import ClientTooSmall
 from fl_bn.derived import plain_names
 from fl_bn.exchange.replay import Unanswered
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import Member, client_rounds
+from fl_bn.federation.client_round import client_rounds
 from fl_bn.federation.composition import check_composition
+from fl_bn.federation.engines.engine import Member
 from fl_bn.federation.engines.rendezvous import VmapRendezvous
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.narrow import Overflow

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fl_bn.federation.callbacks import Callback, Callbacks, Running
 from fl_bn.federation.defence import NO_DEFENCE, Defence
 from fl_bn.federation.divergence import why_failed
+from fl_bn.federation.intake import streaming
 from fl_bn.federation.narrow import EXACT, Overflow
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Measured, Passes, TooFewMeasured
@@ -205,7 +206,7 @@ class BatchNormStrategy(OwnNames):
         If the replies are not all needed at once, add each to the average immediately, and free it.
         """
         who = [client.index for client in self.cohort]
-        if (intake := self.server.intake({client.index: client.samples for client in self.cohort})) is None:
+        if (intake := streaming(self.server, {client.index: client.samples for client in self.cohort})) is None:
             parts, refused, wrong = read_replies(replies, reading)
             if Phase(self.record.phase) is not Phase.EXCHANGE:
                 return RoundReplies(who, parts, refused, wrong)

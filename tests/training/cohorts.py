@@ -13,7 +13,8 @@ from torch import nn
 
 from fl_bn.conversion import convert
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import Member, client_round, client_rounds
+from fl_bn.federation.client_round import client_round, client_rounds
+from fl_bn.federation.engines.engine import Member
 from fl_bn.federation.engines.vectorised import AsOneProgram
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import LocalTraining

@@ -15,7 +15,7 @@ from torch import Tensor
 from fl_bn.federation import blocks as module
 from fl_bn.federation.aggregation import average
 from fl_bn.federation.blocks import BLOCK, WeightedSum, extremes, fits
-from fl_bn.federation.intake import PartialAverage, StreamingAverage
+from fl_bn.federation.intake import PartialAverage, StreamingAverage, streaming
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.server import Server
@@ -167,7 +167,7 @@ def honest(made: Server, change: float = 0.01) -> Iterator[Reply]:
 def concluded(made: Server, came: Sequence[Reply], at_once: bool = False) -> bool:
     if at_once:
         return made.conclude(RoundReplies(range(4), list(came)))
-    intake = made.intake(dict.fromkeys(range(4), 10))
+    intake = streaming(made, dict.fromkeys(range(4), 10))
     assert intake is not None
     for reply in came:
         intake.take(reply)
@@ -213,4 +213,4 @@ def test_where_nobody_can_be_left_out_any_more_the_next_round_keeps_all(
     assert "not finite, and no reply can be left out any more, since all are in the average; the next rounds keep them" in caplog.text
     assert same(before, made.shared.tensors())
     made.begin(2)
-    assert made.intake(dict.fromkeys(range(4), 10)) is None
+    assert streaming(made, dict.fromkeys(range(4), 10)) is None

@@ -18,8 +18,9 @@ from fl_bn.exchange import local as turns
 from fl_bn.exchange.call import ExchangeFailed
 from fl_bn.exchange.local import LocalExchange, Turns
 from fl_bn.exchange.session import Session, exchanged_layers
-from fl_bn.federation.client_round import Member, Result, client_rounds
+from fl_bn.federation.client_round import client_rounds
 from fl_bn.federation.engines.clients import LEFT_OUT, Clients, Connect, LoaderSource
+from fl_bn.federation.engines.engine import Member, Result
 from fl_bn.federation.engines.pace import Pace
 from fl_bn.federation.engines.processes import InWorkers, can_move, in_workers
 from fl_bn.federation.engines.vectorised import AT_ONCE, AsOneProgram, CannotVectorise, Fallback, unneeded

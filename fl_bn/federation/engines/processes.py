@@ -16,8 +16,8 @@ from joblib import wrap_non_picklable_objects
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from fl_bn.federation.client_round import Result
 from fl_bn.federation.engines.clients import Clients
+from fl_bn.federation.engines.engine import Result
 from fl_bn.federation.engines.workers import Workers
 from fl_bn.federation.loaders import SeededBatches, generators
 from fl_bn.federation.payload import to_numpy, to_tensors

@@ -9,7 +9,8 @@ from typing import TypeVar, cast
 
 from fl_bn.exchange.local import Turns
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import Member, Result, client_rounds
+from fl_bn.federation.client_round import client_rounds
+from fl_bn.federation.engines.engine import Member, Result
 from fl_bn.federation.engines.vectorised import AsOneProgram, CannotVectorise, Fallback
 from fl_bn.federation.sources import SampleSource
 

@@ -27,13 +27,15 @@ from fl_bn.exchange.call import Exchange, ExchangeFailed
 from fl_bn.federation import eager
 from fl_bn.federation.centring import centring
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.client_round import Member, Trained, loss_of
+from fl_bn.federation.client_round import loss_of
 from fl_bn.federation.clipping import clip_rows
+from fl_bn.federation.engines.engine import Member
 from fl_bn.federation.engines.stack import Seen, Stack, groups
 from fl_bn.federation.local import Samples
 from fl_bn.federation.measuring import measuring
 from fl_bn.federation.momentum import SECTIONS, buffers_of, restart
 from fl_bn.federation.one_sample import Trainable
+from fl_bn.federation.source import Trained
 from fl_bn.federation.sources import IndexBatches
 from fl_bn.layers import observe, pooled
 from fl_bn.methods import Phase, StatisticsReport
