@@ -50,7 +50,7 @@ def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
         try:
-            arrays[name] = tensor.detach().cpu().contiguous().numpy()
+            arrays[name] = (tensor if tensor.is_contiguous() else tensor.contiguous()).numpy(force=True)
         except TypeError as error:
             raise WireError(
                 "tensor",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 import time
 import traceback
@@ -276,7 +277,7 @@ def _loaded(app: App | str, kind: type[App]) -> App:
     if not isinstance(app, str):
         return app
     module, _, name = app.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
+    if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
         loaded = attrgetter(name)(importlib.import_module(module))
