@@ -70,6 +70,10 @@ LONG = (
     "tests/sweeps/test_paper_settings_002.py::test_every_cell_has_the_paper_s_keys",
     "tests/sweeps/test_paper_settings_003_004.py::test_every_key_is_the_papers",
     "tests/training/test_vectorised.py::test_settings",
+    "tests/integration/test_workers.py::test_the_command_s_workers_start_before_torch_is_loaded",
+    "tests/experiment/test_display.py::test_a_terminal_shows_one_bar_and_warnings_above_it",
+    "tests/deployment/test_membership.py::test_a_stolen_server_key_is_worth_nothing_once_the_authority_is_new",
+    "tests/experiment/test_cli.py::test_compare_then_again",
 )
 """Tests that take seconds and guard what seldom changes, or start many processes: slow ones, though it does not say so there."""
 
@@ -80,6 +84,16 @@ ENOUGH = {
     "tests/experiment/test_resume.py::test_without_any_of_it_the_run_would_be_another": ("server yogi", "[hbn", "[gn"),
     "tests/experiment/test_resume.py::test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before_and_no_more": ("[fedbn-",),
     "tests/experiment/test_kills_at_writes.py::test_a_kill_in_the_middle_of_a_write": ("half written", "renamed"),
+    "tests/experiment/test_kills_at_writes.py::test_a_combination_in_pieces_is_the_run_itself": ("[moon, yogi", "[fedtan2"),
+    "tests/experiment/test_memory_format.py::test_a_run_is_the_same_up_to_the_order_of_sums": ("[fedavg-True", "[fedbn-local", "[hbn"),
+    "tests/examples/test_quickstart.py::test_every_method_runs_in_it": ("[fixbn]", "[fedbn]", "[fedtan]"),
+    "tests/hostile/test_exchange_addresses.py::test_the_exchange_of_a_round_and_of_statistics_is_where_the_site_allows_it": ("train",),
+    "tests/hostile/test_exchange_addresses.py::test_errors_do_not_tell_an_open_port_from_a_closed_one": ("[application]",),
+    "tests/hostile/test_lying_in_earlier_rounds.py::test_control_honest_clients_of_other_rounds_are_all_in_the_sum": ("[fedbn",),
+    "tests/flower/test_secure_aggregation.py::test_a_reference_far_away_is_replaced_until_the_statistics_are_right": ("[hbn]", "[fedavg]"),
+    "tests/integration/test_workers.py::test_workers_give_the_bits_of_one_after_the_other": ("[hbn", "[fbn", "[fedtan"),
+    "tests/models/test_segmentation.py::test_scores_per_pixel": ("[resnet50]",),
+    "tests/test_loopback.py::test_programs_that_fl_bn_starts_reach_this_machine_without_the_proxy": ("[127.0.0.1:9]", "[::1]"),
     "tests/hostile/test_two_of_one_number.py::test_one_that_says_another_s_number_costs_nobody_its_part": ("[2-4-", "[5-1-fbn"),
     "tests/hostile/test_large_numbers.py::test_huge_weights_cost_their_sender_its_reply": ("3e+38-one", "1000000.0-all"),
     "tests/hostile/test_array_headers.py::test_one_head_of_an_array_does_not_end_the_server": ("True", "[fbn", "[fedtan-"),

@@ -16,7 +16,6 @@ from fl_bn.data.batches import distinct, draw_batches
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.intake import TOGETHER
 from fl_bn.federation.local import Samples
-from fl_bn.federation.server import Server
 from fl_bn.flower import InProcessGrid, grid_transport
 from fl_bn.flower.wire import messaging
 from fl_bn.flower.wire.messaging import FEW, receive
@@ -107,7 +106,7 @@ def test_a_run_has_the_bits_of_one_that_keeps_all_replies(method: str, monkeypat
     shuffled = random.Random(3)
     ran = counted(monkeypatch, lambda messages: shuffled.sample(messages, len(messages)), method=method)[1]
     monkeypatch.undo()
-    monkeypatch.setattr(Server, "intake", lambda self, samples: None)
+    monkeypatch.setattr("fl_bn.flower.strategy.streaming", lambda server, samples: None)
     whole = run(METHODS[method](), people(CLIENTS), 2)
     assert all(identical(ran.trajectory[r], whole.trajectory[r]) for r in (1, 2))
     assert [record.disclosures for record in ran.records] == [record.disclosures for record in whole.records]
