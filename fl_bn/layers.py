@@ -277,6 +277,10 @@ class HybridBatchNorm(_SharedNorm):
         return Moments(batch.count, *mixture(torch.sigmoid(self.mixing_logit.double()), shared, (batch.mean, batch.var)))
 
 
+CONSTANT = (FederatedBatchNorm, HybridBatchNorm)
+"""Layers whose running statistics stay as the server sent them in every round."""
+
+
 class InstanceNorm(nn.GroupNorm):
     """Normalise every channel of every instance by itself: a GroupNorm with one channel per group, without statistics."""
 

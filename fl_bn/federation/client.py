@@ -44,7 +44,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
-from fl_bn.layers import freeze_statistics, moving_average, observe, pooled
+from fl_bn.layers import CONSTANT, freeze_statistics, moving_average, observe, pooled
 from fl_bn.methods import Method, Phase, StatisticsPass, StatisticsReport
 from fl_bn.modes import frozen_affine, train_mode
 from fl_bn.moments import Moments
@@ -147,8 +147,14 @@ class LocalRound:
         expected.check(arrays)
         beside = {extra.section for extra in self.auxiliary}
         tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
-        self._copy.load(tensors | self.kept.get("local"))
+        self._copy.load(self._unmixed() | tensors | self.kept.get("local"))
         self._before = {} if self.method.shares(Role.STATISTIC) else running_statistics(model)
+
+    def _unmixed(self) -> dict[str, Tensor]:
+        """Return HBN's mixing logits at their start, 0. ``model`` may have those of another client that it served before."""
+        if Role.MIXING not in self.method.local:
+            return {}
+        return {name: torch.zeros_like(p) for name, p in self.parameters.items() if self.network.role[name] is Role.MIXING}
 
     @contextmanager
     def open(self, full_gradient: Callable[[], dict[str, Tensor]] | None = None) -> Iterator[LocalRound]:
@@ -166,7 +172,7 @@ class LocalRound:
         """
         self.set_modes(self.model)
         layers = batch_norms(self.model)
-        freezing = {name for name, layer in layers.items() if getattr(layer, "frozen", False)}
+        freezing = {name for name, layer in layers.items() if getattr(layer, "frozen", False) or isinstance(layer, CONSTANT)}
         statistics = running_statistics(self.model) if freezing else {}
         frozen = {name: before for name, before in statistics.items() if name in freezing}
         parameters = self.parameters

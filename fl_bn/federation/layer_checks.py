@@ -39,8 +39,8 @@ def check_layers(round: LocalRound, layers: Mapping[str, nn.Module], frozen: Map
     for name, before in frozen.items():
         if not all(map(torch.equal, before, after[name])):
             raise ValueError(
-                f"BatchNorm layer {name!r} is frozen in round {round.instruction.round}, but its running statistics changed: the "
-                "training loop must not set them"
+                f"BatchNorm layer {name!r} normalises with fixed statistics in round {round.instruction.round}, but they changed: the "
+                "training loop must not set them (update_bn, reset_running_stats, load_state_dict)"
             )
     observed = round.passes.observed
     seen = max((len(parts) for parts in observed.values()), default=0)

@@ -84,15 +84,21 @@ def local_round(
         yield round
         return
     _check_processes(round)
-    fixed = [p for name, p in model.named_parameters() if p.requires_grad and name not in round.parameters]
-    for parameter in fixed:  # so an optimiser of all parameters does not change what the method freezes
+    frozen = {name: (p, p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad and name not in round.parameters}
+    for parameter, _ in frozen.values():  # so an optimiser of all parameters does not change what the method freezes
         parameter.requires_grad_(False)
+        parameter.grad = None  # of an earlier round, with which an optimiser would step
     try:
         with advised(), round.open(), _watched(round):
             yield round
     finally:
-        for parameter in fixed:
+        for parameter, _ in frozen.values():
             parameter.requires_grad_(True)
+    if moved := [name for name, (parameter, before) in frozen.items() if not torch.equal(parameter.detach(), before)]:
+        raise ValueError(
+            f"{method.name} freezes {moved[0]} in round {round.instruction.round}, but it changed: the training loop must not call "
+            "requires_grad_(True) on it, nor set it"
+        )
 
 
 def client_model(model: nn.Module, method: Method, instruction: Instruction, kept: ClientState = NOTHING) -> nn.Module:
@@ -143,6 +149,13 @@ def _check_steps(round: LocalRound, before: Mapping[str, Tensor]) -> None:
         raise ValueError(
             f"{moved[0]} changed in round {round.instruction.round}, but no step of a torch.optim.Optimizer was seen: call "
             "round.step_done() after each step that your loop makes without a torch optimizer"
+        )
+    if round.batch:
+        LOGGER.warning(
+            "round %d: %s saw batches, but no optimiser stepped a parameter of round.model, and no weight changed: make the optimiser of "
+            "round.model.parameters(), not of the network before convert",
+            round.instruction.round,
+            round.method.name,
         )
 
 

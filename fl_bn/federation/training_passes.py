@@ -42,6 +42,7 @@ class TrainingPasses:
         self._forward_seen = self._backward_seen = False
         self._kept = {name: len(parts) for name, parts in self.observed.items()}
         self._weights = self._parameters[self._smallest].detach().clone() if self._parameters else None
+        self._versions = [p._version for p in self._parameters]
 
     @property
     def samples(self) -> int:
@@ -61,12 +62,18 @@ class TrainingPasses:
                 return False
         else:
             if self._backward_seen and self._cleared():
-                if self._weights is None or not torch.equal(self._parameters[self._smallest], self._weights):
+                if self._moved():
                     return False
                 self._start_over()
             self._forward_seen = True
         self._rows.setdefault(id(layer), []).append(len(x))
         return True
+
+    def _moved(self) -> bool:
+        """Tell whether the weights changed since the last step: by operations that torch counts, or through ``.data``."""
+        if self._weights is None or [p._version for p in self._parameters] != self._versions:
+            return True
+        return not torch.equal(self._parameters[self._smallest], self._weights)
 
     def _cleared(self) -> bool:
         """Tell whether the gradients so far were cleared. The next pass is then no further micro-batch."""

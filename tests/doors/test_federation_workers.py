@@ -16,6 +16,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_bn import Federation, SeededBatches, methods
+from fl_bn.federation.engines.processes import can_move
 from tests.doors.test_federation import CLIENTS, TEST, net
 
 ROOT = Path(__file__).parents[2]
@@ -143,3 +144,12 @@ def test_wrong_numbers_are_refused() -> None:
         Federation(net(), methods.fixbn(), seeded(), workers=-1)
     with pytest.raises(ValueError, match="1 with engine='vectorised'"):
         Federation(net(), methods.fixbn(), seeded(), workers=2, engine="vectorised")
+
+
+def test_loaders_with_processes_of_their_own_stay_in_this_process() -> None:
+    own = [DataLoader(TensorDataset(*client), batch_size=16, num_workers=2) for client in CLIENTS]
+    plain = Federation(net(), methods.fedavg(), shuffled(), progress=False)
+    assert can_move(plain._transport.clients)  # control
+    assert not can_move(Federation(net(), methods.fedavg(), own, progress=False)._transport.clients)
+    with pytest.raises(ValueError, match="client 0's DataLoader has num_workers=2: give it num_workers=0, or Federation workers=1"):
+        next(Federation(net(), methods.fedavg(), own, workers=2, progress=False).run(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -126,10 +127,82 @@ def test_statistics_that_are_set_in_a_frozen_round_are_an_error() -> None:
     method = methods.fixbn(freeze_after=0)
     model, asked = convert(net(), method), server_state(net(), method, rounds=2).instruction()
     with (
-        pytest.raises(ValueError, match="BatchNorm layer '1' is frozen in round 1, but its running statistics changed"),
+        pytest.raises(ValueError, match="BatchNorm layer '1' normalises with fixed statistics in round 1, but they changed"),
         local_round(model, method, asked),
     ):
         model[1].running_mean.add_(1)
+
+
+@pytest.mark.parametrize("method", [methods.fbn(), methods.hbn(lam=0.1)], ids=lambda method: str(method.name))
+@pytest.mark.parametrize("change", ["update_bn", "reset", "load", "nothing"])
+def test_shared_statistics_that_the_loop_sets_are_an_error(method: Method, change: str) -> None:
+    """FBN and HBN normalise with the server's statistics for the whole round."""
+    before = net()
+    before[1].running_mean.fill_(2)
+    model, asked = convert(before, method), server_state(before, method, rounds=2).instruction()
+
+    def loop() -> None:
+        with local_round(model, method, asked) as round:
+            if method.name == "hbn":
+                round.measure(clients())
+            plain(round, *clients()[0])
+            if change == "update_bn":
+                torch.optim.swa_utils.update_bn(clients(), round.model)
+            elif change == "reset":
+                model[1].reset_running_stats()
+            elif change == "load":
+                model.load_state_dict({**model.state_dict(), "1.running_mean": torch.ones(8)})
+
+    if change == "nothing":
+        loop()
+        return
+    with pytest.raises(ValueError, match="BatchNorm layer '1' normalises with fixed statistics in round 1, but they changed: .*update_bn"):
+        loop()
+
+
+@pytest.mark.parametrize("what", ["affine", "both"])
+def test_frozen_scales_that_the_loop_lets_learn_are_an_error(what: str) -> None:
+    method = methods.fixbn(freeze_after=0, freeze_what=what)
+    model, asked = convert(net(), method), server_state(net(), method, rounds=2).instruction()
+
+    def loop(learns: bool) -> None:
+        with local_round(model, method, asked) as round:
+            if learns:
+                round.model.requires_grad_(True)
+            plain(round, *clients()[0])
+
+    with pytest.raises(ValueError, match=r"fixbn freezes 1\.weight in round 1, but it changed"):
+        loop(learns=True)
+    loop(learns=False)  # and gradients that are left from the round before move nothing
+
+
+def test_a_round_without_a_step_of_its_model_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual slip: the optimiser has the parameters of the network before ``convert``."""
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    said = "saw batches, but no optimiser stepped a parameter of round.model"
+    for slip in (True, False):
+        caplog.clear()
+        mine, method = net(), methods.fedavg()
+        with local_round(convert(mine, method), method, server_state(mine, method, rounds=2).instruction()) as round:
+            optimizer = torch.optim.SGD((mine if slip else round.model).parameters(), 0.1)
+            round.model(clients()[0][0]).square().mean().backward()
+            optimizer.step()
+        assert (said in caplog.text) is slip
+
+
+def test_a_model_that_serves_several_clients_starts_each_with_mixing_logits_of_0() -> None:
+    method, state = methods.hbn(), server_state(net(), methods.hbn(), rounds=2, clients=2)
+
+    def second(first: nn.Module, other: nn.Module) -> dict[str, Tensor]:
+        for model, data in ((first, clients()[0]), (other, clients()[1])):
+            with local_round(model, method, state.instruction()) as round:
+                round.measure([data])
+                round.model.zero_grad()
+                plain(round, *data)
+        return round.reply(8)[0].sections["weights"]
+
+    one, found = convert(net(), method), convert(net(), method)
+    assert apart([second(one, one)], [second(found, convert(net(), method))]) == 0
 
 
 def test_a_layer_that_is_replaced_in_a_round_is_an_error() -> None:

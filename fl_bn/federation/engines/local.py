@@ -22,7 +22,7 @@ from fl_bn.federation.client_round import client_rounds
 from fl_bn.federation.engines.clients import LEFT_OUT, Clients, Connect, LoaderSource
 from fl_bn.federation.engines.engine import Member, Result
 from fl_bn.federation.engines.pace import Pace
-from fl_bn.federation.engines.processes import InWorkers, can_move, in_workers
+from fl_bn.federation.engines.processes import InWorkers, can_move, check_loaders, in_workers
 from fl_bn.federation.engines.vectorised import AT_ONCE, AsOneProgram, CannotVectorise, Fallback, unneeded
 from fl_bn.federation.engines.workers import cores
 from fl_bn.federation.loaders import REITERABLE, Loader, SeededBatches
@@ -75,6 +75,7 @@ class LocalTransport(Transport):
         self._pace = Pace(cores() // torch.get_num_threads() if decides else 1, rounds)
         with ExitStack() as self._serving:
             if self._count > 1:
+                check_loaders(self.clients, self._count)
                 self._start_workers(self._count)
             try:
                 yield

@@ -35,8 +35,8 @@ def can_move(clients: Clients) -> bool:
     """Return whether other processes can compute the clients with the same effects as this process.
 
     A user's own code may store values in variables, and those of a worker process do not come back. So the tasks must
-    be fl-bn's, and the loaders ``SeededBatches`` or DataLoaders of tensors. The clients must train on a CPU, and their
-    data must not exceed ``MOST_BYTES``.
+    be fl-bn's, and the loaders ``SeededBatches`` or DataLoaders of tensors without processes of their own. The clients
+    must train on a CPU, and their data must not exceed ``MOST_BYTES``.
     """
     if clients.device.type != "cpu" or not all(is_ours(own.task) for own in clients.own):
         return False
@@ -46,11 +46,28 @@ def can_move(clients: Clients) -> bool:
         if isinstance(loader, SeededBatches):
             tensors: Sequence[Tensor] = (loader.samples.x, loader.samples.y)
         elif type(loader) is DataLoader and type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
+            if loader.num_workers:
+                return False
             tensors = loader.dataset.tensors
         else:
             return False
         size += sum(tensor.nbytes for tensor in tensors)
     return size <= MOST_BYTES
+
+
+def check_loaders(clients: Clients, count: int) -> None:
+    """Check that no loader starts processes of its own, which worker processes cannot do.
+
+    Raises:
+        ValueError: One does.
+    """
+    for client, own in enumerate(clients.own):
+        for loader in (own.loader, own.test):
+            if number := getattr(loader, "num_workers", 0):
+                raise ValueError(
+                    f"workers={count} computes clients in worker processes, which cannot start further ones, but client {client}'s "
+                    f"DataLoader has num_workers={number}: give it num_workers=0, or Federation workers=1"
+                )
 
 
 class InWorkers:
