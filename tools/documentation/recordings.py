@@ -18,7 +18,7 @@ from tests.experiment.terminal import in_a_pipe, lines, on_a_terminal
 PAGE = ROOT / "docs" / "start" / "watch.md"
 SHARED = "model='mlp' clients=3"
 CUT = f"{SHARED} method='fbn' rounds=60 evaluate-every=4 calibrate=0 name='cut'"
-PIPE = f"{SHARED} method='fixbn' rounds=6 evaluate-every=2 name='pipe'"
+PIPE = f"{SHARED} method='fixbn' rounds=6 local-steps=10 evaluate-every=2 name='pipe'"
 AT = 12  # the round in which the terminal is looked at, and Ctrl-C typed
 
 
