@@ -65,7 +65,8 @@ def watch(record: RoundRecord, first_loss: float = math.nan) -> Iterator[str]:
     masked = "masked" in record.bytes_up  # with masks a client that diverges sends nothing, and privacy hides the loss
     if record.aggregated and not masked and _diverged(record, first_loss):
         before = f", and was {first_loss:.4g} in the first round" if math.isfinite(record.loss) else ""
-        yield f"round {record.round}: the training loss is {record.loss:.4g}{before}: training diverged; {LOWER}"
+        untold = "no loop told it (round.reply(samples, loss)), or " if math.isnan(record.loss) else ""
+        yield f"round {record.round}: the training loss is {record.loss:.4g}{before}: {untold}training diverged; {LOWER}"
 
 
 def _diverged(record: RoundRecord, first_loss: float) -> bool:
@@ -85,4 +86,6 @@ def at_the_end(record: RoundRecord, first_loss: float, failed: int = 0) -> str:
         return f"the run ends, and {rounds} changed nothing. {why_failed(record)}"
     if not record.aggregated or "masked" in record.bytes_up or not _diverged(record, first_loss):
         return ""
+    if math.isnan(record.loss):
+        return f"the run ends with training loss nan: no loop told it (round.reply(samples, loss)), or the model diverged. Then {LOWER}"
     return f"the run ends with a model that diverged (training loss {record.loss:.4g}): do not use it. Train again, and {LOWER}"

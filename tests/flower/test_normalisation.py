@@ -10,7 +10,7 @@ from torch import nn
 
 from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import Drift
-from fl_bn.federation.divergence import watch
+from fl_bn.federation.divergence import at_the_end, watch
 from fl_bn.federation.local import Samples
 from fl_bn.federation.record import ClientRecord, RoundRecord
 from fl_bn.flower.app.normalisation import describe_layers, describe_round, in_short
@@ -70,6 +70,14 @@ def test_a_failed_round_does_not_claim_that_there_are_no_statistics() -> None:
 def test_a_diverged_loss_is_warned_about() -> None:
     assert "training diverged; lower the learning rate" in "".join(watch(record(loss=float("nan"))))
     assert not list(watch(record()))
+
+
+def test_a_loss_that_nobody_told_is_not_called_diverged_for_sure() -> None:
+    said = "no loop told it (round.reply(samples, loss)), or"
+    assert said in "".join(watch(record(loss=float("nan"))))
+    assert said in at_the_end(record(loss=float("nan")), 2.0)
+    assert said not in "".join(watch(record(loss=float("inf"))))
+    assert "a model that diverged" in at_the_end(record(loss=float("inf")), 2.0)
 
 
 def test_a_run_that_runs_away_says_so_in_the_log(tiny_clients: Callable[..., list[Samples]], log: pytest.LogCaptureFixture) -> None:
