@@ -37,7 +37,7 @@ def check_layers(round: LocalRound, layers: Mapping[str, nn.Module], frozen: Map
         )
     after = running_statistics(round.model) if frozen else {}
     for name, before in frozen.items():
-        if not all(map(torch.equal, before, after[name])):
+        if not all(torch.equal(was, own.to(was.device)) for was, own in zip(before, after[name], strict=True)):  # loops may move the model
             raise ValueError(
                 f"BatchNorm layer {name!r} normalises with fixed statistics in round {round.instruction.round}, but they changed: the "
                 "training loop must not set them (update_bn, reset_running_stats, load_state_dict)"

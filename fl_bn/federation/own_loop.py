@@ -94,7 +94,7 @@ def local_round(
     finally:
         for parameter, _ in frozen.values():
             parameter.requires_grad_(True)
-    if moved := [name for name, (parameter, before) in frozen.items() if not torch.equal(parameter.detach(), before)]:
+    if moved := [name for name, (parameter, before) in frozen.items() if not torch.equal(parameter.detach().to(before.device), before)]:
         raise ValueError(
             f"{method.name} freezes {moved[0]} in round {round.instruction.round}, but it changed: the training loop must not call "
             "requires_grad_(True) on it, nor set it"
@@ -145,7 +145,7 @@ def _check_steps(round: LocalRound, before: Mapping[str, Tensor]) -> None:
     if round.steps:
         return
     now = dict(round.model.named_parameters())
-    if moved := [name for name, tensor in before.items() if name in now and not torch.equal(now[name].detach(), tensor)]:
+    if moved := [name for name, tensor in before.items() if name in now and not torch.equal(now[name].detach().to(tensor.device), tensor)]:
         raise ValueError(
             f"{moved[0]} changed in round {round.instruction.round}, but no step of a torch.optim.Optimizer was seen: call "
             "round.step_done() after each step that your loop makes without a torch optimizer"

@@ -62,7 +62,7 @@ def check_loaders(clients: Clients, count: int) -> None:
         ValueError: One does.
     """
     for client, own in enumerate(clients.own):
-        for loader in (own.loader, own.test):
+        for loader in (own.loader, own.test if own.settings.local_evaluation else None):
             if number := getattr(loader, "num_workers", 0):
                 raise ValueError(
                     f"workers={count} computes clients in worker processes, which cannot start further ones, but client {client}'s "
