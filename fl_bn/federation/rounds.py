@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.narrow import AS_THE_MODEL, PAYLOADS
 from fl_bn.federation.settings import ALL_SAMPLES, LEARNING_RATE, LocalTraining
-from fl_bn.methods import Method, Phase, Refresh
+from fl_bn.methods import Method, Phase, Refresh, StatisticsReport
 from fl_bn.methods.fbn import BOUNDED_SCALE
 from fl_bn.methods.hbn import SCALE
 from fl_bn.options import REQUIRED, Options, Used, method_where, option, parses, shared
@@ -29,6 +29,10 @@ GIB = 2**30
 MEMORY = GIB
 UNTIL_STILL = -1  # value of ``calibrate``: as many exchanges as make the statistics of all layers exact
 AS_METHOD = -2  # value of ``calibrate``: like UNTIL_STILL if the method needs it, otherwise none
+MUCH = 0.05
+"""The largest share of a new network's running statistics that may be left in them when they freeze (``start_left``)."""
+MOMENTUM = 0.1
+"""The momentum of torch's BatchNorm layers, if the network does not choose another one."""
 
 
 def constant_rate(round: int, rounds: int) -> float:
@@ -79,7 +83,29 @@ def measures_in_the_clear(method: Method, config: Any) -> bool:
 def _measures_exactly(method: Method, config: Any) -> bool:
     if config["calibrate"] == UNTIL_STILL or (method.refresh is Refresh.EXACT and config["rounds"] > 0):
         return True
-    return config["calibrate"] == AS_METHOD and method.uses_shared(config["rounds"]) and not config["dp-noise"]
+    by_itself = method.uses_shared(config["rounds"]) or start_left(method, config) > MUCH
+    return config["calibrate"] == AS_METHOD and by_itself and not config["dp-noise"]
+
+
+def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM,)) -> float:
+    """Return how much of a new network's running statistics (mean 0, variance 1) is left in them when they freeze.
+
+    A running statistic keeps the share 1 - momentum of itself in every local step.
+
+    Args:
+        method: The method that the run config describes.
+        config: The run config, whose values are read by key.
+        momenta: The momenta of the network's BatchNorm layers.
+
+    Returns:
+        The largest share of a layer, in [0, 1]. 0: nothing freezes after round 1, the number of local steps is
+        unknown, or the run starts with the weights of a trained network.
+    """
+    rounds, steps = config["rounds"], config["local-steps"]
+    before = sum(not method.freezes_statistics(method.phase(round, rounds)) for round in range(1, rounds + 1))
+    if not 0 < before < rounds or not steps or config["model-weights"] or method.reports(Phase.TRAIN) is not StatisticsReport.RUNNING:
+        return 0.0
+    return max(((1 - momentum) ** (before * steps) for momentum in momenta), default=0.0)
 
 
 def _at_server(weights: str) -> str:
@@ -94,7 +120,7 @@ def _bytes(gib: float) -> int:
 KEEPS_LAYERS = method_where("where clients keep layers of their own (fedbn, silobn)", lambda method, config: method.personal)
 MEASURES = method_where(
     "where clients make the statistics of all layers exact, in the clear and without attackers (hbn, fbn, static-bn, freeze-after=0, "
-    "calibrate=-1)",
+    "a freeze after few local steps, calibrate=-1)",
     measures_in_the_clear,
     "calibrate",
     "secure-aggregation",
@@ -187,7 +213,9 @@ class Rounds(Options):
     calibrate: int = option(
         AS_METHOD,
         "number of statistics-only exchanges before round 1, in which clients measure BatchNorm's statistics and do not train; -1: as many "
-        "as make the statistics of all layers exact; -2: as -1 for hbn, fbn and freeze-after=0 without dp-noise, else 0",
+        "as make the statistics of all layers exact; -2: as -1 without dp-noise, if training starts with these statistics (hbn, fbn, "
+        f"freeze-after=0) or would freeze them with more than {100 * MUCH:.0f} % of a new network's in them (after fewer than 29 local "
+        "steps, at torch's momentum); else 0",
         ">= -2",
     )
     unit_scale: bool = option(

@@ -22,7 +22,7 @@ from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import VECTORISED
 from fl_bn.federation.narrow import check_payload
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, ServerOptimizer
-from fl_bn.federation.rounds import AS_METHOD, Rounds, exchanges_in_rounds, joins_of, measures_in_the_clear
+from fl_bn.federation.rounds import AS_METHOD, MUCH, UNTIL_STILL, Rounds, exchanges_in_rounds, joins_of, measures_in_the_clear, start_left
 from fl_bn.federation.settings import LocalTraining, Schedule
 from fl_bn.flower.population import round_half_up
 from fl_bn.flower.wire.run_id import FOLDER
@@ -352,8 +352,10 @@ class RunConfig(RunKeys):
 
     def _rounds(self, exchange: ExchangeSettings) -> Rounds:
         training = self.local_training()
+        early = start_left(self.build_method(), self) > MUCH and not self.dp_noise
         return self._value(
             Rounds,
+            **({"calibrate": UNTIL_STILL} if early and self.calibrate == AS_METHOD else {}),
             rate=self.schedule(),
             exchange=exchange,
             auxiliary=auxiliary(training),

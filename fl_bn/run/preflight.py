@@ -14,10 +14,10 @@ from fl_bn.federation.local import torch_seed
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.payload import to_numpy
 from fl_bn.federation.recalibration import why_not
-from fl_bn.federation.rounds import AS_METHOD
+from fl_bn.federation.rounds import AS_METHOD, MUCH, start_left
 from fl_bn.federation.settings import seeded
 from fl_bn.flower.log import LOGGER
-from fl_bn.methods import Method, Phase, StatisticsReport
+from fl_bn.methods import Method, Phase
 from fl_bn.roles import Role, batch_norms, inputs_like
 from fl_bn.run import recalibrate
 from fl_bn.run.assembly import callback_makers, client_model, dataset, partitions, shape, source_model, task
@@ -25,8 +25,6 @@ from fl_bn.run.config import SITES, ConfigError, RunConfig
 from fl_bn.run.history import round_columns
 from fl_bn.support.wire import WireError
 from fl_bn.task import Classification, Task
-
-MUCH = 0.05  # of the start, in a running statistic that freezes
 
 
 def check(config: RunConfig) -> None:
@@ -78,23 +76,14 @@ def check(config: RunConfig) -> None:
 
 
 def _warn_of_an_early_freeze(config: RunConfig, method: Method, model: nn.Module) -> None:
-    """Warn if much of a new network's running statistics is left in them when they freeze.
-
-    A running statistic keeps the share 1 - momentum of itself in every local step.
-    """
-    before = sum(not method.freezes_statistics(method.phase(round, config.rounds)) for round in range(1, config.rounds + 1))
-    if not 0 < before < config.rounds or method.reports(Phase.TRAIN) is not StatisticsReport.RUNNING or config.model_weights:
-        return
-    momenta = [layer.momentum for layer in batch_norms(model).values() if layer.momentum is not None]
-    left = max(((1 - momentum) ** (before * config.local_steps) for momentum in momenta), default=0.0)
-    if config.local_steps and not config.calibrate > 0 and left > MUCH:
+    """Warn if statistics freeze with much of a new network's in them, although they are not measured before round 1."""
+    left = start_left(method, config, [layer.momentum for layer in batch_norms(model).values() if layer.momentum is not None])
+    if left > MUCH and config.round_policy().calibrate in (0, AS_METHOD):
         LOGGER.warning(
-            "%s: the statistics freeze after %d rounds of %d local step%s. %.0f %% of each running mean and variance is then still that "
-            "of a new network (0 and 1), so the frozen rounds may end below fedavg. Take more local steps, or freeze later (freeze-after)",
+            "%s: the statistics freeze early: %.0f %% of each running mean and variance is then still that of a new network (0 and 1), so "
+            "the frozen rounds may end below fedavg. Take more local steps, freeze later (freeze-after), or measure the statistics before "
+            "round 1 (calibrate=-1)",
             config.method,
-            before,
-            config.local_steps,
-            "s" * (config.local_steps > 1),
             100 * left,
         )
 

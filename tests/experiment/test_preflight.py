@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fl_bn.federation.rounds import AS_METHOD, UNTIL_STILL
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.run import preflight
 from fl_bn.run.config import ConfigError, RunConfig
@@ -149,13 +150,14 @@ def test_statistics_that_freeze_before_anybody_measured_them(
 @listed(
     "changes, warned",
     [
-        ({"local_steps": 1, "rounds": 24}, "after 12 rounds of 1 local step. 28 % of each"),  # 0.9 ** 12
-        ({"local_steps": 2, "rounds": 24, "freeze_after": 6}, "after 6 rounds of 2 local steps. 28 % of each"),
-        ({"local_steps": 1, "rounds": 24, "freeze_after": 24}, ""),  # nothing freezes
-        ({"local_steps": 3, "rounds": 24}, ""),
-        ({"local_steps": 0, "local_epochs": 1, "rounds": 24}, ""),  # as many steps as the clients' data have
-        ({"local_steps": 1, "rounds": 24, "method": "fedavg"}, ""),
-        ({"local_steps": 1, "rounds": 24, "method": "fedtan2"}, "28 % of each"),
+        ({"local_steps": 1, "rounds": 24, "calibrate": 0}, "28 % of each"),  # 0.9 ** 12
+        ({"local_steps": 2, "rounds": 24, "freeze_after": 6, "calibrate": 0}, "28 % of each"),
+        ({"local_steps": 1, "rounds": 24, "calibrate": 0, "method": "fedtan2"}, "28 % of each"),
+        ({"local_steps": 1, "rounds": 24}, ""),  # measured before round 1
+        ({"local_steps": 1, "rounds": 24, "freeze_after": 24, "calibrate": 0}, ""),  # nothing freezes
+        ({"local_steps": 3, "rounds": 24, "calibrate": 0}, ""),
+        ({"local_steps": 0, "local_epochs": 1, "rounds": 24, "calibrate": 0}, ""),  # as many steps as the clients' data have
+        ({"local_steps": 1, "rounds": 24, "calibrate": 0, "method": "fedavg"}, ""),
         ({"local_steps": 1, "rounds": 24, "method": "fbn", "freeze_after": 2}, ""),  # calibrated
     ],
 )
@@ -163,9 +165,36 @@ def test_statistics_that_freeze_while_they_are_a_new_network_s(
     changes: dict[str, str | int], warned: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     preflight.check(config(tmp_path, **{"method": "fixbn", **changes}))
-    said = [record.getMessage() for record in caplog.records if "the statistics freeze after" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "the statistics freeze early" in record.getMessage()]
     assert len(said) == bool(warned)
     assert all(warned in line for line in said)
+
+
+def test_private_statistics_that_freeze_early_are_not_measured_before_round_1(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    private = {"secure_aggregation": True, "dp_noise": 0.1, "client_weights": "uniform"}
+    made = config(tmp_path, method="fixbn", local_steps=1, rounds=24, **private)
+    preflight.check(made)
+    assert made.round_policy().calibrate == AS_METHOD  # which is none for FixBN
+    assert any("the statistics freeze early" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured"),
+    [
+        ({"local_steps": 1}, True),
+        ({"local_steps": 2, "freeze_after": 14}, True),  # 0.9 ** 28 = 5.2 %
+        ({"local_steps": 1, "freeze_after": 29, "rounds": 40}, False),  # 4.7 %
+        ({"local_steps": 1, "method": "fedavg"}, False),
+        ({"local_steps": 1, "method": "fedavg", "freeze_after": 3}, True),  # the same, by the key
+        ({"local_steps": 1, "method": "fedtan2"}, True),
+        ({"local_steps": 0, "local_epochs": 1}, False),
+        ({"local_steps": 1, "freeze_after": 25}, False),
+        ({"local_steps": 1, "calibrate": 0}, False),
+    ],
+)
+def test_what_would_freeze_early_is_measured_before_round_1(changes: dict[str, str | int], measured: bool, tmp_path: Path) -> None:
+    made = config(tmp_path, **{"method": "fixbn", "rounds": 25, **changes})
+    assert (made.round_policy().calibrate == UNTIL_STILL) == measured
 
 
 def relabelled(folder: Path, labels: dict[int, int]) -> str:
