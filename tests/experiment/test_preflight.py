@@ -171,7 +171,7 @@ def test_statistics_that_freeze_while_they_are_a_new_network_s(
 
 
 def test_private_statistics_that_freeze_early_are_not_measured_before_round_1(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    private = {"secure_aggregation": True, "dp_noise": 0.1, "client_weights": "uniform"}
+    private = {"secure_aggregation": True, "dp_noise": 0.1, "client_weights": "uniform", "clients": 3}
     made = config(tmp_path, method="fixbn", local_steps=1, rounds=24, **private)
     preflight.check(made)
     assert made.round_policy().calibrate == AS_METHOD  # which is none for FixBN
