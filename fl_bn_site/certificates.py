@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}\.?)+")
-AUTHORITY_DAYS = 3650  # longer than the server's certificate, so that sites keep their ca.crt when that one is renewed
+AUTHORITY_DAYS = 3650  # longer than the server's certificate, so that sites keep their ca.crt when the server's is renewed
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def alternative_name(host: str) -> x509.GeneralName:
         host: A host name or an IP address, without a port.
 
     Raises:
-        ValueError: ``host`` is neither.
+        ValueError: ``host`` is neither a host name nor an IP address.
     """
     try:
         return x509.IPAddress(ipaddress.ip_address(host))

@@ -38,7 +38,7 @@ PublicKeyOption = Annotated[
 SiteFolderOption = Annotated[
     Path | None, typer.Option("--output", metavar="FOLDER", help="the site's folder; default: sites/NAME beside FOLDER")
 ]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="its name, or the id that `fl-bn runs` shows")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="the run's name, or the id that `fl-bn runs` shows")]
 ControlOption = Annotated[
     str, typer.Option("--control", metavar="HOST:PORT", help="address of the SuperLink's Control API; default: control in server.toml")
 ]
@@ -51,7 +51,7 @@ KeyOption = Annotated[
 @kit.command()
 def create(
     superlink: Annotated[str, typer.Option(metavar="HOST", help="the name or address by which sites reach the server")],
-    sites: Annotated[str, typer.Option(metavar="A,B,C", help="names of the sites; the order gives each its partition-id")],
+    sites: Annotated[str, typer.Option(metavar="A,B,C", help="names of the sites; their order gives each its partition-id: 0, 1, ...")],
     output: Annotated[Path, typer.Option(help="the folder to make; keys in it are never overwritten")] = Path("kit"),
     exchange_host: Annotated[
         str, typer.Option(metavar="HOST", help="the name or address by which sites reach FedTAN's exchange; default: as --superlink")
@@ -415,7 +415,7 @@ def _statuses(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
         control: The address of the Control API; empty: the one in server.toml.
 
     Yields:
-        The last status that could be read, and the reason why no newer one could be read (empty: it is new).
+        The last status that could be read, and the reason why no newer one could be read (empty: the status is new).
 
     Raises:
         FolderError, ControlError, QueueError, OSError: The first status cannot be read, or none could for

@@ -34,7 +34,7 @@ class Command:
         argv: The program and its arguments.
         env: Environment variables that are added to those of this process.
         cwd: The working directory of the program.
-        once: Whether the program is done, and not started again, after it exits with 0.
+        once: Whether the program is not started again after it has ended with exit code 0.
         hints: Explanations of lines that the program may print: words in such a line -> what the line means, and what
             to do.
         reads: Files that the program reads at its start. When one changes, the program is started again.
@@ -77,7 +77,7 @@ def check_flower(what: str) -> None:
     """Check that the installed version of Flower is the one that deployments need.
 
     Args:
-        what: The command that needs it, for the message.
+        what: The name of the command that needs this version, for the error message.
 
     Raises:
         WrongFlower: Another version is installed. It is a ValueError.
@@ -117,7 +117,7 @@ def server_commands(server: ServerFolder) -> list[Command]:
 def superlink(server: ServerFolder) -> Command:
     """Return the command of the SuperLink.
 
-    It keeps its state in a database and runs apps in separate processes, so runs survive its restart.
+    The SuperLink keeps its state in a database and runs apps in separate processes, so runs survive its restart.
     """
     options = {
         "--ssl-ca-certfile": server.authority,

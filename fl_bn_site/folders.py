@@ -1,4 +1,4 @@
-"""Read and check the folders of a kit. The lines of ``server.toml`` and ``site.toml`` become fields of a dataclass."""
+"""Read and check the folders of a kit, one per machine. The lines of their TOML files become fields of a dataclass."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _line(text: str, default: Any = MISSING, check: Callable[[Any], object] = la
     Args:
         text: The meaning of the line, which becomes the comment beside it in the file.
         default: The value where the file lacks the line; MISSING: the file must have the line.
-        check: Takes the value of the line, and raises ValueError where it is not allowed.
+        check: Takes the value of the line, and raises ValueError where the value is not allowed.
     """
     return field(default=default, metadata={"help": text, "check": check}, kw_only=True)
 
@@ -210,7 +210,7 @@ class ServerFolder(Folder):
 
     @property
     def last_exchange_port(self) -> int:
-        """Return the last of the ports for the layer-wise exchange."""
+        """Return the last of the ports for FedTAN's layer-wise exchange."""
         return self.exchange_port + self.exchange_ports - 1
 
     @property
@@ -220,7 +220,7 @@ class ServerFolder(Folder):
 
     @property
     def kit_authority(self) -> Path:
-        """Return the folder of the kit's authority. It is there only on the machine where the kit was made, if it was not moved away."""
+        """Return the folder of the kit's authority. It exists only on the machine where the kit was made, unless it was moved."""
         return self.path.parent / "authority"
 
     @property
@@ -235,7 +235,7 @@ class ServerFolder(Folder):
 
     @property
     def nodes_file(self) -> Path:
-        """Return the file that says which node each site has now. ServerApps read it."""
+        """Return the file that says which Flower node each site has now. ServerApps read this file."""
         return self.state / "nodes.json"
 
     def public_key(self, site: str) -> Path:
@@ -304,9 +304,9 @@ class SiteFolder(Folder):
         return self.node_dir / "audit"
 
     def audit_logs(self) -> list[Path]:
-        """Return the folders of the logs that are there: that of the ClientApp, and the SuperNode's own.
+        """Return those folders of audit logs that exist: the ClientApp's first, then the SuperNode's own.
 
-        A folder counts as there, too, where this user may not look for it: reading it then raises PermissionError.
+        A folder that this user may not look for counts as existing. Reading it raises PermissionError.
         """
 
         def there(folder: Path) -> bool:
@@ -319,7 +319,7 @@ class SiteFolder(Folder):
 
     @property
     def accepted(self) -> Path:
-        """Return the folder in which the SuperNode records which run came with which signature."""
+        """Return the folder with the SuperNode's records of signed runs: which run came with which signature."""
         return self.node_dir / "accepted"
 
 
@@ -327,7 +327,7 @@ def read_folder(path: Path | str) -> ServerFolder | SiteFolder:
     """Read a folder of the kit, the server's or a site's.
 
     Raises:
-        FolderError: The folder at ``path`` is neither, or its TOML file is wrong.
+        FolderError: The folder at ``path`` is neither the server's nor a site's, or its TOML file is wrong.
     """
     for kind in (ServerFolder, SiteFolder):
         if (Path(path) / kind.file).exists():

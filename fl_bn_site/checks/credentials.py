@@ -1,4 +1,4 @@
-"""Check the certificates and keys in a folder of the kit."""
+"""Check the certificates and keys in a folder of the kit (``fl-bn kit create`` makes one folder per machine)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def expiry(certificates: Iterable[Path], clock: Clock = now, mend: str = RENEW) 
 
     Returns:
         A finding about the certificate that expires first: a failure where it has expired, a warning where it
-        will within ``SOON``.
+        will expire within ``SOON`` (30 days).
     """
     ends: dict[Path, float] = {}
     for path in certificates:

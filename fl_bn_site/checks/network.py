@@ -45,7 +45,7 @@ def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
 
 
 def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) -> Finding:
-    """Check whether this machine can listen on the ports of the layer-wise exchange. Each FedTAN run needs one.
+    """Check whether this machine can listen on the ports of FedTAN's layer-wise exchange. Each FedTAN run needs one port.
 
     Args:
         check: The name of the check.
@@ -150,7 +150,7 @@ def reachable(host: str, port: int) -> Finding:
             "warn",
             check,
             f"{host}:{port} refuses connections: that machine answers, but no program listens on the port",
-            "start the server (`fl-bn start` there) and ask the doctor again; if it runs, a firewall may be in between",
+            "start the server (`fl-bn start` there) and run `fl-bn doctor` again; if the server runs, a firewall may be in between",
         )
     except OSError as error:
         what = f"no answer within {TIMEOUT:g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
@@ -183,7 +183,7 @@ def proxy(host: str) -> Finding:
 def exposure(server: ServerFolder) -> Finding:
     """Check on which addresses the server listens.
 
-    Sites must reach ``fleet``. Nobody outside this machine should reach ``control`` and ``serverappio``.
+    Sites must reach the address ``fleet``. Only this machine should reach the addresses ``control`` and ``serverappio``.
     """
     fleet, control, serverappio = (host_port(address)[0] for address in (server.fleet, server.control, server.serverappio))
     if is_loopback(fleet) and not is_loopback(server.superlink):
