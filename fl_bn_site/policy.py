@@ -103,7 +103,7 @@ class Policy:
         min_samples: The smallest number of samples that a statistic or a reply may summarise; 0: no limit.
         max_evaluations: The largest number of evaluations that this site answers in one run.
         max_unknown_rounds: The largest number of earlier rounds without this site after which it still takes part in a
-            secure sum. In these rounds, tensors may have changed that the other clients add to the sum. None: no limit.
+            secure sum. In these rounds, the tensors that other clients add may have changed. None: no limit.
     """
 
     allow_methods: tuple[str, ...] | None = None

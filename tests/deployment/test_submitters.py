@@ -131,7 +131,7 @@ def test_the_key_is_the_one_that_is_named(server: ServerFolder, monkeypatch: pyt
     assert key_file(server) == own_key(server)
     assert "signs runs, with" in _submitter(server).text
     write_submitter_key(server.path.parent / "submitters/bob", "bob")
-    with pytest.raises(FolderError, match="there are 2 keys of submitters in .*: say whose by --key FILE"):
+    with pytest.raises(FolderError, match="there are 2 keys of submitters in .*: name one by --key FILE"):
         key_file(server)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "alice.key"))
     assert key_file(server) == tmp_path / "alice.key"
