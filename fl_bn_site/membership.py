@@ -40,8 +40,8 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
         The server's folder after the change.
 
     Raises:
-        KitError: Nothing was changed. The name is taken or not allowed, the key belongs to another site or cannot be
-            read, ``output`` holds files, or somebody must correct server.toml by hand first.
+        KitError: The name is taken or not allowed, the key belongs to another site or cannot be read, or ``output`` holds
+            files. Or somebody must correct server.toml by hand first. Nothing was changed.
     """
     try:
         site_name(name)
@@ -75,8 +75,8 @@ def remove_site(server: ServerFolder, name: str) -> ServerFolder:
         The server's folder after the change.
 
     Raises:
-        KitError: Nothing was changed. There is no such site, it is the last site, or somebody must correct server.toml by
-            hand first.
+        KitError: There is no such site, it is the last site, or somebody must correct server.toml by hand first. Nothing
+            was changed.
     """
     if name not in server.sites:
         raise KitError(f"{server.path / server.file} names no site {name}; it names {', '.join(server.sites)}")

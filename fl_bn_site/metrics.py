@@ -110,8 +110,8 @@ def health(current: Status | None, problem: str = "") -> dict[str, Any]:
         problem: Why the SuperLink does not answer; used only where ``current`` is None.
 
     Returns:
-        ``ok`` (whether the SuperLink answers and its certificates are valid), ``problem`` (the reason where ``ok`` is
-            False), and the fields of ``Status``; where ``current`` is None, only ``at`` of these.
+        ``ok``: whether the SuperLink answers and its certificates are valid; ``problem``: the reason where ``ok`` is
+            False; and the fields of ``Status``. Where ``current`` is None, of these fields only ``at``.
     """
     if current is None:
         return {"ok": False, "problem": problem, "at": datetime.now().astimezone().isoformat(timespec="seconds")}
