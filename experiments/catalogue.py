@@ -68,7 +68,7 @@ def find(names: Sequence[str] = ("all",), folder: Path = FOLDER) -> list[Experim
 
     Args:
         names: Names of experiments. ``all`` stands for all experiments, ``003`` for all of paper 003, and ``own`` for
-            those that belong to no paper.
+            the experiments that belong to no paper.
         folder: The folder with the files of the experiments.
 
     Raises:
@@ -151,7 +151,7 @@ def study(experiment: Experiment, measure: str = "") -> Study:
             experiment is a sweep, the sweep file defines the cells, and the program needs no ``plan``.
 
     Raises:
-        ConfigError: The file of the program lacks one of the names that it needs.
+        ConfigError: The file of the program lacks one of these names.
     """
     module = _module(replace(experiment, program=measure or experiment.program))
 

@@ -65,7 +65,7 @@ class Side:
     """Describe one side of a comparison: a place of the table of results, or the difference of two places.
 
     Attributes:
-        places: One place, or two; the value of two places is the first one's minus the second one's.
+        places: One place or two. Two places stand for the value of the first place minus the value of the second.
     """
 
     places: tuple[Place, ...]
@@ -105,7 +105,7 @@ class Comparison:
         metric: The name of the compared metric; empty: the metric of the table.
         paper: The paper's numbers for left and right; None if it does not print them.
         about: The numbers for left and right, read off a figure of the paper; None if they were not read off.
-        spread: The spread of the paper's two numbers, as the paper prints it; None if it prints none.
+        spread: The spread of the paper's two numbers, as the paper prints it; None if the paper prints no spread.
         figure: The figure of the paper that shows the numbers, if the paper does not print them.
     """
 
@@ -213,7 +213,7 @@ class Own:
         asks: The question in words.
         experiment: The experiment whose table answers the question; empty: the experiment whose name is ``id``.
         variant: The variant of that experiment.
-        measure: The program that measures every run in several ways, as ``programs/FILE.py``; empty: none.
+        measure: The program that measures every run in several ways, as ``programs/FILE.py``; empty: no program.
         resampled: The number of test samples per training sample, as in ``Claim``.
         yes: The answer if all comparisons held.
         no: The answer if none held and at least one is contradicted.

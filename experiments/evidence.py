@@ -79,8 +79,8 @@ class Runs:
         """Return the metric's value on one side of a comparison, by seed.
 
         Args:
-            side: One place (a row and column of the table of results), or two. For two places, the second one's value
-                is subtracted from the first one's.
+            side: One place (a row and column of the table of results) or two. Two places stand for the value of the first
+                place minus the value of the second.
             metric: The metric; empty: the metric of the table.
 
         Returns:
@@ -250,7 +250,7 @@ def runs_of(experiment: Experiment, variant: str, folder: Path, measure: str = "
         experiment: The experiment.
         variant: The variant.
         folder: The folder that holds ``results``.
-        measure: The program that measures each run in several ways; empty: none.
+        measure: The program that measures each run in several ways; empty: no program.
 
     Raises:
         ConfigError: The variant does not exist, or a result does not fit the definition of the experiment.
@@ -274,7 +274,7 @@ def definition(experiment: Experiment, variant: str, measure: str = "") -> tuple
     Args:
         experiment: The experiment.
         variant: The variant.
-        measure: The program that measures each run in several ways; empty: none.
+        measure: The program that measures each run in several ways; empty: no program.
 
     Returns:
         The cells of the variant, and the text of the sweep file, which has the settings of the table of results.
@@ -337,7 +337,7 @@ def compact(experiment: Experiment, variant: str, place: Path, data: str, folder
         place: The folder of the runs.
         data: The folder of the data that the runs used.
         folder: The folder that holds ``results``.
-        measure: The program that measures each run in several ways; empty: none.
+        measure: The program that measures each run in several ways; empty: no program.
 
     Returns:
         The file, the number of results in it, and the number of cells of the variant.

@@ -38,7 +38,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def main(source: Path, target: Path) -> None:
-    """Make the data of the ``evidence`` variants. Where a source archive is missing, leave out what is made from it.
+    """Make the data of the ``evidence`` variants. Where a source archive is missing, leave out the files made from it.
 
     Args:
         source: The folder of the source archives; the module's docstring lists them.

@@ -74,7 +74,7 @@ def write_evidence(folder: Path, pages: Path | None = None, experiments: Path = 
 
     Args:
         folder: The folder of the results and of EVIDENCE.md.
-        pages: The folder for one page per claim with results; None: no pages.
+        pages: The folder in which to write one page per claim with results; None: write no pages.
         experiments: The folder of the register and of the experiments' files.
         readme_file: The README whose table is written; None: write no README.
 
@@ -152,7 +152,7 @@ def statement(one: Tested) -> Statement:
 def picture(claims: Sequence[Tested]) -> Picture | None:
     """Return the picture of the papers' and this project's differences; None if no comparison can be drawn.
 
-    A comparison is drawn if it has results and is one of accuracy, in points.
+    A comparison is drawn if it has results and compares accuracies, in points.
     """
     groups = {
         f"{one.claim.id}: {one.verdict}": [

@@ -18,7 +18,7 @@ NOT_AT_SCALE, UNTESTABLE, NOT_RUN = "not at scale", "not testable here", "not ru
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold the values of one comparison, and compute the paired t-test of the two sides.
+    """Hold the values of one comparison, with the paired t-test of its two sides.
 
     With ``resampled``, each seed divides the same samples anew. The training parts overlap, so the seeds are not
     independent. The variance is then corrected as in the corrected resampled t-test of Nadeau and Bengio: Inference

@@ -89,7 +89,7 @@ class Site:
     Attributes:
         address: The address on which the SuperNode listens for this program, HOST:PORT.
         home: The folder in which apps are unpacked.
-        policy: The policy file of the site; None: the site has none, and everything is allowed.
+        policy: The policy file of the site; None: the site has no policy, and everything is allowed.
         audit: The folder of the site's audit log; None: no log is written.
         cold_process: The process id of the cold process; 0: it is not known yet.
     """
@@ -101,7 +101,7 @@ class Site:
     cold_process: int = 0
 
     def app_folder(self, request: Request) -> Path:
-        """Return the folder into which the app of ``request`` is unpacked. Its name is the one that Flower uses."""
+        """Return the folder into which the app of ``request`` is unpacked. Flower uses the same name for this folder."""
         publisher, _, name = request.fab_id.partition("/")
         return self.home / "apps" / f"{publisher}.{name}.{request.fab_version}.{request.fab_hash[:8]}"
 
@@ -365,7 +365,7 @@ def placed(context: Any, app: str) -> dict[str, Any]:
 
 
 class Record:
-    """Write into the site's audit log what the answer to one message holds, before the answer leaves the site.
+    """Log the content of the answer to one message in the site's audit log, before the answer leaves the site.
 
     Args:
         site: The site.
@@ -456,7 +456,7 @@ def load(site: Site, request: Request, installed: bool) -> Any:
     Args:
         site: The site.
         request: The message, which names the app.
-        installed: Load the app of the fl-bn that is installed here, in place of the unpacked one.
+        installed: Load the app of the fl-bn that is installed at the site, not the unpacked app.
     """
     if installed:
         return importlib.import_module(INSTALLED).app

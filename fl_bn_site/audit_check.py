@@ -109,7 +109,7 @@ def _forgotten(lines: Sequence[Line]) -> int:
 def _faults(lines: Sequence[Line], forgotten: int) -> list[str]:
     """Return a sentence for each fault between the first line and the last.
 
-    ``forget`` removed ``forgotten`` lines before the first one. That is no fault.
+    ``forget`` has removed ``forgotten`` lines before the first line of ``lines``. Their absence is not a fault.
     """
     found: list[str] = []
     number, before, doubted = 0, START, False  # the number and the hash of the line before, and whether it was changed

@@ -22,7 +22,7 @@ COLUMNS = ("run", "name", "message", "section", "answers", "tensors", "bytes", "
 
 @dataclass(frozen=True)
 class Filter:
-    """Choose lines of the log: those that all attributes allow.
+    """Choose those lines of the log that satisfy all attributes.
 
     Attributes:
         run: The id or the name of a run; empty: all runs.
@@ -184,7 +184,7 @@ def in_time(folders: Sequence[Path], which: Filter) -> Iterator[dict[str, Any]]:
 
 
 def report_of(entries: Iterable[Mapping[str, Any]]) -> Report:
-    """Return the totals of the lines of a log whose fields ``entries`` has."""
+    """Return the totals of ``entries``, which are the fields of lines of a log."""
     report = Report()
     for entry in entries:
         report.add(entry)

@@ -250,7 +250,7 @@ def submit(
     from fl_bn_site.submit import submit_signed
 
     if signed and (sign_only or key or run_config or own):
-        raise refused(ValueError("--signed submits what was signed: give --run-config, --key and --app when you sign (--sign-only)"))
+        raise refused(ValueError("--signed submits a run unchanged: give --run-config, --key and --app when you sign it (--sign-only)"))
     if sign_only:
         with _refusals():
             name = write_signed(_server(folder), run_config, sign_only, key, own)
@@ -268,9 +268,9 @@ def resume(folder: Path, name: str, control: str, key: Path | None = None, own: 
     Args:
         folder: The server's folder.
         name: The name of the run; empty: the run with the newest checkpoint.
-        control: The address of the Control API; empty: the one in server.toml.
+        control: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         key: The submitter's key, which signs the run anew; None: see ``submitters.key_file``.
-        own: The folder of modules that the run was submitted with; None: it had none.
+        own: The folder of modules that was submitted with the run; None: there was no such folder.
     """
     from fl_bn_site.submit import resume as run
 
@@ -412,13 +412,13 @@ def _statuses(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
 
     Args:
         folder: The server's folder.
-        control: The address of the Control API; empty: the one in server.toml.
+        control: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Yields:
         The last status that could be read, and the reason why no newer one could be read (empty: the status is new).
 
     Raises:
-        FolderError, ControlError, QueueError, OSError: The first status cannot be read, or none could for
+        FolderError, ControlError, QueueError, OSError: The first status cannot be read, or no status could be read for
             ``SILENCE`` seconds.
     """
     from fl_bn_site.control import SILENCE, ControlError

@@ -60,7 +60,7 @@ def commands(folder: ServerFolder | SiteFolder, only: str = "") -> list[Command]
 
     Args:
         folder: The folder of the kit on that machine: the server's, or a site's.
-        only: The name of the one program of a site to return, ``supernode`` or ``clientapp``; empty: both.
+        only: The program of a site whose command to return, ``supernode`` or ``clientapp``; empty: both.
 
     Raises:
         WrongFlower: The installed version of Flower is not the one that deployments need.
@@ -80,7 +80,7 @@ def check_flower(what: str) -> None:
         what: The name of the command that needs this version, for the error message.
 
     Raises:
-        WrongFlower: Another version is installed. It is a ValueError.
+        WrongFlower: Another version is installed. WrongFlower is a ValueError.
     """
     runpy.run_path(str(COMPAT))["check_deployed"](what)
 
@@ -90,7 +90,7 @@ def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
 
     Args:
         folder: The server's folder, or a site's.
-        only: The name of the one program of a site to make folders for; empty: both.
+        only: The program of a site for which to make folders, ``supernode`` or ``clientapp``; empty: both.
 
     Returns:
         The folder of the logs.

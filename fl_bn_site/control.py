@@ -242,7 +242,7 @@ def control_of(server: ServerFolder, address: str = "") -> Iterator[Control]:
 
     Args:
         server: The server's folder.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Yields:
         The Control.
@@ -269,7 +269,7 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
 
     Args:
         server: The server's folder.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         wait: The seconds to wait for the SuperLink to answer.
 
     Yields:

@@ -29,7 +29,7 @@ def host_port(address: str) -> tuple[str, int]:
     """Split an address into host and port.
 
     Args:
-        address: HOST:PORT, as ``fl.example.org:9092``, or ``[::1]:9092`` for an IPv6 address.
+        address: HOST:PORT, such as ``fl.example.org:9092``, or ``[::1]:9092`` for an IPv6 address.
 
     Returns:
         The host, an IPv6 address without its brackets, and the port.
@@ -123,7 +123,7 @@ class Folder:
     """Hold the settings of a folder of the kit, which are in a TOML file there.
 
     Every field other than ``path`` is a line of that file. Relative paths in the file start at the folder; the
-    fields hold absolute ones.
+    fields hold absolute paths.
 
     Attributes:
         path: The folder.
@@ -370,7 +370,7 @@ def one_line(value: object) -> str:
 
 
 def _within(folder: Path, path: str) -> Path:
-    """Return ``path`` as an absolute path; a relative one starts at ``folder``."""
+    """Return ``path`` as an absolute path. A relative ``path`` starts at ``folder``."""
     return (folder / Path(path).expanduser()).absolute()
 
 

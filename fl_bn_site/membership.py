@@ -230,7 +230,7 @@ def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:
 
 
 def ago(days: int) -> str:
-    """Return in words how long ago a certificate expired, as ``3 days ago``.
+    """Return in words how long ago a certificate expired, such as ``3 days ago``.
 
     Args:
         days: The days until it expires, rounded down, as ``days_left`` returns them: a negative number.
@@ -322,7 +322,7 @@ def _retire_key(server: ServerFolder, name: str) -> None:
 
 
 def _retire(path: Path) -> Path:
-    """Move a file to the folder ``former`` beside it, so that a new one can be written.
+    """Move a file to the folder ``former`` beside it, so that a new file can take its place.
 
     Returns:
         The new path, which ends in the time of the move.

@@ -124,7 +124,7 @@ class Watcher:
 
     Args:
         server: The server's folder.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
     """
 
     def __init__(self, server: ServerFolder, address: str = "") -> None:
@@ -162,7 +162,7 @@ def make_server(server: ServerFolder, where: str, address: str = "") -> tuple[Th
     Args:
         server: The server's folder.
         where: The address to listen on, [HOST:]PORT; without HOST, only this machine can reach it.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Returns:
         The web server, and the watcher from which it gets the status.
@@ -206,7 +206,7 @@ def serve(server: ServerFolder, where: str, address: str = "", say: Callable[[st
     Args:
         server: The server's folder.
         where: The address to listen on, [HOST:]PORT; without HOST, only this machine can reach it.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message for the user.
 
     Raises:

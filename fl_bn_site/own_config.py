@@ -19,7 +19,7 @@ def own_config(package: Package, overrides: str, now: datetime) -> tuple[dict[st
 
     Args:
         package: The package of the app.
-        overrides: The user's keys, as ``num-server-rounds=3 lr=0.1``.
+        overrides: The user's keys, such as ``num-server-rounds=3 lr=0.1``.
         now: The present time, which is part of a new name.
 
     Raises:

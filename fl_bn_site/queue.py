@@ -304,7 +304,7 @@ class Queue:
         return next((port for port in ports if port not in used and is_free(port)), 0)
 
     def _free_name(self, name: str, taken: set[str]) -> str:
-        """Return ``name`` if it is free, else the first free one of ``NAME-2``, ``NAME-3``, ... A folder in ``results`` takes a name."""
+        """Return ``name``, or ``NAME-2``, ``NAME-3``, ... if it is in ``taken`` or a folder in ``results`` has it."""
         free, number = name, 1
         while free in taken or (self.server.results / free).exists():
             number += 1

@@ -1,7 +1,7 @@
 """Ask the Control API of a SuperLink, by gRPC, for its nodes with their keys, for its runs, and for their logs.
 
-fl-bn does not use Flower's command ``flwr`` for this. The command shows neither keys nor when a site was last seen. After
-a failed connection it may hang for ever, because a thread of gRPC holds the lock of a channel that is never closed.
+fl-bn does not use Flower's command ``flwr`` for this. The command does not show keys, or when a site was last seen.
+After a failed connection it may hang for ever, because a thread of gRPC holds the lock of a channel that is never closed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Submitted:
         submitted: When the run was submitted; None: Flower does not tell.
         ended: When the run ended; None: it has not ended.
         started: When the run began; None: it has not begun.
-        nbytes: The bytes that the server has received from the sites, and those that it has sent to them, so far.
+        nbytes: The numbers of bytes so far, as a pair: received from the sites, sent to the sites.
         code: The SHA-256 of the package (FAB archive) that the sites receive.
         app: The id of the app, PUBLISHER/NAME; empty: not known.
     """

@@ -71,7 +71,7 @@ def list_runs(server: ServerFolder, address: str = "") -> list[RunLine]:
 
     Args:
         server: The server's folder.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Raises:
         ControlError: The SuperLink does not answer.
@@ -112,7 +112,7 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
     Args:
         server: The server's folder.
         name: The name of the run, or Flower's id of it.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Returns:
         A sentence that says what was done.
@@ -143,7 +143,7 @@ def fetch(server: ServerFolder, name: str, destination: Path | None, address: st
         server: The server's folder.
         name: The name of the run, or Flower's id of it.
         destination: The folder in which to make the copy, which has the name of the run; None: make no copy.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Returns:
         The path of the copy; without a destination, the path of the run's folder.
@@ -200,7 +200,7 @@ def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Pat
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of ``rounds.jsonl`` in the folder of a run, one per round.
 
-    Without this file, return the rows that an own Flower app has reported; empty: there are none, either. An incomplete
+    Without this file, return the rows that an own Flower app has reported; empty: there are no rows, either. An incomplete
     last line, which a running run is writing, is left out.
     """
     return _lines(folder / "rounds.jsonl") or [row for row in _lines(folder / PROGRESS) if row["round"]]

@@ -55,7 +55,7 @@ class Submitter:
     key: bytes
 
     def __str__(self) -> str:
-        """Return the name and the fingerprint of the key, as ``ssh-keygen -l`` shows it."""
+        """Return the name, and the fingerprint of the key as ``ssh-keygen -l`` shows it."""
         return f"{self.name} ({fingerprint(self.key)})"
 
 

@@ -112,7 +112,7 @@ def status(server: ServerFolder, address: str = "") -> Status:
 
     Args:
         server: The server's folder.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Raises:
         ControlError: The SuperLink does not answer, or ``sites/`` lacks the public key of a site.

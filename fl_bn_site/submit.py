@@ -76,10 +76,9 @@ def submit(
     Args:
         server: The server's folder.
         overrides: The user's keys of the run config, such as ``rounds=10 method='hbn'``.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message, and with each line of the log.
-        parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
-            server.toml.
+        parallel: How many runs may be active while this run is active, itself included; 0: the number in server.toml.
         key: The submitter's key, which signs the run; None: see ``submitters.key_file``.
         own: The folder of the user's own app or modules, as for ``project.build``; None: fl-bn's app alone.
 
@@ -129,7 +128,7 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
     Args:
         server: The server's folder.
         file: The file that ``sign_only`` wrote.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message, and with each line of the log.
         parallel: As for ``submit``.
 
@@ -189,12 +188,11 @@ def resume(
     Args:
         server: The server's folder.
         name: The name of the run; empty: the run with the newest checkpoint.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message, and with each line of the log.
-        parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
-            server.toml.
+        parallel: How many runs may be active while this run is active, itself included; 0: the number in server.toml.
         key: The submitter's key, which signs the run anew; None: see ``submitters.key_file``.
-        own: The folder of the user's own modules that the run was submitted with; None: it had none.
+        own: The folder of the user's own modules that was submitted with the run; None: there was no such folder.
 
     Returns:
         Whether the run completed.

@@ -7,7 +7,7 @@ hundred messages of a small model, and for more with larger models. Here, answer
 
 Replies with equal tensors (``one_at_a_time``): the replies of two sites may contain the same tensor, bit for
 bit. Flower's store checks whether it has a tensor before it enters the tensor. If two threads check at the same
-time, the second one fails, and its reply is lost. Here, one thread at a time changes the store.
+time, the second thread fails, and its reply is lost. Here, one thread at a time changes the store.
 
 Replies without tensors (``whole_replies``): a site that ends while it sends a reply leaves a reply whose tensors
 never come. Flower hands this reply to the ServerApp, which waits for the tensors for more than an hour, beyond
@@ -83,7 +83,7 @@ def whole_replies(kind: Any) -> None:
 def one_at_a_time(kind: Any) -> None:
     """Put the methods that change a store under one lock, so that only one thread runs them at a time.
 
-    There is one lock for all instances, because they share one database.
+    All instances share one lock, because they share one database.
 
     Args:
         kind: Flower's class SqliteObjectStore. It is changed in place.

@@ -26,7 +26,7 @@ class Check:
 
     Attributes:
         ok: Whether ``subject`` is true.
-        subject: The statement about the kit, as ``server.crt is signed by ca.crt``.
+        subject: A statement about the kit, such as ``server.crt is signed by ca.crt``.
         remedy: Why the statement is not true, and what to do then.
     """
 

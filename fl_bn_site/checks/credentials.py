@@ -54,7 +54,7 @@ def expiry(certificates: Iterable[Path], clock: Clock = now, mend: str = RENEW) 
 
 
 def site_keys(server: ServerFolder) -> Finding:
-    """Check that the server's folder has a public key of every site, and that no two sites have the same one."""
+    """Check that the server's folder has a public key for every site, and that all these keys are different."""
     owners: dict[bytes, str] = {}
     for site in server.sites:
         path = server.public_key(site)

@@ -76,7 +76,7 @@ def holder(port: int, proc: Path = Path("/proc")) -> str:
         proc: The folder in which Linux describes its processes.
 
     Returns:
-        The id and the name of the process, as ``process 123 (python)``; empty where there is none that this user may see.
+        The id and the name of the process, such as ``process 123 (python)``; empty where this user sees no such process.
     """
     sockets = {f"socket:[{inode}]" for inode in _listening(port, proc)}
     for process in proc.glob("[0-9]*"):

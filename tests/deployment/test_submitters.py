@@ -112,7 +112,7 @@ def test_a_file_that_was_signed_elsewhere_is_submitted_as_it_is(server: ServerFo
     with pytest.raises(FolderError, match="there is no key to sign with: give --key"):
         sign_only(server, "rounds=1", tmp_path / "another")
     wrong = CliRunner().invoke(app, ["submit", str(server.path), "--signed", "run", "--run-config", "rounds=1"])
-    assert (wrong.exit_code, "--signed submits what was signed" in wrong.output) == (2, True)
+    assert (wrong.exit_code, "--signed submits a run unchanged" in wrong.output) == (2, True)
 
 
 def test_a_resumed_run_is_signed_anew(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:

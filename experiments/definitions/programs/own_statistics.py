@@ -38,7 +38,7 @@ def measured(cell: Cell) -> dict[str, float]:
 
 
 def measure(model: nn.Module, x: Tensor) -> None:
-    """Set the running statistics of every BatchNorm layer to those of ``x``, which is passed as one batch.
+    """Set the running statistics of every BatchNorm layer to the statistics of its input when ``x`` is passed as one batch.
 
     Args:
         model: The network, which is changed in place, and is in training mode afterwards.

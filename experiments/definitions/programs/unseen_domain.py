@@ -59,7 +59,7 @@ class Row(NamedTuple):
         how: The way in which the model was adapted to the domain left out. ``before``: it was not adapted. ``known
             domains``: the accuracy is on the domains of the training.
         accuracy: The accuracy in percent.
-        note: A remark on the adaptation; empty: none.
+        note: A remark on the adaptation; empty: there is no remark.
     """
 
     held_out: str
