@@ -385,7 +385,7 @@ class Record:
             self._about["submitter"] = name or None
 
     def listen(self) -> None:
-        """Also write a line for each vector of FedTAN's layer-wise exchange. The app sends these vectors apart from its answer."""
+        """Also write a line for each vector of a layer-wise exchange (as in FedTAN). The app sends vectors apart from its answer."""
         if self._folder is not None and (departures := sys.modules.get("fl_bn.support.departures")) is not None:
             exchanged, asked = site_module("leaving").exchanged, self._message.metadata.message_type
             departures.listen(lambda *vector: self._write({"message": "exchange", **exchanged(asked, *vector)}))

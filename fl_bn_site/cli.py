@@ -136,7 +136,7 @@ def renew(
 
     with _refusals():
         if (stolen or keep_renewed) and site or stolen and keep_renewed:
-            raise ValueError("--stolen, --keep-renewed and --site do different things: give one of them")
+            raise ValueError("--stolen, --keep-renewed and --site do different things: give only one of them")
         folder = _server(server)
         signs = authority or folder.kit_authority
         while keep_renewed:

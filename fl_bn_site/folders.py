@@ -56,9 +56,7 @@ def site_name(name: str) -> str:
 
 def _sites(names: tuple[str, ...]) -> None:
     if not names or len({site_name(name).casefold() for name in names}) < len(names):
-        raise ValueError(
-            f"must be at least one name, and names must differ in more than upper and lower case, but got {', '.join(names) or 'none'}"
-        )
+        raise ValueError(f"must be at least one name, and the names must differ even in lower case, but got {', '.join(names) or 'none'}")
 
 
 def _port(port: int) -> None:
@@ -99,7 +97,7 @@ def _pace(seconds: float) -> None:
 
 def _code(folders: tuple[str, ...]) -> None:
     if wrong := [folder for folder in folders if not folder or os.pathsep in folder]:
-        raise ValueError(f"must be folders, whose paths have no {os.pathsep}, but got {wrong[0]!r}")
+        raise ValueError(f"must be paths of folders without {os.pathsep}, but got {wrong[0]!r}")
 
 
 def _given(text: str) -> None:
@@ -210,7 +208,7 @@ class ServerFolder(Folder):
 
     @property
     def last_exchange_port(self) -> int:
-        """Return the last of the ports for FedTAN's layer-wise exchange."""
+        """Return the last of the ports for the layer-wise exchange (FedTAN, exact statistics)."""
         return self.exchange_port + self.exchange_ports - 1
 
     @property

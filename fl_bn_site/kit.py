@@ -29,8 +29,8 @@ class KitPlan:
     Attributes:
         superlink: The host name or IP address by which sites reach the server, without a port.
         sites: The names of the sites. Their order is the order of the clients.
-        exchange_host: The host name or IP address by which sites reach FedTAN's layer-wise exchange, without a port;
-            empty: as ``superlink``.
+        exchange_host: The host name or IP address by which sites reach the layer-wise exchange (FedTAN, exact statistics),
+            without a port; empty: as ``superlink``.
         also: Further host names and IP addresses for which the server's certificate is valid.
         days: The days for which the server's certificate is valid.
         fleet_port: The port to which SuperNodes connect.
@@ -61,9 +61,7 @@ class KitPlan:
             raise KitError(str(error)) from error
         if not self.sites or len({site.casefold() for site in self.sites}) < len(self.sites):
             names = ", ".join(self.sites) or "none"
-            raise KitError(
-                f"a kit needs at least one site, and the sites' names must differ in more than upper and lower case, but got {names}"
-            )
+            raise KitError(f"a kit needs at least one site, and the sites' names must differ even in lower case, but got {names}")
         if not self.submitters or len(set(map(submitter_name, self.submitters))) < len(self.submitters):
             names = ", ".join(self.submitters) or "none"
             raise KitError(f"a kit needs at least one submitter, and their names must differ, but got {names}")
@@ -73,7 +71,7 @@ class KitPlan:
 
     @property
     def exchange(self) -> str:
-        """Return the host name or IP address of FedTAN's layer-wise exchange, without a port."""
+        """Return the host name or IP address of the layer-wise exchange (FedTAN, exact statistics), without a port."""
         return self.exchange_host or self.superlink
 
     @property

@@ -29,7 +29,7 @@ def sections_of(kind: str, content: Any) -> Sections:
 
     Args:
         kind: Flower's type of the message that is answered.
-        content: The records of the answer.
+        content: The records of the answer (Flower's RecordDict).
 
     Returns:
         Section -> ``tensors`` (their number), ``bytes``, and ``samples``: the smallest number of samples from which a
@@ -101,7 +101,7 @@ def answered(kind: str, reply: Any, refusal: str = "") -> dict[str, Any]:
 
 
 def exchanged(asked: str, section: str, nbytes: int, samples: int) -> dict[str, Any]:
-    """Return the fields of a log line about one vector of FedTAN's layer-wise exchange. Vectors are not part of answers.
+    """Return the fields of a log line about one vector of a layer-wise exchange (as in FedTAN). No answer contains it.
 
     Args:
         asked: Flower's type of the message that began the exchange.

@@ -79,7 +79,7 @@ def remove_site(server: ServerFolder, name: str) -> ServerFolder:
             was changed.
     """
     if name not in server.sites:
-        raise KitError(f"{server.path / server.file} names no site {name}; it names {', '.join(server.sites)}")
+        raise KitError(f"{server.path / server.file} has no site {name}, but only {', '.join(server.sites)}")
     if len(server.sites) == 1:
         raise KitError(f"{name} is the last site, and a server needs one: to end the deployment, stop `fl-bn start` instead")
     changed = _write(server, _text_with_sites(server, [site for site in server.sites if site != name]))
@@ -197,7 +197,7 @@ def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder:
             to another site.
     """
     if name not in server.sites:
-        raise KitError(f"{server.path / server.file} names no site {name}; it names {', '.join(server.sites)}")
+        raise KitError(f"{server.path / server.file} has no site {name}, but only {', '.join(server.sites)}")
     if public_key is None:
         if not (folder / SiteFolder.file).exists():
             raise KitError(

@@ -66,8 +66,8 @@ class Decision:
     """Hold the policy's decision on the code of one run, for logs and records.
 
     Attributes:
-        allow_code: The value of the policy's line ``allow-code``; empty: the run is refused since a file could not be read
-            or written.
+        allow_code: The value of the policy's line ``allow-code``; empty: the run is refused since the policy is wrong,
+            or a file could not be read or written.
         code: The SHA-256 of the run's package; empty where ``allow_code`` is empty.
         signature: The valid signature of the run; None: the policy asks for no signature, or the run is refused.
         refusal: Why the run is refused, as a sentence; empty: the run is allowed.

@@ -298,7 +298,7 @@ class Queue:
         return ""
 
     def _free_port(self, active: Sequence[Submitted]) -> int:
-        """Return the first port for FedTAN's exchange that no active run and no other program uses; 0: all are in use."""
+        """Return the first port for the layer-wise exchange that no active run and no other program uses; 0: all are in use."""
         used = {int(run.config.get("exchange-port", 0)) for run in active}
         ports = range(self.server.exchange_port, self.server.last_exchange_port + 1)
         return next((port for port in ports if port not in used and is_free(port)), 0)

@@ -1,7 +1,8 @@
 """Ask the Control API of a SuperLink, by gRPC, for its nodes with their keys, for its runs, and for their logs.
 
-fl-bn does not use Flower's command ``flwr`` for this. The command does not show keys, or when a site was last seen.
-After a failed connection it may hang for ever, because a thread of gRPC holds the lock of a channel that is never closed.
+fl-bn does not use Flower's command ``flwr`` for this. The command shows neither keys nor the time at which a site was
+last seen. After a failed connection it may hang for ever, because a thread of gRPC holds the lock of a channel that is
+never closed.
 """
 
 from __future__ import annotations

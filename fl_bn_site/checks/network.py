@@ -45,7 +45,7 @@ def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
 
 
 def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) -> Finding:
-    """Check whether this machine can listen on the ports of FedTAN's layer-wise exchange. Each FedTAN run needs one port.
+    """Check whether this machine can listen on the ports of the layer-wise exchange. Each running run needs one of them.
 
     Args:
         check: The name of the check.
@@ -60,11 +60,11 @@ def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) 
         used = sum("in use" in finding.text for finding in findings)
         shown = f"{first} to {last}" if last > first else f"{first}"
         what = f"{used} of them in use while `fl-bn start` of this folder runs" if used else "free"
-        return Finding("ok", check, f"ports {shown} ({lines}), one for each running FedTAN run: {what}")
+        return Finding("ok", check, f"ports {shown} ({lines}), one for each running run: {what}")
     texts = "; ".join(finding.text for finding in wrong)
     if len(wrong) == len(findings):
-        return Finding("fail", check, f"a FedTAN run needs a port for its exchange, and none is free: {texts}", wrong[0].do)
-    most = f"only {len(findings) - len(wrong)} of {len(findings)} ports can be used, which limits the FedTAN runs at a time: {texts}"
+        return Finding("fail", check, f"a run needs a port for the layer-wise exchange, and none is free: {texts}", wrong[0].do)
+    most = f"only {len(findings) - len(wrong)} of {len(findings)} ports can be used, which limits the runs at a time: {texts}"
     return Finding("warn", check, most, wrong[0].do)
 
 

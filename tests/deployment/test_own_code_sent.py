@@ -183,7 +183,7 @@ def test_a_site_s_own_modules_are_found(server: ServerFolder, tmp_path: Path, mo
     monkeypatch.setenv("PYTHONPATH", "before")
     assert clientapp(site).env["PYTHONPATH"] == os.pathsep.join([*site.code, "before"])
     file.write_text(file.read_text().replace('"more"', '"a:b"'))
-    with pytest.raises(FolderError, match="code must be folders, whose paths have no :, but got 'a:b'"):
+    with pytest.raises(FolderError, match="code must be paths of folders without :, but got 'a:b'"):
         SiteFolder.read(folder)
 
 
