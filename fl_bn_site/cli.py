@@ -269,7 +269,7 @@ def resume(folder: Path, name: str, control: str, key: Path | None = None, own: 
         folder: The server's folder.
         name: The name of the run; empty: the run with the newest checkpoint.
         control: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
-        key: The submitter's key, which signs the run anew; None: see ``submitters.key_file``.
+        key: The submitter's key, which signs the run anew; None: the key that ``submitters.key_file`` finds.
         own: The folder of modules that was submitted with the run; None: there was no such folder.
     """
     from fl_bn_site.submit import resume as run
@@ -328,7 +328,7 @@ def fetch(
     folder: ServerArgument,
     run: RunArgument,
     destination: Annotated[
-        Path | None, typer.Argument(metavar="[DEST]", help="the folder to copy it into; default: print where the run's folder is")
+        Path | None, typer.Argument(metavar="[DEST]", help="the folder in which to make the copy; default: print where the run's folder is")
     ] = None,
     control: ControlOption = "",
 ) -> None:
@@ -366,7 +366,7 @@ def queue(folder: ServerArgument, control: ControlOption = "") -> None:
 def status(
     folder: ServerArgument,
     control: ControlOption = "",
-    watch: Annotated[bool, typer.Option("--watch", help="show it again every two seconds, until Ctrl-C")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="show the status again every two seconds, until Ctrl-C")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs; with --watch, one line each time")] = False,
     serve: Annotated[
         str,

@@ -273,7 +273,7 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
         wait: The seconds to wait for the SuperLink to answer.
 
     Yields:
-        The name of a site, and what was done with it.
+        The name of a site, and a text that says what was done, such as ``registered``.
 
     Raises:
         ControlError: The SuperLink does not answer or refuses a key, or a site has no public key.
@@ -301,7 +301,7 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
 
 
 def _note_nodes(server: ServerFolder, keys: Mapping[str, bytes], control: Control) -> None:
-    """Write a file that says which Flower node each site has now. Running runs read it, since a new key means a new node.
+    """Write a file that says which Flower node each site has now. Active runs read it, since a new key means a new node.
 
     If this program may not write to the folder, as in docker-compose.yml, there is no such file. Then a site with a new key
     takes part from the next run on.

@@ -32,7 +32,7 @@ def host_port(address: str) -> tuple[str, int]:
         address: HOST:PORT, such as ``fl.example.org:9092``, or ``[::1]:9092`` for an IPv6 address.
 
     Returns:
-        The host, an IPv6 address without its brackets, and the port.
+        The host (an IPv6 address without its brackets) and the port.
 
     Raises:
         ValueError: The address is not HOST:PORT.
@@ -245,8 +245,8 @@ class ServerFolder(Folder):
 class SiteFolder(Folder):
     """Hold the settings of ``kit/sites/NAME``, the folder for the machine of one site.
 
-    ``data_path`` becomes absolute, unless ``dataset`` is a function, which gets the text unchanged. The folders in
-    ``code`` become absolute.
+    Paths in ``data_path`` become absolute, unless ``dataset`` names a function. The function gets the text of ``data-path``
+    unchanged. Paths in ``code`` become absolute.
     """
 
     site: str = _line("this site's name", check=site_name)

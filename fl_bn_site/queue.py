@@ -140,9 +140,9 @@ class Queue:
             return why
 
     def complete_config(self, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """Add to ``given`` the run-config keys that follow from the server's folder, such as ``clients`` and ``output``.
+        """Return ``given`` and the run-config keys that follow from the server's folder, such as ``clients`` and ``output``.
 
-        Where ``given`` has such a key itself, its value stays.
+        Where ``given`` has such a key, the value in ``given`` stays.
         """
         server = self.server
         of_folder: dict[str, Scalar] = {

@@ -145,7 +145,7 @@ class QueueStore:
         """Add ``entry`` at the end of the queue, and return it with its number. Numbers are never used again.
 
         Raises:
-            QueueError: The queue cannot be written, for example because the disk is full. It has not changed.
+            QueueError: The queue cannot be written, for example because the disk is full. The queue has not changed.
         """
         with self._transaction() as connection:
             return replace(entry, number=_insert(connection, entry, None))
@@ -154,7 +154,7 @@ class QueueStore:
         """Replace the entry that has the number of ``entry``.
 
         Raises:
-            QueueError: The queue cannot be written. It has not changed.
+            QueueError: The queue cannot be written, and has not changed.
         """
         with self._transaction() as connection:
             columns = ", ".join(f"{name} = :{name}" for name in _names())
@@ -194,7 +194,7 @@ class QueueStore:
         """Remove the entries with these ``numbers``.
 
         Raises:
-            QueueError: The queue cannot be written. It has not changed.
+            QueueError: The queue cannot be written, and has not changed.
         """
         with self._transaction() as connection:
             connection.executemany("DELETE FROM runs WHERE number = ?", [(number,) for number in numbers])

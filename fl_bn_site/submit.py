@@ -79,7 +79,7 @@ def submit(
         address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message, and with each line of the log.
         parallel: How many runs may be active while this run is active, itself included; 0: the number in server.toml.
-        key: The submitter's key, which signs the run; None: see ``submitters.key_file``.
+        key: The submitter's key, which signs the run; None: the key that ``submitters.key_file`` finds.
         own: The folder of the user's own app or modules, as for ``project.build``; None: fl-bn's app alone.
 
     Returns:
@@ -104,7 +104,7 @@ def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None
         server: The server's folder, or a copy of it. Its keys and its queue are not needed.
         overrides: The user's keys of the run config, as for ``submit``.
         file: The file to write.
-        key: The submitter's key; None: see ``submitters.key_file``.
+        key: The submitter's key; None: the key that ``submitters.key_file`` finds.
         own: As for ``submit``.
 
     Returns:
@@ -136,7 +136,7 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
         Whether the run completed.
 
     Raises:
-        ConfigError: The run config is not one for this server.
+        ConfigError: The run config does not fit this server.
         NameTaken: Another run has the name.
         FolderError: A file cannot be read.
         ControlError: The SuperLink does not answer, or refuses the run.
@@ -191,14 +191,14 @@ def resume(
         address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message, and with each line of the log.
         parallel: How many runs may be active while this run is active, itself included; 0: the number in server.toml.
-        key: The submitter's key, which signs the run anew; None: see ``submitters.key_file``.
+        key: The submitter's key, which signs the run anew; None: the key that ``submitters.key_file`` finds.
         own: The folder of the user's own modules that was submitted with the run; None: there was no such folder.
 
     Returns:
         Whether the run completed.
 
     Raises:
-        ConfigError: There is no run to resume, or the run is one of a user's own Flower app.
+        ConfigError: There is no run to resume, or the run belongs to a user's own Flower app.
         FolderError: A file of the kit or of the project is wrong.
         ControlError: The SuperLink does not answer, or refuses the run.
         QueueError: The queue cannot be written.
@@ -217,7 +217,7 @@ def resume(
 
 
 def _is_of_own_app(server: ServerFolder, name: str, address: str) -> bool:
-    """Return whether a run is one of a user's own Flower app. Such a run has no config.toml, and the SuperLink knows its app."""
+    """Return whether a run belongs to a user's own Flower app. Such a run has no config.toml, and the SuperLink knows its app."""
     if (server.results / name / CONFIG).exists():
         return False
     try:
@@ -236,7 +236,7 @@ def how_to_go_on(server: ServerFolder, name: str, own: bool = False, modules: Pa
     Args:
         server: The server's folder.
         name: The name of the run.
-        own: Whether the run is one of a user's own Flower app.
+        own: Whether the run belongs to a user's own Flower app.
         modules: The folder of modules that was submitted with the run; None: there was no such folder, or it is not known.
     """
     if own:

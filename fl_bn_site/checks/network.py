@@ -45,7 +45,7 @@ def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
 
 
 def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) -> Finding:
-    """Check whether this machine can listen on the ports of the layer-wise exchange. Each running run needs one of them.
+    """Check whether this machine can listen on the ports of the layer-wise exchange. Each active run needs one of them.
 
     Args:
         check: The name of the check.
@@ -60,7 +60,7 @@ def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) 
         used = sum("in use" in finding.text for finding in findings)
         shown = f"{first} to {last}" if last > first else f"{first}"
         what = f"{used} of them in use while `fl-bn start` of this folder runs" if used else "free"
-        return Finding("ok", check, f"ports {shown} ({lines}), one for each running run: {what}")
+        return Finding("ok", check, f"ports {shown} ({lines}), one for each active run: {what}")
     texts = "; ".join(finding.text for finding in wrong)
     if len(wrong) == len(findings):
         return Finding("fail", check, f"a run needs a port for the layer-wise exchange, and none is free: {texts}", wrong[0].do)
