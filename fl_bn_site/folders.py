@@ -256,7 +256,7 @@ class SiteFolder(Folder):
     )
     private_key: Path = _line("the key that proves who this site is; it never leaves this machine", "site.key", _given)
     exchange_addresses: str = _line(
-        "where the layer-wise exchange may be: HOST or HOST:PORT, by commas; empty: on the server's machine, by the name above", "", _hosts
+        "where the layer-wise exchange may be: HOST or HOST:PORT, separated by commas; empty: at the host in superlink", "", _hosts
     )
     dataset: str = _line(
         "this site's own data: npz, folder, csv, a torchvision set, package.module:function; empty: its share of the run's (rehearsal)",
@@ -264,7 +264,7 @@ class SiteFolder(Folder):
     )
     data_path: str = _line("where these data are; npz and CSV files are separated by commas", "")
     code: tuple[str, ...] = _line("folders with modules of this site's own, for dataset = package.module:function, say", (), _code)
-    allow_modules: str = _line("modules here, beside the app's own, of which a run config may name a function; by commas", "")
+    allow_modules: str = _line("modules here, beside the app's own, of which a run config may name a function; separated by commas", "")
     device: str = _line("auto (a GPU if there is one), cpu, cuda:1, ...", "auto", _device)
     state_dir: Path = _line("what must survive a crash of this machine (local layers, momentum): back it up", "state", _given)
     clientappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9094", host_port)
