@@ -6,7 +6,7 @@ The file is named after the table or figure. It is a sweep file with one more ta
     paper = "FixBN"
     program = "programs/normalisation_error.py:run"    # only if the experiment is a function, not a sweep
 
-The function takes ``folder``, and may take ``small``, ``variant``, ``data`` and ``jobs``.
+The function at ``program`` takes ``folder``, and may also take ``small``, ``variant``, ``data`` and ``jobs``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Experiment:
     """Describe one experiment, which reproduces a table or figure of a paper.
 
     Attributes:
-        name: The name of the experiment, that of its file without suffix, such as ``000-F3``.
+        name: The name of the experiment, which is the name of its file without suffix, such as ``000-F3``.
         file: The file of the experiment.
         paper: The name of the paper.
         title: What the table or figure shows.
@@ -68,7 +68,7 @@ def find(names: Sequence[str] = ("all",), folder: Path = FOLDER) -> list[Experim
 
     Args:
         names: Names of experiments. ``all`` stands for all experiments, ``003`` for all of paper 003, and ``own`` for
-            those that belong to no paper.
+            the experiments that belong to no paper.
         folder: The folder with the files of the experiments.
 
     Raises:
@@ -92,8 +92,8 @@ def _is_named(experiment: Experiment, name: str) -> bool:
 def perform_program(experiment: Experiment, variant: str, data: str, folder: Path, jobs: int = 1) -> None:
     """Call the function of an experiment, and write a report of its results. If the report exists, do nothing.
 
-    The function gets ``folder``, and of ``variant``, ``data``, ``jobs`` and ``small`` those for which it has a parameter.
-    ``small`` is True for the variant of this name.
+    The function gets ``folder``. If it has parameters called ``variant``, ``data``, ``jobs`` or ``small``, it gets these, too.
+    ``small`` is True for the variant ``small``.
 
     Args:
         experiment: An experiment with a program.
@@ -126,13 +126,14 @@ def perform_program(experiment: Experiment, variant: str, data: str, folder: Pat
 class Study:
     """Describe a program that measures each run of an experiment in several ways.
 
-    In the table of results, the ways are the values on an axis of their own.
+    For example, it may measure the accuracy with averaged and with exact statistics. The table of results has an axis whose
+    values are the ways. A cell is one run of the experiment, with its value on each axis.
 
     Attributes:
-        plan: Takes the folder of the runs, the variant and the folder of the data, and returns the cells to run.
+        plan: Takes the folder of the runs, the variant and the folder of the data. It returns the cells to run.
         axis: The name of the axis whose values are the ways.
         ways: The names of the ways.
-        measured: Takes a finished cell, and returns way -> the value that it measures.
+        measured: Takes a finished cell. It returns way -> the measured value.
     """
 
     plan: Callable[[Path, str, str], list[Cell]]
@@ -146,11 +147,11 @@ def study(experiment: Experiment, measure: str = "") -> Study:
 
     Args:
         experiment: The experiment.
-        measure: Another program that measures the runs of the experiment; empty for the experiment's own. If the
-            experiment is a sweep, its cells are those of the sweep, and the program needs no ``plan``.
+        measure: Another program that measures the runs of the experiment; empty: the experiment's own program. If the
+            experiment is a sweep, the sweep file defines the cells, and the program needs no ``plan``.
 
     Raises:
-        ConfigError: The file of the program lacks one of the names that it needs.
+        ConfigError: The file of the program lacks one of these names.
     """
     module = _module(replace(experiment, program=measure or experiment.program))
 
@@ -213,7 +214,7 @@ class Log:
             name: The name of the experiment.
             variant: The variant; empty: the paper's own settings.
             seconds: How long the experiment took.
-            errors: The errors of failed runs, by the names of the runs; the line has their number.
+            errors: Name of a failed run -> its error. The line has the number of failed runs.
             folder: The folder of the results.
         """
         with self._path.open("a", newline="") as file:

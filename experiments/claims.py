@@ -1,8 +1,8 @@
-"""Read the register of claims: what the papers claim, with their numbers, and which of our tables test it.
+"""Read the register of claims: each claim of a paper, the paper's numbers, and the experiment whose table tests the claim.
 
-The register is ``claims.toml`` beside the experiments:
+The register is ``claims.toml``, in the folder of the experiments:
 
-    [rules]                                     # they are stated before anything is run; see Rules
+    [rules]                                     # how comparisons are decided, stated before anything is run; see Rules
     seeds = 5
     collapse = 10.0
     share = 0.33
@@ -24,9 +24,9 @@ The register is ``claims.toml`` beside the experiments:
     ]
 
 A comparison claims that the value of ``left`` is above that of ``right``. With ``near`` it claims that the two differ by at most the
-paper's own difference plus a margin. A side is a place of the table, ``[row, column]`` or ``[row, column, round]``. It may also be two
-places: then its value is the first place's value minus the second's. ``paper`` has the paper's two numbers. If only a figure shows
-them, ``figure`` names it, and ``about`` has the numbers as we read them off.
+paper's own difference plus a margin. A side is a place of the table, ``[row, column]`` or ``[row, column, round]``. A side may also be
+two places. Then its value is the first place's value minus the second's. ``paper`` has the paper's two numbers. If only a figure shows
+the numbers, ``figure`` names the figure, and ``about`` has the numbers that we read off.
 
     [[own]]                                     # a question of this project: why is a claim contradicted?
     id = "own-robust-updates"
@@ -54,6 +54,7 @@ from fl_bn.support.names import unknown
 VARIANT = "evidence"  # the variant of an experiment that tests a claim, unless the claim names another
 FILE = "claims.toml"
 LEAST = 3  # the number of seeds that decide if the difference is larger than Rules.collapse
+KINDS = {"str": "a text", "float": "a number >= 0", "int": "an integer >= 0", "tuple[float, ...]": "a list of numbers above 0"}
 COMPARISON = ("left", "right", "near", "margin", "within", "metric", "paper", "about", "spread", "figure")
 Place = tuple[str, str, int]  # row, column and round; 0 stands for the round that the experiment's table shows
 Pair = tuple[float, float]
@@ -64,7 +65,7 @@ class Side:
     """Describe one side of a comparison: a place of the table of results, or the difference of two places.
 
     Attributes:
-        places: One place, or two; the value of two places is the first one's minus the second one's.
+        places: One place or two. Two places stand for the value of the first place minus the value of the second.
     """
 
     places: tuple[Place, ...]
@@ -73,7 +74,7 @@ class Side:
     def row(self) -> str:
         """Return the name of this side's row in the table of results.
 
-        If the side is the difference of two places of the table, it is the rows of both: ``ROW less ROW``.
+        If the side is the difference of two places of the table, the name is ``ROW less ROW``.
         """
         return " less ".join(row for row, _, _ in self.places)
 
@@ -81,8 +82,8 @@ class Side:
     def column(self) -> str:
         """Return the name of this side's column in the table of results.
 
-        If the side is the difference of places in two columns, it is ``COLUMN less COLUMN``. If a place names a round,
-        ``, round N`` is appended to its column.
+        If the side is the difference of places in two columns, the name is ``COLUMN less COLUMN``. If a place names a
+        round, ``, round N`` is appended to its column.
         """
         columns = dict.fromkeys(f"{column}, round {round}" if round else column for _, column, round in self.places)
         return " less ".join(columns)
@@ -92,19 +93,19 @@ class Side:
 class Comparison:
     """Describe one comparison of a claim, with the numbers of the paper.
 
-    It claims that ``left`` is above ``right``. With ``near`` or ``within``, it claims that the two are close.
+    The comparison claims that ``left`` is above ``right``. With ``near`` or ``within``, it claims that the two are close.
 
     Attributes:
         left: The first side.
         right: The second side.
         near: Claim that the sides differ by at most the paper's own difference plus ``margin``.
-        margin: The margin of ``near``, in points of the metric; None for that of the rules.
+        margin: The margin of ``near``, in points of the metric; None: the margin of the rules.
         within: Claim that the sides differ by at most this number of points. Only this project's own questions may
             have it.
-        metric: The name of the compared metric; empty for that of the table.
+        metric: The name of the compared metric; empty: the metric of the table.
         paper: The paper's numbers for left and right; None if it does not print them.
         about: The numbers for left and right, read off a figure of the paper; None if they were not read off.
-        spread: The spread of the paper's two numbers, as the paper prints it; None if it prints none.
+        spread: The spread of the paper's two numbers, as the paper prints it; None if the paper prints no spread.
         figure: The figure of the paper that shows the numbers, if the paper does not print them.
     """
 
@@ -121,7 +122,7 @@ class Comparison:
 
     @property
     def numbers(self) -> Pair | None:
-        """Return the paper's two numbers, printed or read off; None if neither exists."""
+        """Return the paper's two numbers, printed or read off a figure; None if there are none."""
         return self.paper or self.about
 
     @property
@@ -133,14 +134,14 @@ class Comparison:
         """Return the largest difference in points that the claim allows; None if it claims that left is above right.
 
         Args:
-            margin: The margin of the rules, used if the comparison has none of its own.
+            margin: The margin of the rules, used if the comparison has no margin of its own.
         """
         if self.near:
             return abs(self.gap or 0.0) + (margin if self.margin is None else self.margin)
         return self.within
 
     def __str__(self) -> str:
-        """Describe the comparison in one line, as ``FixBN > BN (Shards)``."""
+        """Describe the comparison in one line, such as ``FixBN > BN (Shards)``."""
         same = self.left.column == self.right.column
         left, right = (side.row if same else f"{side.row} ({side.column})" for side in (self.left, self.right))
         sign = "near" if self.near else ">" if self.within is None else f"within {self.within:g} of"
@@ -167,13 +168,13 @@ class Claim:
         epochs: The paper's passes over a client's data, in each phase.
         samples: The samples that a client of the paper trains on, in each phase; used if the batches have several
             sizes.
-        client_samples: The training samples of a client in this project's runs; needed if they count local epochs.
+        client_samples: The training samples of a client in this project's runs; needed if these runs count local epochs.
         seeds: How many seeds decide a comparison; 0: the number in the rules.
         resampled: The number of test samples per training sample, if every seed divides the same samples anew; 0: all
             seeds have the same test samples.
-        rates: The variant of the experiment that tries several learning rates; empty: none.
+        rates: The variant of the experiment that tries several learning rates; empty: there is no such variant.
         untestable: Why this project cannot test the claim; empty if it can.
-        exact: The test of this project that reproduces the paper's numbers exactly; empty: none.
+        exact: The test of this project that reproduces the paper's numbers exactly; empty: there is no such test.
         cause: Why this project's result differs from the paper's, in words.
         compare: The comparisons that decide the claim.
     """
@@ -210,9 +211,9 @@ class Own:
         id: The id of the question, ``own-...``.
         explains: The id of the claim.
         asks: The question in words.
-        experiment: The experiment whose table answers the question; empty: the experiment that is called like ``id``.
+        experiment: The experiment whose table answers the question; empty: the experiment whose name is ``id``.
         variant: The variant of that experiment.
-        measure: The program that measures every run in several ways, as ``programs/FILE.py``; empty: none.
+        measure: The program that measures every run in several ways, as ``programs/FILE.py``; empty: no program.
         resampled: The number of test samples per training sample, as in ``Claim``.
         yes: The answer if all comparisons held.
         no: The answer if none held and at least one is contradicted.
@@ -244,8 +245,8 @@ class Rules:
         seeds: How many seeds decide a comparison.
         collapse: If the two sides differ by more than this number of points, ``LEAST`` seeds decide.
         share: The share of the paper's training length that a run must have, in every phase of the schedule.
-        flat: A shorter run counts, too, if its curve gains fewer points than this in the last fifth of every phase.
-        margin: How many points more than the paper's own difference still count as near.
+        flat: A shorter run also counts if its curve gains fewer points than this in the last fifth of every phase.
+        margin: The number of points by which a difference may exceed the paper's own and still count as near.
     """
 
     seeds: int = 5
@@ -257,7 +258,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Register:
-    """Hold the rules, the claims and this project's own questions, in the order of the file."""
+    """Hold the content of ``claims.toml``: the rules, the claims and this project's own questions, in the order of the file."""
 
     rules: Rules
     claims: tuple[Claim, ...]
@@ -332,12 +333,12 @@ def _own(table: Mapping[str, Any]) -> Own:
 
 
 def _entry(kind: type, table: Any, where: str) -> Any:
-    """Make a dataclass from a TOML table whose keys are the names of its fields, with ``-`` for ``_``.
+    """Make an object of the dataclass ``kind`` from a TOML table. The keys are the names of the fields, with ``-`` for ``_``.
 
     Args:
         kind: The dataclass.
         table: The table.
-        where: The name of the entry, for messages.
+        where: The name of the entry, for error messages.
 
     Raises:
         ConfigError: A key is unknown or missing, or its value is of a wrong type.
@@ -366,7 +367,7 @@ def _value(kind: Any, key: str, value: Any, where: str) -> Any:
         "tuple[float, ...]": isinstance(value, list) and all(type(one) in (int, float) and one > 0 for one in value),
     }
     if not fits.get(str(kind), False):
-        raise ConfigError(f"{FILE}: {where}: {key} must be of type {kind}, but got {value!r}")
+        raise ConfigError(f"{FILE}: {where}: {key} must be {KINDS.get(str(kind), 'a list of comparisons')}, but got {value!r}")
     return tuple(map(float, value)) if isinstance(value, list) else float(value) if kind == "float" else value
 
 

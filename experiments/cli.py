@@ -129,7 +129,7 @@ def compact(
     data: DataOption = "data",
     folder: Annotated[Path, typer.Option(help="the folder with results/NAME.jsonl")] = Path("experiments"),
 ) -> None:
-    """Write the results of finished runs, of all variants but small, to files that can be committed.
+    """Write the results of finished runs to files that can be committed; leave out the variant small.
 
     Each result has the settings of the run, the commit of fl-bn, and the curve of its metrics.
     """
@@ -160,7 +160,7 @@ def evidence(
 ) -> None:
     """Judge every claim of the papers by the committed results, and write EVIDENCE.md.
 
-    It has our numbers for each claim, a paired test over seeds, and a verdict.
+    EVIDENCE.md has our numbers for each claim, a paired test over seeds, and a verdict.
     """
     from experiments.evidence_page import write_evidence
     from fl_bn.run.config import ConfigError

@@ -1,4 +1,4 @@
-"""Draw the papers' differences and this project's on one axis, grouped by claim."""
+"""Draw differences between two methods, those of the papers and those of this project, on one axis, grouped by claim."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Difference:
     Attributes:
         name: The comparison in words.
         mean: This project's difference.
-        half: Half the width of its confidence interval; NaN if unknown.
+        half: Half the width of the 95 % confidence interval of ``mean``; NaN if unknown.
         state: The state of the comparison, such as ``held``.
         within: The largest difference that the claim allows; None if the claim is about an order.
         paper: The paper's difference; None if the paper gives no numbers.
@@ -47,7 +47,7 @@ def differences(name: str, groups: Mapping[str, Sequence[Difference]], states: t
 
     Args:
         name: The name of the file, without suffix.
-        groups: The differences of each group. ``within`` is drawn as two short bars.
+        groups: Name of a group -> its differences. ``within`` is drawn as two short bars.
         states: The values that ``Difference.state`` may have, in the order of ``STATES``.
     """
     ink, mark = dict(zip(states, STATES, strict=True)), dict(zip(states, MARKS, strict=True))

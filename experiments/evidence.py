@@ -1,4 +1,4 @@
-"""Judge every claim of the register by the committed results."""
+"""Judge every claim of the register, ``claims.toml``, by the committed results of this project's runs."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Runs:
     """Hold the committed results of one variant of an experiment.
 
     Attributes:
-        defined: All cells of the variant.
-        kept: The results of the cells that have one.
+        defined: All cells of the variant. A cell is one run, with its value on each axis.
+        kept: The results of the finished cells.
         settings: The settings of the table of results.
         report: The report with the table of results; None if there are no results.
     """
@@ -58,8 +58,8 @@ class Runs:
     def hours_missing(self) -> float:
         """Estimate the hours that the missing cells take on one core; NaN if no cell is finished.
 
-        A missing cell takes as long as the median of the finished cells with the same settings and other seeds. If
-        there are none, it takes as long as the median of all finished cells.
+        The estimate for a cell is the median over the finished cells with the same settings and other seeds. Without
+        such cells, it is the median over all finished cells.
         """
         of: dict[tuple[object, ...], list[float]] = defaultdict(list)
         for kept in self.kept:
@@ -79,9 +79,9 @@ class Runs:
         """Return the metric's value on one side of a comparison, by seed.
 
         Args:
-            side: One place (a row and column of the table of results), or two. For two places, the second one's value
-                is subtracted from the first one's.
-            metric: The metric; empty for that of the table.
+            side: One place (a row and column of the table of results) or two. Two places stand for the value of the first
+                place minus the value of the second.
+            metric: The metric; empty: the metric of the table.
 
         Returns:
             Seed -> value. A seed is left out if any of the places has no finite value for it.
@@ -154,7 +154,7 @@ class Tested:
     def main(self) -> Outcome | None:
         """Return the comparison that represents the claim in the overview.
 
-        It is the first one with results; without results, the first one; None if the claim has no comparisons.
+        This is the first comparison with results, or else the first comparison; None if the claim has no comparisons.
         """
         ran = [one for one in self.outcomes if one.state != MISSING]
         return next(iter((*ran, *self.outcomes)), None)
@@ -165,7 +165,7 @@ class Tested:
         return self.claim.id.lower()
 
     def answer(self, own: Own, outcomes: Sequence[Outcome]) -> str:
-        """Return the answer to one of this project's questions, by ``judging.answer``."""
+        """Return the answer to one of this project's questions; ``judging.answer`` has the rules."""
         return answer(own, outcomes)
 
 
@@ -177,8 +177,8 @@ def gather(folder: Path, experiments: Path = FOLDER) -> list[Tested]:
         experiments: The folder with the register and the files of the experiments.
 
     Raises:
-        ConfigError: The register is wrong; it names an experiment, variant or place that does not exist; or a result
-            does not fit the definition of its experiment.
+        ConfigError: The register is wrong, or names an experiment, variant or place that does not exist. Or a result does
+            not fit the definition of its experiment.
     """
     register, gpu, core = read_register(experiments), hours(folder, HOURS), hours(folder, CORE_HOURS)
     known = {experiment.name: experiment for experiment in find(folder=experiments)}
@@ -250,7 +250,7 @@ def runs_of(experiment: Experiment, variant: str, folder: Path, measure: str = "
         experiment: The experiment.
         variant: The variant.
         folder: The folder that holds ``results``.
-        measure: The program that measures each run in several ways; empty: none.
+        measure: The program that measures each run in several ways; empty: no program.
 
     Raises:
         ConfigError: The variant does not exist, or a result does not fit the definition of the experiment.
@@ -274,10 +274,10 @@ def definition(experiment: Experiment, variant: str, measure: str = "") -> tuple
     Args:
         experiment: The experiment.
         variant: The variant.
-        measure: The program that measures each run in several ways; empty: none.
+        measure: The program that measures each run in several ways; empty: no program.
 
     Returns:
-        Its cells, and the text of the sweep file, which has the settings of the table of results.
+        The cells of the variant, and the text of the sweep file, which has the settings of the table of results.
 
     Raises:
         ConfigError: The variant does not exist.
@@ -337,7 +337,7 @@ def compact(experiment: Experiment, variant: str, place: Path, data: str, folder
         place: The folder of the runs.
         data: The folder of the data that the runs used.
         folder: The folder that holds ``results``.
-        measure: The program that measures each run in several ways; empty: none.
+        measure: The program that measures each run in several ways; empty: no program.
 
     Returns:
         The file, the number of results in it, and the number of cells of the variant.
@@ -356,9 +356,9 @@ def compact(experiment: Experiment, variant: str, place: Path, data: str, folder
 
 
 def hours(folder: Path, name: str) -> Mapping[str, float]:
-    """Return the measured hours in the results' file ``name``, by experiment, with its variant for ``CORE_HOURS``.
+    """Return the measured hours from the file ``name`` in the folder of results; empty if the file does not exist.
 
-    They are empty if none were measured.
+    The keys are names of experiments. In the file ``CORE_HOURS``, they are ``EXPERIMENT.VARIANT``.
     """
     file = folder / RESULTS / name
     return json.loads(file.read_text(encoding="utf-8"))["hours"] if file.exists() else {}

@@ -38,7 +38,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def main(source: Path, target: Path) -> None:
-    """Make the data of the ``evidence`` variants; leave out those whose source archives are missing.
+    """Make the data of the ``evidence`` variants. Where a source archive is missing, leave out the files made from it.
 
     Args:
         source: The folder of the source archives; the module's docstring lists them.
@@ -88,10 +88,10 @@ def held_out_of_training(arrays: Arrays, seed: int) -> Arrays:
 def by_site(file: Path, target: Path) -> None:
     """Write all subjects of every site in ten random orders, once for each factor of ``SHIFTS``.
 
-    The place of a subject decides whether it is tested, so each order tests other subjects. A factor multiplies the
-    distance of the site's mean from the mean of all subjects. The mean of a site is that of all its subjects, whatever
-    their labels. The folder ``rates``, for trying learning rates, gets only the training subjects of order 0, with the
-    site's mean unchanged.
+    The place of a subject in the order decides whether the subject is tested, so each order tests other subjects. A factor
+    multiplies the distance of the site's mean from the mean of all subjects. The mean of a site is over all its subjects,
+    whatever their labels. The folder ``rates``, for trying learning rates, gets only the training subjects of order 0, with
+    the site's mean unchanged.
     """
     arrays = read(file)
     names = arrays["domain_names"].tolist()
@@ -135,7 +135,7 @@ def read(file: Path) -> Arrays:
 def save(file: Path, arrays: Arrays) -> None:
     """Write arrays to an archive (npz), and make its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(file, **arrays)  # type: ignore[arg-type]  # its other parameter is no array
+    np.savez(file, **arrays)  # type: ignore[arg-type]  # mypy takes ``**arrays`` for the other parameter, which is not an array
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write EVIDENCE.md, its picture, and the table in README.md.
 
-They show for each claim the paper's difference, this project's, and a verdict.
+They show for each claim the paper's difference, this project's difference, and a verdict.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def write_evidence(folder: Path, pages: Path | None = None, experiments: Path = 
 
     Args:
         folder: The folder of the results and of EVIDENCE.md.
-        pages: The folder for one page per claim with results; None: no pages.
+        pages: The folder in which to write one page per claim with results; None: write no pages.
         experiments: The folder of the register and of the experiments' files.
-        readme_file: The README whose table is written; None: none.
+        readme_file: The README whose table is written; None: write no README.
 
     Returns:
         The paths of the files that were written.
@@ -114,7 +114,7 @@ def markdown(claims: Sequence[Tested]) -> str:
 
 
 def short(claims: Sequence[Tested], page: str) -> str:
-    """Return the table for the README: the claims that have results, and how many there are.
+    """Return the text for the README: a table of the claims that have results, and sentences with the numbers of claims.
 
     Args:
         claims: The claims with their results.
@@ -137,7 +137,7 @@ def _line(one: Tested, link: str, verdict: str) -> str:
 
 
 def statement(one: Tested) -> Statement:
-    """Return the text that stands above the report on a claim's own page."""
+    """Return the text above the report on a claim's own page."""
     words = [(title, text) for title, text in (("Where", one.claim.place), *_words(one), *_cells(one.runs)) if text]
     whys = [Answered(own.asks, one.answer(own, outcomes), _all(outcomes)) for own, _, outcomes in one.own]
     name = one.claim.of
@@ -150,9 +150,9 @@ def statement(one: Tested) -> Statement:
 
 
 def picture(claims: Sequence[Tested]) -> Picture | None:
-    """Return the picture of the papers' differences and this project's, for all comparisons in points with results.
+    """Return the picture of the papers' and this project's differences; None if no comparison can be drawn.
 
-    Without such a comparison, return None.
+    A comparison is drawn if it has results and compares accuracies, in points.
     """
     groups = {
         f"{one.claim.id}: {one.verdict}": [

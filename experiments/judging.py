@@ -18,16 +18,16 @@ NOT_AT_SCALE, UNTESTABLE, NOT_RUN = "not at scale", "not testable here", "not ru
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold the values of one comparison, and their test.
+    """Hold the values of one comparison, with the paired t-test of its two sides.
 
-    With ``resampled``, the seeds divide the same samples anew. Their training parts overlap, so the seeds are not
+    With ``resampled``, each seed divides the same samples anew. The training parts overlap, so the seeds are not
     independent. The variance is then corrected as in the corrected resampled t-test of Nadeau and Bengio: Inference
     for the Generalization Error, Machine Learning 52, 2003.
 
     Attributes:
         comparison: The comparison.
         left: The left side's value for each seed that both sides have, in points of the metric.
-        right: The right side's values.
+        right: The right side's values, for the same seeds.
         needed: How many seeds decide the comparison.
         collapse: If the difference is larger than this number of points, ``LEAST`` seeds decide.
         limit: The largest difference that the claim allows; None if it claims that left is above right.
@@ -82,9 +82,9 @@ class Outcome:
 
     @property
     def detectable(self) -> float:
-        """Return the smallest true difference that the test finds with probability ``POWER``, for this spread.
+        """Return the smallest true difference that the test finds with probability ``POWER``; NaN for fewer than two seeds.
 
-        It is NaN for fewer than two seeds.
+        The spread over the seeds is taken as it is.
         """
         from scipy.special import nctdtrinc, stdtrit
 
@@ -97,7 +97,7 @@ class Outcome:
     def enough(self) -> bool:
         """Return whether there are enough seeds to decide.
 
-        Enough are ``needed`` seeds, or ``LEAST`` if the difference is larger than ``collapse``.
+        ``needed`` seeds are enough. If the difference is larger than ``collapse``, ``LEAST`` seeds are enough.
         """
         n = len(self.differences)
         return n >= self.needed or (n >= LEAST and abs(self.mean) > self.collapse)
@@ -106,8 +106,8 @@ class Outcome:
     def state(self) -> str:
         """Return the state of the comparison.
 
-        ``HELD``: it is as claimed. ``AGAINST``: the opposite is the case. ``OPEN``: there are too few seeds, or the test
-        does not decide. ``SMALL``: the runs are too short. ``MISSING``: there are no results.
+        ``HELD``: the comparison is as claimed. ``AGAINST``: the opposite is the case. ``OPEN``: there are too few seeds, or
+        the test does not decide. ``SMALL``: the runs are too short. ``MISSING``: there are no results.
         """
         if not self.differences:
             return MISSING
@@ -132,7 +132,7 @@ class Outcome:
 
     @property
     def too_coarse(self) -> bool:
-        """Return whether the seeds differ too much to show a difference as small as the paper's, or as ``limit``."""
+        """Return whether the spread over seeds is too large to show a difference as small as the paper's, or as ``limit``."""
         if self.limit is not None:
             return self.half > self.limit
         gap = self.comparison.gap
@@ -140,10 +140,10 @@ class Outcome:
 
 
 def verdict(claim: Claim, outcomes: Sequence[Outcome]) -> str:
-    """Return the verdict on a claim, with the number of comparisons that decided it, as ``contradicted (1 of 3)``.
+    """Return the verdict on a claim, with the number of comparisons that decided it, such as ``contradicted (1 of 3)``.
 
-    One contradicted comparison is enough to contradict the claim. It is mostly reproduced if none is contradicted
-    and more than half of them held.
+    One contradicted comparison is enough to contradict the claim. The claim is mostly reproduced if no comparison is
+    contradicted and more than half of them held.
     """
     if claim.untestable:
         return UNTESTABLE
@@ -163,7 +163,7 @@ def verdict(claim: Claim, outcomes: Sequence[Outcome]) -> str:
 
 
 def reasons(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return why comparisons are undecided: each reason once, with the number of comparisons that have it."""
+    """Return the reasons why comparisons are undecided, each with the number of comparisons to which it applies."""
     counts: dict[str, int] = {}
     for one in outcomes:
         if one.state == SMALL:
@@ -185,8 +185,8 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
 def answer(own: Own, outcomes: Sequence[Outcome]) -> str:
     """Return the answer to one of this project's questions.
 
-    It is ``own.yes`` if all comparisons held, and ``own.no`` if none held and at least one is contradicted. Otherwise
-    it is a sentence with the counts.
+    The answer is ``own.yes`` if all comparisons held, and ``own.no`` if none held and at least one is contradicted.
+    Otherwise the answer is a sentence with the counts.
     """
     states = [one.state for one in outcomes]
     if all(state == MISSING for state in states):

@@ -1,7 +1,7 @@
 """Read and write committed results: one file of JSON lines per variant of an experiment, one line per finished cell.
 
-A line has the name of the cell, its values on the axes, the run-config keys that differ from the defaults, the commit
-of fl-bn, the seconds, and the evaluated rounds. In paths, ``{data}`` stands for the folder of the data.
+A cell is one run of the experiment. Its line has the fields of ``Kept``. In paths, ``{data}`` stands for the folder of the
+data.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Kept:
     """Hold the committed result of one finished cell.
 
     Attributes:
-        name: The name of the cell.
-        axes: Axis -> the value of the cell.
+        name: The name of the cell, which is one run of an experiment.
+        axes: Axis -> the value of the cell on this axis.
         config: The run-config keys that differ from the defaults.
         commit: The commit of fl-bn that ran the cell.
         seconds: The duration of the run, in seconds.
@@ -47,16 +47,16 @@ class Kept:
     curve: tuple[Mapping[str, Any], ...]
 
     def shown(self) -> Shown:
-        """Return the cell in the form that reports read."""
+        """Return the result as a cell of ``fl_bn.report``, the form that reports read."""
         return Shown(self.name, self.axes, {**RunConfig().to_mapping(), **self.config}, "finished", rows=self.curve)
 
     def line(self) -> str:
-        """Return the cell as a line of JSON."""
+        """Return the result as one line of JSON."""
         return json.dumps(self.__dict__, ensure_ascii=False)
 
 
 def keep(found: Iterable[Kept], defined: Sequence[Cell], file: Path) -> int:
-    """Add results to a file; replace earlier results of the same cells. The lines are in the order of ``defined``.
+    """Add results to a file; replace earlier results of the same cells. The file's lines are in the order of ``defined``.
 
     Args:
         found: The new results, of cells in ``defined``.
@@ -109,8 +109,8 @@ def measured(
             next one.
         ways: The names of the ways.
         measure: Takes a run, and returns way -> value.
-        there: Earlier results. They are yielded again, without measuring, if they belong to the same run: if its
-            duration and the commit of fl-bn that ran it are the same.
+        there: Earlier results. If they belong to the same run, they are yielded again, without measuring. The run is the
+            same if its duration and the commit of fl-bn are the same.
     """
     before = {kept.name: kept for kept in there}
     for n, cell in enumerate(ran):
@@ -182,19 +182,19 @@ def own_config(config: RunConfig) -> dict[str, Value]:
 
 
 def _as_run(config: Mapping[str, Value], cell: Cell) -> dict[str, Value]:
-    """Replace the keys that only change last digits (``ROUNDS_OTHERWISE``) by the values with which ``cell`` was run."""
+    """Return ``config`` with those values of the keys ``ROUNDS_OTHERWISE`` (they change only last digits) that ``cell`` ran with."""
     there, default = cell.ran(), RunConfig().to_mapping()
     own = {key: there[key] for key in sorted(ROUNDS_OTHERWISE) if there[key] != default[key]}
     return {key: value for key, value in config.items() if key not in ROUNDS_OTHERWISE} | own
 
 
 def cells_of(sweep: Sweep) -> list[Cell]:
-    """Return the cells of a sweep in a folder that does not exist, to compare their definitions."""
+    """Return the cells of a sweep, to compare their definitions. They have no runs, since their folder does not exist."""
     return sweep.cells(Path("/nowhere"))
 
 
 def _origin(cell: Cell) -> tuple[str, float]:
-    """Return the commit that ran the cell, and its seconds, including the time before the run was resumed."""
+    """Return the commit that ran the cell, and the seconds of the run, including the time before it was resumed."""
     environment = json.loads((cell.path / "environment.json").read_text(encoding="utf-8"))
     seconds = max(float(cell.outcome().get("seconds", 0.0)), sum(row.get("seconds") or 0.0 for row in cell.rows()))
     return str(environment["commit"]), round(seconds, 1)

@@ -8,7 +8,7 @@ END = "<!-- end -->"
 
 
 def replaced(text: str, name: str, part: str) -> str:
-    """Replace the text between the lines ``<!-- NAME -->`` and ``<!-- end -->`` of a page.
+    """Return a page with new text between the lines ``<!-- NAME -->`` and ``<!-- end -->``.
 
     Args:
         text: The text of the page.

@@ -19,8 +19,8 @@ class Tried:
 
     Attributes:
         name: The method, and its values on other axes.
-        accuracies: Rate -> the accuracy in percent of every seed whose run stayed finite.
-        claimed: The learning rate of the claim's runs; NaN if they have no rate in common.
+        accuracies: Rate -> the accuracies in percent, one for each seed whose run stayed finite.
+        claimed: The learning rate of the claim's runs; NaN if these runs have different rates.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Tried:
 
     @property
     def lost(self) -> float:
-        """Return by how many points the best rate is above the claim's rate; NaN if the claim's rate was not tried."""
+        """Return by how many points the best rate's accuracy exceeds that of the claim's rate; NaN if the latter was not tried."""
         return self.mean(self.best) - self.mean(self.claimed) if self.claimed in self.accuracies else math.nan
 
     def mean(self, rate: float) -> float:
@@ -42,7 +42,7 @@ class Tried:
         return fmean(self.accuracies[rate]) if self.accuracies[rate] else -math.inf
 
     def shown(self, rate: float) -> str:
-        """Format the mean (standard deviation over the seeds) at ``rate``, in bold for the best rate."""
+        """Format mean and standard deviation over seeds at ``rate``, such as ``81.3 (0.4)``; the best rate in bold."""
         values = self.accuracies.get(rate)
         if not values:
             return "not run" if values is None else "not finite"
@@ -54,8 +54,8 @@ def tried(claim: Runs, rates: Runs) -> list[Tried]:
     """Return for every method its accuracies at the tried rates, and the rate of the claim's runs.
 
     Args:
-        claim: The runs of the claim. The claim's rate is that of its runs with the same method and the same values on
-            the other axes. If there are none, it is that of all its runs with the same method.
+        claim: The runs of the claim. The claim's rate is the rate of its runs with the same method and the same values on
+            the other axes. Without such runs, it is the rate of all its runs with the same method.
         rates: The runs at several learning rates.
     """
     if rates.report is None:

@@ -32,7 +32,7 @@ def phases(config: RunConfig) -> list[int]:
 
 
 def too_short(cells: Sequence[Cell], claim: Claim, rules: Rules) -> str:
-    """Return the share of the paper's training length that the runs have, if it is too small for a test; else empty.
+    """Return why the runs are too short to test a claim, such as ``12 % of the paper's steps per client``; empty if not.
 
     Args:
         cells: The runs at one place of the table, one per seed.
@@ -86,4 +86,4 @@ def _samples(config: RunConfig, client_samples: float) -> float:
 
 
 UNITS = {"steps": _steps, "epochs": _epochs, "samples": _samples}
-"""Unit of a training length -> a function that returns how much of it a client of a run does in a round."""
+"""Unit of a training length -> a function of the run config and a client's samples: the client's training in one round."""

@@ -1,10 +1,10 @@
-"""Refuse runs in the SuperNode, before anything of their packages is kept, unpacked or imported at the site.
+"""Refuse runs in the SuperNode, before the site stores, unpacks or imports their packages (Flower's FAB archives).
 
 The SuperNode checks every message by the site's policy. It holds the site's key, and runs no code that the server
-sends. So the code of a run can change neither the decision nor the files that record which signatures came before.
-A refused message gets an error as its answer, which names the line of the policy.
+sends. So the code of a run can change neither the decision nor the files that record accepted signatures.
+A refused message gets an error as its answer. The error names the line of the policy that refuses the run.
 
-``supernode.py`` loads this file by its path.
+``supernode.py`` loads this file by its path, since the package around it would import torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Admission:
 
     Args:
         policy: The site's policy file.
-        accepted: The folder that records which run came with which signature.
+        accepted: The folder of the files that record which run came with which signature.
     """
 
     def __init__(self, policy: Path, accepted: Path) -> None:
@@ -49,8 +49,8 @@ class Admission:
         Args:
             run_id: Flower's id of the run, as the message has it.
             run: Flower's record of the run.
-            package: Returns the package of the run. It is called only where the policy or the run is new, or the
-                signature has expired.
+            package: A function that returns the run's package (FAB archive). It is called only where the policy or the
+                run is new, or the signature has expired.
             now: The time, in seconds since 1970; None: the present time.
 
         Returns:
@@ -91,14 +91,15 @@ def refuse_runs(names: dict[str, Any], admission: Admission, fail: Callable[...,
         names: The globals of the module with the main loop.
         admission: Decides on runs.
         fail: Answers the messages of a run with an error: ``supernode.fail``.
-        known: Gets Flower's record of the last run that was asked for, by its id, also where the run is refused.
+        known: A dict to fill: run id -> Flower's record of the run of the last message, refused or not. Earlier entries are
+            removed. None: no dict is filled.
     """
     take_in = names["_pull_and_store_message"]
 
     def checked(**of: Any) -> int | None:
         state, told = of["state"], list[Any]()
 
-        # Each call asks the server once for a run and its package, so that Flower takes in what was checked.
+        # Each call asks the server once for a run and its package, so that Flower takes in the same package that was checked.
         @lru_cache
         def get_run(run_id: int) -> Any:
             return state.get_run(run_id) or of["get_run"](run_id)

@@ -13,14 +13,14 @@ run brings its own version.
 the first message of that run unpacked it.
 * Every message has a process of its own, as in Flower. It is forked from the warm process, or from the cold one
 where there is no warm process yet. It ends after its message, so no message can affect the next one.
-* A *watcher* waits for the process of each message. If that process dies (out of memory, by a signal, by an
-exit), the watcher tells the SuperNode why, and the SuperNode tells the server (``supernode.py``).
+* A *watcher* waits for the process of each message. That process may die: out of memory, by a signal or by an
+exit. Then the watcher tells the SuperNode why, and the SuperNode tells the server (``supernode.py``).
 
 The SuperNode refuses runs by ``allow-code`` before their packages are kept (``admission.py``). The process of a
 message checks the policy of the site (``policy.py``) again before it loads any code of the run. It writes a line of the
 audit log (``audit.py``) before its answer leaves. This program belongs to the site, not to the run. It is therefore run
-by its path, and loads the site's other modules by theirs: an import of ``fl_bn`` could find the version that the run
-brings.
+by its path, and loads the site's other modules by their paths. An import of ``fl_bn`` could find the version that the
+run brings.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ READY = b"1"
 BUSY, IDLE, QUIET = 0.1, 0.5, 60.0  # seconds between two questions for work: BUSY, or IDLE after QUIET seconds without work
 ED25519 = "cryptography.hazmat.primitives.asymmetric.ed25519"  # for the signatures of runs
 PRELOADED = ("numpy", "scipy.linalg", "torch", "PIL.Image", "safetensors.torch", "threadpoolctl", "joblib", ED25519)
-# scipy.linalg starts BLAS's threads when it is imported. An app that imports scikit-learn could not be kept otherwise.
+# scipy.linalg starts BLAS's threads at its import. They must not start in the warm process, which may have only one thread.
 REFUSALS = ("NotAllowed", "Refused")  # errors by which the site's policy, or the app's gate, refuses a message
 MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")  # parts of torch's and NumPy's error messages
 
@@ -89,7 +89,7 @@ class Site:
     Attributes:
         address: The address on which the SuperNode listens for this program, HOST:PORT.
         home: The folder in which apps are unpacked.
-        policy: The policy file of the site; None: the site has none, and everything is allowed.
+        policy: The policy file of the site; None: the site has no policy, and everything is allowed.
         audit: The folder of the site's audit log; None: no log is written.
         cold_process: The process id of the cold process; 0: it is not known yet.
     """
@@ -101,7 +101,7 @@ class Site:
     cold_process: int = 0
 
     def app_folder(self, request: Request) -> Path:
-        """Return the folder into which the app of ``request`` is unpacked. Its name is the one that Flower uses."""
+        """Return the folder into which the app of ``request`` is unpacked. Flower uses the same name for this folder."""
         publisher, _, name = request.fab_id.partition("/")
         return self.home / "apps" / f"{publisher}.{name}.{request.fab_version}.{request.fab_hash[:8]}"
 
@@ -134,7 +134,7 @@ def ask_for_work(site: Site, hand_over: Callable[[Request], None], is_ready: Cal
 
     Args:
         site: The site.
-        hand_over: Called with a request for each message.
+        hand_over: Called with a ``Request`` for each message.
         is_ready: Returns whether the cold process has finished its imports. No message is taken before that, because
             the process of a message must give a first sign of life within half a minute.
     """
@@ -201,7 +201,7 @@ class WarmProcess:
         def stay() -> None:
             os.close(self._lines)
             limit_memory(key[1])
-            sys.argv = [PROGRAM]  # an app may find out by this, when it is imported, whether it is deployed
+            sys.argv = [PROGRAM]  # an app may read this at its import, to find out whether it is deployed
             app = load(site, request, key[0] == INSTALLED)
             if len(os.listdir("/proc/self/task")) > 1:
                 raise RuntimeError(
@@ -228,7 +228,7 @@ class WarmProcess:
             line: The request as one line of JSON.
 
         Returns:
-            Whether the process took it; False where the process has ended.
+            Whether the warm process took the request; False where the process has ended.
         """
         try:
             if self._usable:
@@ -245,8 +245,8 @@ class WarmProcess:
 def _warm_key(site: Site, request: Request) -> tuple[str, int | None] | None:
     """Return the app and the memory limit (bytes; None: no limit) of the warm process that ``request`` needs.
 
-    A warm process has imported the app already. None: no warm process can be made, since the app is not unpacked yet, or
-    the policy file is wrong.
+    A warm process has imported the app already. The whole result is None where no warm process can be made: the app is
+    not unpacked yet, or the policy file is wrong.
     """
     try:
         policy = policy_module().Policy.read(site.policy)
@@ -292,7 +292,7 @@ def watch(site: Site, request: Request, app: Any) -> None:
     Args:
         site: The site.
         request: The message.
-        app: See ``answer``.
+        app: The loaded ClientApp; None: the process unpacks and loads the app that the message brings.
     """
     kills = endings["out_of_memory_kills"]()
     status = os.waitpid(fork(lambda: answer(site, request, app)), 0)[1]
@@ -365,7 +365,7 @@ def placed(context: Any, app: str) -> dict[str, Any]:
 
 
 class Record:
-    """Write into the site's audit log what the answer to one message holds, before the answer leaves the site.
+    """Log the content of the answer to one message in the site's audit log, before the answer leaves the site.
 
     Args:
         site: The site.
@@ -380,12 +380,12 @@ class Record:
             self._about = site_module("leaving").about(message, run_config, hashlib.sha256(fab).hexdigest())
 
     def submitted_by(self, name: str) -> None:
-        """Add the ``name`` of the run's submitter to the lines from now on. Empty: the site does not know the submitter."""
+        """Add the ``name`` of the run's submitter to all further lines. Empty: the site does not know the submitter."""
         if self._folder is not None:
             self._about["submitter"] = name or None
 
     def listen(self) -> None:
-        """Write a line for each vector of a layer-wise exchange, too. The app sends these vectors apart from its answer."""
+        """Also write a line for each vector of a layer-wise exchange (as in FedTAN). The app sends vectors apart from its answer."""
         if self._folder is not None and (departures := sys.modules.get("fl_bn.support.departures")) is not None:
             exchanged, asked = site_module("leaving").exchanged, self._message.metadata.message_type
             departures.listen(lambda *vector: self._write({"message": "exchange", **exchanged(asked, *vector)}))
@@ -403,7 +403,7 @@ class Record:
     def failed(self, error: Exception) -> Any:
         """Write the line about an error, and return the reply that has the error in place of an answer.
 
-        Where this line cannot be written either, the reply says so instead.
+        Where this line cannot be written either, the reply has that error instead.
         """
         reply = _error(self._message, error)
         refusal = "refused" if any(kind.__name__ in REFUSALS for kind in type(error).__mro__) else "failed"
@@ -432,7 +432,7 @@ def unpack(site: Site, request: Request, fab: bytes, code: str) -> None:
         code: The policy's ``allow_code``; with ``installed`` nothing is unpacked.
 
     Raises:
-        CannotUnpack: The archive is damaged, or is no app of Flower's.
+        CannotUnpack: The archive is damaged, or holds no Flower app.
     """
     folder = site.app_folder(request)
     if code == "installed" or folder.exists():
@@ -441,10 +441,10 @@ def unpack(site: Site, request: Request, fab: bytes, code: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as made:
         try:
             find("install_from_fab")(fab, flwr_dir=Path(made), skip_prompt=True)
-        except Exception as error:  # Flower's `Exit` has no words, and zipfile and tomllib may raise anything
+        except Exception as error:  # Flower's `Exit` has no message, and zipfile and tomllib may raise anything
             raise CannotUnpack(
-                f"this site cannot unpack the app of the run ({str(error) or 'Flower refuses its files'}): its clientapp.log has what "
-                "Flower printed. Pack and submit the app anew"
+                f"this site cannot unpack the app of the run ({str(error) or 'Flower refuses its files'}): the site's clientapp.log "
+                "has what Flower printed. Pack and submit the app anew"
             ) from error
         with suppress(OSError):  # another message has unpacked the same app meanwhile
             shutil.move(str(Path(made) / "apps" / folder.name), folder)
@@ -456,7 +456,7 @@ def load(site: Site, request: Request, installed: bool) -> Any:
     Args:
         site: The site.
         request: The message, which names the app.
-        installed: Load the app of the fl-bn that is installed here, in place of the unpacked one.
+        installed: Load the app of the fl-bn that is installed at the site, not the unpacked app.
     """
     if installed:
         return importlib.import_module(INSTALLED).app
@@ -474,7 +474,7 @@ def limit_memory(most: int | None) -> None:
 def _within_memory(policy: Any, work: Callable[[], Any]) -> Any:
     """Return the result of ``work``.
 
-    Where an allocation fails and the policy has ``max-memory``, raise NotAllowed, which names that line.
+    Where an allocation fails and the policy has ``max-memory``, raise NotAllowed, with a message that names ``max-memory``.
     """
     try:
         return work()

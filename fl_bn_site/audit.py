@@ -28,7 +28,7 @@ HEAD, LOCK = "head", "lock"
 HEAD_LINE = re.compile(rb"([0-9]{20}) ([0-9a-f]{64})\n")
 START = "0" * 64  # the hash in line 1, which has no line before it
 LARGEST = 16 << 20  # size of a file, in bytes, from which a new file is begun
-BLOCK = 1 << 16
+BLOCK = 1 << 16  # bytes that are read at once, from the end of a file
 
 
 class AuditError(Exception):
@@ -43,7 +43,8 @@ class Line:
         file: The name of the file that has the line.
         place: The place of the line in that file, from 1.
         hash: The SHA-256 of the line's bytes, in hexadecimal digits.
-        values: The fields of the line; None: it is no JSON object with a number and the hash of the line before.
+        values: The fields of the line; None: the line is not a JSON object with the fields ``line`` (its number) and
+            ``before`` (the hash of the line before).
     """
 
     file: str
@@ -58,7 +59,7 @@ class Line:
 
 
 def parse(data: bytes) -> dict[str, Any] | None:
-    """Return the fields of a line; None: ``data`` is no line of an audit log."""
+    """Return the fields of a line; None: ``data`` is not a line of an audit log."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError):
@@ -69,7 +70,7 @@ def parse(data: bytes) -> dict[str, Any] | None:
 
 
 def digest(data: bytes) -> str:
-    """Return the hash of a line. ``data`` has no line break."""
+    """Return the SHA-256 of a line, in hexadecimal digits. ``data`` is the line without its line break."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -79,7 +80,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def lines_in(folder: Path) -> Iterator[Line]:
-    """Yield all whole lines of the log, the oldest first.
+    """Yield all complete lines of the log, the oldest first. A line without a line break at its end is not complete.
 
     Raises:
         OSError: A file cannot be read.
@@ -183,7 +184,7 @@ def _last(files: list[Path]) -> tuple[int, str] | None:
 
 
 def _tail(path: Path) -> bytes:
-    """Return the last whole line of a file, without its line break; empty: the file has no whole line."""
+    """Return the last complete line of a file, without its line break; empty: the file has no complete line."""
     with path.open("rb") as file:
         end, data = file.seek(0, os.SEEK_END), b""
         while end and data.count(b"\n") < 2:

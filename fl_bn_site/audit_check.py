@@ -1,7 +1,7 @@
 """Find lines of a site's audit log that were changed, removed, swapped or cut off, and describe each in a sentence.
 
-One thing cannot be noticed from the log alone: that somebody computed the whole log anew, with its file ``head``, or
-removed all of it. It shows only by a hash that the site's officer has noted elsewhere (``fl-bn audit`` prints one).
+Two changes cannot be noticed from the log alone: somebody computed the whole log anew, with its file ``head``, or
+removed all of it. Only a hash that the site's officer has noted elsewhere shows them (``fl-bn audit`` prints one).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Findings:
 
     Attributes:
         lines: The number of lines.
-        head: The hash of the last line; empty: there is none.
+        head: The hash of the last line; empty: the log has no lines.
         faults: A sentence for each line that was changed, removed, swapped or cut off. Empty: the log is whole.
-        forgotten: How many lines ``forget`` removed from the beginning, as a line of the log says.
-        noted: Whether a line has the hash that was asked for; None: no hash was asked for.
+        forgotten: How many lines ``forget`` has removed from the beginning. A later line of the log says so.
+        noted: Whether a line has the hash that the caller asked for; None: the caller asked for no hash.
     """
 
     lines: int
@@ -46,7 +46,7 @@ def check(folder: Path, noted: str = "") -> Findings:
 
     Args:
         folder: The folder of the log.
-        noted: The hash of a line that was noted elsewhere, or its beginning; empty: none.
+        noted: The hash of a line, or its first digits, as noted elsewhere; empty: look for no hash.
 
     Raises:
         OSError: A file cannot be read.
@@ -98,7 +98,7 @@ def forget(folder: Path, until: datetime) -> tuple[int, int]:
 
 
 def _forgotten(lines: Sequence[Line]) -> int:
-    """Return how many lines at the beginning ``forget`` removed, as a line that is still there says; 0: no line says so."""
+    """Return how many lines ``forget`` has removed at the beginning, as a later line says; 0: no line says so."""
     if not lines or lines[0].values is None:
         return 0
     wanted = FORGOTTEN, lines[0].number - 1, lines[0].values["before"]
@@ -109,7 +109,7 @@ def _forgotten(lines: Sequence[Line]) -> int:
 def _faults(lines: Sequence[Line], forgotten: int) -> list[str]:
     """Return a sentence for each fault between the first line and the last.
 
-    ``forget`` removed ``forgotten`` lines before the first one. That is no fault.
+    ``forget`` has removed ``forgotten`` lines before the first line of ``lines``. Their absence is not a fault.
     """
     found: list[str] = []
     number, before, doubted = 0, START, False  # the number and the hash of the line before, and whether it was changed
@@ -152,7 +152,7 @@ def _gap(missing: range, line: Line, where: str) -> str:
 
 
 def _end(folder: Path, lines: Sequence[Line], head: tuple[int, str] | None) -> list[str]:
-    """Return a sentence if the last lines are not those that the file ``head`` names."""
+    """Return a list with one sentence if the last line is not the one in the file ``head``; else an empty list."""
     last = max((line.number for line in lines), default=0)
     if head is None:
         return [f"the file {HEAD} is missing or damaged: whether lines were cut off at the end cannot be told"] if files_in(folder) else []

@@ -25,7 +25,7 @@ SHOWN = 10  # the most answers in the table of those that did not leave
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="SITE", help="the site's folder, kit/sites/NAME, or the folder of a log")],
     run: Annotated[str, typer.Option(metavar="RUN", help="only this run: its name or its id")] = "",
-    rounds: Annotated[str, typer.Option(metavar="N-M", help="only these rounds: 3, or 3-7; 0 is before the first")] = "",
+    rounds: Annotated[str, typer.Option(metavar="N-M", help="only these rounds: 3, or 3-7; 0: before the first round")] = "",
     message: Annotated[
         str, typer.Option(metavar="TYPE", help="only answers to these messages: train, evaluate, exchange, query.hello, ...")
     ] = "",
@@ -90,7 +90,7 @@ def audit(
 
 
 def _readable(site: SiteFolder) -> list[Path]:
-    """Return the folders of a site's logs. Say of the SuperNode's own log that this user may not read it, if so."""
+    """Return the folders of a site's logs that this user may read. Where the SuperNode's own log is not, print a message."""
     logs = site.audit_logs()
     if site.node_audit_log in logs and not os.access(site.node_audit_log, os.R_OK | os.X_OK):
         logs.remove(site.node_audit_log)

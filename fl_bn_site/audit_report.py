@@ -22,12 +22,12 @@ COLUMNS = ("run", "name", "message", "section", "answers", "tensors", "bytes", "
 
 @dataclass(frozen=True)
 class Filter:
-    """Choose lines of the log: those that all attributes allow.
+    """Choose those lines of the log that satisfy all attributes.
 
     Attributes:
         run: The id or the name of a run; empty: all runs.
         rounds: The first and the last round; None: all rounds.
-        message: Flower's type of a message, as ``train``; empty: all types.
+        message: Flower's type of a message, such as ``train``; empty: all types.
         since: The earliest time; None: any time.
     """
 
@@ -58,7 +58,7 @@ class Filter:
         try:
             time = datetime.fromisoformat(since) if since else None
         except ValueError as error:
-            raise ValueError(f"--since must be a date or a time, as 2026-11-26 or 2026-11-26T09:30, but got {since!r}") from error
+            raise ValueError(f"--since and --forget take a date or a time, as 2026-11-26 or 2026-11-26T09:30, but got {since!r}") from error
         return cls(run, both, message, time.replace(tzinfo=UTC) if time is not None and time.tzinfo is None else time)
 
     def keeps(self, entry: Mapping[str, Any]) -> bool:
@@ -93,7 +93,7 @@ class Total:
     last: int = 0
 
     def and_also(self, of: Mapping[str, int], round: int) -> Total:
-        """Return the total with one more answer, which has the section ``of`` and belongs to ``round``."""
+        """Return the totals with one more answer of ``round``. ``of``: the section's tensors, bytes and samples in that answer."""
         smallest = min((n for n in (self.smallest, of.get("samples")) if n), default=None)
         first = min(self.first, round) if self.answers else round
         return replace(
@@ -117,7 +117,7 @@ class Report:
     Attributes:
         lines: The number of lines.
         totals: (run, name of the run, type of the message, section) -> the totals of the section.
-        message_bytes: The bytes of all that left, also errors in place of answers, as Flower serialises it.
+        message_bytes: The bytes of all messages that left, errors included, as Flower serialises them.
         refused: The answers that did not leave: time, run, type of the message, decision and reason of each.
     """
 
@@ -164,7 +164,7 @@ class Report:
 def chosen(folder: Path, which: Filter) -> Iterator[dict[str, Any]]:
     """Yield the fields of the lines that ``which`` chooses.
 
-    Lines that cannot be read are left out; ``audit_check`` reports them.
+    Damaged lines are left out; ``audit_check`` reports them.
 
     Raises:
         OSError: A file cannot be read.
@@ -184,7 +184,7 @@ def in_time(folders: Sequence[Path], which: Filter) -> Iterator[dict[str, Any]]:
 
 
 def report_of(entries: Iterable[Mapping[str, Any]]) -> Report:
-    """Return the totals of some lines of a log."""
+    """Return the totals of ``entries``, which are the fields of lines of a log."""
     report = Report()
     for entry in entries:
         report.add(entry)

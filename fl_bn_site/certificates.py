@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}\.?)+")
-AUTHORITY_DAYS = 3650  # longer than the server's certificate, so that sites keep their ca.crt when that one is renewed
+AUTHORITY_DAYS = 3650  # longer than the server's certificate, so that sites keep their ca.crt when the server's is renewed
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def alternative_name(host: str) -> x509.GeneralName:
         host: A host name or an IP address, without a port.
 
     Raises:
-        ValueError: ``host`` is neither.
+        ValueError: ``host`` is neither a host name nor an IP address.
     """
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
@@ -149,7 +149,7 @@ def alternative_name(host: str) -> x509.GeneralName:
 
 
 def names_in(certificate: x509.Certificate) -> list[x509.GeneralName]:
-    """Return the host names and IP addresses for which ``certificate`` is valid; an empty list where it names none."""
+    """Return the host names and IP addresses for which ``certificate`` is valid; an empty list if it has none."""
     try:
         return list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     except x509.ExtensionNotFound:
@@ -159,7 +159,7 @@ def names_in(certificate: x509.Certificate) -> list[x509.GeneralName]:
 def is_for(certificate: x509.Certificate, host: str) -> bool:
     """Return whether gRPC accepts ``certificate`` from the server ``host``.
 
-    A name ``*.example.org`` in the certificate stands for hosts with one more label, as ``a.example.org``.
+    A name ``*.example.org`` in the certificate stands for hosts with one more label, such as ``a.example.org``.
     """
     name = alternative_name(host)
     patterns = {name.value.lower() for name in names_in(certificate) if isinstance(name, x509.DNSName)}

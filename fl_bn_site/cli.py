@@ -38,7 +38,7 @@ PublicKeyOption = Annotated[
 SiteFolderOption = Annotated[
     Path | None, typer.Option("--output", metavar="FOLDER", help="the site's folder; default: sites/NAME beside FOLDER")
 ]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="its name, or the id that `fl-bn runs` shows")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="the run's name, or the id that `fl-bn runs` shows")]
 ControlOption = Annotated[
     str, typer.Option("--control", metavar="HOST:PORT", help="address of the SuperLink's Control API; default: control in server.toml")
 ]
@@ -51,7 +51,7 @@ KeyOption = Annotated[
 @kit.command()
 def create(
     superlink: Annotated[str, typer.Option(metavar="HOST", help="the name or address by which sites reach the server")],
-    sites: Annotated[str, typer.Option(metavar="A,B,C", help="names of the sites; the order gives each its partition-id")],
+    sites: Annotated[str, typer.Option(metavar="A,B,C", help="names of the sites; their order gives each its partition-id: 0, 1, ...")],
     output: Annotated[Path, typer.Option(help="the folder to make; keys in it are never overwritten")] = Path("kit"),
     exchange_host: Annotated[
         str, typer.Option(metavar="HOST", help="the name or address by which sites reach FedTAN's exchange; default: as --superlink")
@@ -136,7 +136,7 @@ def renew(
 
     with _refusals():
         if (stolen or keep_renewed) and site or stolen and keep_renewed:
-            raise ValueError("--stolen, --keep-renewed and --site do different things: give one of them")
+            raise ValueError("--stolen, --keep-renewed and --site do different things: give only one of them")
         folder = _server(server)
         signs = authority or folder.kit_authority
         while keep_renewed:
@@ -250,7 +250,7 @@ def submit(
     from fl_bn_site.submit import submit_signed
 
     if signed and (sign_only or key or run_config or own):
-        raise refused(ValueError("--signed submits what was signed: give --run-config, --key and --app when you sign (--sign-only)"))
+        raise refused(ValueError("--signed submits a run unchanged: give --run-config, --key and --app when you sign it (--sign-only)"))
     if sign_only:
         with _refusals():
             name = write_signed(_server(folder), run_config, sign_only, key, own)
@@ -268,9 +268,9 @@ def resume(folder: Path, name: str, control: str, key: Path | None = None, own: 
     Args:
         folder: The server's folder.
         name: The name of the run; empty: the run with the newest checkpoint.
-        control: The address of the Control API; empty: the one in server.toml.
-        key: The submitter's key, which signs the run anew; None: see ``submitters.key_file``.
-        own: The folder of modules that the run was submitted with; None: it had none.
+        control: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
+        key: The submitter's key, which signs the run anew; None: the key that ``submitters.key_file`` finds.
+        own: The folder of modules that was submitted with the run; None: there was no such folder.
     """
     from fl_bn_site.submit import resume as run
 
@@ -328,7 +328,7 @@ def fetch(
     folder: ServerArgument,
     run: RunArgument,
     destination: Annotated[
-        Path | None, typer.Argument(metavar="[DEST]", help="the folder to copy it into; default: print where the run's folder is")
+        Path | None, typer.Argument(metavar="[DEST]", help="the folder in which to make the copy; default: print where the run's folder is")
     ] = None,
     control: ControlOption = "",
 ) -> None:
@@ -366,7 +366,7 @@ def queue(folder: ServerArgument, control: ControlOption = "") -> None:
 def status(
     folder: ServerArgument,
     control: ControlOption = "",
-    watch: Annotated[bool, typer.Option("--watch", help="show it again every two seconds, until Ctrl-C")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="show the status again every two seconds, until Ctrl-C")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs; with --watch, one line each time")] = False,
     serve: Annotated[
         str,
@@ -412,13 +412,13 @@ def _statuses(folder: Path, control: str) -> Iterator[tuple[Status, str]]:
 
     Args:
         folder: The server's folder.
-        control: The address of the Control API; empty: the one in server.toml.
+        control: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Yields:
-        The last status that could be read, and the reason why no newer one could be read (empty: it is new).
+        The last status that could be read, and the reason why no newer one could be read (empty: the status is new).
 
     Raises:
-        FolderError, ControlError, QueueError, OSError: The first status cannot be read, or none could for
+        FolderError, ControlError, QueueError, OSError: The first status cannot be read, or no status could be read for
             ``SILENCE`` seconds.
     """
     from fl_bn_site.control import SILENCE, ControlError

@@ -34,7 +34,7 @@ class Command:
         argv: The program and its arguments.
         env: Environment variables that are added to those of this process.
         cwd: The working directory of the program.
-        once: Whether the program is done, and not started again, after it exits with 0.
+        once: Whether the program is not started again after it has ended with exit code 0.
         hints: Explanations of lines that the program may print: words in such a line -> what the line means, and what
             to do.
         reads: Files that the program reads at its start. When one changes, the program is started again.
@@ -60,7 +60,7 @@ def commands(folder: ServerFolder | SiteFolder, only: str = "") -> list[Command]
 
     Args:
         folder: The folder of the kit on that machine: the server's, or a site's.
-        only: The name of the one program of a site to return, ``supernode`` or ``clientapp``; empty: both.
+        only: The program of a site whose command to return, ``supernode`` or ``clientapp``; empty: both.
 
     Raises:
         WrongFlower: The installed version of Flower is not the one that deployments need.
@@ -77,10 +77,10 @@ def check_flower(what: str) -> None:
     """Check that the installed version of Flower is the one that deployments need.
 
     Args:
-        what: The command that needs it, for the message.
+        what: The name of the command that needs this version, for the error message.
 
     Raises:
-        WrongFlower: Another version is installed. It is a ValueError.
+        WrongFlower: Another version is installed. WrongFlower is a ValueError.
     """
     runpy.run_path(str(COMPAT))["check_deployed"](what)
 
@@ -90,7 +90,7 @@ def prepare(folder: ServerFolder | SiteFolder, only: str = "") -> Path:
 
     Args:
         folder: The server's folder, or a site's.
-        only: The name of the one program of a site to make folders for; empty: both.
+        only: The program of a site for which to make folders, ``supernode`` or ``clientapp``; empty: both.
 
     Returns:
         The folder of the logs.
@@ -117,7 +117,7 @@ def server_commands(server: ServerFolder) -> list[Command]:
 def superlink(server: ServerFolder) -> Command:
     """Return the command of the SuperLink.
 
-    It keeps its state in a database and runs apps in separate processes, so runs survive its restart.
+    The SuperLink keeps its state in a database and runs apps in separate processes, so runs survive its restart.
     """
     options = {
         "--ssl-ca-certfile": server.authority,

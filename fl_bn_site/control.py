@@ -48,11 +48,11 @@ root-certificates = {authority}
 
 
 class ControlError(RuntimeError):
-    """Signal that the SuperLink does not answer, or refuses a request. The message quotes Flower's."""
+    """Signal that the SuperLink does not answer, or refuses a request. The message quotes that of Flower."""
 
 
 class NotRegistered(ControlError):
-    """Signal that the SuperLink does not know the key of a site. ``fl-bn register`` may tell it soon."""
+    """Signal that the SuperLink does not know the key of a site. ``fl-bn register`` may make the key known soon."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Control:
             public_key: The file of the key.
 
         Returns:
-            Whether this is new; False where the SuperLink knew the key already.
+            True where the SuperLink did not know the key before; False where it did.
         """
         try:
             self.ask("supernode", "register", str(public_key), str(self.project), FEDERATION)
@@ -136,7 +136,7 @@ class Control:
         return True
 
     def start_run(self, package: Path, run_config: str, lock: int | None = None) -> str:
-        """Submit a package to the SuperLink, which starts it as a run. Sites receive the same bytes.
+        """Submit a package (FAB archive) to the SuperLink, which starts it as a run. Sites receive the same bytes.
 
         Args:
             package: The file of the package (``project.build``).
@@ -208,7 +208,7 @@ class Control:
 
         Args:
             run: Flower's id of the run.
-            after: The time, in seconds, after which the log is wanted; 0: all of it.
+            after: Yield only what was logged after this time, in seconds since 1970; 0: yield the whole log.
 
         Yields:
             A piece of the log and its time.
@@ -238,11 +238,11 @@ def key_of(site: Path) -> bytes:
 
 @contextmanager
 def control_of(server: ServerFolder, address: str = "") -> Iterator[Control]:
-    """Make a Control for the SuperLink of a server. It can be used inside the ``with`` block.
+    """Make a Control for the SuperLink of a server, for use inside the ``with`` block.
 
     Args:
         server: The server's folder.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Yields:
         The Control.
@@ -269,14 +269,14 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
 
     Args:
         server: The server's folder.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         wait: The seconds to wait for the SuperLink to answer.
 
     Yields:
-        The name of a site, and what was done with it.
+        The name of a site, and a text that says what was done, such as ``registered``.
 
     Raises:
-        ControlError: No SuperLink answers, it refuses a key, or a site has no public key.
+        ControlError: The SuperLink does not answer or refuses a key, or a site has no public key.
     """
     for site in server.sites:
         key_of(server.public_key(site))  # raise for a missing key before waiting for the SuperLink
@@ -301,10 +301,10 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
 
 
 def _note_nodes(server: ServerFolder, keys: Mapping[str, bytes], control: Control) -> None:
-    """Write a file that says which node each site has now. Runs that go on need it: a new key means a new node.
+    """Write a file that says which Flower node each site has now. Active runs read it, since a new key means a new node.
 
-    If the folder cannot be written to, as in docker-compose.yml, there is no such file. Then a site with a new key takes
-    part from the next run on.
+    If this program may not write to the folder, as in docker-compose.yml, there is no such file. Then a site with a new key
+    takes part from the next run on.
     """
     nodes = control.registered()
     known = {site: nodes[key] for site, key in keys.items() if key in nodes}

@@ -88,7 +88,7 @@ def _submitter(server: ServerFolder) -> Finding:
 
     if (file := key_file(server)) is None:
         what = f"no key is found here: runs are signed elsewhere (--signed), or by the key that --key or {VARIABLE} names"
-        return Finding("ok", "submitter", f'{what}. Sites with allow-code = "signed" refuse all others')
+        return Finding("ok", "submitter", f'{what}. Sites with allow-code = "signed" refuse unsigned runs')
     return Finding(
         "ok", "submitter", f"{describe(file)} signs runs, with {file}: move that key off this machine before sites have real data"
     )
@@ -159,7 +159,7 @@ def _server_run(server: ServerFolder, overrides: str) -> Iterator[Finding]:
 
 
 def _running(logs: Path) -> bool:
-    """Return whether ``fl-bn start`` runs for the folder with these ``logs``. It locks a file there while it runs."""
+    """Return whether ``fl-bn start`` runs for the folder with these ``logs``. While it runs, it locks a file in ``logs``."""
     try:
         with open(logs / ".lock") as lock:
             hold(lock, shared=True)

@@ -1,4 +1,4 @@
-"""Say why a process or a message failed: to a SuperNode that waits for its answer, and in the site's log.
+"""Put into words why a process or a message failed, for the SuperNode that waits for the answer and for the site's log.
 
 ``app_host.py`` and ``supernode.py`` run this file by its path, since the package around it would import torch.
 """
@@ -16,11 +16,11 @@ VMSTAT = Path("/proc/vmstat")  # counts the processes that the system killed bec
 
 
 def ending(code: int, for_memory: bool) -> str:
-    """Say how a process ended; empty: with exit code 0.
+    """Return in words how a process ended; empty: it ended with exit code 0.
 
     Args:
-        code: Its exit code; minus the number of the signal that ended it.
-        for_memory: Whether the system killed a process, in the meantime, because memory ran out.
+        code: The exit code of the process; where a signal ended it, minus the number of the signal.
+        for_memory: Whether the system killed any process for lack of memory while this one ran.
 
     >>> ending(0, False), ending(3, False), ending(-11, False), ending(-9, True)
     ('', 'ended with exit code 3', 'was killed by SIGSEGV', 'was killed by SIGKILL: out of memory')
@@ -34,14 +34,15 @@ def ending(code: int, for_memory: bool) -> str:
 def in_words(error: Exception) -> str:
     """Return an error as text for the site's log.
 
-    An error of fl-bn's own that no other error caused is one line. Any other error has its traceback.
+    An error that fl-bn itself raised, without another error as its cause, becomes one line. Other errors keep their
+    traceback.
     """
     own = type(error).__module__.split(".")[0] in OWN
     return f"{type(error).__name__}: {error}" if own and error.__cause__ is None else "".join(traceback.format_exception(error))
 
 
 def out_of_memory_kills() -> int:
-    """Return how many processes the system has killed, since its start, because memory ran out; 0 where it does not tell."""
+    """Return how many processes the system has killed for lack of memory since it was booted; 0 where it does not tell."""
     try:
         lines = VMSTAT.read_text(encoding="utf-8").splitlines()
     except OSError:

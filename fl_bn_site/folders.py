@@ -1,4 +1,4 @@
-"""Read and check the folders of a kit. The lines of ``server.toml`` and ``site.toml`` become fields of a dataclass."""
+"""Read and check the folders of a kit, one per machine. The lines of their TOML files become fields of a dataclass."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def host_port(address: str) -> tuple[str, int]:
     """Split an address into host and port.
 
     Args:
-        address: HOST:PORT, as ``fl.example.org:9092``, or ``[::1]:9092`` for an IPv6 address.
+        address: HOST:PORT, such as ``fl.example.org:9092``, or ``[::1]:9092`` for an IPv6 address.
 
     Returns:
-        The host, an IPv6 address without its brackets, and the port.
+        The host (an IPv6 address without its brackets) and the port.
 
     Raises:
         ValueError: The address is not HOST:PORT.
@@ -56,9 +56,7 @@ def site_name(name: str) -> str:
 
 def _sites(names: tuple[str, ...]) -> None:
     if not names or len({site_name(name).casefold() for name in names}) < len(names):
-        raise ValueError(
-            f"must be at least one name, and names must differ in more than upper and lower case, but got {', '.join(names) or 'none'}"
-        )
+        raise ValueError(f"must be at least one name, and the names must differ even in lower case, but got {', '.join(names) or 'none'}")
 
 
 def _port(port: int) -> None:
@@ -99,7 +97,7 @@ def _pace(seconds: float) -> None:
 
 def _code(folders: tuple[str, ...]) -> None:
     if wrong := [folder for folder in folders if not folder or os.pathsep in folder]:
-        raise ValueError(f"must be folders, whose paths have no {os.pathsep}, but got {wrong[0]!r}")
+        raise ValueError(f"must be paths of folders without {os.pathsep}, but got {wrong[0]!r}")
 
 
 def _given(text: str) -> None:
@@ -113,7 +111,7 @@ def _line(text: str, default: Any = MISSING, check: Callable[[Any], object] = la
     Args:
         text: The meaning of the line, which becomes the comment beside it in the file.
         default: The value where the file lacks the line; MISSING: the file must have the line.
-        check: Takes the value of the line, and raises ValueError where it is not allowed.
+        check: Takes the value of the line, and raises ValueError where the value is not allowed.
     """
     return field(default=default, metadata={"help": text, "check": check}, kw_only=True)
 
@@ -123,7 +121,7 @@ class Folder:
     """Hold the settings of a folder of the kit, which are in a TOML file there.
 
     Every field other than ``path`` is a line of that file. Relative paths in the file start at the folder; the
-    fields hold absolute ones.
+    fields hold absolute paths.
 
     Attributes:
         path: The folder.
@@ -210,7 +208,7 @@ class ServerFolder(Folder):
 
     @property
     def last_exchange_port(self) -> int:
-        """Return the last of the ports for the layer-wise exchange."""
+        """Return the last of the ports for the layer-wise exchange (FedTAN, exact statistics)."""
         return self.exchange_port + self.exchange_ports - 1
 
     @property
@@ -220,7 +218,7 @@ class ServerFolder(Folder):
 
     @property
     def kit_authority(self) -> Path:
-        """Return the folder of the kit's authority. It is there only on the machine where the kit was made, if it was not moved away."""
+        """Return the folder of the kit's authority. It exists only on the machine where the kit was made, unless it was moved."""
         return self.path.parent / "authority"
 
     @property
@@ -235,7 +233,7 @@ class ServerFolder(Folder):
 
     @property
     def nodes_file(self) -> Path:
-        """Return the file that says which node each site has now. ServerApps read it."""
+        """Return the file that says which Flower node each site has now. ServerApps read this file."""
         return self.state / "nodes.json"
 
     def public_key(self, site: str) -> Path:
@@ -247,8 +245,8 @@ class ServerFolder(Folder):
 class SiteFolder(Folder):
     """Hold the settings of ``kit/sites/NAME``, the folder for the machine of one site.
 
-    ``data_path`` becomes absolute, unless ``dataset`` is a function, which gets the text unchanged. The folders in
-    ``code`` become absolute.
+    Paths in ``data_path`` become absolute, unless ``dataset`` names a function. The function gets the text of ``data-path``
+    unchanged. Paths in ``code`` become absolute.
     """
 
     site: str = _line("this site's name", check=site_name)
@@ -258,7 +256,7 @@ class SiteFolder(Folder):
     )
     private_key: Path = _line("the key that proves who this site is; it never leaves this machine", "site.key", _given)
     exchange_addresses: str = _line(
-        "where the layer-wise exchange may be: HOST or HOST:PORT, by commas; empty: on the server's machine, by the name above", "", _hosts
+        "where the layer-wise exchange may be: HOST or HOST:PORT, separated by commas; empty: at the host in superlink", "", _hosts
     )
     dataset: str = _line(
         "this site's own data: npz, folder, csv, a torchvision set, package.module:function; empty: its share of the run's (rehearsal)",
@@ -266,7 +264,7 @@ class SiteFolder(Folder):
     )
     data_path: str = _line("where these data are; npz and CSV files are separated by commas", "")
     code: tuple[str, ...] = _line("folders with modules of this site's own, for dataset = package.module:function, say", (), _code)
-    allow_modules: str = _line("modules here, beside the app's own, of which a run config may name a function; by commas", "")
+    allow_modules: str = _line("modules here, beside the app's own, of which a run config may name a function; separated by commas", "")
     device: str = _line("auto (a GPU if there is one), cpu, cuda:1, ...", "auto", _device)
     state_dir: Path = _line("what must survive a crash of this machine (local layers, momentum): back it up", "state", _given)
     clientappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9094", host_port)
@@ -304,9 +302,9 @@ class SiteFolder(Folder):
         return self.node_dir / "audit"
 
     def audit_logs(self) -> list[Path]:
-        """Return the folders of the logs that are there: that of the ClientApp, and the SuperNode's own.
+        """Return those folders of audit logs that exist: the ClientApp's first, then the SuperNode's own.
 
-        A folder counts as there, too, where this user may not look for it: reading it then raises PermissionError.
+        A folder that this user may not look for counts as existing. Reading it raises PermissionError.
         """
 
         def there(folder: Path) -> bool:
@@ -319,7 +317,7 @@ class SiteFolder(Folder):
 
     @property
     def accepted(self) -> Path:
-        """Return the folder in which the SuperNode records which run came with which signature."""
+        """Return the folder with the SuperNode's records of signed runs: which run came with which signature."""
         return self.node_dir / "accepted"
 
 
@@ -327,7 +325,7 @@ def read_folder(path: Path | str) -> ServerFolder | SiteFolder:
     """Read a folder of the kit, the server's or a site's.
 
     Raises:
-        FolderError: The folder at ``path`` is neither, or its TOML file is wrong.
+        FolderError: The folder at ``path`` is neither the server's nor a site's, or its TOML file is wrong.
     """
     for kind in (ServerFolder, SiteFolder):
         if (Path(path) / kind.file).exists():
@@ -370,7 +368,7 @@ def one_line(value: object) -> str:
 
 
 def _within(folder: Path, path: str) -> Path:
-    """Return ``path`` as an absolute path; a relative one starts at ``folder``."""
+    """Return ``path`` as an absolute path. A relative ``path`` starts at ``folder``."""
     return (folder / Path(path).expanduser()).absolute()
 
 

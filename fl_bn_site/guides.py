@@ -26,7 +26,7 @@ def server_guide(fleet: int, exchange: int) -> str:
 
     Args:
         fleet: The port to which SuperNodes connect.
-        exchange: The first port of the layer-wise exchange.
+        exchange: The first port of the layer-wise exchange (FedTAN, exact statistics).
     """
     last = exchange + EXCHANGE_PORTS - 1
     return Template(kit_file("server.md")).substitute(install=_install(), fleet=fleet, exchange=exchange, last_exchange=last)
@@ -38,7 +38,7 @@ def site_guide(site: str, fleet: str, exchange: str) -> str:
     Args:
         site: The name of the site.
         fleet: The address to which SuperNodes connect, HOST:PORT.
-        exchange: The first address of the layer-wise exchange, HOST:PORT.
+        exchange: The first address of the layer-wise exchange (FedTAN, exact statistics), HOST:PORT.
     """
     return Template(kit_file("site.md")).substitute(
         install=_install(), site=site, fleet=fleet, exchange=exchange, more_ports=EXCHANGE_PORTS - 1

@@ -1,4 +1,4 @@
-"""Make a kit, which has one folder for each machine of a deployment: ``fl-bn kit create``."""
+"""Make a kit, which has one folder with settings and keys per machine of a deployment: ``fl-bn kit create``."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class KitPlan:
     Attributes:
         superlink: The host name or IP address by which sites reach the server, without a port.
         sites: The names of the sites. Their order is the order of the clients.
-        exchange_host: The host name or IP address by which sites reach the layer-wise exchange, without a port;
-            empty: as ``superlink``.
+        exchange_host: The host name or IP address by which sites reach the layer-wise exchange (FedTAN, exact statistics),
+            without a port; empty: as ``superlink``.
         also: Further host names and IP addresses for which the server's certificate is valid.
         days: The days for which the server's certificate is valid.
         fleet_port: The port to which SuperNodes connect.
         exchange_port: The first port of the layer-wise exchange.
-        submitters: The submitters whose signatures every site accepts. Each is a name, for which a key pair is made, or
-            the public key file NAME.pub of a key pair that the submitter has made.
+        submitters: The submitters whose signatures every site accepts. For a name, a key pair is made. For a public key
+            file NAME.pub, the submitter NAME has made the key pair already.
 
     Raises:
         KitError: A host, a name, a port or the number of days is not allowed.
@@ -61,9 +61,7 @@ class KitPlan:
             raise KitError(str(error)) from error
         if not self.sites or len({site.casefold() for site in self.sites}) < len(self.sites):
             names = ", ".join(self.sites) or "none"
-            raise KitError(
-                f"a kit needs at least one site, and the sites' names must differ in more than upper and lower case, but got {names}"
-            )
+            raise KitError(f"a kit needs at least one site, and the sites' names must differ even in lower case, but got {names}")
         if not self.submitters or len(set(map(submitter_name, self.submitters))) < len(self.submitters):
             names = ", ".join(self.submitters) or "none"
             raise KitError(f"a kit needs at least one submitter, and their names must differ, but got {names}")
@@ -73,7 +71,7 @@ class KitPlan:
 
     @property
     def exchange(self) -> str:
-        """Return the host of the layer-wise exchange."""
+        """Return the host name or IP address of the layer-wise exchange (FedTAN, exact statistics), without a port."""
         return self.exchange_host or self.superlink
 
     @property
@@ -83,7 +81,7 @@ class KitPlan:
 
 
 def submitter_name(item: str) -> str:
-    """Return the name of a submitter, who is given by a name or by a file NAME.pub."""
+    """Return the name of a submitter. ``item`` is the name itself, or the path of a file NAME.pub."""
     return Path(item).stem if item.endswith(PUB) else item
 
 

@@ -18,8 +18,8 @@ SECURE = "secaggplus_configs"  # Flower's name for the record of a secure sum
 MASKED = "masked_params"
 DRIFT = ("drift", "drift-layer", "growth", "min-var")  # metrics that are sent with share-drift
 OTHER = "other"  # the section of all content that the server's report does not list
-LONGEST, MOST = 80, 50  # the most characters of a section's name, and the most sections of an answer, that the log has
-NUMBER = 8  # bytes of a number
+LONGEST, MOST = 80, 50  # limits of the log: the characters of a section's name, and the sections of an answer
+NUMBER = 8  # bytes that a number counts
 LONGEST_TEXT = 500  # characters of a reason or a name in the log
 Sections = dict[str, dict[str, int]]
 
@@ -29,11 +29,11 @@ def sections_of(kind: str, content: Any) -> Sections:
 
     Args:
         kind: Flower's type of the message that is answered.
-        content: The records of the answer.
+        content: The records of the answer (Flower's RecordDict).
 
     Returns:
-        Section -> ``tensors``, ``bytes``, and, where the answer tells it, ``samples``: the smallest number of samples
-        from which a number in the section was computed.
+        Section -> ``tensors`` (their number), ``bytes``, and ``samples``: the smallest number of samples from which a
+        number in the section was computed. ``samples`` is missing where the answer does not tell it.
     """
     from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 
@@ -54,7 +54,7 @@ def sections_of(kind: str, content: Any) -> Sections:
 
 
 def about(message: Any, run_config: Mapping[str, Any], code: str, submitter: str | None = None) -> dict[str, Any]:
-    """Return the fields of a log line that do not depend on the answer: those about the message and its run.
+    """Return the fields of a log line that describe the message and its run. They do not depend on the answer.
 
     Args:
         message: Flower's message.
@@ -101,14 +101,14 @@ def answered(kind: str, reply: Any, refusal: str = "") -> dict[str, Any]:
 
 
 def exchanged(asked: str, section: str, nbytes: int, samples: int) -> dict[str, Any]:
-    """Return the fields of a log line that describe a vector of a layer-wise exchange. Vectors are not part of answers.
+    """Return the fields of a log line about one vector of a layer-wise exchange (as in FedTAN). No answer contains it.
 
     Args:
         asked: Flower's type of the message that began the exchange.
         section: The section of the vector.
         nbytes: The bytes of the vector.
-        samples: The size of the batch that the client announced when it joined the exchange. It is logged only for
-            ``train``: where the client only measures, it is no number of samples.
+        samples: The batch size that the client announced when it joined the exchange. It is logged only where ``asked``
+            is ``train``. For other messages the announced number is not a number of samples.
     """
     samples = samples if asked == "train" else 0
     of = {"tensors": 1, "bytes": nbytes} | ({"samples": samples} if samples else {})
@@ -116,7 +116,7 @@ def exchanged(asked: str, section: str, nbytes: int, samples: int) -> dict[str, 
 
 
 def totals_of(sections: Sections) -> dict[str, Any]:
-    """Return the sections, the sums of their tensors and bytes, and the smallest number of samples."""
+    """Return the fields ``sections``, ``tensors`` and ``bytes`` (sums over sections) and ``smallest-samples`` of a log line."""
     return {
         "sections": sections,
         "tensors": sum(of["tensors"] for of in sections.values()),
@@ -140,17 +140,17 @@ def message_bytes(message: Any) -> int:
 
 
 def smallest(sections: Sections) -> int | None:
-    """Return the smallest number of samples that any of the ``sections`` states; None: the answer does not tell it."""
+    """Return the smallest ``samples`` of all ``sections``; None: no section has a number of samples."""
     return min((of["samples"] for of in sections.values() if of.get("samples")), default=None)
 
 
 def data_of(array: Any) -> int:
-    """Return the number of bytes that the values of one of Flower's arrays take, as ``values_in`` counts them."""
+    """Return how many bytes the values of a Flower array take, as ``values_in`` counts them."""
     return values_in(array.data)
 
 
 def values_in(data: bytes) -> int:
-    """Return the number of bytes of the values in ``data``: all bytes, but in NumPy's file format those after the header."""
+    """Return the number of bytes of the array in ``data``. If ``data`` is in NumPy's file format, its header does not count."""
     return len(data) - (10 + int.from_bytes(data[8:10], "little")) if data[:6] == b"\x93NUMPY" else len(data)
 
 
@@ -187,7 +187,8 @@ def _arrays(found: Sections, arrays: Mapping[str, Any], metrics: Mapping[str, An
 def _metrics(found: Sections, metrics: Mapping[str, Any]) -> None:
     """Count the metrics of an answer that has arrays, as the server's report does.
 
-    That report counts no metrics in an exchange by replay, so they are not counted here.
+    Where the answer is part of a layer-wise exchange (section ``exchange``), the report counts no metrics, and neither does
+    this function.
     """
     if "exchange" in found:
         return
@@ -219,9 +220,9 @@ def _configs(found: Sections, configs: Mapping[str, Any]) -> None:
 
 
 def _rest(found: Sections, metrics: Mapping[str, Any]) -> None:
-    """Count in ``other`` the numbers that no section has.
+    """Count in the section ``other`` the numbers that no other section has.
 
-    They are the counts in an evaluation, in the reply of a client that sat out, and in a secure sum.
+    They are the counts in an evaluation, in a secure sum, and in the reply of a client that took no part in the round.
     """
     counted = sum(found[name]["bytes"] for name in ("drift", "metrics", "own metrics", "evaluation") if name in found)
     _add(found, OTHER, 0, max(0, sum(size(value) for record in metrics.values() for value in record.values()) - counted))
@@ -240,7 +241,7 @@ def _together_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text(value: object) -> str | None:
-    """Return a value as text for the log: shortened, and without line breaks; None for None."""
+    """Return ``value`` as text for the log: at most 500 characters, without line breaks; None where ``value`` is None."""
     return None if value is None else "".join(c if c.isprintable() else "?" for c in str(value)[:LONGEST_TEXT])
 
 

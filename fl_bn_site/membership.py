@@ -40,8 +40,8 @@ def add_site(server: ServerFolder, name: str, public_key: Path | None, output: P
         The server's folder after the change.
 
     Raises:
-        KitError: Nothing was changed, because the name is taken or not allowed, the key belongs to another site
-            or cannot be read, ``output`` holds files, or server.toml has to be corrected by hand first.
+        KitError: The name is taken or not allowed, the key belongs to another site or cannot be read, or ``output`` holds
+            files. Or somebody must correct server.toml by hand first. Nothing was changed.
     """
     try:
         site_name(name)
@@ -75,11 +75,11 @@ def remove_site(server: ServerFolder, name: str) -> ServerFolder:
         The server's folder after the change.
 
     Raises:
-        KitError: Nothing was changed, because there is no such site, it is the last one, or server.toml has to
-            be corrected by hand first.
+        KitError: There is no such site, it is the last site, or somebody must correct server.toml by hand first. Nothing
+            was changed.
     """
     if name not in server.sites:
-        raise KitError(f"{server.path / server.file} names no site {name}; it names {', '.join(server.sites)}")
+        raise KitError(f"{server.path / server.file} has no site {name}, but only {', '.join(server.sites)}")
     if len(server.sites) == 1:
         raise KitError(f"{name} is the last site, and a server needs one: to end the deployment, stop `fl-bn start` instead")
     changed = _write(server, _text_with_sites(server, [site for site in server.sites if site != name]))
@@ -123,7 +123,7 @@ def renew_server(server: ServerFolder, authority: Path, days: int) -> Path:
 def replace_authority(server: ServerFolder, authority: Path, days: int) -> list[Path]:
     """Make a new authority, and a new certificate and key of the server that it signs.
 
-    A site that has the new ``ca.crt`` accepts neither the former server key nor one that the former authority signed.
+    A site that has the new ``ca.crt`` accepts neither the former server key nor a certificate of the former authority.
     The sites' folders in the kit get the new ``ca.crt``.
 
     Args:
@@ -165,10 +165,10 @@ def renew_when_due(server: ServerFolder, authority: Path, days: int) -> bool:
         days: The days for which the new certificate is valid.
 
     Returns:
-        Whether it was renewed.
+        Whether the certificate was renewed.
 
     Raises:
-        KitError: See ``renew_server``.
+        KitError: The authority is not the one that the sites trust, cannot be read, or has expired.
     """
     left = read_certificate(server.certificate).not_valid_after_utc - datetime.now(UTC)
     if left > timedelta(days=SOON):
@@ -178,7 +178,7 @@ def renew_when_due(server: ServerFolder, authority: Path, days: int) -> bool:
 
 
 def renews(server: ServerFolder) -> bool:
-    """Renew the server's certificate if it expires soon, and the authority's key is on this machine. Return whether it was renewed."""
+    """Renew the server's certificate if it expires soon and the authority's key is on this machine. Return True if it was renewed."""
     return (server.kit_authority / "ca.key").exists() and renew_when_due(server, server.kit_authority, SERVER_DAYS)
 
 
@@ -197,7 +197,7 @@ def renew_site(server: ServerFolder, name: str, public_key: Path | None, folder:
             to another site.
     """
     if name not in server.sites:
-        raise KitError(f"{server.path / server.file} names no site {name}; it names {', '.join(server.sites)}")
+        raise KitError(f"{server.path / server.file} has no site {name}, but only {', '.join(server.sites)}")
     if public_key is None:
         if not (folder / SiteFolder.file).exists():
             raise KitError(
@@ -217,7 +217,7 @@ def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:
     """Find the certificate in ``folder`` that expires first.
 
     Returns:
-        Its path, and the whole days until it expires; negative: it has expired.
+        The path of the certificate, and the whole days until it expires; negative: it has expired.
 
     Raises:
         OSError: A certificate cannot be read.
@@ -230,7 +230,7 @@ def days_left(folder: ServerFolder | SiteFolder) -> tuple[Path, int]:
 
 
 def ago(days: int) -> str:
-    """Return in words how long ago a certificate expired, as ``3 days ago``.
+    """Return in words how long ago a certificate expired, such as ``3 days ago``.
 
     Args:
         days: The days until it expires, rounded down, as ``days_left`` returns them: a negative number.
@@ -266,7 +266,7 @@ def former_owner(server: ServerFolder, key: bytes) -> str:
         key: The public key in DER.
 
     Returns:
-        The name of the site; empty: no former key is this one.
+        The name of the site; empty: the key is not among the former keys.
     """
     for path in (server.path / "sites" / FORMER).glob("*.pub.*"):
         with suppress(OSError, ValueError):
@@ -276,7 +276,7 @@ def former_owner(server: ServerFolder, key: bytes) -> str:
 
 
 def _read_key(server: ServerFolder, name: str, public_key: Path) -> bytes:
-    """Return the content of a public key file that is to become the key of the site ``name``.
+    """Read and check the public key file that is to become the key of the site ``name``. Return the content of the file.
 
     Raises:
         KitError: The file holds no public key, or the key of another site.
@@ -322,7 +322,7 @@ def _retire_key(server: ServerFolder, name: str) -> None:
 
 
 def _retire(path: Path) -> Path:
-    """Move a file to the folder ``former`` beside it, so that a new one can be written.
+    """Move a file to the folder ``former`` beside it, so that a new file can take its place.
 
     Returns:
         The new path, which ends in the time of the move.

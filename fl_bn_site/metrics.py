@@ -32,7 +32,7 @@ def metrics(current: Status | None) -> str:
     """Return a status as metrics in Prometheus' text format.
 
     Args:
-        current: The status; None: the SuperLink does not answer. Then ``fl_bn_up`` is 0, and the only metric.
+        current: The status; None: the SuperLink does not answer. Then the only metric is ``fl_bn_up``, with the value 0.
     """
     return generate_latest(_Collector(current)).decode()
 
@@ -110,8 +110,8 @@ def health(current: Status | None, problem: str = "") -> dict[str, Any]:
         problem: Why the SuperLink does not answer; used only where ``current`` is None.
 
     Returns:
-        ``ok``, whether the SuperLink answers and its certificates are valid; ``problem``, why not; and all fields
-            of the status.
+        ``ok``: whether the SuperLink answers and its certificates are valid; ``problem``: the reason where ``ok`` is
+            False; and the fields of ``Status``. Where ``current`` is None, of these fields only ``at``.
     """
     if current is None:
         return {"ok": False, "problem": problem, "at": datetime.now().astimezone().isoformat(timespec="seconds")}
@@ -124,7 +124,7 @@ class Watcher:
 
     Args:
         server: The server's folder.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
     """
 
     def __init__(self, server: ServerFolder, address: str = "") -> None:
@@ -133,7 +133,7 @@ class Watcher:
         self._last: tuple[Status | None, str] = (None, "the status has not been read yet")
 
     def look(self) -> tuple[Status | None, str]:
-        """Return the status and an empty text; or None and why the status cannot be read."""
+        """Return the status and an empty text; or None, and the reason why the status cannot be read."""
         with self._lock:
             if time.monotonic() - self._at >= FRESH:
                 try:
@@ -157,12 +157,12 @@ class Watcher:
 
 
 def make_server(server: ServerFolder, where: str, address: str = "") -> tuple[ThreadingHTTPServer, Watcher]:
-    """Make a web server that answers requests for ``/metrics`` and ``/health``. It does not run yet.
+    """Make a web server that answers requests for ``/metrics`` and ``/health``. The caller has to start it.
 
     Args:
         server: The server's folder.
         where: The address to listen on, [HOST:]PORT; without HOST, only this machine can reach it.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Returns:
         The web server, and the watcher from which it gets the status.
@@ -206,7 +206,7 @@ def serve(server: ServerFolder, where: str, address: str = "", say: Callable[[st
     Args:
         server: The server's folder.
         where: The address to listen on, [HOST:]PORT; without HOST, only this machine can reach it.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message for the user.
 
     Raises:

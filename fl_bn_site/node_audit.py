@@ -1,9 +1,9 @@
-"""Write the SuperNode's own audit log: a line for each error with which the SuperNode itself answers a message.
+"""Write the SuperNode's own audit log: one line for each message that the SuperNode itself answers with an error.
 
 The site's audit log belongs to the user of the ClientApp, and the SuperNode can neither read nor change it. So the
 SuperNode has a log of its own, in the same form, which the ClientApp can neither read nor change.
 
-``supernode.py`` runs this file by its path.
+``supernode.py`` runs this file by its path, since the package around it would import torch.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ REFUSAL = "<class 'fl_bn_site.policy.NotAllowed'>"  # begins the error of a run 
 
 
 def write_errors(names: dict[str, Any], folder: Path, run_of: Callable[[Any, int], Any]) -> None:
-    """Change Flower's SuperNode so that each error of its own is a line of the log before it can leave.
+    """Change Flower's SuperNode so that it logs each error that it makes itself, before the error can leave.
 
-    Where the line cannot be written, an error that says so leaves in place of the other one.
+    Where the line of the log cannot be written, the SuperNode sends an error about that instead.
 
     Args:
         names: The globals of the module with Flower's main loop. All errors of the SuperNode go through its
             ``_insert_message``.
         folder: The folder of the log.
-        run_of: Returns Flower's record of a run, for the state of the SuperNode and the run's id; None: not known.
+        run_of: A function of the SuperNode's state and a run's id. It returns Flower's record of the run; None: not known.
     """
-    insert, asked_once = names["_insert_message"], names["ErrorCode"].CLIENT_APP_RAISED_EXCEPTION  # after it nobody asks again
+    insert, asked_once = names["_insert_message"], names["ErrorCode"].CLIENT_APP_RAISED_EXCEPTION  # the server does not ask again
 
     def inserted(reply: Any, state: Any, store: Any) -> None:
         try:

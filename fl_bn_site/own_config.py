@@ -15,11 +15,11 @@ ROUNDS = "num-server-rounds"  # the key of Flower's own apps for the number of r
 
 
 def own_config(package: Package, overrides: str, now: datetime) -> tuple[dict[str, Scalar], bool]:
-    """Return the run config of a user's own app, with a name, and whether this function made the name.
+    """Return the user's run-config keys for an own app, with the run's name, and whether this function made that name.
 
     Args:
         package: The package of the app.
-        overrides: The user's keys, as ``num-server-rounds=3 lr=0.1``.
+        overrides: The user's keys, such as ``num-server-rounds=3 lr=0.1``.
         now: The present time, which is part of a new name.
 
     Raises:

@@ -2,8 +2,8 @@
 
 The policy says in which runs the site takes part. ``app_host.py``, which is installed at the site, makes the
 checks before it loads any code of a run. The code that a run brings takes no part in them. A line that the
-file lacks allows everything. ``Policy.decide`` decides by ``allow-code`` whose code may run. ``admission.py`` calls it
-in the SuperNode, too, before anything of the run's package is kept.
+file lacks allows everything. ``Policy.decide`` decides by ``allow-code`` whose code may run. ``admission.py`` calls this
+method in the SuperNode, too, before the site stores anything of the run's package (Flower's FAB archive).
 
 This module imports only the standard library, so that other programs of the site can load it by its path.
 """
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 
 def beside(name: str) -> ModuleType:
-    """Load the module ``name`` of this folder by its path, under a name that no module of a run has."""
+    """Load the module ``name`` of this folder by its path. Import it as ``NAME_of_this_site``, a name that no run uses."""
     own = f"{name}_of_this_site"
     if own not in sys.modules:
         spec = importlib.util.spec_from_file_location(own, Path(__file__).with_name(f"{name}.py"))
@@ -66,11 +66,11 @@ class Decision:
     """Hold the policy's decision on the code of one run, for logs and records.
 
     Attributes:
-        allow_code: The value of the policy's line ``allow-code``; empty: the decision was made without it, since a file
-            could not be read or written.
-        code: The SHA-256 of the package; empty as ``allow_code``.
-        signature: The valid signature of the run; None: the policy asks for none, or the run is refused.
-        refusal: Why the run is refused, as a sentence; empty: it is allowed.
+        allow_code: The value of the policy's line ``allow-code``; empty: the run is refused since the policy is wrong,
+            or a file could not be read or written.
+        code: The SHA-256 of the run's package; empty where ``allow_code`` is empty.
+        signature: The valid signature of the run; None: the policy asks for no signature, or the run is refused.
+        refusal: Why the run is refused, as a sentence; empty: the run is allowed.
     """
 
     allow_code: str
@@ -80,7 +80,7 @@ class Decision:
 
     @property
     def submitter(self) -> str:
-        """Return the name of the submitter who signed the run; empty: there is no ``signature``."""
+        """Return the name of the submitter who signed the run; empty: ``signature`` is None."""
         return self.signature.submitter.name if self.signature else ""
 
     def enforce(self) -> None:
@@ -99,12 +99,11 @@ class Policy:
         allow_code: ``signed`` allows the runs that one of ``trusted_submitters`` signed; ``installed`` allows only
             code that equals the fl-bn that is installed here; ``any`` allows whatever the server sends.
         trusted_submitters: The submitters whose signatures the site accepts.
-        max_memory: The memory in GB (2**30 bytes) that the process of a message may use for data.
+        max_memory: The memory in GB (2**30 bytes) that the process of each message may use for data.
         min_samples: The smallest number of samples that a statistic or a reply may summarise; 0: no limit.
         max_evaluations: The largest number of evaluations that this site answers in one run.
-        max_unknown_rounds: A secure sum contains the other clients' own tensors, which earlier rounds without this site
-            may have changed. This is the largest number of such rounds with which the site still takes part; None: no
-            limit.
+        max_unknown_rounds: The largest number of earlier rounds without this site after which it still takes part in a
+            secure sum. In these rounds, the tensors that other clients add may have changed. None: no limit.
     """
 
     allow_methods: tuple[str, ...] | None = None
@@ -138,7 +137,7 @@ class Policy:
         return read
 
     def decide(self, fab_hash: str, fab: bytes, config: Mapping[str, Any], package: Path, now: float | None = None) -> Decision:
-        """Decide by ``allow_code`` whether the code of a run may run here. Nothing of ``fab`` is written or run for this.
+        """Decide by ``allow_code`` whether the code of a run may run here. This method neither writes nor runs files of ``fab``.
 
         ``admission.py`` checks whether the signature came with another run before.
 
@@ -165,7 +164,7 @@ class Policy:
             return Decision(self.allow_code, code, refusal=f"{self.has_code()}, but {error}")
 
     def has_code(self) -> str:
-        """Return the beginning of the sentence in which a run is refused by ``allow_code``."""
+        """Return the beginning of a refusal by ``allow_code``, such as ``this site's policy has allow-code = signed``."""
         return f"this site's policy has allow-code = {self.allow_code}"
 
     def check_run(self, run_config: Mapping[str, Any]) -> None:
@@ -191,10 +190,10 @@ class Policy:
                 )
 
     def check_code(self, fab: bytes, package: Path) -> None:
-        """Check whether the policy allows the code of a run. Call it before any of that code is loaded.
+        """Check whether the policy allows the code of a run. Call this method before any of that code is loaded.
 
-        Where ``allow_code`` is ``installed``, the site runs its own fl-bn. The fl-bn of the run must then be the
-        same, since two versions would not compute the same.
+        Where ``allow_code`` is ``installed``, the site runs its own fl-bn. Then the run must bring the same version, since
+        two versions would give different results.
 
         Args:
             fab: The app that the run brings, as a zip file.
@@ -227,9 +226,9 @@ class Policy:
         """Check whether a reply summarises enough samples.
 
         Args:
-            samples: The number of samples that the reply summarises; None: the reply does not tell.
-            counts: The number of values per channel that a statistic summarises, by the name of its count; 0: the
-                layer did not run.
+            samples: The number of samples that the reply summarises; None: the reply does not tell this number.
+            counts: Name of a count tensor -> the number of values per channel that the statistics summarise; 0: the layer
+                did not run.
 
         Raises:
             NotAllowed: The reply, or one of its statistics, summarises fewer than ``min_samples``.
@@ -241,9 +240,9 @@ class Policy:
                 raise _refusal("min-samples", self.min_samples, f"the statistic {name} summarises {count} values")
 
     def limits(self, node_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Add to ``node_config`` the limits of the policy that the ClientApp enforces itself.
+        """Return ``node_config`` with those limits of the policy that the ClientApp itself enforces.
 
-        Where ``node_config`` has the same limit already, the stricter one is returned.
+        Where ``node_config`` already has the same limit, the result has the stricter of the two.
         """
         limits = dict(node_config)
         if self.min_samples:
@@ -254,7 +253,7 @@ class Policy:
         return limits
 
     def memory(self) -> int | None:
-        """Return ``max_memory`` in bytes; None: there is no limit."""
+        """Return ``max_memory`` in bytes; None: no limit."""
         return None if self.max_memory is None else int(self.max_memory * GB)
 
 
@@ -262,8 +261,8 @@ def summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
     """Return how many samples a reply summarises, and how many values its statistics summarise.
 
     Returns:
-        The number of samples (None: the reply does not tell), and, for each statistic, the name of its count and the
-        largest number of values per channel.
+        samples: The number of samples; None: the reply does not tell it.
+        counts: Name of a count tensor -> the largest number of values per channel that the layer's statistics summarise.
     """
     if reply.has_error():
         return None, {}
@@ -276,8 +275,8 @@ def summary_of(reply: Any) -> tuple[int | None, dict[str, int]]:
 def _submitter(file: Path, item: str) -> signing.Submitter:
     """Return the submitter that one item of ``trusted-submitters`` stands for.
 
-    The item is a public key, with the name of its owner after it, or a name. The key of a name is in the file
-    ``NAME.pub`` in the folder ``SUBMITTERS``, beside the policy.
+    The item is either a public key, followed by the name of its owner, or only a name. The key of a name is read from the
+    file ``submitters/NAME.pub`` beside the policy.
     """
     try:
         if item.startswith(signing.KIND):

@@ -30,7 +30,7 @@ APART = ("pyvenv.cfg", "server/server.toml", "server.toml", "site.toml")  # file
 def project_of(server: ServerFolder) -> Path:
     """Return the folder of the project that ``server`` submits.
 
-    It is the one at ``app`` in server.toml, or else the one from which this package is installed (editable).
+    server.toml names this folder at ``app``. Without that line, it is the folder of fl-bn's editable installation.
 
     Raises:
         FolderError: The folder has no pyproject.toml.
@@ -45,12 +45,15 @@ def project_of(server: ServerFolder) -> Path:
 
 
 def build(server: ServerFolder, own: Path | None = None) -> bytes:
-    """Pack the app that ``server`` submits, into the package that every site receives. Equal files make equal bytes.
+    """Pack the app that ``server`` submits into a package (Flower's FAB archive). Equal files make equal bytes.
 
     Args:
         server: The server's folder.
-        own: The folder of a user's own Flower app, which is packed in place of fl-bn's; or a folder with modules (a
-            network, a loader, a loss), which are packed beside fl-bn's app. None: fl-bn's app alone.
+        own: The folder of a user's own Flower app, which replaces fl-bn's app. Or a folder with modules (a network, a
+            loader, a loss), which are packed beside fl-bn's app. None: fl-bn's app alone.
+
+    Returns:
+        The bytes of the package, as every site receives them.
 
     Raises:
         FolderError: ``own`` is no folder, a file of the project is wrong, or the package is too large for Flower.
@@ -58,7 +61,7 @@ def build(server: ServerFolder, own: Path | None = None) -> bytes:
     from fl_bn.flower.compat import find  # imports torch, which a server's queue does not need
 
     if own is not None and not own.is_dir():
-        raise FolderError(f"there is no folder {own}")
+        raise FolderError(f"there is no folder {own}: --app needs the folder of a Flower app or of modules")
     is_app = own is not None and (own / PYPROJECT).exists()
     project = own if own is not None and is_app else project_of(server)
     with stage(project) as app:
@@ -72,14 +75,14 @@ def build(server: ServerFolder, own: Path | None = None) -> bytes:
 
 
 def _complete(app: Path, source: Path) -> None:
-    """Add the run-config keys ``OF_RUN`` to the copy of a Flower app, unless it has them. By them, fl-bn finds its run again.
+    """Add those run-config keys of ``OF_RUN`` that the copy of a Flower app lacks. By these keys fl-bn finds the run again.
 
     Args:
-        app: The copy.
-        source: The folder of the app, for messages.
+        app: The folder of the copy.
+        source: The folder of the user's app, for error messages.
 
     Raises:
-        FolderError: The folder has no Flower app.
+        FolderError: The pyproject.toml names no ServerApp or no ClientApp in the folder.
     """
     file = app / PYPROJECT
     values = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -100,7 +103,7 @@ def _add_modules(source: Path, app: Path) -> None:
     """Copy the modules of a folder beside those of an app, so that a run config may name their functions.
 
     Raises:
-        FolderError: The folder has no module, or the app has one of the same name.
+        FolderError: The folder has no module, or the app already has a module of the same name.
     """
     with stage(source) as copy:
         entries = sorted(entry for entry in copy.iterdir() if entry.suffix == ".py" or entry.is_dir() and next(entry.rglob("*.py"), None))
@@ -115,12 +118,12 @@ def _add_modules(source: Path, app: Path) -> None:
 
 @contextmanager
 def stage(project: Path) -> Iterator[Path]:
-    """Copy the files of a project that Flower sends, into a temporary folder.
+    """Copy those files of a project that Flower sends into a temporary folder.
 
-    A copy is submitted in place of the project, because Flower writes files beside the project, and reads
-    every file in it, also those of a virtual environment. The copy lacks environments, folders of a kit, hidden
-    files, and the paths at ``[tool.fl-bn] not-sent`` in the project's pyproject.toml. A copy of fl-bn itself
-    has a file with its commit, since the copy has no git repository.
+    The copy is submitted in place of the project. For Flower writes files beside a project, and reads every file in it, also
+    those of a virtual environment. The copy lacks environments, folders of a kit, hidden files, and the paths at
+    ``[tool.fl-bn] not-sent`` in the project's pyproject.toml. A copy of fl-bn itself has a file with its commit, since the
+    copy has no git repository.
 
     Args:
         project: The folder of the project.

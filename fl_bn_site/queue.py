@@ -33,7 +33,7 @@ CHECKPOINT_EVERY = 5  # rounds between checkpoints, from which fl-bn resume goes
 
 
 class NameTaken(ValueError):
-    """Signal that another run has this name, or that the run to resume waits in the queue already."""
+    """Signal that another run has this name, or that the run to resume is in the queue already."""
 
 
 class Queue:
@@ -58,12 +58,12 @@ class Queue:
         """Add a run at the end of the queue.
 
         Args:
-            config: The keys of the run config. ``name`` names a new run, ``resume`` the run to resume.
-            parallel: The most runs that may go on at a time while this one does, itself included; 0: the number
-                in server.toml.
-            rename: Where another run has the name, append a number to it, in place of raising NameTaken.
-            package: The package of the run, with the key that signs it. The entry then has the package's hash and the
-                signature, and the package is kept until the run starts. None: the project is packed when the run starts.
+            config: The keys of the run config. ``name`` is the name of a new run, ``resume`` that of a run to resume.
+            parallel: How many runs may be active while this run is active, itself included; 0: the number in
+                server.toml.
+            rename: Where another run has the name, append a number to the name instead of raising NameTaken.
+            package: The package of the run, with the key that signs it. The entry gets the package's hash and the signature,
+                and the queue keeps the package until the run starts. None: the project is packed when the run starts.
 
         Returns:
             The new entry, with its number and the name of the run's folder.
@@ -94,13 +94,13 @@ class Queue:
             return self.store.add(QueuedRun(0, resumes or name, values, parallel, now, submitter=whoami(), code=code))
 
     def remove(self, entry: QueuedRun) -> bool:
-        """Take a waiting run out of the queue. Its entry stays, and says who did so, and when.
+        """Take a waiting run out of the queue. Its entry stays, and says who took it out, and when.
 
         Args:
             entry: The run.
 
         Returns:
-            Whether it was taken out; False where it no longer waits, since it was started or removed meanwhile.
+            Whether the run was taken out; False where it was started or taken out before.
 
         Raises:
             QueueError: The queue cannot be written.
@@ -140,9 +140,9 @@ class Queue:
             return why
 
     def complete_config(self, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """Add to ``given`` the run-config keys that follow from the server's folder, such as ``clients`` and ``output``.
+        """Return ``given`` and the run-config keys that follow from the server's folder, such as ``clients`` and ``output``.
 
-        Where ``given`` has such a key itself, its value stays.
+        Where ``given`` has such a key, the value in ``given`` stays.
         """
         server = self.server
         of_folder: dict[str, Scalar] = {
@@ -165,8 +165,8 @@ class Queue:
             config: The whole run config.
 
         Returns:
-            The names at ``client-names``, or else those of server.toml; empty where the number of clients is not
-            the number of sites.
+            The names at ``client-names``. Without such names, those of server.toml; empty where ``clients`` is not the number
+            of sites.
         """
         if names := [name for name in str(config.get("client-names") or "").split(",") if name]:
             return names
@@ -193,7 +193,7 @@ class Queue:
     def _add_sites(self, given: Mapping[str, Scalar], control: Control) -> dict[str, Scalar]:
         """Return the whole run config for the keys in ``given``.
 
-        Its clients are the sites. Each is bound to the Flower node whose public key is the site's.
+        The sites are the clients of the run. ``client-nodes`` gets the id of each site's Flower node, found by the public key.
         """
         server, config = self.server, self.complete_config(given)
         names = self.sites(config)
@@ -217,12 +217,12 @@ class Queue:
 
         Args:
             entry: A waiting run.
-            active: The runs that go on.
+            active: The runs that have started and not ended.
             control: The SuperLink.
             lock: The descriptor of the queue's lock, which stays held until the run is submitted.
 
         Returns:
-            Why the run was refused, or has to wait; empty: it was started.
+            Why the run was refused, or has to wait; empty: the run was started.
         """
         given = dict(entry.config)
         if "exchange-port" not in given:
@@ -253,9 +253,9 @@ class Queue:
         return ""
 
     def _settle(self, entry: QueuedRun, control: Control) -> QueuedRun:
-        """Find out whether the run of an entry in state ``starting`` was started, and change the state.
+        """Find out whether the run of an entry in the state ``starting`` was started, and correct the state.
 
-        A process that is killed while it starts a run leaves such an entry.
+        A process that is killed while it starts a run leaves an entry in this state.
 
         Returns:
             The entry: ``started`` where the SuperLink has the run, else ``waiting`` again. Entries in any other
@@ -276,7 +276,7 @@ class Queue:
         if len(active) >= most:
             return f"{others} {'is' if len(active) == 1 else 'are'} going on, and at most {most} may run at a time"
         if entry.name in {run_name(run) for run in active}:
-            return f"the run {entry.name}, which it resumes, is still going on"
+            return f"{entry.name} cannot be resumed yet, since the run to resume is still going on"
         if active and (free := free_memory()) is not None and free < FREE_MEMORY:
             return f"{free} MiB of memory are free, but {FREE_MEMORY} must be free to start a run beside {others}"
         if full := self._disk_is_full():
@@ -287,7 +287,7 @@ class Queue:
         return ""
 
     def _disk_is_full(self) -> str:
-        """Return a sentence about a disk with too little room to start a run; empty: there is room.
+        """Return a sentence about the disk that has too little room to start a run; empty: both disks have room.
 
         The disk of ``state`` holds the queue and the SuperLink's database. The disk of temporary files holds the
         copy of the app that is sent.
@@ -298,13 +298,13 @@ class Queue:
         return ""
 
     def _free_port(self, active: Sequence[Submitted]) -> int:
-        """Return the first port of the exchange that no active run and no other program uses; 0: all are in use."""
+        """Return the first port for the layer-wise exchange that no active run and no other program uses; 0: all are in use."""
         used = {int(run.config.get("exchange-port", 0)) for run in active}
         ports = range(self.server.exchange_port, self.server.last_exchange_port + 1)
         return next((port for port in ports if port not in used and is_free(port)), 0)
 
     def _free_name(self, name: str, taken: set[str]) -> str:
-        """Return ``name``, with ``-2``, ``-3``, ... appended where it is in ``taken`` or a folder of ``results`` has it."""
+        """Return ``name``, or ``NAME-2``, ``NAME-3``, ... if it is in ``taken`` or a folder in ``results`` has it."""
         free, number = name, 1
         while free in taken or (self.server.results / free).exists():
             number += 1
@@ -312,9 +312,9 @@ class Queue:
         return free
 
     def _forget(self, entries: Sequence[QueuedRun]) -> None:
-        """Delete old entries of started, refused and dropped runs, all but the last ``FINISHED_ENTRIES``.
+        """Delete the entries of started, refused and dropped runs, except the last ``FINISHED_ENTRIES`` of them.
 
-        Packages are deleted, too, except those of runs that wait or are being started.
+        Also delete the packages, except those of runs that wait or are being started.
         """
         self.store.forget_packages({entry.code for entry in entries if entry.state in (WAITING, STARTING)})
         if old := [entry.number for entry in entries if entry.state in (STARTED, REFUSED, DROPPED)][:-FINISHED_ENTRIES]:

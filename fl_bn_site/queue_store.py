@@ -28,7 +28,7 @@ DATABASE, LOCK = "queue.db", ".lock"
 PACKAGE = ".fab"  # suffix of a package's file, which is named after its hash
 VERSION = 2  # the version of the table in queue.sql
 SINCE_2 = ("submitter", "code")  # columns that a table of version 1 lacks
-LAST = "last"  # a file of earlier versions, which holds the highest number that an entry has had
+LAST = "last"  # a file of earlier versions with the highest number that an entry has ever had
 LOCK_TIMEOUT = ANSWER + 60  # seconds to wait for the lock, longer than any process needs it to start a run
 BUSY_TIMEOUT = 30.0  # seconds that SQLite waits while another process reads or writes, which takes milliseconds
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -50,14 +50,15 @@ class QueuedRun:
         number: The place in the queue. Runs start in the order of their numbers.
         name: The name of the run's folder. A resumed run keeps its name.
         config: The keys of the run config that the user gave, and ``name``.
-        parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
+        parallel: How many runs may be active while this run is active, itself included; 0: the number in
             server.toml.
         submitted: The time at which the run was submitted, in ISO 8601.
         state: ``waiting``, ``starting``, ``started``, ``refused`` or ``dropped``.
-        earlier_runs: Flower's ids of all runs that existed when the start of this one began; empty: it waits.
-        run: Flower's id of this run; empty: it is not started.
+        earlier_runs: Flower's ids of all runs that existed before the attempt to start this one. Used only in the state
+            ``starting``.
+        run: Flower's id of this run; empty: the run is not started.
         why: Why the run was refused, or who took it out of the queue, and when; empty: neither happened.
-        submitter: Who submitted the run: USER@HOST, as the machine says on which the command was typed.
+        submitter: Who submitted the run: USER@HOST, from the machine on which the command was typed.
         code: The SHA-256 of the package that the sites receive; empty: the run is neither started nor signed.
     """
 
@@ -74,12 +75,12 @@ class QueuedRun:
     code: str = ""
 
     def started_as(self, run: Submitted) -> bool:
-        """Return whether ``run`` came from the present attempt to start this entry. False if no such attempt is going on."""
+        """Return whether ``run`` came from the present attempt to start this entry. False without such an attempt."""
         return self.state == STARTING and run.id not in self.earlier_runs and run_name(run) == self.name
 
 
 def run_name(run: Submitted) -> str:
-    """Return the name of a run's folder; empty where the run was not submitted by fl-bn."""
+    """Return the name of a run's folder; empty where fl-bn did not submit the run."""
     return str(run.config.get("resume") or run.config.get("name") or "")
 
 
@@ -124,7 +125,7 @@ class QueueStore:
             yield lock.fileno()
 
     def entries(self, *states: str) -> list[QueuedRun]:
-        """Return the entries whose state is one of ``states``, in the order of their numbers; no states: all entries.
+        """Return the entries in one of ``states``, in the order of their numbers. Without ``states``, return all entries.
 
         Raises:
             QueueError: The database cannot be read.
@@ -133,7 +134,7 @@ class QueueStore:
         return self._select(f"{chosen} ORDER BY number", states)
 
     def find(self, number: int) -> QueuedRun | None:
-        """Return the entry with this ``number``; None where there is none.
+        """Return the entry with this ``number``; None where no entry has it.
 
         Raises:
             QueueError: The database cannot be read.
@@ -144,7 +145,7 @@ class QueueStore:
         """Add ``entry`` at the end of the queue, and return it with its number. Numbers are never used again.
 
         Raises:
-            QueueError: The queue cannot be written, for example because the disk is full. It has not changed.
+            QueueError: The queue cannot be written, for example because the disk is full. The queue has not changed.
         """
         with self._transaction() as connection:
             return replace(entry, number=_insert(connection, entry, None))
@@ -153,35 +154,35 @@ class QueueStore:
         """Replace the entry that has the number of ``entry``.
 
         Raises:
-            QueueError: The queue cannot be written. It has not changed.
+            QueueError: The queue cannot be written, and has not changed.
         """
         with self._transaction() as connection:
             columns = ", ".join(f"{name} = :{name}" for name in _names())
             connection.execute(f"UPDATE runs SET {columns} WHERE number = :number", _row(entry))
 
     def keep_package(self, code: str, content: bytes) -> None:
-        """Keep the package of a run that waits.
+        """Store the package (FAB archive) of a run that waits.
 
         Args:
-            code: The SHA-256 of the package.
-            content: The package.
+            code: The SHA-256 of the package, in hexadecimal digits.
+            content: The bytes of the package.
 
         Raises:
-            QueueError: It cannot be written, for example because the disk is full.
+            QueueError: The package cannot be written, for example because the disk is full.
         """
         with self._errors():
             write(self._package(code), content)
 
     def package(self, code: str) -> bytes:
-        """Return the package with this SHA-256 that ``keep_package`` kept.
+        """Return the package with the SHA-256 ``code``, which ``keep_package`` has stored.
 
         Raises:
-            OSError: It is not there.
+            OSError: There is no such package.
         """
         return self._package(code).read_bytes()
 
     def forget_packages(self, needed: Collection[str]) -> None:
-        """Delete all packages but those with the hashes ``needed``."""
+        """Delete all packages except those whose SHA-256 is in ``needed``."""
         for path in self.folder.glob(f"*{PACKAGE}"):
             if path.name.removesuffix(PACKAGE) not in needed:
                 path.unlink(missing_ok=True)
@@ -193,7 +194,7 @@ class QueueStore:
         """Remove the entries with these ``numbers``.
 
         Raises:
-            QueueError: The queue cannot be written. It has not changed.
+            QueueError: The queue cannot be written, and has not changed.
         """
         with self._transaction() as connection:
             connection.executemany("DELETE FROM runs WHERE number = ?", [(number,) for number in numbers])
@@ -227,7 +228,7 @@ class QueueStore:
             connection.execute("COMMIT")  # where the block raises, this is not reached, and closing rolls the change back
 
     def _prepare(self) -> None:
-        """Make the table where there is none, and enter the runs from files of an earlier version, which are then deleted."""
+        """Make the table, or add the columns that version 1 lacks. Move runs from an even older version's files into it."""
         with self._errors():
             if not self.path.exists():
                 self.path.touch(mode=0o600)
@@ -301,19 +302,20 @@ class QueueStore:
             raise self._unwritten(error.strerror or error, error.errno in READ_ONLY) from error
 
     def _unwritten(self, reason: object, read_only: bool) -> QueueError:
+        advice = "use the user who runs `fl-bn start` of the server" if read_only else "make room on that disk"
         return (NoQueue if read_only else QueueError)(
-            f"the queue in {self.folder} cannot be written ({reason}): make room on that disk. "
+            f"the queue in {self.folder} cannot be written ({reason}): {advice}. "
             "The waiting runs are still in the queue, and no other run was added"
         )
 
 
 def _names() -> tuple[str, ...]:
-    """Return the names of the table's columns, all but ``number``."""
+    """Return the names of all columns of the table except ``number``."""
     return tuple(spec.name for spec in fields(QueuedRun) if spec.name != "number")
 
 
 def _insert(connection: sqlite3.Connection, entry: QueuedRun, number: int | None) -> int:
-    """Insert ``entry`` into the table with this ``number``; None: with the next free one. Return the number."""
+    """Insert ``entry`` into the table with this ``number`` (None: the next free number), and return the number."""
     columns = ("number", *_names())
     values = f"({', '.join(columns)}) VALUES ({', '.join(f':{name}' for name in columns)})"
     return connection.execute(f"INSERT INTO runs {values}", {**_row(entry), "number": number}).lastrowid or 0

@@ -1,7 +1,8 @@
 """Ask the Control API of a SuperLink, by gRPC, for its nodes with their keys, for its runs, and for their logs.
 
-Flower's command ``flwr`` is no help here. It shows neither keys nor when a site was last seen. After a failed
-connection it may hang for ever, because a thread of gRPC holds the lock of a channel that is never closed.
+fl-bn does not use Flower's command ``flwr`` for this. The command shows neither keys nor the time at which a site was
+last seen. After a failed connection it may hang for ever, because a thread of gRPC holds the lock of a channel that is
+never closed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Node:
         id: Flower's id of the node.
         key: The public key of the node, in PEM.
         online: Whether the node is connected now.
-        seen: When the node was connected last; None: never.
+        seen: When the node was connected last; None: it was never connected.
     """
 
     id: int
@@ -47,8 +48,8 @@ class Submitted:
         submitted: When the run was submitted; None: Flower does not tell.
         ended: When the run ended; None: it has not ended.
         started: When the run began; None: it has not begun.
-        nbytes: The bytes received from the sites, and sent to them, so far.
-        code: The SHA-256 of the app that the sites receive.
+        nbytes: The numbers of bytes so far, as a pair: received from the sites, sent to the sites.
+        code: The SHA-256 of the package (FAB archive) that the sites receive.
         app: The id of the app, PUBLISHER/NAME; empty: not known.
     """
 
@@ -71,11 +72,11 @@ class Submitted:
 def registered_nodes(address: str, authority: bytes, timeout: float = 30.0) -> list[Node]:
     """Return the nodes that are registered at a SuperLink.
 
-    A node id stands for a key: with every request, a SuperNode proves that it has the private key of its node.
+    Each node id belongs to one key. With every request, a SuperNode proves that it has the private key of its node.
 
     Args:
         address: The address of the Control API, HOST:PORT.
-        authority: The certificate of the authority that signed the SuperLink's, in PEM.
+        authority: The certificate, in PEM, of the authority that signed the SuperLink's certificate.
         timeout: The seconds to wait for the answer.
 
     Raises:
@@ -97,7 +98,7 @@ def submitted_runs(address: str, authority: bytes, timeout: float = 30.0) -> lis
 
     Args:
         address: The address of the Control API, HOST:PORT.
-        authority: The certificate of the authority that signed the SuperLink's, in PEM.
+        authority: The certificate, in PEM, of the authority that signed the SuperLink's certificate.
         timeout: The seconds to wait for the answer.
 
     Raises:
@@ -126,13 +127,13 @@ def run_log(address: str, authority: bytes, run: int, after: float, timeout: flo
 
     Args:
         address: The address of the Control API, HOST:PORT.
-        authority: The certificate of the authority that signed the SuperLink's, in PEM.
+        authority: The certificate, in PEM, of the authority that signed the SuperLink's certificate.
         run: Flower's id of the run.
-        after: The time, in seconds, after which the log is wanted; 0: all of it.
+        after: Yield only what was logged after this time, in seconds since 1970; 0: yield the whole log.
         timeout: The seconds after which the iterator ends, if the run has not ended before.
 
     Yields:
-        A piece of the log and its time, which can be given as ``after`` to go on from there.
+        A piece of the log and its time. Give this time as ``after`` in another call to go on from there.
 
     Raises:
         ConnectionError: The connection cannot be made, or breaks.

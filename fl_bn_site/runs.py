@@ -40,17 +40,17 @@ class RunLine:
         id: Flower's id of the run; empty while the run waits in the queue.
         name: The name of the run's folder.
         state: ``waiting``, ``pending``, ``starting``, ``running``, ``completed``, ``failed`` or ``stopped``;
-            ``resumed``: it ended early, and a later run went on with its folder; ``refused`` or ``dropped``: it
+            ``resumed``: the run ended early, and a later run went on with its folder; ``refused`` or ``dropped``: the run
             never began.
-        round: The number of the last complete round; 0: none is complete; None: not known, since a later run went on
-            with the folder, or the run is of an own app that does not tell its rounds.
-        rounds: The number of rounds of the whole run; 0: it is not known yet.
+        round: The number of the last complete round; 0: no round is complete; None: not known. It is not known where a
+            later run went on with the folder, or where an own Flower app does not tell its rounds.
+        rounds: The number of rounds of the whole run; 0: not known yet.
         start: When the run started, or was submitted if it has not started, in ISO 8601.
-        seconds: The seconds that the run took, or has taken so far; None: it waits in the queue.
+        seconds: The seconds that the run took, or has taken so far; None: the run waits in the queue.
         submitter: Who submitted the run: USER@HOST; empty: not known.
-        code: The SHA-256 of the app that the sites receive; empty: they received none yet.
-        why: Why the run was refused, or who took it out of the queue.
-        note: What there is to know about the run of an own app; empty: nothing.
+        code: The SHA-256 of the app that the sites receive; empty: no app has been sent yet.
+        why: Why the run was refused, or who took it out of the queue; empty: neither happened.
+        note: A remark on the run of an own Flower app, to print below the table; empty: there is none.
     """
 
     id: str
@@ -71,7 +71,7 @@ def list_runs(server: ServerFolder, address: str = "") -> list[RunLine]:
 
     Args:
         server: The server's folder.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Raises:
         ControlError: The SuperLink does not answer.
@@ -97,7 +97,7 @@ def went_on(runs: Sequence[Submitted]) -> set[int]:
     """Return the ids of the runs that a later run resumed. ``runs`` has the newest run first."""
     seen, found = set[str](), set[int]()
     for run in runs:
-        if run.own:  # it is never resumed
+        if run.own:  # a run of an own Flower app is never resumed
             continue
         if (name := run_name(run)) in seen:
             found.add(run.id)
@@ -112,7 +112,7 @@ def abort(server: ServerFolder, name: str, address: str = "") -> str:
     Args:
         server: The server's folder.
         name: The name of the run, or Flower's id of it.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Returns:
         A sentence that says what was done.
@@ -143,7 +143,7 @@ def fetch(server: ServerFolder, name: str, destination: Path | None, address: st
         server: The server's folder.
         name: The name of the run, or Flower's id of it.
         destination: The folder in which to make the copy, which has the name of the run; None: make no copy.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Returns:
         The path of the copy; without a destination, the path of the run's folder.
@@ -188,9 +188,9 @@ def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Pat
     """Return the folder with the results of a run.
 
     Args:
-        server: The server's folder. If its ``results`` has a folder of this name, that folder is returned, even if the
+        server: The server's folder. If its ``results`` has a folder ``name``, that folder is returned, even if the
             run was submitted from another machine.
-        config: The run config. Otherwise, its ``output`` is taken as the folder of results.
+        config: The run config. Its ``output`` is the folder of results where ``server`` has no folder ``name``.
         name: The name of the run.
     """
     here = server.results / name
@@ -198,10 +198,10 @@ def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Pat
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of ``rounds.jsonl`` in the folder of a run, one per round; empty: there is no such file.
+    """Return the rows of ``rounds.jsonl`` in the folder of a run, one per round.
 
-    Where there is none, the rows are those that an own app has told. An incomplete last line, which a running run is
-    writing, is left out.
+    Without this file, return the rows that an own Flower app has reported; empty: there are no rows, either. An incomplete
+    last line, which a running run is writing, is left out.
     """
     return _lines(folder / "rounds.jsonl") or [row for row in _lines(folder / PROGRESS) if row["round"]]
 
@@ -212,12 +212,14 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
-    """Return the number of rounds of a run; 0: it is not known yet.
+    """Return the planned number of rounds of a run; 0: not known yet.
+
+    An own Flower app may have reported this number. Otherwise it is ``rounds`` or ``num-server-rounds`` in ``config``, or
+    else ``rounds`` in the config.toml of the run's folder.
 
     Args:
         server: The server's folder.
-        config: The keys of the run config that the user gave. The number that an own app has told comes first, then
-            ``rounds`` and ``num-server-rounds`` among the keys, then ``rounds`` in the config.toml of the run's folder.
+        config: The keys of the run config that the user gave.
     """
     folder = folder_of(server, config, str(config.get("resume") or config.get("name") or ""))
     told = [int(row["rounds"]) for row in _lines(folder / PROGRESS)[-1:]]
@@ -229,7 +231,7 @@ def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
 
 
 def about_own(server: ServerFolder, run: Submitted) -> tuple[bool, str]:
-    """Return whether a run tells how many rounds are done, and a note on the run of an own app.
+    """Return whether a run reports how many rounds are done, and a note on the run of an own app (empty: no note).
 
     Args:
         server: The server's folder.
@@ -249,7 +251,7 @@ def to_json(runs: list[RunLine]) -> str:
 
 
 def _copy_if_there(source: str, target: str) -> None:
-    """Copy a file. One that does not exist any more is left out: a running run deletes its old checkpoints."""
+    """Copy a file, unless it does not exist any more: a running run deletes its old checkpoints."""
     try:
         shutil.copy2(source, target)
     except FileNotFoundError:
@@ -281,7 +283,7 @@ def _find(server: ServerFolder, name: str, control: Control) -> Submitted:
     """Return the newest run with this name or id.
 
     Raises:
-        NoSuchRun: There is none. The message names the last runs.
+        NoSuchRun: No run has this name or id. The message names the last runs.
     """
     runs = control.runs()
     for run in runs:

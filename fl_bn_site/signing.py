@@ -1,8 +1,9 @@
-"""Sign runs, and check their signatures: ed25519, over the hash of a run's package and over its run config.
+"""Sign runs, and check their signatures: ed25519, over the hash of a run's package (FAB archive) and over its run config.
 
-The run-config key ``run-signature`` holds the submitter's public key, the time, a nonce that no other run has, and the
-signature of these, the hash and the run config. Submitter and site build the signed bytes (``statement``) themselves.
-The site builds them from the package and the run config that it has received. The package is hashed, but never opened.
+The run-config key ``run-signature`` holds the submitter's public key, the time, a nonce that no other run has, and a
+signature. The signature covers the time, the nonce, the hash and the run config. Submitter and site both build the signed
+bytes (``statement``). The site builds them from the package and the run config that it has received. It hashes the package,
+but never opens it.
 
 This module imports only the standard library, and ``cryptography`` where a signature is made or checked, so that
 ``policy.py`` can load it by its path.
@@ -31,14 +32,14 @@ OF_SERVER = (  # keys that a signature does not cover, since the server fills th
     *("exchange-certificate", "exchange-key", "exchange-authority"),
 )
 DAY = 86400
-LASTS = 30 * DAY  # seconds for which a signature is valid: clocks need to agree only to within a day
+LASTS = 30 * DAY  # seconds for which a signature is valid
 AHEAD = DAY  # seconds by which the submitter's clock may be ahead of a site's
 KIND = "ssh-ed25519"
 FORM = re.compile(r"1\.([0-9a-f]{64})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{128})")  # version, key, time, nonce, signature
 
 
 class NotSigned(Exception):
-    """Signal that a run has no valid signature of a trusted submitter. The message continues a sentence after "but"."""
+    """Signal that a run has no valid signature of a trusted submitter. The message completes "this site's policy ..., but"."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Submitter:
     key: bytes
 
     def __str__(self) -> str:
-        """Return the name and the fingerprint of the key, as ``ssh-keygen -l`` shows it."""
+        """Return the name, and the fingerprint of the key as ``ssh-keygen -l`` shows it."""
         return f"{self.name} ({fingerprint(self.key)})"
 
 
@@ -117,7 +118,7 @@ def statement(code: str, config: Mapping[str, Any], at: int, nonce: str) -> byte
         code: The SHA-256 of the package, in hexadecimal digits.
         config: The run config as it was submitted. The keys ``OF_SERVER`` and the signature are left out.
         at: The time of the signature, in seconds since 1970.
-        nonce: The nonce.
+        nonce: A random number that no other signature has, in hexadecimal digits.
     """
     signed = {name: value for name, value in config.items() if name not in (KEY, *OF_SERVER)}
     values = {"at": at, "code": code, "config": signed, "nonce": nonce}
@@ -130,7 +131,7 @@ def sign(private: Any, code: str, config: Mapping[str, Any], now: float | None =
     Args:
         private: The ed25519 private key of the submitter.
         code: The SHA-256 of the package, in hexadecimal digits.
-        config: The run config, with values as sites will receive them.
+        config: The run config, with the values in the form in which sites receive them.
         now: The time, in seconds since 1970; None: now.
 
     Returns:
@@ -153,8 +154,8 @@ def check(code: str, config: Mapping[str, Any], trusted: Iterable[Submitter], no
         now: The time, in seconds since 1970; None: now.
 
     Raises:
-        NotSigned: The run has no signature. Or its signature is of an unknown key, of another package or run config,
-            too old, or from the future.
+        NotSigned: The run has no signature. Or the signature is by an unknown key, covers another package or run config,
+            is too old, or has a time in the future.
     """
     text, names = config.get(KEY, ""), {submitter.key: submitter for submitter in trusted}
     if text == "":
@@ -179,9 +180,9 @@ def check(code: str, config: Mapping[str, Any], trusted: Iterable[Submitter], no
 
 
 class Accepted:
-    """Remember on the disk which run came with which signature, so that no signature is used for two runs.
+    """Record on the disk which run came with which signature, so that no signature is used for two runs.
 
-    Each signed run has a small file, named after the nonce of its signature. It is on the disk before the run goes on.
+    Each signed run has a small file, named after the nonce of its signature. The file is on the disk before the run goes on.
 
     Args:
         folder: The folder of the files, which is made when the first run comes.
@@ -222,7 +223,7 @@ class Accepted:
         try:
             before = json.loads(path.read_text(encoding="utf-8"))["run"]
         except (ValueError, KeyError, TypeError):
-            before = "a run that the damaged file " + str(path) + " named"
+            before = f"(unknown, since the file {path} is damaged)"
         if before != run:
             raise NotSigned(f"its signature came with run {before} before: {signature.submitter.name} signed one run, and not two")
 

@@ -1,7 +1,7 @@
-"""Submit a package to a SuperLink, and print the answer as one JSON object, as Flower's command ``flwr run`` does.
+"""Submit a package (Flower's FAB archive) to a SuperLink, and print the answer as one JSON object, as ``flwr run`` does.
 
 Usage: ``python -P start_run.py ADDRESS AUTHORITY PACKAGE RUN_CONFIG``. The package is sent unchanged, so that the sites
-receive the bytes that were signed. ``flwr run`` would pack a folder anew.
+receive the bytes that were signed. ``flwr run`` would pack the app's folder anew.
 
 This file is run by its path, and runs ``compat`` by its path, since the package around it would import torch.
 """
@@ -34,7 +34,7 @@ def start(address: str, authority: Path, package: bytes, run_config: str) -> str
     )
     answer = find("ControlStub")(channel).StartRun(request, timeout=TIME)
     if not answer.HasField("run_id"):
-        raise ValueError("it started no run: the package may be larger than 10 MiB")
+        raise ValueError("no run was started: the package may be larger than 10 MiB")
     return str(answer.run_id)
 
 

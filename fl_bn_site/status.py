@@ -32,7 +32,7 @@ class SiteStatus:
         name: The name of the site.
         node: Flower's id of the site's node; None: the site is not registered.
         state: ``online``, ``offline`` or ``not registered``.
-        seen: When the site was connected last, in ISO 8601; empty: never.
+        seen: When the site was connected last, in ISO 8601; empty: it was never connected.
     """
 
     name: str
@@ -50,20 +50,20 @@ class RunStatus:
         name: The name of the run's folder.
         status: ``waiting`` or ``starting`` for a run in the queue, else Flower's status; ``finished:resumed``: the run
             ended early, and a later run went on with its folder.
-        round: The number of the last complete round; 0: none is complete; None: not known, since a later run went on, or
-            the run is of an own app that does not tell its rounds.
-        rounds: The number of rounds of the whole run; 0: it is not known yet.
+        round: The number of the last complete round; 0: no round is complete; None: not known. It is not known where a
+            later run went on with the folder, or where an own Flower app does not tell its rounds.
+        rounds: The number of rounds of the whole run; 0: not known yet.
         accepted: How many replies were used in the last round; None: no round is complete.
         cohort: How many clients took part in the last round; None: no round is complete.
-        loss: The mean training loss of the last round; None: there is none.
+        loss: The mean training loss of the last round; None: the last round has no loss.
         metric: The name of the task's metric.
         value: The metric in the last round; None: it was not evaluated.
         seconds: The mean duration of the last five rounds, in seconds; None: no round is complete.
-        left: The seconds until the end of the run at that pace; None: not known, or the run has ended.
+        left: The seconds until the end of the run if each round takes ``seconds``; None: not known, or the run has ended.
         refused: For each site whose reply was not used in the last round, its name and the reason.
         received: The bytes received from the sites.
         sent: The bytes sent to the sites.
-        note: What there is to know about the run of an own app; empty: nothing.
+        note: A remark on the run of an own Flower app, to print below the table; empty: there is none.
     """
 
     id: int
@@ -112,10 +112,10 @@ def status(server: ServerFolder, address: str = "") -> Status:
 
     Args:
         server: The server's folder.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
 
     Raises:
-        ControlError: No SuperLink answers, or ``sites/`` lacks the public key of a site.
+        ControlError: The SuperLink does not answer, or ``sites/`` lacks the public key of a site.
         QueueError: The queue cannot be read.
     """
     with control_of(server, address) as control:
@@ -150,7 +150,7 @@ def _run(server: ServerFolder, run: Submitted, site_of_node: Mapping[int, str], 
         server: The server's folder.
         run: The run, as the SuperLink describes it.
         site_of_node: The names of the sites by node id, for a run config that lacks ``client-names``.
-        resumed: Whether a later run went on with the folder, whose rounds are then not this run's.
+        resumed: Whether a later run went on with the folder. Then the rounds in the folder are those of the later run.
     """
     name = run_name(run)
     rows = rows_of(folder_of(server, run.config, name)) if name and not resumed else []

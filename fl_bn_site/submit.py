@@ -44,11 +44,11 @@ Say = Callable[[str], None]
 def run_config(server: ServerFolder, overrides: str) -> dict[str, Scalar]:
     """Return the run config with which ``fl-bn submit`` would submit a run.
 
-    It has the user's keys, and those that follow from the server's folder where the user gave none.
+    It has the user's keys, and other keys that follow from the server's folder, such as ``clients`` and ``output``.
 
     Args:
         server: The server's folder.
-        overrides: The user's keys, as ``rounds=10 method='hbn'``.
+        overrides: The user's keys, such as ``rounds=10 method='hbn'``.
 
     Raises:
         ConfigError: A key of the user is unknown or has no effect, or a value is out of range.
@@ -75,12 +75,11 @@ def submit(
 
     Args:
         server: The server's folder.
-        overrides: The user's keys of the run config, as ``rounds=10 method='hbn'``.
-        address: The address of the Control API; empty: the one in server.toml.
+        overrides: The user's keys of the run config, such as ``rounds=10 method='hbn'``.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message, and with each line of the log.
-        parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
-            server.toml.
-        key: The submitter's key, which signs the run; None: see ``submitters.key_file``.
+        parallel: How many runs may be active while this run is active, itself included; 0: the number in server.toml.
+        key: The submitter's key, which signs the run; None: the key that ``submitters.key_file`` finds.
         own: The folder of the user's own app or modules, as for ``project.build``; None: fl-bn's app alone.
 
     Returns:
@@ -105,7 +104,7 @@ def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None
         server: The server's folder, or a copy of it. Its keys and its queue are not needed.
         overrides: The user's keys of the run config, as for ``submit``.
         file: The file to write.
-        key: The submitter's key; None: see ``submitters.key_file``.
+        key: The submitter's key; None: the key that ``submitters.key_file`` finds.
         own: As for ``submit``.
 
     Returns:
@@ -124,12 +123,12 @@ def sign_only(server: ServerFolder, overrides: str, file: Path, key: Path | None
 
 
 def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say = print, parallel: int = 0) -> bool:
-    """Submit, unchanged, a run that ``sign_only`` wrote to a file. It waits and shows its log as in ``submit``.
+    """Submit, unchanged, a run that ``sign_only`` wrote to a file. Wait for its turn and show its log, as ``submit`` does.
 
     Args:
         server: The server's folder.
-        file: The file.
-        address: The address of the Control API; empty: the one in server.toml.
+        file: The file that ``sign_only`` wrote.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message, and with each line of the log.
         parallel: As for ``submit``.
 
@@ -137,7 +136,7 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
         Whether the run completed.
 
     Raises:
-        ConfigError: The run config is not one for this server.
+        ConfigError: The run config does not fit this server.
         NameTaken: Another run has the name.
         FolderError: A file cannot be read.
         ControlError: The SuperLink does not answer, or refuses the run.
@@ -152,7 +151,7 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
 
 
 def _is_own(package: Package) -> bool:
-    """Return whether a package is a user's own Flower app: it lacks run-config keys of fl-bn's app."""
+    """Return whether a package is a user's own Flower app. Such a package lacks run-config keys of fl-bn's app."""
     return package.defaults is not None and not package.defaults.keys() >= RunConfig.keys().keys()
 
 
@@ -184,23 +183,22 @@ def resume(
     key: Path | None = None,
     own: Path | None = None,
 ) -> bool:
-    """Resume a run from its last checkpoint, with the run config in its folder. It waits and shows its log as in ``submit``.
+    """Resume a run from its last checkpoint, with the run config in its folder. Wait and show the log, as ``submit`` does.
 
     Args:
         server: The server's folder.
         name: The name of the run; empty: the run with the newest checkpoint.
-        address: The address of the Control API; empty: the one in server.toml.
+        address: The address of the Control API, HOST:PORT; empty: ``control`` in server.toml.
         say: Called with each message, and with each line of the log.
-        parallel: The most runs that may go on at a time while this one does, itself included; 0: the number in
-            server.toml.
-        key: The submitter's key, which signs the run anew; None: see ``submitters.key_file``.
-        own: The folder of the user's own modules that the run was submitted with; None: it had none.
+        parallel: How many runs may be active while this run is active, itself included; 0: the number in server.toml.
+        key: The submitter's key, which signs the run anew; None: the key that ``submitters.key_file`` finds.
+        own: The folder of the user's own modules that was submitted with the run; None: there was no such folder.
 
     Returns:
         Whether the run completed.
 
     Raises:
-        ConfigError: There is no run to resume, or it is of a Flower app of the user's own.
+        ConfigError: There is no run to resume, or the run belongs to a user's own Flower app.
         FolderError: A file of the kit or of the project is wrong.
         ControlError: The SuperLink does not answer, or refuses the run.
         QueueError: The queue cannot be written.
@@ -219,7 +217,7 @@ def resume(
 
 
 def _is_of_own_app(server: ServerFolder, name: str, address: str) -> bool:
-    """Return whether a run without a config.toml is of a Flower app of the user's own, as far as the SuperLink tells."""
+    """Return whether a run belongs to a user's own Flower app. Such a run has no config.toml, and the SuperLink knows its app."""
     if (server.results / name / CONFIG).exists():
         return False
     try:
@@ -233,13 +231,13 @@ AGAIN = "a run of a Flower app of your own is not resumed by fl-bn after an earl
 
 
 def how_to_go_on(server: ServerFolder, name: str, own: bool = False, modules: Path | None = None) -> str:
-    """Return, in words, what to do after a run has ended early: the command that resumes it or begins it anew.
+    """Return a text that says what to do after a run has ended early: the command that resumes it or begins it anew.
 
     Args:
         server: The server's folder.
         name: The name of the run.
-        own: Whether the run is of a Flower app of the user's own.
-        modules: The folder of modules that was submitted with the run; None: none, or not known.
+        own: Whether the run belongs to a user's own Flower app.
+        modules: The folder of modules that was submitted with the run; None: there was no such folder, or it is not known.
     """
     if own:
         again = f"fl-bn submit {shlex.quote(str(server.path))} --app FOLDER"
@@ -254,10 +252,10 @@ def how_to_go_on(server: ServerFolder, name: str, own: bool = False, modules: Pa
 
 
 def _with_defaults(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Add to ``given`` the keys that follow from the server's folder but that this run ignores, with their defaults.
+    """Return ``given``, and the default of each key that ``complete_config`` would set but that this run ignores.
 
-    For example, a method without a layer-wise exchange ignores the keys of the exchange. ``complete_config`` would set
-    these keys, and a run config is refused if such a key has another value than its default.
+    For example, a method without a layer-wise exchange ignores the keys of the exchange. A run config is refused if an ignored
+    key has another value than its default.
 
     Raises:
         ConfigError: A key of ``given`` is unknown or has no effect, or its value is out of range.
@@ -314,7 +312,7 @@ def _carry_out(
         say(f"run {run} is submitted to {control.address} as {name}{f', for sites {sites}' if sites else ''}")
         own = _is_own(package)
         if own:
-            say(f"where it is interrupted: {AGAIN}")
+            say(f"if it is interrupted: {AGAIN}")
         try:
             status = _follow(control, run, say)
         except KeyboardInterrupt:
@@ -328,13 +326,13 @@ def _carry_out(
 
 
 def _its_turn(queue: Queue, entry: QueuedRun, control: Control, say: Say) -> str:
-    """Wait until the run of ``entry`` is started, and start waiting runs meanwhile.
+    """Wait until the run of ``entry`` is started. Meanwhile, start the waiting runs whose turn comes.
 
     Args:
         queue: The queue of the server.
         entry: The entry of the run.
         control: The SuperLink.
-        say: Called with the reason for which the run waits, whenever it changes.
+        say: Called with the reason why the run waits, whenever the reason changes.
 
     Returns:
         Flower's id of the run; empty: somebody took the run out of the queue.
@@ -381,7 +379,7 @@ def _say_that_it_stays(queue: Queue, entry: QueuedRun, say: Say) -> None:
 
 
 def _follow(control: Control, run: str, say: Say) -> str:
-    """Call ``say`` with each line of a run's log, once, until the run has ended.
+    """Call ``say`` once with each line of a run's log, until the run has ended.
 
     If the SuperLink is restarted meanwhile, the log continues after the last line seen.
 
@@ -391,7 +389,7 @@ def _follow(control: Control, run: str, say: Say) -> str:
         say: Called with each line.
 
     Returns:
-        The last status of the run, as ``finished:completed``.
+        The last status of the run, such as ``finished:completed``.
 
     Raises:
         ControlError: The SuperLink has not answered for ``SILENCE`` seconds.

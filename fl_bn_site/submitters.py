@@ -1,4 +1,4 @@
-"""Make, find and use the key with which a submitter signs runs. It belongs to a person, and never to the server."""
+"""Make, find and use the key with which a submitter signs runs. The key belongs to a person, and never to the server."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def read_key(file: Path) -> Ed25519PrivateKey:
 
 
 def key_file(server: ServerFolder, given: Path | None = None) -> Path | None:
-    """Return the file of the key with which ``fl-bn submit`` signs; None: there is none.
+    """Return the file of the key with which ``fl-bn submit`` signs; None: no key is found.
 
-    It is ``given``, or else the file at ``FL_BN_SUBMITTER_KEY``, or else the only key in ``submitters/`` beside the
-    server's folder, as in a kit that was not handed out yet.
+    It is the first of these that exists: ``given``; the file that the environment variable ``FL_BN_SUBMITTER_KEY`` names;
+    the only key in ``submitters/`` beside the server's folder, as in a new kit.
 
     Raises:
         FolderError: There are several keys beside the server's folder.
@@ -98,16 +98,16 @@ def key_file(server: ServerFolder, given: Path | None = None) -> Path | None:
         return Path(given or named or "").expanduser()
     found = sorted((server.path.parent / SUBMITTERS).glob(f"*/{PRIVATE}"))
     if len(found) > 1:
-        raise FolderError(f"there are {len(found)} keys of submitters in {server.path.parent / SUBMITTERS}: say whose by --key FILE")
+        raise FolderError(f"there are {len(found)} keys of submitters in {server.path.parent / SUBMITTERS}: name one by --key FILE")
     return found[0] if found else None
 
 
 @dataclass(frozen=True)
 class Package:
-    """Hold the package of a run, and the key that signs it.
+    """Hold the package of a run (Flower's FAB, a zip archive of the app), and the key that signs it.
 
     Attributes:
-        content: The package, as sites will receive it.
+        content: The bytes of the package, as sites will receive them.
         key: The submitter's private key; None: the run is not signed here.
     """
 
@@ -116,12 +116,12 @@ class Package:
 
     @property
     def code(self) -> str:
-        """Return the SHA-256 of the package."""
+        """Return the SHA-256 of the package, in hexadecimal digits."""
         return hashlib.sha256(self.content).hexdigest()
 
     @cached_property
     def _pyproject(self) -> dict[str, Any]:
-        """Return the content of the packed pyproject.toml; empty: it cannot be read."""
+        """Return the content of the packed pyproject.toml; empty: the file cannot be read."""
         try:
             with zipfile.ZipFile(io.BytesIO(self.content)) as archive:
                 return tomllib.loads(archive.read("pyproject.toml").decode())
@@ -130,14 +130,14 @@ class Package:
 
     @property
     def defaults(self) -> dict[str, Scalar] | None:
-        """Return the keys of the run config that the package knows, with their defaults; None: it cannot be read."""
+        """Return the run-config keys that the package knows, with their defaults; None: its pyproject.toml cannot be read."""
         if not self._pyproject:
             return None
         return flattened(self._pyproject.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {}))
 
     @property
     def project(self) -> str:
-        """Return the name of the packed project."""
+        """Return the name of the packed project; ``app`` where its pyproject.toml has no name."""
         return str(self._pyproject.get("project", {}).get("name", "app"))
 
     def known(self, config: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -145,7 +145,7 @@ class Package:
         return {name: value for name, value in config.items() if self.defaults is None or name in self.defaults}
 
     def signed(self, config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """Return the part of a run config that a signature covers, and the signature if there is a ``key``.
+        """Return those run-config keys that a signature covers. With ``key``, add the signature.
 
         Args:
             config: The whole run config.
@@ -160,7 +160,7 @@ class Package:
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
-    """Return the keys of nested tables with dots between the names, as Flower has them in a run config."""
+    """Flatten nested tables as Flower does in a run config: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``."""
     flat: dict[str, Scalar] = {}
     for name, value in config.items():
         flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -168,13 +168,16 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
 
 
 def write_signed(file: Path, config: Mapping[str, Scalar], package: Package) -> None:
-    """Write a signed run to a file, which ``fl-bn submit --signed`` takes on the server's machine."""
+    """Write a signed run to ``file``. On the server's machine, ``fl-bn submit --signed`` submits this file."""
     content = {"form": FORM, "config": dict(config), "package": base64.b64encode(package.content).decode()}
     write(file, json.dumps(content).encode())
 
 
 def read_signed(file: Path) -> tuple[dict[str, Scalar], Package]:
-    """Read what ``write_signed`` wrote: the keys of the run config, with the signature, and the package.
+    """Read a file that ``write_signed`` wrote.
+
+    Returns:
+        The keys of the run config, the signature included, and the package (without a key).
 
     Raises:
         FolderError: The file cannot be read, or ``write_signed`` did not write it.
@@ -227,7 +230,8 @@ def trust(site: SiteFolder, submitter: Submitter) -> bool:
         Whether the policy asks for signatures (``allow-code = "signed"``).
 
     Raises:
-        FolderError: The site trusts another key of this name, or the policy has no line to change.
+        FolderError: The site trusts another key of this name, or the policy is not TOML or has an unusual line
+            ``trusted-submitters``.
     """
     path = site.policy.parent / SUBMITTERS / f"{submitter.name}.pub"
     if path.exists() and public_key(submitter.name, path) != submitter:
@@ -254,10 +258,10 @@ def ask_passphrase() -> str:
     """Ask twice for a new passphrase.
 
     Raises:
-        FolderError: The passphrase is empty, the two differ, or there is no terminal.
+        FolderError: The passphrase is empty, the two inputs differ, or there is no terminal.
     """
     if not sys.stdin.isatty():
-        raise FolderError("--passphrase needs a terminal, on which it is typed")
+        raise FolderError("--passphrase needs a terminal, on which you type the passphrase")
     first = getpass.getpass("new passphrase: ")
     if not first or first != getpass.getpass("again: "):
         raise FolderError("the passphrase is empty, or was not typed twice alike: type it again")
@@ -265,7 +269,10 @@ def ask_passphrase() -> str:
 
 
 def describe(file: Path | None) -> str:
-    """Return who signs runs with the key in ``file``: name and fingerprint, or else the path of the file; empty: no file."""
+    """Return name and fingerprint of the submitter whose private key is in ``file``; empty: ``file`` is None.
+
+    They come from submitter.pub beside the file. Where submitter.pub cannot be read, return the path of ``file``.
+    """
     if file is None:
         return ""
     beside = file.with_name(PUBLIC)

@@ -1,23 +1,24 @@
 """Run Flower 1.25's ``flower-superlink`` with four repairs: ``python -P superlink.py ARGUMENT...``.
 
-Messages without tensors yet (``repair``): a ServerApp first sends a message, and then its tensors. A SuperNode
-that asks between the two is told to wait. Flower 1.25.0 fails when it counts the traffic of that answer, which
-is 0 bytes. The SuperNode then gives the message up and hangs for ever. This happens for one in a hundred
-messages of a small model, and for more with larger models. Here, answers of 0 bytes are not counted.
+Messages whose tensors have not arrived (``repair``): a ServerApp first sends a message, and then its tensors. If a
+SuperNode asks in between, the SuperLink tells it to wait. Flower 1.25.0 fails when it counts the traffic of that
+answer, which is 0 bytes. The SuperNode then gives the message up and hangs for ever. This happens for one in a
+hundred messages of a small model, and for more with larger models. Here, answers of 0 bytes are not counted.
 
 Replies with equal tensors (``one_at_a_time``): the replies of two sites may contain the same tensor, bit for
 bit. Flower's store checks whether it has a tensor before it enters the tensor. If two threads check at the same
-time, the second one fails, and its reply is lost. Here, one thread at a time changes the store.
+time, the second thread fails, and its reply is lost. Here, one thread at a time changes the store.
 
 Replies without tensors (``whole_replies``): a site that ends while it sends a reply leaves a reply whose tensors
 never come. Flower hands this reply to the ServerApp, which waits for the tensors for more than an hour, beyond
 any deadline of the round. Here, a reply is handed over when it is complete. If its site has gone before that,
 the ServerApp is told that the site does not answer.
 
-Full disks (``wait_for_room``): if the disk of the database is full, Flower cannot enter a message or a reply,
-and the ServerApp or the SuperNode ends. Here, the change is tried again until there is room.
+Full disks (``wait_for_room``): if the disk of the database is full, Flower cannot store a message or a reply. Then
+the ServerApp or the SuperNode ends. Here, the change is tried again until there is room.
 
-The log is changed, too. Each site asks for messages twice a second, and the line about each question is left out.
+The log is changed, too. Each site may ask for messages several times a second. The lines about these questions are
+left out.
 
 This file is run by its path, and runs ``compat`` by its path, since the package around them would import torch.
 """
@@ -36,7 +37,7 @@ from typing import Any
 
 POLL = "[Fleet.PullMessages]"  # part of the log line that Flower writes when a site asks for messages
 FULL = "disk is full"  # part of SQLite's message "database or disk is full"
-PATIENCE, PAUSE = 600.0, 1.0  # seconds for which a change waits for room on the disk, and between two tries
+PATIENCE, PAUSE = 600.0, 1.0  # seconds that a change waits for room on the disk, and seconds between two tries
 UNDELIVERED = """
     SELECT message_res.message_id AS reply, reply_to_message_id AS asked FROM message_res JOIN node ON node_id = src_node_id
     WHERE reply_to_message_id IN ({marks}) AND delivered_at = '' AND online_until >= ?
@@ -48,7 +49,7 @@ MISSING = """
 
 
 def repair(kind: Any) -> None:
-    """Make ``kind.store_traffic`` ignore answers of 0 bytes, for which Flower's method raises.
+    """Make ``kind.store_traffic`` ignore answers of 0 bytes. Flower's own method raises an error for them.
 
     Args:
         kind: A class of Flower's LinkState. It is changed in place.
@@ -82,7 +83,7 @@ def whole_replies(kind: Any) -> None:
 def one_at_a_time(kind: Any) -> None:
     """Put the methods that change a store under one lock, so that only one thread runs them at a time.
 
-    There is one lock for all instances, because they share one database.
+    All instances share one lock, because they share one database.
 
     Args:
         kind: Flower's class SqliteObjectStore. It is changed in place.
@@ -105,7 +106,7 @@ def wait_for_room(*kinds: Any) -> None:
     """Make the public methods of classes try again when they fail because the disk is full.
 
     They try again for at most ``PATIENCE`` seconds. This is safe, since each method is one database transaction.
-    If one such method calls another, only the outer one is tried again.
+    If one of these methods calls another, only the outer method is tried again.
 
     Args:
         kinds: The classes. They are changed in place.
@@ -141,7 +142,7 @@ def wait_for_room(*kinds: Any) -> None:
 
 
 def tells(record: logging.LogRecord) -> bool:
-    """Return whether a log record is kept; False only for records about a site that asks for messages."""
+    """Return whether to keep a log record: True, except for records that say that a site asks for messages."""
     return POLL not in str(record.msg)
 
 

@@ -1,28 +1,28 @@
 """Run Flower 1.25's ``flower-supernode`` so that it asks for messages more often, and answers for processes that died.
 
 Usage: ``python -P supernode.py --poll-seconds S [--policy FILE --accepted FOLDER] [--audit FOLDER] ARGUMENT...``.
-Flower's SuperNode asks the server for messages every 3 s, looks for the answer of its app every 0.5 s, and waits 1 s for a tensor that
-has not arrived. Here it asks every S seconds while messages come, and every 3 s again after a minute without any. The
-two other waits are 0.1 s.
+Flower's SuperNode asks the server for messages every 3 s. It looks for the answer of its app every 0.5 s, and waits 1 s
+for a tensor that has not arrived. Here it asks every S seconds while messages come, and every 3 s again after a minute
+without any message. The two other waits are 0.1 s.
 
-Where the process that works on a message dies, Flower 1.25 notices after a minute, fails to say so to the
-server, and the round waits until its deadline. Here the message gets an error reply at once, with the reason:
+Where the process that works on a message dies, Flower 1.25 notices it after a minute, but does not tell the server. The
+round then waits until its deadline. Here the message gets an error reply at once, with the reason:
 
-* ``app_host.py`` reports that a process died, or that it was itself started again. It sends a heartbeat with
-  the reason in its metadata (``endings.py``).
+* ``app_host.py`` reports that a process died, or that ``app_host.py`` itself was started again. For this it sends a
+  heartbeat with the reason in the metadata (``endings.py``).
 * The SuperNode notices when nobody asks it for work for ``ABSENT`` seconds.
 * A process that hangs or is stopped sends no heartbeat. Flower notices this after a minute, as before.
 
-A reply is sent to the server only when all of it has arrived. Otherwise, a process that dies while it sends a reply
-would leave a part of it, and the SuperNode would wait for the rest for ever.
+The SuperNode sends a reply to the server only when all of the reply has arrived. A process may die while it hands over a
+reply. Without this rule, the SuperNode would then wait for the rest of the reply for ever.
 
-Where Flower cannot open the app of a run, Flower 1.25 ends. Here the messages of that run get an error as their answer.
+Where Flower's SuperNode cannot open the app of a run, it ends. Here the messages of that run get an error as their answer.
 
-With ``--policy``, each message is checked by the site's policy before it is taken in (``admission.py``). With
-``--audit``, each error that the SuperNode itself makes is a line of its own audit log (``node_audit.py``).
+With ``--policy``, the site's policy is applied to each message before the message is stored (``admission.py``). With
+``--audit``, the SuperNode logs each error that it makes itself in an audit log of its own (``node_audit.py``).
 
-This file is run by its path, and runs ``compat``, ``endings``, ``admission`` and ``node_audit`` by theirs, since the
-package around them would import torch.
+This file is run by its path, since the package around it would import torch. For the same reason it runs ``compat``,
+``endings``, ``admission`` and ``node_audit`` by their paths.
 """
 
 import argparse
@@ -41,7 +41,7 @@ import grpc
 ASKING = 3.0  # seconds that Flower sleeps between two questions to the server; it sleeps less only while its app works
 IDLE = 60.0  # seconds without a message after which the pause is Flower's again
 SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for a tensor
-ABSENT = 15.0  # seconds without a question for work after which the program that runs ClientApps counts as gone
+ABSENT = 15.0  # seconds after which the program that runs ClientApps counts as gone, if it has not asked for work
 NOT_LET_IN = "generator didn't yield"  # Flower's last error where the server refuses this site; the log has the reason before it
 SILENT = "its process sent no sign of life for a minute, or for the first half of one"
 UNREADABLE = "this site cannot open the app of the run ({}): pack and submit it anew"
@@ -54,12 +54,12 @@ REFUSED = "<class 'fl_bn_site.policy.NotAllowed'>:<'{}'>"  # Flower's form for e
 
 
 class PollingTime:
-    """Stand in for the module ``time`` in Flower's SuperNode, with a ``sleep`` that is shorter while there is work.
+    """Replace the module ``time`` in Flower's SuperNode: ``sleep`` is shorter while there is work.
 
-    All other functions are those of ``time``.
+    All other functions are those of the module ``time``.
 
     Args:
-        poll: The longest pause between two questions to the server while messages come, in seconds.
+        poll: The longest pause between two requests to the server while messages come, in seconds.
     """
 
     def __init__(self, poll: float) -> None:
@@ -81,14 +81,14 @@ class PollingTime:
 
 
 def fail(state: Any, run: int, why: str, refused: bool = False, unreadable: bool = False) -> None:
-    """Answer with an error all messages of a run that are in the SuperNode, in place of the process that worked on them.
+    """Answer all messages of a run that are in the SuperNode with an error. The process that worked on them cannot answer.
 
     Args:
         state: Flower's state of the SuperNode, which holds the messages.
         run: Flower's id of the run.
-        why: The reason that the server is told.
-        refused: Whether the site's policy refuses the run, so that the server does not ask again.
-        unreadable: Whether the app of the run cannot be opened, so that the server does not ask again.
+        why: The reason, as text for the server.
+        refused: Whether the site's policy refuses the run. Then the server does not ask this site again.
+        unreadable: Whether the app of the run cannot be opened. Then the server does not ask this site again, either.
     """
     from flwr.app import Error, Message
 
@@ -116,7 +116,7 @@ def fail(state: Any, run: int, why: str, refused: bool = False, unreadable: bool
 
 
 def ended(state: Any, token: str, why: str) -> None:
-    """Answer with an error the messages of the process that has this ``token``. An empty token stands for all processes."""
+    """Answer the messages of the process with this ``token`` with an error. An empty token stands for all processes."""
     with state.lock_token_store:
         runs = [run for run, record in state.token_store.items() if token in ("", record.token)]
     for run in runs:
@@ -134,7 +134,7 @@ def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
     get_messages, list_apps, beat = state_class.get_messages, servicer.ListAppsToLaunch, servicer.SendAppHeartbeat
 
     def whole_replies(self: Any, *, run_ids: Any = None, is_reply: bool | None = None, limit: int | None = None) -> Any:
-        """Return only replies of runs that have no token: a process gives its token back when all of its reply has arrived."""
+        """Return only replies of runs without a token: a process gives its token back when its whole reply has arrived."""
         if is_reply:
             _look_for_host(self)
             self._cleanup_expired_tokens()
@@ -167,7 +167,7 @@ def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
 
 
 def answer_for_the_unreadable(names: dict[str, Any]) -> None:
-    """Change Flower's main loop so that it goes on where the app of a run cannot be opened, and answers with an error.
+    """Change Flower's main loop: where the app of a run cannot be opened, answer with an error and go on.
 
     Args:
         names: The globals of the module with the main loop.
@@ -203,7 +203,7 @@ def _runs(state: Any) -> set[int]:
 
 
 def _look_for_host(state: Any) -> None:
-    """Answer all messages with an error if nobody has asked for work for ``ABSENT`` seconds. Flower calls this while it waits."""
+    """Answer all messages with an error if no program asked for work for ``ABSENT`` seconds. Flower calls this while it waits."""
     now = time.monotonic()
     state.awaited = now if now - getattr(state, "looked", now) > ASKING else getattr(state, "awaited", now)
     state.looked = now
@@ -217,7 +217,7 @@ def _look_for_host(state: Any) -> None:
 
 
 def in_a_line(record: logging.LogRecord) -> bool:
-    """Shorten errors of gRPC in a log record to their code and details, since each would take seven lines."""
+    """Shorten each gRPC error in a log record to its code and details, since it would take seven lines. Return True."""
 
     def short(value: Any) -> Any:
         code, details = getattr(value, "code", None), getattr(value, "details", None)
@@ -256,7 +256,7 @@ def main() -> None:
         node_audit["write_errors"](names, own.audit.absolute(), lambda state, run: state.get_run(run) or known.get(run))
     if own.policy:
         if not own.accepted:
-            sys.exit("--policy needs --accepted, a folder that remembers which runs came")
+            sys.exit("--policy needs --accepted FOLDER, where the SuperNode records which run came with which signature")
         admission = runpy.run_path(str(Path(__file__).with_name("admission.py")))
         admission["refuse_runs"](names, admission["Admission"](own.policy, own.accepted), partial(fail, refused=True), known)
     answer_for_the_unreadable(names)

@@ -43,8 +43,8 @@ class Delays:
     Attributes:
         first: The wait before a program is started again after its first failure. Each further failure doubles it.
         longest: The longest wait before a program is started again.
-        steady: How long a program must have run for its next failure to count as the first again.
-        grace: The time that a program has to end, when it is asked to, before it is killed.
+        steady: If a program has run for so long, its next failure counts as the first again.
+        grace: How long a program may take to end after SIGTERM, before it is killed.
     """
 
     first: float = 1.0
@@ -53,7 +53,7 @@ class Delays:
     grace: float = 10.0
 
     def delay(self, failures: int) -> float:
-        """Return the wait before the next start, in seconds, after ``failures`` (at least 1) in a row."""
+        """Return the wait before the next start, in seconds, after this number of ``failures`` in a row (at least 1)."""
         return min(self.longest, self.first * 2.0 ** min(failures - 1, 30))
 
 
@@ -85,8 +85,8 @@ class DailyLog(RotatingFileHandler):
 class Output:
     """Print and log the lines of all programs.
 
-    The terminal shows each line after the name of its program. The file ``NAME.log`` has it after the time. The
-    logs of a program are kept for 14 days, and have 14 files of 5 MB at most.
+    The terminal shows each line after the name of its program. The file ``NAME.log`` has each line after the time. The
+    logs of a program have at most 14 files, each of at most a day and 5 MB.
 
     Args:
         logs: The folder for the log files.
@@ -140,7 +140,7 @@ class SupervisedProgram:
         self.done = False
 
     def look(self, now: float) -> None:
-        """Start the program if its wait is over, or notice that it has ended. Call this again and again.
+        """Start the program if its wait is over, or notice that it has ended. Call this method again and again.
 
         Args:
             now: The present time, as ``time.monotonic()`` returns it.
@@ -164,7 +164,7 @@ class SupervisedProgram:
             self._outdated, self._due = True, now + self._patience.grace
             self._say(f"is started again, since {file} has changed")
             self._process.terminate()
-        elif self._outdated and now >= self._due:  # it waits for something that the change has made impossible
+        elif self._outdated and now >= self._due:  # the program may wait for an event that the change has made impossible
             self._say("does not end, and is killed")
             self._process.kill()
 
@@ -179,7 +179,7 @@ class SupervisedProgram:
             self._process.terminate()
 
     def ended(self) -> bool:
-        """Return whether the program does not run (any more)."""
+        """Return whether the program has ended, or was never started. Clean up after it if it has just ended."""
         if self._process is not None and self._process.poll() is not None:
             self._reap()
         return self._process is None
@@ -240,7 +240,7 @@ class SupervisedProgram:
 
 
 def time_of_change(file: Path) -> float:
-    """Return when ``file`` was changed last, in seconds; 0 where it is not there."""
+    """Return when ``file`` was changed last, in seconds since 1970; 0 where the file does not exist."""
     try:
         return file.stat().st_mtime
     except OSError:
@@ -250,7 +250,7 @@ def time_of_change(file: Path) -> float:
 def supervise(commands: Sequence[Command], logs: Path, patience: Delays | None = None) -> None:
     """Keep programs running until this process gets SIGINT, SIGTERM or SIGHUP, then end them.
 
-    Call it from the main thread, since only there Python handles signals.
+    Call this function from the main thread, since Python handles signals only there.
 
     Args:
         commands: The commands of the programs.
@@ -316,7 +316,7 @@ def _alone(logs: Path) -> Iterator[None]:
 
 
 def _code(code: int) -> str:
-    """Return in words how a program ended, as ``exit code 1`` or ``SIGKILL``.
+    """Return in words how a program ended, such as ``exit code 1`` or ``SIGKILL``.
 
     Args:
         code: The exit code of tether.py, which is 128 + the number of the signal where a signal ended the program.

@@ -16,7 +16,7 @@ PIPE = 500  # columns of output that goes to no terminal
 
 
 def wide_console() -> Console:
-    """Return a console as wide as the terminal. For a pipe, it is so wide that no table is narrowed."""
+    """Return a console as wide as the terminal; for output to a pipe, one of 500 columns, so that no table is narrowed."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PIPE)
 
@@ -67,7 +67,7 @@ def tables_of_status(current: Status) -> Group:
 
 
 def _round(run: RunLine | RunStatus) -> str:
-    """Return the rounds done and planned; empty for a run that was resumed. ``?`` stands for what is not known."""
+    """Return the rounds done and planned, such as ``3/40``; empty for a run that was resumed. ``?``: the number is not known."""
     if run.round is None and not run.note:
         return ""
     return f"{'?' if run.round is None else run.round}/{run.rounds or '?'}"

@@ -1,7 +1,7 @@
 """Run a program, and kill it when standard input ends: ``python tether.py PROGRAM ARGUMENT...``.
 
 Standard input is a pipe that only the supervisor holds open. It ends when the supervisor ends, even by SIGKILL.
-Processes that the program has started are killed, too, since they are in the process group of this process.
+Processes that the program has started are killed, too, since they belong to the same process group.
 This file is run by its path, not as a module, since the package around it would import torch, which takes
 seconds.
 """

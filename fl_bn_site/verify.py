@@ -25,8 +25,8 @@ class Check:
     """Hold the result of one check.
 
     Attributes:
-        ok: Whether the statement is true.
-        subject: The statement about the kit, as ``server.crt is signed by ca.crt``.
+        ok: Whether ``subject`` is true.
+        subject: A statement about the kit, such as ``server.crt is signed by ca.crt``.
         remedy: Why the statement is not true, and what to do then.
     """
 
@@ -43,7 +43,7 @@ def verify(folder: Path, noted: str = "") -> list[Check]:
 
     Args:
         folder: The folder. Its files show which of them it is.
-        noted: The hash of a line of a site's audit log that was noted elsewhere; empty: none.
+        noted: The hash of a line of a site's audit log, as noted elsewhere; empty: look for no hash.
 
     Returns:
         The results. A fault is a failed check: this function raises nothing.
@@ -160,7 +160,7 @@ def _audit(folder: Path, noted: str) -> Iterator[Check]:
 def _has(log: Path, noted: str) -> bool:
     try:
         return bool(check(log, noted).noted)
-    except OSError:  # the check of this log says so
+    except OSError:  # the check of this log reports the error
         return False
 
 
@@ -232,7 +232,7 @@ def _readable(path: Path) -> Check:
 def _same(subject: str, one: Callable[[], object], other: Callable[[], object], remedy: str) -> Check:
     """Return the check that two functions return equal values.
 
-    It fails, too, where one of them cannot read its file (OSError, ValueError).
+    The check also fails where one of the functions raises OSError or ValueError, since it cannot read its file.
 
     Args:
         subject: The statement that is true where the values are equal.

@@ -1,6 +1,6 @@
 """Run a SuperNode, and end it when its output shows that it hangs: ``python watched.py PROGRAM ARGUMENT...``.
 
-Flower 1.25's SuperNode may receive half a message, when a ServerApp is killed while it sends one. The SuperNode
+If a ServerApp is killed while it sends a message, Flower 1.25's SuperNode may receive half a message. The SuperNode
 then prints ``Failed to receive message``, stays online and never answers again. This program copies the
 SuperNode's output, and ends the SuperNode at that line. It then exits with 1, so that the supervisor starts it
 again.
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     reader = threading.Thread(target=copy, args=(process, os.path.basename(argv[0]), deaf), daemon=True)
     reader.start()
     code = process.wait()
-    reader.join(1)  # no longer, since a child of the program may keep its output open
+    reader.join(1)  # wait at most 1 s, since a child of the program may keep the output open
     return 1 if deaf.is_set() else code if code >= 0 else 128 - code
 
 
@@ -46,7 +46,7 @@ def copy(process: "subprocess.Popen[bytes]", name: str, deaf: threading.Event) -
     Args:
         process: The process.
         name: The name of the process, for the message.
-        deaf: An event that is set when this function ends the process.
+        deaf: An event. This function sets it when it ends the process.
     """
     assert process.stdout is not None
     for line in process.stdout:

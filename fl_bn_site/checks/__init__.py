@@ -1,1 +1,1 @@
-"""Check what only a deployment on separate machines needs. Checks for every machine are in ``fl_bn.checks``."""
+"""Check the certificates, keys and network of a deployment on separate machines. ``fl_bn.checks`` has the other checks."""

@@ -1,4 +1,4 @@
-"""Check the certificates and keys in a folder of the kit."""
+"""Check the certificates and keys in a folder of the kit (``fl-bn kit create`` makes one folder per machine)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def expiry(certificates: Iterable[Path], clock: Clock = now, mend: str = RENEW) 
 
     Returns:
         A finding about the certificate that expires first: a failure where it has expired, a warning where it
-        will within ``SOON``.
+        will expire within ``SOON`` (30 days).
     """
     ends: dict[Path, float] = {}
     for path in certificates:
@@ -54,7 +54,7 @@ def expiry(certificates: Iterable[Path], clock: Clock = now, mend: str = RENEW) 
 
 
 def site_keys(server: ServerFolder) -> Finding:
-    """Check that the server's folder has a public key of every site, and that no two sites have the same one."""
+    """Check that the server's folder has a public key for every site, and that all these keys are different."""
     owners: dict[bytes, str] = {}
     for site in server.sites:
         path = server.public_key(site)

@@ -45,7 +45,7 @@ def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
 
 
 def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) -> Finding:
-    """Check whether this machine can listen on the ports of the layer-wise exchange. Each FedTAN run needs one.
+    """Check whether this machine can listen on the ports of the layer-wise exchange. Each active run needs one of them.
 
     Args:
         check: The name of the check.
@@ -60,11 +60,11 @@ def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) 
         used = sum("in use" in finding.text for finding in findings)
         shown = f"{first} to {last}" if last > first else f"{first}"
         what = f"{used} of them in use while `fl-bn start` of this folder runs" if used else "free"
-        return Finding("ok", check, f"ports {shown} ({lines}), one for each running FedTAN run: {what}")
+        return Finding("ok", check, f"ports {shown} ({lines}), one for each active run: {what}")
     texts = "; ".join(finding.text for finding in wrong)
     if len(wrong) == len(findings):
-        return Finding("fail", check, f"a FedTAN run needs a port for its exchange, and none is free: {texts}", wrong[0].do)
-    most = f"only {len(findings) - len(wrong)} of {len(findings)} ports can be used, which limits the FedTAN runs at a time: {texts}"
+        return Finding("fail", check, f"a run needs a port for the layer-wise exchange, and none is free: {texts}", wrong[0].do)
+    most = f"only {len(findings) - len(wrong)} of {len(findings)} ports can be used, which limits the runs at a time: {texts}"
     return Finding("warn", check, most, wrong[0].do)
 
 
@@ -76,7 +76,7 @@ def holder(port: int, proc: Path = Path("/proc")) -> str:
         proc: The folder in which Linux describes its processes.
 
     Returns:
-        The id and the name of the process, as ``process 123 (python)``; empty where there is none that this user may see.
+        The id and the name of the process, such as ``process 123 (python)``; empty where this user sees no such process.
     """
     sockets = {f"socket:[{inode}]" for inode in _listening(port, proc)}
     for process in proc.glob("[0-9]*"):
@@ -150,7 +150,7 @@ def reachable(host: str, port: int) -> Finding:
             "warn",
             check,
             f"{host}:{port} refuses connections: that machine answers, but no program listens on the port",
-            "start the server (`fl-bn start` there) and ask the doctor again; if it runs, a firewall may be in between",
+            "start the server (`fl-bn start` there) and run `fl-bn doctor` again; if the server runs, a firewall may be in between",
         )
     except OSError as error:
         what = f"no answer within {TIMEOUT:g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
@@ -183,7 +183,7 @@ def proxy(host: str) -> Finding:
 def exposure(server: ServerFolder) -> Finding:
     """Check on which addresses the server listens.
 
-    Sites must reach ``fleet``. Nobody outside this machine should reach ``control`` and ``serverappio``.
+    Sites must reach the address ``fleet``. Only this machine should reach the addresses ``control`` and ``serverappio``.
     """
     fleet, control, serverappio = (host_port(address)[0] for address in (server.fleet, server.control, server.serverappio))
     if is_loopback(fleet) and not is_loopback(server.superlink):

@@ -1,4 +1,4 @@
-"""Check, from a site, the certificate of the SuperLink and the difference between the two clocks."""
+"""Check, from a site, the certificate of the SuperLink, and how far the clocks of site and server are apart."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNEASY = (2.5, 150.0)  # seconds ahead and behind from which there is a warning:
 
 
 class FarApart(LookupError):
-    """Signal that the two clocks are too far apart to measure the difference: the server accepts no time stamp that was tried."""
+    """Signal that the clocks of site and server are too far apart to measure: the server accepts no time stamp that was tried."""
 
 
 Clock = Callable[[], datetime]

@@ -257,7 +257,7 @@ def test_an_app_that_cannot_be_unpacked_is_said_in_a_sentence_and_is_a_line_of_t
         with pytest.raises(CannotUnpack) as told:
             unpack(site, Request("token", "you/x", "1", "a" * 64), fab, "any")
         reply = record.failed(told.value)
-        assert f"this site cannot unpack the app of the run ({words}): its clientapp.log has what Flower printed" in reply.error.reason
+        assert f"cannot unpack the app of the run ({words}): the site's clientapp.log has what Flower printed" in reply.error.reason
         *_, line = lines_in(tmp_path / "audit")
         assert line.values is not None
         assert (line.values["decision"], line.values["bytes"], line.values["name"]) == ("failed", 0, "mine")

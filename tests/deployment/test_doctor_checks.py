@@ -200,7 +200,7 @@ def test_the_ports_of_fedtan_s_runs() -> None:
         with socket.create_server(("", first)):
             assert said().status == "warn"
             none = said(count=2)
-            assert (none.status, "needs a port for its exchange, and none is free" in none.text) == ("fail", True)
+            assert (none.status, "needs a port for the layer-wise exchange, and none is free" in none.text) == ("fail", True)
 
 
 def test_names_and_whose_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,7 +243,7 @@ def test_empty_folders_may_be_there_already(tmp_path: Path) -> None:
         ({"superlink": "no such name"}, "a host must be"),
         ({"also": ["10.0.0.1", "a/b"]}, "'a/b'"),
         ({"sites": []}, "but got none"),
-        ({"sites": ["A", "a"]}, "must differ in more than upper and lower case"),
+        ({"sites": ["A", "a"]}, "must differ even in lower case"),
         ({"sites": ["../A"]}, "a site's name"),
         ({"days": 0}, "days must be"),
         ({"fleet_port": 70000}, "ports 1..65535"),

@@ -107,7 +107,7 @@ def test_a_site_that_goes_is_out_and_its_key_is_kept_as_a_former_one(kit: Path, 
     assert former_owner(changed, key) == "A"
     assert former_owner(changed, read_public(server.public_key("B"))) == ""
     assert failures(kit) == []
-    with pytest.raises(KitError, match="names no site A; it names B"):
+    with pytest.raises(KitError, match="has no site A, but only B"):
         remove_site(changed, "A")
     with pytest.raises(KitError, match="is the last site"):
         remove_site(changed, "B")
@@ -234,7 +234,7 @@ def test_a_renewed_site_has_another_key(kit: Path, server: ServerFolder) -> None
     assert former_owner(server, old) == "A"
     assert failures(kit) == []
     assert contents(kit / "sites/B") == other
-    with pytest.raises(KitError, match="names no site C"):
+    with pytest.raises(KitError, match="has no site C"):
         renew_site(server, "C", None, kit / "sites/A")
 
 

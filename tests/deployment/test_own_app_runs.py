@@ -167,7 +167,7 @@ def test_an_interrupted_run_ends_and_is_to_be_submitted_again(federation: Federa
         os.kill(pid, signal.SIGKILL)
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 1, out
-    assert f"where it is interrupted: {AGAIN}" in out
+    assert f"if it is interrupted: {AGAIN}" in out
     assert f"server/logs/serverapp.log says why it ended; {AGAIN}: fl-bn submit {federation.kit / 'server'} --app FOLDER" in out
     run = state_of(federation, "killed")
     assert run["status"] == "finished:failed"

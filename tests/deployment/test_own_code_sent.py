@@ -153,7 +153,7 @@ def test_an_own_app_is_submitted_with_its_keys_alone(
     assert (sent["num-server-rounds"], sent["client-names"], sent["client-nodes"]) == (3, "a,b", "197,198")
     assert said[0] == f"run 1 is submitted to h:1 as {sent['name']}, for sites a, b"
     assert sent["name"].endswith("-myapp")
-    assert said[1].startswith("where it is interrupted: a run of a Flower app of your own is not resumed")
+    assert said[1].startswith("if it is interrupted: a run of a Flower app of your own is not resumed")
 
 
 # At a site
@@ -183,7 +183,7 @@ def test_a_site_s_own_modules_are_found(server: ServerFolder, tmp_path: Path, mo
     monkeypatch.setenv("PYTHONPATH", "before")
     assert clientapp(site).env["PYTHONPATH"] == os.pathsep.join([*site.code, "before"])
     file.write_text(file.read_text().replace('"more"', '"a:b"'))
-    with pytest.raises(FolderError, match="code must be folders, whose paths have no :, but got 'a:b'"):
+    with pytest.raises(FolderError, match="code must be paths of folders without :, but got 'a:b'"):
         SiteFolder.read(folder)
 
 

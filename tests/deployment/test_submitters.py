@@ -112,7 +112,7 @@ def test_a_file_that_was_signed_elsewhere_is_submitted_as_it_is(server: ServerFo
     with pytest.raises(FolderError, match="there is no key to sign with: give --key"):
         sign_only(server, "rounds=1", tmp_path / "another")
     wrong = CliRunner().invoke(app, ["submit", str(server.path), "--signed", "run", "--run-config", "rounds=1"])
-    assert (wrong.exit_code, "--signed submits what was signed" in wrong.output) == (2, True)
+    assert (wrong.exit_code, "--signed submits a run unchanged" in wrong.output) == (2, True)
 
 
 def test_a_resumed_run_is_signed_anew(server: ServerFolder, superlink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_the_key_is_the_one_that_is_named(server: ServerFolder, monkeypatch: pyt
     assert key_file(server) == own_key(server)
     assert "signs runs, with" in _submitter(server).text
     write_submitter_key(server.path.parent / "submitters/bob", "bob")
-    with pytest.raises(FolderError, match="there are 2 keys of submitters in .*: say whose by --key FILE"):
+    with pytest.raises(FolderError, match="there are 2 keys of submitters in .*: name one by --key FILE"):
         key_file(server)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "alice.key"))
     assert key_file(server) == tmp_path / "alice.key"

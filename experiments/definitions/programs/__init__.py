@@ -1,1 +1,1 @@
-"""The experiments that are functions, and the programs that measure finished runs (``experiments/catalogue.py``)."""
+"""Run the experiments that are functions, and measure finished runs. ``experiments/catalogue.py`` calls these programs."""

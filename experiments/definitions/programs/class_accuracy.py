@@ -1,6 +1,6 @@
 """Measure a finished run's test accuracy on the three classes with the lowest accuracy, and on the other classes.
 
-If each client holds one class, a robust rule that leaves out a client's gradients also leaves out the client's class.
+If each client holds one class, a robust rule that leaves out a client's gradients also leaves out this client's class.
 """
 
 from __future__ import annotations

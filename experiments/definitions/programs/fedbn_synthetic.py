@@ -10,8 +10,8 @@ the weights are averaged.
 
 ``PAPER`` has the paper's settings. For half of the second client's points, S has values off the diagonal. There are
 600 steps on the cross-entropy, at a learning rate of 1e-5. Weights and biases start from N(0, 10^2). The paper does
-not give the values off the diagonal (0.5 in this file), the numbers of points and of seeds, the size of the batch,
-and the place of BatchNorm: these are this project's choices.
+not give all settings. This project has chosen the values off the diagonal (0.5), the numbers of points and of seeds,
+the batch size, and the place of BatchNorm.
 
 ``SMALL`` has settings of this project. At the second client, the coordinates are correlated, and each is scaled
 differently. The loss is the squared error, the learning rate 0.05, and the initial weights are torch's.
@@ -51,7 +51,7 @@ COMPARED = ("fedavg", "fedbn")
 class Loss(NamedTuple):
     """Hold the training loss of one run after ``step`` rounds: a row of ``fedbn_synthetic.csv``.
 
-    It is the mean over the clients of the loss on all their data, in evaluation mode.
+    The loss is the mean over the clients of the loss on all data of a client, in evaluation mode.
     """
 
     method: str

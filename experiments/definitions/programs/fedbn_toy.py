@@ -69,8 +69,8 @@ def harmonised(folder: Path) -> dict[str, list[float]]:
         folder: The folder in which ``fedbn_toy.csv`` and ``fedbn_toy.png`` are written.
 
     Returns:
-        For ``without BN`` and ``with BN``, three numbers: the best weights of the two clients, and the clients' mean
-        loss at the mean of these weights.
+        ``without BN`` and ``with BN`` -> three numbers: the best weights of the two clients, and the mean loss of both
+        at the mean of these weights.
     """
     both, grid, found = clients(), np.linspace(LOW, HIGH, POINTS), dict[str, list[float]]()
     lines: list[tuple[str, int, float, float]] = []
@@ -103,9 +103,8 @@ def surface(folder: Path) -> dict[str, float]:
         folder: The folder in which ``fedbn_surface.csv`` and ``fedbn_surface.png`` are written.
 
     Returns:
-        The error of the first client at three places: its own best weight and its own gamma (``own``); the mean of
-        both clients' best weights and its own gamma (``mean w, own gamma``); the mean weight and the mean gamma
-        (``mean w, mean gamma``).
+        Name of a place -> the error of the first client there. ``own``: its best weight and its gamma. ``mean w, own
+        gamma``: the mean of both clients' best weights, and its gamma. ``mean w, mean gamma``: the means of both.
     """
     both = clients()
     own, gammas = both[0], [client.gamma for client in both]

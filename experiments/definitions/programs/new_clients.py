@@ -47,7 +47,7 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
         jobs: The number of runs at a time.
 
     Returns:
-        The rows of the CSV file: method, seed, name of the new client and its statistics, accuracy in percent.
+        The rows of the CSV file: method, seed, way of testing (a name in ``WAYS``), accuracy in percent.
 
     Raises:
         RuntimeError: Runs failed. The message has the error of each.

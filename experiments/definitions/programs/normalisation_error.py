@@ -6,15 +6,15 @@ and 4.
 There is no network, only points of the plane. Each of ten clients has a mean; the means lie on a circle of radius 10.
 In each of 100 rounds, every client draws 30 points of variance 1. A share ``similarity`` of them is drawn around the
 means of all clients, and the others around the client's own mean. The running statistics start at mean 0 and variance
-1, with a momentum of 0.1. The error of a method is the Euclidean distance between its normalised points and those
-that BatchNorm gives on all points of the round, averaged over points and rounds. The methods:
+1, with a momentum of 0.1. The reference is BatchNorm on all points of the round. The error of a method is the Euclidean
+distance between its normalised points and the reference, averaged over points and rounds. The methods:
 
     naive    normalises by the statistics of the client's own batch
     fixbn    does the same for half of the rounds, then normalises by the averaged running statistics, now frozen
     fbn      normalises by the shared statistics of the round before, with the corrected variance (Algorithm 2)
 
-The paper does not give the values of the four levels of heterogeneity in figure 2c. This file uses levels of its
-figure 3.
+The paper does not give the values of the four levels of heterogeneity in figure 2c. This file uses levels of the
+paper's figure 3.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Compare the test accuracy of a finished run with its running statistics and with exact ones.
+"""Compare the test accuracy of a finished run with its running statistics and with exact statistics.
 
-Clients of FedBN and SiloBN keep their statistics at home. They gather the statistics while they train their own
+Clients of FedBN and SiloBN do not send their statistics. They gather the statistics while they train their own
 weights, but are tested with the averaged weights. Exact statistics are measured with the averaged weights: on the
 client's training samples or, if the method shares statistics, on those of all clients.
 """
@@ -23,7 +23,7 @@ WAYS = ("as kept", "measured anew")
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return the test accuracy (0..1), as a mean over the clients, with each kind of statistics."""
+    """Return kind of statistics (a name in ``WAYS``) -> the test accuracy (0..1), as a mean over the clients."""
     config = cell.config
     samples = [assembly.client_samples(config, client)[:2] for client in range(config.clients)]
     union, found = torch.cat([train.x for train, _ in samples]), dict[str, list[float]]()
@@ -38,7 +38,7 @@ def measured(cell: Cell) -> dict[str, float]:
 
 
 def measure(model: nn.Module, x: Tensor) -> None:
-    """Set the running statistics of every BatchNorm layer to those of ``x``, which is passed as one batch.
+    """Set the running statistics of every BatchNorm layer to the statistics of its input when ``x`` is passed as one batch.
 
     Args:
         model: The network, which is changed in place, and is in training mode afterwards.

@@ -1,14 +1,14 @@
-"""Train on all domains of digits but one; adapt the model to the domain left out, in every way of ``fl-bn adapt``.
+"""Train on all domains of digits except one; adapt the model to the domain left out, in every way of ``fl-bn adapt``.
 
 Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
-appendix G. This is done for each method, each domain and each seed. The domains, the network and the settings are
+appendix G. The study does so for each method, each domain and each seed. The domains, the network and the settings are
 those of the five-domain task (``experiments/definitions/001-T11.toml``), with one client per remaining domain. The
 variant ``evidence`` has the settings of the variant ``shared``, and the domains in ``DIGITS``.
 
 Two methods are left out. FedAvg trains the same weights and affine parameters as SiloBN, bit for bit, because running
-statistics take no part in training. With new statistics, both give the same model. FixBN fails in this study: at the
-constant learning rate, its frozen half reaches 26 % on the known domains of the small variant (mean over domains and
-seeds).
+statistics take no part in training. With new statistics, both give the same model. FixBN fails in this study, at a
+constant learning rate. With frozen statistics it reaches 26 % on the known domains of the small variant, as a mean over
+domains and seeds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fl_bn.run.usage import Usage
 from fl_bn.sweep.cells import Cell, run_cells
 
 SEEDS = (0, 1, 2)
-BATCH = 64  # the batch size of the adaptation test-batch
+BATCH = 64  # the batch size of the adaptation ``test-batch``
 DIGITS = ("chars74k-street-for-SVHN", "USPS", "chars74k-font-for-SynthDigits", "MNIST-M", "MNIST")
 METHODS = {"FedBN": "fedbn", "SiloBN": "silobn"}
 SHIFTS = ("none", "invert", "contrast", "noise", "background")
@@ -59,7 +59,7 @@ class Row(NamedTuple):
         how: The way in which the model was adapted to the domain left out. ``before``: it was not adapted. ``known
             domains``: the accuracy is on the domains of the training.
         accuracy: The accuracy in percent.
-        note: A remark on the adaptation; empty: none.
+        note: A remark on the adaptation; empty: there is no remark.
     """
 
     held_out: str
@@ -135,7 +135,7 @@ def measured(cell: Cell) -> dict[str, float]:
     """Return the accuracies (0..1) of a finished run, by the names in ``WAYS``.
 
     ``known domains``: on the domains of the training. ``before``: on the domain left out, by the model as it was trained.
-    The other names are ways of adapting the model. Theirs are the accuracies on the domain left out after adapting.
+    The other names are ways of adapting the model, each with the accuracy on the domain left out after adapting.
     """
     return {row.how: row.accuracy / 100 for row in adapted(cell)}
 
@@ -143,9 +143,8 @@ def measured(cell: Cell) -> dict[str, float]:
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return the lines of a table of accuracies in percent, by domain left out and method.
 
-    The last lines have the mean over the domains.
-
-    A cell is the mean over the seeds, with their standard deviation in brackets. The first line has the titles.
+    The first line has the titles, and the last lines have the mean over the domains. A cell of the table is the mean over
+    the seeds, with the standard deviation over the seeds in brackets.
     """
     columns = (KNOWN, BEFORE, *HOW)
     domains, methods = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("held_out", "method"))

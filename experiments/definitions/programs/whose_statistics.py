@@ -18,7 +18,7 @@ WAYS = ("one client's", "averaged", "exact")
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return the test accuracy (0..1) of a finished run with each kind of statistics.
+    """Return kind of statistics (a name in ``WAYS``) -> the test accuracy (0..1) of a finished run.
 
     ``one client's`` statistics are those of client 0, measured with the averaged weights.
     """
