@@ -85,7 +85,7 @@ def forget(folder: Path, until: datetime) -> tuple[int, int]:
     old: list[Path] = []
     for path in files_in(folder)[:-1]:
         line = last.get(path.name)
-        if line is None or line.values is None or datetime.fromisoformat(str(line.values.get("time"))) >= until:
+        if line is None or not _is_older(line, until):
             break
         old.append(path)
     if not old:
@@ -95,6 +95,14 @@ def forget(folder: Path, until: datetime) -> tuple[int, int]:
     for path in old:
         path.unlink()
     return len(old), through.number
+
+
+def _is_older(line: Line, than: datetime) -> bool:
+    """Tell whether a line was written before a time. A line whose time cannot be read was not, so its file is kept."""
+    try:
+        return datetime.fromisoformat((line.values or {})["time"]) < than
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def _forgotten(lines: Sequence[Line]) -> int:

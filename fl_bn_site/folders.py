@@ -49,13 +49,22 @@ def site_name(name: str) -> str:
     Raises:
         ValueError: The name has characters that are not allowed, since files and folders are named after the site.
     """
-    if not SITE.fullmatch(name):
-        raise ValueError(f"a site's name must be letters, digits, '.', '_' and '-', but got {name!r}")
+    try:
+        _site(name)
+    except ValueError as error:
+        raise ValueError(f"a site's name {error}") from None
     return name
 
 
+def _site(name: str) -> None:
+    if not SITE.fullmatch(name):
+        raise ValueError(f"must be letters, digits, '.', '_' and '-', but got {name!r}")
+
+
 def _sites(names: tuple[str, ...]) -> None:
-    if not names or len({site_name(name).casefold() for name in names}) < len(names):
+    for name in names:
+        _site(name)
+    if not names or len({name.casefold() for name in names}) < len(names):
         raise ValueError(f"must be at least one name, and the names must differ even in lower case, but got {', '.join(names) or 'none'}")
 
 
@@ -249,7 +258,7 @@ class SiteFolder(Folder):
     unchanged. Paths in ``code`` become absolute.
     """
 
-    site: str = _line("this site's name", check=site_name)
+    site: str = _line("this site's name", check=_site)
     superlink: str = _line("where the server is", check=host_port)
     root_certificates: Path = _line(
         "the authority that signed the server's certificate; relative paths start at this folder", "ca.crt", _given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -185,6 +186,16 @@ def test_old_files_are_forgotten_by_a_line_that_says_so(tmp_path: Path) -> None:
     assert check(tmp_path).faults == ()
     change(tmp_path, lambda kept: kept[1:])  # control: one line more
     assert "removed or moved away" in check(tmp_path).faults[0]
+
+
+@pytest.mark.parametrize("wrong", ['"time": "yesterday"', '"time": 7', '"late": ""'])
+def test_a_line_without_a_time_that_can_be_read_is_kept(tmp_path: Path, wrong: str) -> None:
+    for _ in range(20):
+        append(tmp_path, ENTRY, largest=1500)
+    first = files_in(tmp_path)[0]
+    lines = first.read_text().splitlines(keepends=True)
+    first.write_text("".join([*lines[:-1], re.sub(r'"time": ?"[^"]*"', wrong, lines[-1])]))
+    assert forget(tmp_path, datetime.now(UTC) + timedelta(hours=1)) == (0, 0)
 
 
 # What is typed at a site
