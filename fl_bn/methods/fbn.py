@@ -26,7 +26,7 @@ from fl_bn.moments import Running, ema, pool
 from fl_bn.options import Options, option, takes
 
 BOUNDED_SCALE = 0.3
-"""Standard deviation of every BatchNorm layer's input at the start if gradients are clipped. In a fresh network it is about this, too.
+"""Standard deviation of every BatchNorm layer's input at the start of training with clipped gradients. New networks have about 0.3, too.
 
 At a scale of 1, a step of the same rate changes the network's outputs a tenth as much, and FBN learns more slowly. At 0.3 without clipping,
 it diverges with one class per client and several steps: docs/methods/fbn.md.
@@ -57,7 +57,12 @@ class FBNOptions(Options):
 
 
 def combine(reports: LayerReports, tracking: float, momentum: float | None, report: StatisticsReport) -> Running:
-    """Compute a layer's new shared statistics from the clients' moments."""
+    """Compute a layer's new shared statistics from the old ones and the clients' moments.
+
+    The clients' pooled moments get the weight ``tracking``, reduced with the learning rate and by
+    ``methods.tracking.slowdown``. If ``momentum`` is given, they get the weight of BatchNorm's running update instead.
+    ``report`` tells whether that update counts for one batch or for all of a round.
+    """
     pooled = pool(reports.parts, reports.average)
     if momentum is None:
         return follow(reports.shared, pooled, tracking * reports.pace, reports.scale)
@@ -69,10 +74,10 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 def fbn(options: FBNOptions) -> Method:
     """Make FBN.
 
-    ``tracking`` is the weight of a round's moments in the shared statistics, at the learning rate of the first round
-    and at the scale that a run starts with (``methods.tracking``). Gradients are centred (``federation.centring``).
-    If they are clipped, too, the scale at the start is ``BOUNDED_SCALE``. With ``momentum`` the method is
-    Algorithm 2: gradients are not centred, and the scale at the start is not set.
+    ``tracking`` is the weight of the first round's moments in the shared statistics. The weight shrinks with the learning
+    rate, and where a layer's scale grows (``methods.tracking``). Gradients are centred (``federation.centring``). If
+    gradients are also clipped, training starts at ``BOUNDED_SCALE``. With ``momentum`` the method is Algorithm 2:
+    gradients are not centred, and the scale at the start is not set.
     """
     report, own = REPORTS[options.report], options.momentum is None
     return Method(

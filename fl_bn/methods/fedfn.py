@@ -55,7 +55,7 @@ def normalise_features(model: nn.Module) -> nn.Module:
     if type(module) not in KINDS:
         raise Unconvertible(
             f"{name or 'the model'} ({type(module).__name__}): fedfn takes torch's own Linear or Conv2d for the head, not "
-            f"{type(module).__module__}.{type(module).__qualname__}: put one of torch's there before converting, or choose gn"
+            f"{type(module).__module__}.{type(module).__qualname__}: replace the head by one of these before converting, or choose gn"
         )
     module.__class__ = KINDS[type(module)]  # the same tensors, hooks and modes; only the forward differs
     return model

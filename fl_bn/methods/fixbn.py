@@ -46,7 +46,7 @@ def fixbn(options: FixBNOptions) -> Method:
     """Make FixBN: FedAvg in stage I, then (stage II) training with BatchNorm frozen.
 
     ``freeze_after`` is the last round of stage I. ``freeze_what`` says what then freezes: ``statistics``,
-    ``affine`` (scale and shift) or ``both``, which Table H of the paper compares. ``frozen_rate`` limits the
+    ``affine`` (scale and shift) or ``both``. Table H of the paper compares these three. ``frozen_rate`` limits the
     learning rate of stage II to this share of the highest rate of stage I.
     """
     what = FROZEN[options.freeze_what]
