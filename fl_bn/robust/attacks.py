@@ -160,7 +160,7 @@ class Adversary:
     Attributes:
         attack: a name of ``ATTACKS``, or a function ``(honest rows, f) -> rows``.
         f: the number of Byzantine clients.
-        on: what they send falsely: ``statistics``, ``updates`` or ``both``.
+        on: the part of their replies that is false: ``statistics``, ``updates`` or ``both``.
         strength: FOE's epsilon, ALIE's z, the standard deviation of gaussian, or mimic's victim. 0: the
             attack's default.
     """
@@ -175,7 +175,7 @@ class Adversary:
             raise ValueError(expected("attack", self.attack, ATTACKS, ", or a function"))
         if self.f < 1:
             raise ValueError(f"an attack needs at least one Byzantine client, but got f={self.f}")
-        check_name("what an attack is on", self.on, ON)
+        check_name("an attack's target (on)", self.on, ON)
 
     @property
     def flips_labels(self) -> bool:
@@ -194,13 +194,13 @@ class Adversary:
             The rows (f, d).
 
         Raises:
-            ValueError: the attack is on the training data, and sends no rows of its own.
+            ValueError: the attack changes the training data, and has no rows of its own.
         """
         if not isinstance(self.attack, str):
             return self.attack(honest, f)
         family = ATTACKS[self.attack]
         if family is None:
-            raise ValueError(f"{self.attack} changes the training data, so it makes no rows")
+            raise ValueError(f"{self.attack} changes the training data and has no rows of its own: flip the labels by flip_labels instead")
         if self.attack.endswith("-optimised"):
             return optimised(family, damage)(honest, f)
         return family(self.strength or STRENGTH.get(self.attack, 0.0))(honest, f)

@@ -57,7 +57,7 @@ class SecureAggregation(Options):
             raise ValueError(f"secagg-threshold must be 0 or more than half of the {self.shares} shares, but got {self.threshold}")
 
     def shares_of(self, clients: int) -> int:
-        """Return the number of parts of each client's secrets in a sum of ``clients``."""
+        """Return the number of parts into which each client's secrets are split, in a sum of ``clients`` clients."""
         return min(self.shares or clients, clients)
 
     def threshold_of(self, clients: int) -> int:
@@ -78,7 +78,8 @@ class SecureAggregation(Options):
         if clients * 2**self.quantization_range >= MODULUS:
             most = (MODULUS - 1).bit_length() - clients.bit_length()
             raise ValueError(
-                f"{clients} clients of {self.quantization_range} bits overflow 32 bits: set secagg-quantization-range to {most}"
+                f"the sum of {clients} clients' values of {self.quantization_range} bits overflows 32 bits: set secagg-quantization-range "
+                f"to {most}"
             )
         shares, threshold = self.shares_of(clients), self.threshold_of(clients)
         if not shares < 2 * threshold <= 2 * shares:
