@@ -26,7 +26,7 @@ def run_config(values: Mapping[str, Any]) -> tuple[Finding, RunConfig | None]:
     """Check the run config of ``values``.
 
     Returns:
-        The finding, and the run config. None instead of the run config if it is wrong.
+        The finding, and the run config. If the run config is wrong, None in its place.
     """
     from fl_bn.run.config import ConfigError, RunConfig
 
@@ -183,7 +183,7 @@ def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, ru
     """
     held = ", ".join(f"{label}: {count}" for label, count in enumerate(counts) if count)
     missing = [str(label) for label, count in enumerate(counts) if not count]
-    whose = f"own data ({own})" if own else f"no data of its own: a rehearsal with its share of the run's {run}"
+    whose = f"own data ({own})" if own else f"no data of its own, so this checks a client's share of the run's {run}"
     text = f"{whose}; {len(train)} training and {len(test)} test samples {tuple(train.x.shape[1:])}"
     text += f"; training samples per class {held}" if counts else ""
     text += f"; none of {', '.join(missing)}" if missing else ""

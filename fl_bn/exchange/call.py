@@ -1,4 +1,4 @@
-"""The operation behind FedTAN, for all carriers: ``exchange(key, local, count)`` returns averages over the cohort.
+"""The operation behind FedTAN: ``exchange(key, local, count)`` returns averages over the cohort. All carriers offer it.
 
 Algorithms 2 and 3 of the paper both average a vector over the cohort. The forward pass averages the moments
 of a layer's input. The backward pass averages the gradients of the loss by these moments.

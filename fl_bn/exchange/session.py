@@ -51,7 +51,7 @@ class Traffic:
 
 
 def reduce(requests: list[Local], batches: list[int], average: Average = weighted_mean) -> torch.Tensor:
-    """Combine the clients' vectors for one key.
+    """Combine the clients' vectors of one exchange.
 
     Args:
         requests: the clients' requests, in client order.
@@ -99,8 +99,8 @@ class Session:
         join_deadline: seconds after the last client joined, after which the missing clients are late.
         samples: each client's number of samples, by client. A client's batch may not be larger.
         believing: whether to use the counts and batch sizes that clients report. False: every client gets the
-            median client's, so that under a defence no client decides its own weight.
-        given_up: the end of the log's message if the exchange fails for all clients.
+            median client's numbers, so that under a defence no client decides its own weight.
+        given_up: the last sentence of the log's message if the exchange fails for all clients.
         called: gives the clients' names for the log.
     """
 
@@ -136,7 +136,7 @@ class Session:
         self._lock = threading.RLock()
 
     def out(self, client: int) -> str:
-        """Return why ``client`` gets no further answers. Empty if it may get one."""
+        """Return why ``client`` gets no further answers. Empty if the client may get further ones."""
         with self._lock:
             return self._over or ("" if client in self.active else self.dropped.get(client, "this client takes no part in the round"))
 
@@ -178,7 +178,7 @@ class Session:
 
         Args:
             client: the client.
-            reason: why the client left early. It is then dropped. Empty: the client has finished.
+            reason: why the client left early, in which case it is dropped. Empty: the client has finished.
         """
         with self._lock:
             if reason:

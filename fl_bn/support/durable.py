@@ -114,7 +114,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, 
         about: What the file holds, as metadata.
 
     Raises:
-        OSError: As ``write``.
+        OSError: The file cannot be written. The former content stays, as for ``write``.
     """
     from safetensors.torch import save
 
@@ -175,7 +175,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file, so that nobody reads it again but it is not lost. Return its new path."""
+    """Rename a damaged file, so that nobody takes it for a whole one, and return its new path."""
     number = 1
     while (aside := path.with_name(f"{path.name}.set-aside-{number}")).exists():
         number += 1

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return what ``model.named_modules()`` yields, in the same order and in less than half the time."""
+    """Return the modules of ``model.named_modules()`` by name, in the same order and in less than half the time."""
     found = {model: ""}
     _visit(model._modules, "", found)
     return {name: module for module, name in found.items()}
