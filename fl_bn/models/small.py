@@ -77,7 +77,7 @@ def alexnet_bn_small(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def mlp(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Make a network with two hidden layers of 64."""
+    """Make a network with two hidden layers of 64 units, each with BatchNorm and ReLU."""
     check_size("mlp", image_size, 1)
     return nn.Sequential(
         OrderedDict(
@@ -131,11 +131,11 @@ def _linear(before: int, after: int) -> nn.Sequential:
 
 
 def check_size(name: str, image_size: int, least: int) -> None:
-    """Refuse images of fewer than ``least`` pixels a side.
+    """Refuse images of fewer than ``least`` pixels along each side.
 
     Raises:
         ValueError: with the model's name and the sizes.
     """
     if image_size < least:
         tables = ": for a table, choose model='mlp' or 'table-mlp'" if image_size == 1 else ""
-        raise ValueError(f"model {name!r} needs images of at least {least} pixels, but got image_size={image_size}{tables}")
+        raise ValueError(f"model {name!r} needs images of at least {least} x {least} pixels, but got image_size={image_size}{tables}")

@@ -49,7 +49,7 @@ def load_weights(model: nn.Module, path: str) -> None:
             if without
             else "it is a file of another network"
         )
-        raise ValueError(f"weights {path}: of {len(own)} tensors by name, {' and '.join(differences)}: {why}")
+        raise ValueError(f"weights {path}: the model needs {len(own)} tensors by name, but {' and '.join(differences)}: {why}")
     wrong = [name for name in tensors if tensors[name].shape != own[name].shape]
     if others := [name for name in wrong if name not in of_head]:
         shapes = [f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}" for name in others]
