@@ -72,7 +72,7 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 
 @takes(FBNOptions)
 def fbn(options: FBNOptions) -> Method:
-    """Make FBN.
+    """Make the method FBN: training normalises with the shared statistics, which follow the clients' pooled moments.
 
     ``tracking`` is the weight of the first round's moments in the shared statistics. The weight shrinks with the learning
     rate, and where a layer's scale grows (``methods.tracking``). Gradients are centred (``federation.centring``). If

@@ -62,5 +62,5 @@ def normalise_features(model: nn.Module) -> nn.Module:
 
 
 def fedfn() -> Method:
-    """Make FedFN. It has no options."""
+    """Make the method FedFN: no BatchNorm, and a head that normalises its features. It has no options."""
     return Method("fedfn", layer=per_channel, prepare=normalise_features)

@@ -321,7 +321,7 @@ class FedTAN2Options(FedTANOptions, Freezing):
 
 @takes(FedTANOptions)
 def fedtan(options: FedTANOptions) -> Method:
-    """Make FedTAN."""
+    """Make the method FedTAN: in the first local step of every round, BatchNorm works on the union of the cohort's batches."""
     return _exchanging(options, share_gradients=True)
 
 

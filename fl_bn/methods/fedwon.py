@@ -79,7 +79,7 @@ INSTEAD = "use fedfn, fixup or gn"
 
 
 def scale_convolutions(model: nn.Module) -> nn.Module:
-    """Let every convolution standardise its weights and scale them by its fan-in, in place.
+    """Let every convolution of ``model``, in place, standardise its weights and scale them by its fan-in.
 
     Raises:
         Unconvertible: the model has BatchNorm but no convolution, or a convolution of another kind.
@@ -90,5 +90,5 @@ def scale_convolutions(model: nn.Module) -> nn.Module:
 
 
 def fedwon() -> Method:
-    """Make FedWon. It has no options."""
+    """Make the method FedWon: no BatchNorm, and convolutions with scaled standardised weights. It has no options."""
     return Method("fedwon", layer=per_channel, prepare=scale_convolutions)

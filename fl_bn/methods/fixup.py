@@ -72,5 +72,5 @@ def _rescale(weight: torch.Tensor, deviation: float) -> None:
 
 
 def fixup() -> Method:
-    """Make Fixup. It has no options."""
+    """Make the method Fixup: no BatchNorm, and initial weights that make up for it. It has no options."""
     return Method("fixup", layer=scalars, prepare=initialise)

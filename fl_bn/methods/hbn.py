@@ -129,7 +129,7 @@ def combine(reports: LayerReports, tracking: float, lam: float | None, merge: st
 
 @takes(HBNOptions)
 def hbn(options: HBNOptions) -> Method:
-    """Make HBN.
+    """Make the method HBN: training normalises with a mixture of batch statistics and global ones.
 
     ``tracking`` is the weight of a round's moments in the global statistics. If a layer's scale grows, its weight
     shrinks (``methods.tracking``). Gradients are centred (``federation.centring``). If ``lam`` is given instead, it
@@ -168,7 +168,9 @@ def _check_effects(options: HBNOptions, evaluate: str) -> None:
     if not options.separate:
         of_passes = ("stat_samples", "lower_layers", "measured", "evaluate")
         if given := [name for name in of_passes if getattr(options, name) != getattr(default, name)]:
-            raise ValueError(f"hbn's {given[0]} needs a statistics pass, which separate=False skips: leave it out, or set separate to true")
+            raise ValueError(
+                f"hbn's {given[0]} needs a statistics pass, but separate=False skips this pass: leave {given[0]} out, or set separate=True"
+            )
         if options.evaluate_clients == EVERYONE:
             raise ValueError(
                 "without a statistics pass (separate=False), HBN is evaluated with the reports of the round's cohort: set "

@@ -176,7 +176,7 @@ def _unbiased(moments: Moments) -> Running:
 
 
 def keep(reports: LayerReports) -> Running:
-    """Keep the shared statistics as they are."""
+    """Return the shared statistics unchanged, for methods that combine no reports."""
     return reports.shared
 
 

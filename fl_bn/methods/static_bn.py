@@ -32,5 +32,5 @@ class StaticBatchNorm(_SharedNorm):
 
 
 def static_bn() -> Method:
-    """Make Static BN. It has no options."""
+    """Make the method Static BN: statistics are measured for evaluation only. It has no options."""
     return Method("static-bn", layer=StaticBatchNorm.from_batch_norm, refresh=Refresh.EXACT)

@@ -44,7 +44,7 @@ class FedProx(Objective):
     anchored: ClassVar[bool] = True
 
     def begin(self, start: Start) -> Round:
-        """Begin a round whose anchors are the received weights."""
+        """Begin a round in which the proximal term pulls the weights towards the received ones."""
         return _Proximal(start, self.mu)
 
     @property
