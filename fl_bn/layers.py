@@ -37,7 +37,7 @@ class Unconvertible(ValueError):
 
 
 class Composed(nn.Module):
-    """Base of the classes that ``composed`` combines with the class of a replaced layer. Abstract.
+    """Abstract base of layers whose class ``composed`` makes at run time, from a way of computing and the replaced layer's class.
 
     Attributes:
         way: the first base class, which decides how the layer computes.
@@ -300,7 +300,7 @@ class InstanceNorm(nn.GroupNorm):
 
 
 class Followed(Composed):
-    """Call submodules on the output of a layer of any kind.
+    """Compute a layer of any kind, then call submodules on its output, such as an activation.
 
     Attributes:
         then: names of the submodules, in this order.
@@ -403,7 +403,7 @@ def mixes_samples(layer: _BatchNorm) -> bool:
 
 
 def inputs(layer: nn.Module, seen: Moments) -> Moments:
-    """Return the moments of a layer's input unchanged, whatever the layer normalises with."""
+    """Return ``seen``, the moments of a layer's input, unchanged. ``observe`` records these by default."""
     return seen
 
 

@@ -226,7 +226,7 @@ def _out_of_range(called: str, value: object, values: Values, help: str, like: C
 
 @dataclass(frozen=True)
 class Option:
-    """Hold the arguments of ``option``."""
+    """Hold one option: the arguments of ``option``, with a ``test`` of the allowed values in place of ``check``."""
 
     default: Any
     help: str

@@ -78,7 +78,7 @@ _NORM_TENSORS = {
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
-    """Return the role of every tensor in ``model.state_dict()``, in its order.
+    """Return the role of every tensor in ``model.state_dict()``, by name and in the order of the state_dict.
 
     Raises:
         UnknownTensor: a norm layer holds a tensor that neither torch nor this project defines.

@@ -58,7 +58,7 @@ def model_layers(config: RunConfig) -> Finding:
         return Finding("fail", "model", f"{text}; {reason_without}", "choose a model with BatchNorm, or method='fedavg'")
     if not has_batch_norm(source):
         text = f"{text}; this model has no BatchNorm layer"
-        return Finding("warn", "model", text, f"choose a model with BatchNorm, or know that method={config.method} is plain averaging here")
+        return Finding("warn", "model", text, f"choose a model with BatchNorm, or accept that {config.method} is plain averaging here")
     return Finding("ok", "model", text)
 
 
@@ -88,7 +88,7 @@ def run_data(config: RunConfig) -> Finding:
 
 
 def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the keys that a run needs to take this site's own data as they are.
+    """Add run-config keys that describe this site's own data: classes, channels and image size, and for tables also the columns.
 
     Args:
         node: The site's node config.
@@ -153,7 +153,7 @@ def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Itera
 
 
 def as_the_app(node: Mapping[str, Any]) -> None:
-    """Let this process call the same functions that the app may call on a machine with node config ``node``."""
+    """Allow this process the same users' functions that the app may call on a machine with node config ``node``."""
     from fl_bn.run.assembly import allow_modules
 
     allow_modules(Path(__file__).parents[2], node)

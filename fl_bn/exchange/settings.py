@@ -27,7 +27,7 @@ over_grpc = partial(option, used=EXCHANGES & used_with("exchange", "auto", "grpc
 
 @dataclass(frozen=True)
 class Certificates(Options):
-    """Name the PEM files of the exchange's service.
+    """Name the PEM files for TLS of the exchange's gRPC service.
 
     The files are on the server's machine. Clients get the authority's certificate in their train message.
 

@@ -206,9 +206,9 @@ class Adversary:
         return family(self.strength or STRENGTH.get(self.attack, 0.0))(honest, f)
 
     def statistics_rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
-        """Return the false statistics of one layer that the Byzantine clients send: ``rows``, for rows of C means and C variances.
+        """Return the false statistics of one layer that the Byzantine clients send, as ``rows`` does for updates.
 
-        Sign flipping changes the means only (FBN, section 5).
+        A row holds C means, then C variances. Sign flipping changes the means only (FBN, section 5).
         """
         rows = self.rows(honest, f, damage)
         if self.attack == "sign-flip":

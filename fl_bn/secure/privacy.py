@@ -109,7 +109,7 @@ def noisy(
         ValueError: ``contributors`` is below 1.
     """
     if contributors < 1:
-        raise ValueError(f"contributors must be at least 1 client, which adds all the noise, but got {contributors}")
+        raise ValueError(f"contributors, the fewest clients in a revealed sum, must be at least 1, but got {contributors}")
     rng = np.random.default_rng(secrets.randbits(256)) if rng is None else rng
     deviation = noise * clip / math.sqrt(contributors)
     return {name: t.double() + torch.from_numpy(np.asarray(rng.normal(0.0, deviation, tuple(t.shape)))) for name, t in vector.items()}
@@ -139,7 +139,7 @@ class Journal:
         self.path = path
 
     def add(self, releases: int) -> None:
-        """Add a line, which is durable when the call returns.
+        """Add a line with the number of releases. Once the call has returned, the line survives a crash.
 
         Raises:
             OSError: the line cannot be written.
