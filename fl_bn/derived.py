@@ -4,7 +4,7 @@ This file copies networks with such weights, and recomputes the buffers that fol
 
 Spectral norm divides a weight by its largest singular value. The singular vectors ``u`` and ``v`` are
 buffers, and every training pass improves them by one step of the power iteration. The average of several
-clients' vectors fits neither their weights nor the averaged weight, so the server computes them anew.
+clients' vectors does not belong to the averaged weight, so the server computes the vectors anew.
 """
 
 from __future__ import annotations

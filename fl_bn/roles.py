@@ -300,8 +300,8 @@ def inputs_like(model: nn.Module) -> Tensor:
 def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of ``model`` that look like norm layers but are of no known type, by name.
 
-    Their tensors are shared like those of any other layer. A layer looks like a norm layer if it owns
-    ``running_mean`` and ``running_var``, or if it owns parameters and its class has "norm" in its name.
+    Their tensors are shared like those of any other layer. A layer that owns ``running_mean`` and ``running_var`` looks
+    like a norm layer. So does a layer that owns parameters and whose class has "norm" in its name.
     Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded. The result is used for messages
     only: no tensor's role depends on it.
     """

@@ -160,9 +160,9 @@ def as_the_app(node: Mapping[str, Any]) -> None:
 
 
 def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Samples, tuple[int, ...]]:
-    """Return the samples as the ClientApp takes them.
+    """Return the training samples, the test samples and the samples per class, as the ClientApp takes them.
 
-    A site without data of its own takes the share of client 0, since the server tells it its own index only in a run.
+    A site without data of its own takes the share of client 0, because only the server of a run knows the site's index.
     """
     from fl_bn.run.assembly import OwnData, client_samples, partition_of
 

@@ -4,13 +4,13 @@ Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraou
 2.
 
 The statistics of the round before are constants in training. Clients report moments of their data. The server
-pools them and takes one running step. With ``momentum`` and one local step this is Algorithm 2 exactly, also
-for unequal batches.
+pools these moments and moves the shared statistics towards them, as BatchNorm's running update does. With
+``momentum`` and one local step this is Algorithm 2 exactly, also for unequal batches.
 
-By default the shared statistics follow slowly (``methods.tracking``): by ``tracking`` per round, whatever the
-number of local steps. They follow more slowly as the learning rate falls, because the weights then move less.
-With several local steps, only the first batch of a round passes through the shared weights. The later ones pass
-through weights that the client has changed.
+By default the shared statistics follow slowly (``methods.tracking``): by the share ``tracking`` per round, for any
+number of local steps. The share falls with the learning rate, because the weights then move less. With several
+local steps, only the first batch of a round passes through the shared weights. Later batches pass through weights
+that the client has changed.
 
 Symbols: b (beta) -> momentum, K n -> count of the pooled moments, E -> steps.
 """

@@ -4,9 +4,9 @@ FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in Feder
 Yun, FL@FM-NeurIPS 2023.
 
 BatchNorm layers no longer normalise, as in the HBN paper's comparison (seed 002). They keep scale and shift,
-since the layers before them mostly have no bias. As in that comparison, the length is the root of the number
-d of features, so that the mean square of a feature is 1. With a length of 1, a classifier of small weights
-learns very slowly. The comparison's code normalises before two linear layers; this file only before the last.
+since most layers before a BatchNorm have no bias. As in that comparison, features are scaled to the length sqrt(d),
+for d features, so that the mean square of a feature is 1. With a length of 1, a classifier of small weights learns
+very slowly. The comparison's code normalises before two linear layers, this file only before the last.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ Before training, each client measures the moments of its data (equation 7). The 
 its batch's statistics and the global ones (equation 9). The mixing logits are trained with the weights'
 optimiser and never leave their client.
 
-The global statistics lag behind the weights. Before an evaluation they are replaced by statistics that are
-measured with the evaluated weights. ``exact`` measures the statistics of the union of all data. ``hybrid``
-measures the mixtures that training normalises with (``Refresh``).
+The global statistics lag behind the weights. Before an evaluation the global statistics are replaced by statistics
+that are measured with the evaluated weights. ``exact`` measures the statistics of the union of all data. ``hybrid``
+measures the mixtures by which training normalises (``Refresh``).
 
 Each ablation of Table 6 is an option: ``separate=False`` (1), ``merge="average"`` (2), and for ``mixing``:
 ``"shared"`` (3), ``"batch"`` (4) and ``"half"`` (5).

@@ -323,7 +323,7 @@ class Method:
 
     @property
     def personal(self) -> bool:
-        """Return whether every client evaluates a model of its own (FedBN, SiloBN)."""
+        """Return whether clients keep BatchNorm tensors of their own, so that each evaluates another model (FedBN, SiloBN)."""
         return bool(self.local & {Role.AFFINE, Role.STATISTIC})
 
 

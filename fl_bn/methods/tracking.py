@@ -1,11 +1,11 @@
 """Limit how fast shared statistics change, if training normalises with them (FBN, and half of HBN).
 
-Within a round the statistics are constants. So the gradient does not contain the later change of the statistics, which
-undoes part of the step (Batch Normalization, Ioffe and Szegedy, ICML 2015, section 2). If the statistics were replaced
-in every round, the scale of activations would grow from round to round, and the accuracy would fall. So each round
-moves the statistics only part of the way to the measured moments (``follow``). This part shrinks as a layer's scale
-grows beyond the scale that ``federation.unit_scale`` set (``slowdown``). At ``LIMIT`` times that scale the statistics
-no longer change, so the gradient is complete.
+Within a round the statistics are constants, so the gradient ignores their later change. That change undoes part of the
+step (Batch Normalization, Ioffe and Szegedy, ICML 2015, section 2). If the statistics were replaced in every round, the
+scale of activations would grow from round to round, and the accuracy would fall. So each round moves the statistics
+only part of the way to the measured moments (``follow``). This part shrinks as a layer's scale grows beyond the scale
+that ``federation.unit_scale`` set (``slowdown``). At ``LIMIT`` times that scale the statistics no longer change. Then
+the gradient ignores nothing.
 """
 
 from __future__ import annotations

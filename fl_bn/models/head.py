@@ -15,7 +15,7 @@ def head_of(model: nn.Module) -> tuple[str, Weighted] | None:
     first, another layer is found.
 
     Returns:
-        Name and module, or None if there is neither.
+        Name and module, or None if the model has no such layer.
     """
     last: tuple[str, Weighted] | None = None
     for name, module in model.named_modules():

@@ -60,9 +60,9 @@ def alie(z: float | None = None) -> Attack:
 def z_max(n: int, f: int) -> float:
     """Return the largest number of standard deviations with which ALIE still hides among the honest rows.
 
-    It is the quantile of the normal distribution at (n - f - s) / (n - f), but not below 0, with s =
-    floor(n/2 + 1) - f. If s honest rows are farther from the mean than the f Byzantine ones, these two groups
-    are a majority (ALIE, algorithm 3).
+    With s = floor(n/2 + 1) - f, it is the quantile of the normal distribution at (n - f - s) / (n - f), and at least 0.
+    If s honest rows are farther from the mean than the f Byzantine rows, these two groups together are a majority
+    (ALIE, algorithm 3).
 
     Args:
         n: the number of rows.

@@ -184,8 +184,8 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
         The rule's value and report.
 
     Raises:
-        ValueError: f is no whole number >= 0, there are fewer than ``smallest`` rows, every row has NaN or Inf, or
-            the weights do not fit the rows.
+        ValueError: f is no whole number >= 0, rows are fewer than ``smallest``, every row has NaN or Inf, or the
+            weights do not fit the rows.
     """
     if isinstance(f, bool) or not isinstance(f, int | np.integer) or f < 0:
         raise ValueError(f"f must be a whole number >= 0, but got {f!r}")

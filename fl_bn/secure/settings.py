@@ -1,4 +1,4 @@
-"""Settings of secure aggregation: which clients can be summed, how precisely, and what must hold so that a sum hides its parts."""
+"""Settings of secure aggregation (SecAgg+): the shares of secrets, the range and bits of values, and the fewest clients in a sum."""
 
 from __future__ import annotations
 

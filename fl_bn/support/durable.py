@@ -1,6 +1,6 @@
 """Write files that stay whole in a crash: new content is written to a file beside the old one, synced, and renamed.
 
-Tensors are stored as safetensors. The metadata of such a file say what it holds (``about``), and have a
+Tensors are stored as safetensors. The metadata of such a file describe its content (``about``). They also have a
 SHA-256 of the whole file, by which a damaged file is recognised.
 """
 
