@@ -76,7 +76,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
 
 def _check_tensors(model: nn.Module, method: Method) -> None:
-    """Refuse a tensor that must be sent, or kept between rounds, but cannot be.
+    """Refuse a tensor that the method sends or keeps between rounds, but whose dtype or shape does not allow this.
 
     Raises:
         Unconvertible: with the tensor's name and what to do.

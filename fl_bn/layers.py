@@ -176,7 +176,7 @@ class _SharedNorm(OwnBatchNorm):
         """Check that ``x`` has shape (B, C, *), with this layer's number of channels and of dimensions.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: ``x`` has another shape.
         """
         if x.dim() < 2 or x.shape[1] != self.num_features or (self.spatial and x.dim() - 2 not in self.spatial):
             wanted = " or ".join(f"(B, {self.num_features}{', *' * d})" for d in self.spatial or (0, 1, 2, 3))
@@ -210,8 +210,8 @@ class HybridBatchNorm(_SharedNorm):
 
     In training, ``mean = a * batch + (1 - a) * shared`` with ``a = sigmoid(mixing_logit)``, and the same for
     the (biased) variance. Gradients flow through the batch statistics and ``a``. In evaluation the layer uses
-    the shared statistics alone. With ``a = 1`` it is ``nn.BatchNorm`` in training, with ``a = 0`` a frozen
-    layer.
+    the shared statistics alone. In training, the layer is BatchNorm if ``a = 1``, and a frozen BatchNorm if
+    ``a = 0``.
 
     The paper's distribution factor is ``sigmoid(mixing_logit)``.
     """

@@ -204,7 +204,7 @@ CONTROL = re.compile("[\\x00-\\x1f\\x7f\\ud800-\\udfff]")
 
 
 def _unfit(value: Any, kind: type) -> str:
-    """Return what a value would have to be so that files and messages can hold it. Empty: they can hold the value."""
+    """Return the form that ``value`` lacks to fit into files and messages, such as "a finite number". Empty: the value fits."""
     if kind is float and not abs(value) <= LARGEST:
         return "a finite number"
     if kind is int and not -(2**63) <= value < 2**63:

@@ -157,7 +157,7 @@ def fake_quantizes(module: nn.Module) -> bool:
 def observes(module: nn.Module) -> bool:
     """Return whether ``module`` is an observer or a FakeQuantize of torch.ao.
 
-    Its minimum and maximum are infinite until the first batch.
+    The minimum and maximum in such a module are infinite until the first batch.
     """
     quantization = sys.modules.get("torch.ao.quantization")
     return quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase))

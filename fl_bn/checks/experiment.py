@@ -153,7 +153,7 @@ def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Itera
 
 
 def as_the_app(node: Mapping[str, Any]) -> None:
-    """Allow this process the same users' functions that the app may call on a machine with node config ``node``."""
+    """Allow this process to call the users' functions that the app may call on a machine with node config ``node``."""
     from fl_bn.run.assembly import allow_modules
 
     allow_modules(Path(__file__).parents[2], node)

@@ -33,8 +33,8 @@ class Certificates(Options):
 
     Attributes:
         certificate: The service's certificate, valid for the host name that clients use.
-        key: Its private key.
-        authority: The certificate of the authority that signed it.
+        key: The private key of ``certificate``.
+        authority: The certificate of the authority that signed ``certificate``.
     """
 
     name: ClassVar[str] = "the exchange"

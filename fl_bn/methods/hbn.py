@@ -141,7 +141,7 @@ def hbn(options: HBNOptions) -> Method:
     a smaller ``lam``. Training then normalises with mixtures that contain old statistics, so evaluation does, too.
 
     Raises:
-        ValueError: an option would have no effect together with another.
+        ValueError: an option would have no effect together with other options.
     """
     evaluate = ("exact" if options.lam == 1 else "hybrid") if options.evaluate == "auto" else options.evaluate
     _check_effects(options, evaluate)
@@ -163,7 +163,7 @@ def hbn(options: HBNOptions) -> Method:
 
 
 def _check_effects(options: HBNOptions, evaluate: str) -> None:
-    """Refuse options that would have no effect together with another."""
+    """Refuse options that would have no effect together with other options."""
     default = HBNOptions()
     if not options.separate:
         of_passes = ("stat_samples", "lower_layers", "measured", "evaluate")

@@ -92,7 +92,7 @@ class StatisticsPass:
     """Describe a pass over a client's data that measures every BatchNorm layer. It computes no gradient and changes no state.
 
     Attributes:
-        lower_layers: the statistics with which the layers below normalise during the pass. ``shared``: as in
+        lower_layers: the statistics with which the layers below the measured one normalise. ``shared``: as in
             evaluation. Combining the clients' moments is then exact in every layer. ``hybrid``: as in
             training. Combining the clients' moments is then exact in the first layer only.
         samples: the size of a seeded random subset. 0: all samples. ``AS_TRAINED``: as many samples as the client
@@ -208,9 +208,8 @@ class Method:
         frozen: roles of tensors that do not change in frozen rounds.
         frozen_rate: the highest learning rate in rounds with frozen statistics, as a share of the rate
             before. See ``learning_rate``.
-        scale: the standard deviation that every BatchNorm layer's input gets at the start of training
-            (``federation.unit_scale``). This needs shared statistics at the start. None: the inputs of the
-            network's layers keep their own deviations.
+        scale: the standard deviation that ``federation.unit_scale`` gives to every BatchNorm layer's input at the
+            start of training. This needs shared statistics at the start.
         bounded_scale: the value of ``scale`` for training with clipped gradients, see ``bounded``. None: ``scale``.
         bounded_frozen_rate: the value of ``frozen_rate`` for training with clipped gradients. None: ``frozen_rate``.
         centre: whether gradients of weights are centred, so that they ignore the mean of the inputs
@@ -323,7 +322,7 @@ class Method:
 
     @property
     def personal(self) -> bool:
-        """Return whether clients keep BatchNorm tensors of their own, so that each evaluates another model (FedBN, SiloBN)."""
+        """Return whether every client keeps BatchNorm tensors, so that the clients' models differ (FedBN, SiloBN)."""
         return bool(self.local & {Role.AFFINE, Role.STATISTIC})
 
 

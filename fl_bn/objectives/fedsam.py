@@ -44,7 +44,7 @@ class _Sharpness(Round):
 
 @dataclass(frozen=True)
 class FedSAM(Objective):
-    """Compute each gradient after FedSAM's ascent step, in the Euclidean norm over all trained parameters."""
+    """Compute each gradient after FedSAM's ascent step, whose length ``rho`` is in the Euclidean norm over all trained parameters."""
 
     rho: float = option(0.05, "radius of the ascent step; 0: off", ">= 0", symbol="rho")
     name: ClassVar[str] = "fedsam"

@@ -91,7 +91,7 @@ def gaussian(sigma: float = 1.0, seed: int = 0) -> Attack:
 
 
 def constant(value: float) -> Attack:
-    """Make the attack whose rows have ``value`` in every coordinate. It may be Inf or NaN."""
+    """Make the attack whose rows have ``value``, which may be Inf or NaN, in every coordinate."""
     return lambda honest, f: np.full((f, honest.shape[1]), value)
 
 

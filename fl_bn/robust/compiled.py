@@ -78,7 +78,7 @@ class Middle:
         return self._run(block.ctypes.data + np.arange(len(block), dtype=np.uintp) * np.uintp(block.strides[0]), out)
 
     def _of_few(self, block: np.ndarray, out: np.ndarray) -> bool:
-        """Compute the averages of a block with fewer columns than one SIMD vector holds."""
+        """Compute as ``of_block`` does, for a block with fewer columns than one SIMD vector holds."""
         if not len(out):
             return True
         padded, values = np.zeros((self.n, self.lanes), self.dtype), np.empty(self.lanes, self.dtype)

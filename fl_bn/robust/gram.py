@@ -81,7 +81,8 @@ def gram(table: Table, checked: bool = False) -> Gram:
 def medoid(squared_distances: np.ndarray) -> int:
     """Return the index of the row in the middle of the others: its distance to the nearest majority of rows is the smallest.
 
-    If most rows are honest, it is near honest rows. Among equal rows, the smallest sum of distances decides.
+    If most rows are honest, this row is near honest ones. Among rows with equal such distances, the smallest sum of
+    the distances to that majority decides.
 
     Args:
         squared_distances: (n, n).

@@ -43,7 +43,7 @@ noisy_option = partial(option, used=SECURE & Used("with dp-noise > 0", lambda co
 
 @dataclass(frozen=True)
 class Privacy(Options):
-    """Describe how clients clip, and their noise. Each field is an option, with its key in docs/config.md.
+    """Describe how clients clip their vectors, and how much noise they add. Each field is an option, with its key in docs/config.md.
 
     Attributes:
         clip: The largest L2 norm of an update.

@@ -19,7 +19,7 @@ secured = partial(option, used=SECURE)
 
 @dataclass(frozen=True)
 class SecureAggregation(Options):
-    """Describe SecAgg+. Most fields are options, with their keys in docs/config.md.
+    """Describe the settings of secure aggregation by SecAgg+. Most fields are options, with their keys in docs/config.md.
 
     Attributes:
         shares: The number of parts into which each client's secrets are split, odd. 0: one part per client of
@@ -28,10 +28,10 @@ class SecureAggregation(Options):
         clipping_range: Values beyond it are cut off. It is in standard deviations for statistics, and in their
             own units for weights.
         quantization_range: The number of bits per value within the clipping range.
-        privacy: The clips, and the noise that clients add before they mask. None: no noise.
+        privacy: The clips, and the noise that clients add before they mask their vectors. None: no noise.
 
     Raises:
-        ValueError: A value is out of range, or two do not fit together.
+        ValueError: A value is out of range, or two values do not fit together.
     """
 
     name: ClassVar[str] = "secure aggregation"

@@ -34,7 +34,7 @@ class ClientNames:
         return self.names[index] if 0 <= index < len(self.names) else ""
 
     def client(self, index: int) -> str:
-        """Return the words for a client: the name of its site, or its number.
+        """Return a client's name for messages: the name of its site, or its number.
 
         >>> ClientNames().client(2), ClientNames(("east", "west")).client(1)
         ('client 2', 'site west')
@@ -42,7 +42,7 @@ class ClientNames:
         return f"site {name}" if (name := self.site(index)) else f"client {index}"
 
     def clients(self, indices: Iterable[int]) -> str:
-        """Return the words for several clients.
+        """Return the names of several clients for messages.
 
         >>> ClientNames().clients([0, 2]), ClientNames(("east", "west")).clients([0, 1])
         ('clients 0, 2', 'sites east, west')
@@ -53,7 +53,7 @@ class ClientNames:
         return f"{what} {', '.join(self.site(index) if named else str(index) for index in some)}"
 
     def node(self, node: int) -> str:
-        """Return the words for a node of Flower: the name of its site, or its id.
+        """Return the name of a Flower node for messages: the name of its site, or its id.
 
         >>> ClientNames(("east", "west"), (17, 4)).node(4), ClientNames().node(4)
         ('site west', 'node 4')

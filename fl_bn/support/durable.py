@@ -111,7 +111,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, 
     Args:
         path: The file.
         tensors: The tensors, by name.
-        about: What the file holds, as metadata.
+        about: Metadata that describe the content of the file.
 
     Raises:
         OSError: The file cannot be written. The former content stays, as for ``write``.
@@ -149,7 +149,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         path: The file.
 
     Returns:
-        The tensors by name, and what the file holds.
+        The tensors by name, and the metadata ``about``.
 
     Raises:
         Damaged: The file is not whole.

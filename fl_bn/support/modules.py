@@ -15,7 +15,7 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _visit(modules: Mapping[str, nn.Module | None], prefix: str, found: dict[nn.Module, str]) -> None:
-    """Add ``modules`` and their parts to ``found``, each after its owner, with its name after ``prefix``."""
+    """Add ``modules`` and all modules in them to ``found``, each with its full name, which begins with ``prefix``."""
     for key, module in modules.items():
         if module is not None and module not in found:
             found[module] = name = prefix + key
