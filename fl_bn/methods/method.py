@@ -301,7 +301,7 @@ class Method:
     def uses_shared(self, rounds: int) -> bool:
         """Return whether the first training batch of the run is normalised with the shared statistics, alone or in a mixture.
 
-        The statistics are then measured on the clients' data before round 1.
+        By default, the statistics are then measured on the clients' data before round 1.
         """
         return self.calibrate or self.starts_constant(rounds)
 
