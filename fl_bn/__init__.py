@@ -71,7 +71,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import a public name on its first use.
 
-    Torch takes seconds to import, and commands such as ``fl-bn start`` do without it.
+    Torch takes seconds to import, and commands such as ``fl-bn start`` do not need it.
     """
     if name == "methods":
         return import_module("fl_bn.methods")

@@ -1,4 +1,4 @@
-"""Conversion of a torch model: its BatchNorm layers become the layers of a method."""
+"""Conversion of a torch model: a method (FedBN, HBN, ...) replaces the model's BatchNorm layers by its own layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAVEL = (torch.float16, torch.float32, torch.float64)
 
 
 def convert(model: nn.Module, method: Method) -> nn.Module:
-    """Copy a model and replace its BatchNorm layers, found by type, by the layers of ``method``.
+    """Copy a model, find its BatchNorm layers by their type, and replace them by the layers of ``method``.
 
     A model that cannot be federated is refused here, before its tensors are averaged wrongly.
 
@@ -37,7 +37,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
     Raises:
         Unconvertible: replacing a layer would change what the network computes, or a tensor cannot be sent in
             a message.
-        UnknownTensor: a norm layer holds a tensor of unknown role.
+        UnknownTensor: a norm layer holds a tensor of which it is unknown whether clients may share it.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -76,7 +76,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
 
 def _check_tensors(model: nn.Module, method: Method) -> None:
-    """Refuse a tensor that must be sent, or kept between rounds, but cannot be.
+    """Refuse a tensor that the method sends or keeps between rounds, but whose dtype or shape does not allow this.
 
     Raises:
         Unconvertible: with the tensor's name and what to do.
@@ -87,7 +87,7 @@ def _check_tensors(model: nn.Module, method: Method) -> None:
             continue
         buffer = role in BUFFER_ROLES.values()
         if state[name].is_complex() and method.shares(role):
-            way = "or state its role, constant or kept, by set_buffer_roles" if buffer else "and take torch.view_as_complex in forward"
+            way = "or state its role, constant or kept, by set_buffer_roles" if buffer else "and call torch.view_as_complex in forward"
             raise Unconvertible(f"{name} is {state[name].dtype}, but only real numbers are averaged: store torch.view_as_real(...), {way}")
         if state[name].is_floating_point() and state[name].dtype not in TRAVEL:
             raise Unconvertible(
@@ -110,7 +110,10 @@ def _check(module: nn.Module, method: Method) -> None:
     if isinstance(module, OwnBatchNorm):
         raise ValueError("the model was converted before: convert the original one")
     if isinstance(module, _BatchNorm) and hasattr(module, "parametrizations"):
-        raise ValueError("it is parametrized, so its scale and shift have no role: remove the parametrization before converting")
+        raise ValueError(
+            "it is parametrized, so a method cannot find its scale and shift: remove the parametrization (torch.nn.utils.parametrize) "
+            "before converting"
+        )
     if isinstance(module, _BatchNorm) and method.layer is None and method.needs_running and module.running_mean is None:
         raise ValueError(
             f"it has no running statistics (track_running_stats=False), but {method.name} freezes them or keeps them at the client: "

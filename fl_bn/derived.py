@@ -4,7 +4,7 @@ This file copies networks with such weights, and recomputes the buffers that fol
 
 Spectral norm divides a weight by its largest singular value. The singular vectors ``u`` and ``v`` are
 buffers, and every training pass improves them by one step of the power iteration. The average of several
-clients' vectors fits neither their weights nor the averaged weight, so the server computes them anew.
+clients' vectors does not belong to the averaged weight, so the server computes the vectors anew.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def to_pickle(model: nn.Module) -> nn.Module:
     """Return ``model`` in a form that can be pickled.
 
     Returns:
-        ``model`` itself, or a copy if it has parametrized layers: torch makes their classes at run time, and
-        refuses to pickle them. ``from_pickle`` is the inverse.
+        ``model`` itself if no layer is parametrized. Otherwise a copy whose parametrized layers have their original
+        classes again, because torch refuses to pickle the classes that it made. ``from_pickle`` is the inverse.
     """
     if not any(map(is_parametrized, model.modules())):
         return model
@@ -88,7 +88,7 @@ def to_pickle(model: nn.Module) -> nn.Module:
 
 
 def from_pickle(model: nn.Module) -> nn.Module:
-    """Restore, in place, the classes of parametrized layers that ``to_pickle`` removed.
+    """Give parametrized layers of ``model``, in place, the classes back that ``to_pickle`` replaced.
 
     Returns:
         ``model``.
@@ -119,7 +119,7 @@ def results(module: nn.Module) -> frozenset[str]:
 
 @torch.no_grad()
 def recompute(model: nn.Module) -> None:
-    """Compute, in place, the buffers of role RECOMPUTED from the present weights of ``model``."""
+    """Compute anew, in place, the buffers of ``model`` that follow from its weights (``Role.RECOMPUTED``)."""
     role = roles(model)
     for path, module in model.named_modules():
 
@@ -151,7 +151,7 @@ def _given_to(chain: ParametrizationList, place: int) -> Tensor:
 
 
 def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
-    """Run the power iteration from ``u`` and ``v``, in place, until they no longer change."""
+    """Run the power iteration from ``u`` and ``v``, in place, until ``u`` no longer changes, or for ``MOST_STEPS`` steps."""
     still = 8 * torch.finfo(weight.dtype).eps
     for _ in range(MOST_STEPS):
         before = u.clone()
@@ -162,9 +162,9 @@ def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
 
 
 def _quantise(module: Any) -> None:
-    """Compute, in place, scale and zero point of a FakeQuantize from the extremes of its observer.
+    """Compute, in place, scale and zero point of a FakeQuantize from the minimum and maximum that its observer has seen.
 
-    Before the observer's first batch there are no extremes, and nothing changes.
+    Before the observer's first batch nothing changes.
     """
     observer = module.activation_post_process
     if observer.min_val.numel() and bool((observer.min_val <= observer.max_val).all()):
@@ -175,7 +175,7 @@ def _quantise(module: Any) -> None:
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool = False) -> None:
-    """Load tensors into ``model`` by ``load_state_dict``, and state the version that ``model``'s own state_dict has.
+    """Load tensors into ``model`` by ``load_state_dict``, with the format version of ``model``'s own state_dict.
 
     A module that can read older formats looks for the version in the state_dict. Some modules refuse a
     state_dict without a version (torchvision's MNASNet).

@@ -34,10 +34,10 @@ Affine = tuple[Tensor | None, Tensor | None]
 
 
 def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Mix the moments of a batch and the shared ones (HBN, equation 9).
+    """Mix the moments of a batch with the statistics that all clients share (HBN, equation 9).
 
     Args:
-        mix_C: weight of the batch, from 0 to 1.
+        mix_C: weight of the batch (C,), from 0 to 1.
         shared: shared mean and variance, (C,) each.
         batch: mean and variance of the batch, (C,) each.
 
@@ -48,15 +48,15 @@ def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) ->
 
 
 def normalise(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
-    """Normalise a batch with the mixture of its own moments and the shared ones, on torch's fused kernels.
+    """Normalise a batch with the mixture of its own moments and the shared statistics, by torch's fused kernels.
 
-    All tensors but ``x`` have one dtype, float32 or float64. The gradient for ``x`` takes into account that
-    ``batch`` depends on ``x``. It can be differentiated again. Inside ``torch.func`` and ``torch.compile`` use ``plain`` instead.
+    All tensors but ``x`` have one dtype, float32 or float64. The gradient for ``x`` takes into account that ``batch``
+    depends on ``x``. Second derivatives are possible. Inside ``torch.func`` and ``torch.compile`` use ``plain`` instead.
 
     Args:
         x: a batch (B, C, *).
         affine: weight and bias, (C,) each, or None.
-        logit_C: mixing logits, before the sigmoid.
+        logit_C: mixing logits (C,), before the sigmoid.
         shared: shared mean and variance, (C,) each.
         batch: mean and biased variance of ``x``, (C,) each, detached from autograd's graph.
         eps: added to the variance before the square root.
@@ -70,12 +70,12 @@ def normalise(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tenso
 def plain(x: Tensor, affine: Affine, logit_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor], eps: float) -> Tensor:
     """Compute the same as ``normalise``, in plain operations that torch can trace and differentiate.
 
-    ``torch.func``, ``torch.compile`` and second derivatives need this.
+    ``torch.func``, ``torch.compile`` and second derivatives need this function.
 
     Args:
         x: a batch (B, C, *).
         affine: weight and bias, (C,) each, or None.
-        logit_C: mixing logits, before the sigmoid.
+        logit_C: mixing logits (C,), before the sigmoid.
         shared: shared mean and variance, (C,) each.
         batch: mean and biased variance of ``x``, (C,) each, still in autograd's graph.
         eps: added to the variance before the square root.

@@ -1,8 +1,8 @@
 """Kinds of BatchNorm layers that do more than torch's, and the submodules that each calls on its output.
 
-A method's layer calls the same submodules. A subclass of torch's BatchNorm with a forward of its own may do
-anything, so it is refused until a user describes it by ``register_batch_norm``. This file describes timm's
-layers, which call a dropout and an activation.
+If a method replaces such a layer, the new layer calls the same submodules. A subclass of torch's BatchNorm with
+a forward of its own may do anything. So it is refused until a user describes it by ``register_batch_norm``. This
+file describes timm's layers, which call a dropout and an activation.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """BatchNorm layers, one small class for each way of normalising a training batch. In evaluation all are plain BatchNorm.
 
 A layer of this project is a subclass of the torch layer that it replaces. So a user's ``isinstance(layer,
-nn.BatchNorm2d)`` is true, and its tensors have torch's names. A layer itself stores whether its statistics
-are frozen, and who observes its inputs. It uses neither its mode nor a hook for that, so a training loop
-cannot undo it.
+nn.BatchNorm2d)`` is true, and its tensors have torch's names. A layer stores in attributes of its own whether
+its statistics are frozen, and which observer records its inputs. Neither depends on the layer's mode or on a
+hook, so a training loop cannot undo them.
 
-All layers take inputs of 1, 2 or 3 spatial dimensions, with channels at dimension 1.
+The layers take inputs of 0 to 3 spatial dimensions, as the replaced layer does, with channels at dimension 1.
+Group and instance normalisation, which methods compare with, are made here, too.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Unconvertible(ValueError):
 
 
 class Composed(nn.Module):
-    """Base of the classes that ``composed`` combines with the class of a replaced layer. Abstract.
+    """Abstract base of layers whose class ``composed`` makes at run time, from a way of computing and the replaced layer's class.
 
     Attributes:
         way: the first base class, which decides how the layer computes.
@@ -90,7 +91,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
     @property
     def training(self) -> bool:
-        """Tell whether the layer normalises as in training. It never does while it is frozen."""
+        """Return whether the layer normalises as in training. A frozen layer never does."""
         return bool(self.__dict__["training"]) and not self.frozen
 
     @training.setter
@@ -120,7 +121,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
 
 class FrozenBatchNorm(OwnBatchNorm):
-    """Normalise as in evaluation, always, in place of a BatchNorm layer of torch or of a user. See ``freeze_statistics``."""
+    """Normalise as in evaluation, even in training mode. ``freeze_statistics`` gives this class to BatchNorm layers of torch or a user."""
 
     frozen = True
 
@@ -156,7 +157,7 @@ class _SharedNorm(OwnBatchNorm):
 
     @property
     def held(self) -> bool:
-        """Tell whether the layer's owner has frozen its affine parameters. The shared statistics are then frozen, too."""
+        """Return whether the layer's owner has frozen its affine parameters. Its running statistics are then frozen, too."""
         own = [p for p in (self.weight, self.bias) if p is not None]
         return bool(own) and not any(p.requires_grad for p in own)
 
@@ -175,7 +176,7 @@ class _SharedNorm(OwnBatchNorm):
         """Check that ``x`` has shape (B, C, *), with this layer's number of channels and of dimensions.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: ``x`` has another shape.
         """
         if x.dim() < 2 or x.shape[1] != self.num_features or (self.spatial and x.dim() - 2 not in self.spatial):
             wanted = " or ".join(f"(B, {self.num_features}{', *' * d})" for d in self.spatial or (0, 1, 2, 3))
@@ -209,10 +210,10 @@ class HybridBatchNorm(_SharedNorm):
 
     In training, ``mean = a * batch + (1 - a) * shared`` with ``a = sigmoid(mixing_logit)``, and the same for
     the (biased) variance. Gradients flow through the batch statistics and ``a``. In evaluation the layer uses
-    the shared statistics alone. With ``a = 1`` it is ``nn.BatchNorm`` in training, with ``a = 0`` a frozen
-    layer.
+    the shared statistics alone. In training, the layer is BatchNorm if ``a = 1``, and a frozen BatchNorm if
+    ``a = 0``.
 
-    Symbols: distribution factor -> sigmoid(mixing_logit).
+    The paper's distribution factor is ``sigmoid(mixing_logit)``.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -266,13 +267,13 @@ class HybridBatchNorm(_SharedNorm):
         return (plain if transformed else normalise)(x, (weight, bias), logit, (mean, var), batch, self.eps)
 
     def _own(self) -> list[Any]:
-        """Return weight, bias, mixing logit, running mean and variance. This is faster than reading a Module's attributes."""
+        """Return weight, bias, mixing logit, running mean and running variance, faster than by reading the module's attributes."""
         tensors = {**self._parameters, **self._buffers}
         return [tensors[name] if name in tensors else getattr(self, name) for name in _OWN]
 
     @torch.no_grad()
     def normaliser(self, batch: Moments) -> Moments:
-        """Return the mean and variance that normalise a training batch with the moments ``batch`` (equation 9)."""
+        """Return the mean and variance by which this layer normalises a training batch whose moments are ``batch`` (equation 9)."""
         shared = (self.running_mean.double(), self.running_var.double())
         return Moments(batch.count, *mixture(torch.sigmoid(self.mixing_logit.double()), shared, (batch.mean, batch.var)))
 
@@ -293,13 +294,13 @@ class InstanceNorm(nn.GroupNorm):
         if x.dim() < 3 or x[0, 0].numel() < 2:
             raise ValueError(
                 f"instance normalisation of an input {tuple(x.shape)} has one value per instance and channel, "
-                "so every output would be the bias: use gn or ln for layers after a linear layer"
+                "so every output would be the bias: use method 'gn' or 'ln' for a model with BatchNorm after a linear layer"
             )
         return super().forward(x)
 
 
 class Followed(Composed):
-    """Call submodules on the output of a layer of any kind.
+    """Compute a layer of any kind, then call submodules on its output, such as an activation.
 
     Attributes:
         then: names of the submodules, in this order.
@@ -402,7 +403,7 @@ def mixes_samples(layer: _BatchNorm) -> bool:
 
 
 def inputs(layer: nn.Module, seen: Moments) -> Moments:
-    """Return the moments of a layer's input unchanged, whatever the layer normalises with."""
+    """Return ``seen``, the moments of a layer's input, unchanged. ``observe`` records these by default."""
     return seen
 
 
@@ -423,7 +424,7 @@ def in_backward() -> bool:
 
 
 def always(layer: nn.Module, x: Tensor) -> bool:
-    """Return True: every forward pass counts."""
+    """Return True, so that ``observe`` records every forward pass."""
     return True
 
 
@@ -444,7 +445,7 @@ def eagerly(function: F_) -> F_:
 
 
 class Observation:
-    """Record the inputs of one layer. Copying or pickling the layer leaves its observer out."""
+    """Record the moments of one layer's inputs. A copied or pickled layer has no observer."""
 
     def __init__(
         self,
@@ -455,15 +456,15 @@ class Observation:
         """Make the observer of one layer.
 
         Args:
-            record: ``(layer, moments)``, called for every input that counts.
+            record: ``(layer, moments)``, called for every input for which ``counts`` returns True.
             counts: ``(layer, x) -> bool``, whether an input is recorded.
-            outer: the layer's previous observer, which still sees every input. None: it had none.
+            outer: the layer's previous observer, which still sees every input. None: there was none.
         """
         self._record, self._counts, self._outer = record, counts, outer
 
     @eagerly
     def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
-        """Record the input ``x`` (B, C, *), if its pass counts.
+        """Record the moments of the input ``x`` (B, C, *), if ``counts`` returns True for it.
 
         Args:
             layer: the layer.
@@ -498,13 +499,13 @@ def observe(
 ) -> Iterator[dict[str, list[Moments]]]:
     """Record the moments of every BatchNorm layer's input during the ``with`` block.
 
-    Layers that their owner keeps in evaluation mode (``modes.held_layers``) are left out. Layers of this
+    Layers whose statistics their owner has frozen (``modes.held_layers``) are left out. Layers of this
     project call their observer. Torch's own layers get hooks for the block. A compiled network does not call
     such hooks. ``pooled`` combines the result.
 
     Args:
         model: the network.
-        measure: ``(layer, moments of the input) -> moments`` to record.
+        measure: ``(layer, moments of the input) -> moments``, returns the moments to record.
         counts: ``(layer, x) -> bool``, whether a pass is recorded.
 
     Yields:

@@ -40,14 +40,14 @@ def train_mode(model: nn.Module) -> None:
 
 
 def _trains_as_torch(modules: Iterable[nn.Module]) -> bool:
-    """Tell whether no module has a ``train()`` of its own: then ``train()`` puts every part into training mode."""
+    """Return whether every module uses torch's own ``train()``, which puts all parts into training mode."""
     return all(type(module).train is nn.Module.train and "train" not in vars(module) for module in modules)
 
 
 def frozen_affine(model: nn.Module) -> set[str]:
-    """Return the names of this project's BatchNorm layers whose affine parameters the owner of ``model`` has frozen.
+    """Return the names of the FBN, HBN and Static BN layers whose affine parameters the owner of ``model`` has frozen.
 
-    The shared statistics are frozen with them.
+    The running statistics of these layers count as frozen, too.
     """
     return {name for name, layer in named_modules(model).items() if isinstance(layer, _BatchNorm) and getattr(layer, "held", False)}
 
@@ -55,7 +55,7 @@ def frozen_affine(model: nn.Module) -> set[str]:
 def held_layers(model: nn.Module) -> set[str]:
     """Return the names of the BatchNorm layers whose statistics the owner of ``model`` has frozen.
 
-    These are the layers that stay in evaluation mode while the model trains, and the layers that ``frozen_affine`` returns.
+    They are the layers that stay in evaluation mode while the model trains, and the layers of ``frozen_affine``.
     ``model`` is not changed.
     """
     modules = named_modules(model)

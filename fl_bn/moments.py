@@ -1,4 +1,4 @@
-"""Moments: the sufficient statistic of every method, and the two rules that combine it.
+"""Moments (count, mean and variance per channel), which every method works with, and the rules that combine them.
 
 ``pool`` is the law of total variance. ``ema`` is BatchNorm's running update. FBN's Algorithm 2 is
 ``ema(shared, pool(moments of the training batches), momentum)``. HBN's equations 8 and 11 have the same form,
@@ -34,8 +34,8 @@ def weighted_mean(values: Tensor, counts: Tensor) -> Tensor:
 def bounds(dtype: torch.dtype) -> tuple[float, float]:
     """Return the largest mean and the largest variance that a client may report in ``dtype``.
 
-    The variance of two clients' union contains the squared distance of their means. Within these bounds it
-    does not overflow.
+    The variance of two clients' pooled data contains the squared distance of the clients' means. Within these
+    bounds that variance does not overflow.
 
     Returns:
         The bound on a mean's absolute value, and the bound on a variance.
@@ -134,7 +134,7 @@ def stack(parts: Sequence[Moments]) -> tuple[Tensor, Tensor, Tensor]:
     """
     parts = [part for part in parts if part.count > 0]
     if not parts:
-        raise ValueError("no moments to combine: every part has count 0")
+        raise ValueError("no moments to combine: expected a client or batch with at least one value, but all have count 0")
     counts = torch.tensor([part.count for part in parts], dtype=torch.float64, device=parts[0].mean.device)
     return torch.stack([p.mean for p in parts]).double(), torch.stack([p.var for p in parts]).double(), counts
 

@@ -23,8 +23,8 @@ The run config's keys are collected from registries, dicts from name to construc
 ``OBJECTIVES``, ``SERVER_OPTIMIZERS``), and from the values that every run has: local training, rounds,
 exchange, secure aggregation (``fl_bn.run.run_keys.VALUES``).
 
-A constructor's default changes nothing unless the caller asks for it. A run config's default is chosen to
-train well. If the two differ, ``option(..., run=...)`` states the run config's default:
+A constructor's default is neutral, such as a decay of 1. A run config's default is chosen to train well. If the
+two differ, ``option(..., run=...)`` states the run config's default:
 
 >>> @dataclass(frozen=True)
 ... class Schedule(Options):
@@ -54,7 +54,7 @@ Value = str | int | float | bool
 Values = str | Collection[str]
 LARGEST = 3.4e38  # the largest number of float32, rounded down
 OPTION = "option"  # the key under which a dataclass field's metadata hold its ``Option``
-REQUIRED = MISSING  # as an option's default: the constructor has none, only the run config has
+REQUIRED = MISSING  # an option's default that says: the constructor has no default, only the run config has one
 P = ParamSpec("P")
 T = TypeVar("T")
 Chosen = TypeVar("Chosen", bound="Options")
@@ -62,7 +62,7 @@ Chosen = TypeVar("Chosen", bound="Options")
 
 @dataclass(frozen=True)
 class Used:
-    """Condition under which an option has an effect. If it is not met, a value for the option is refused.
+    """Describe when an option has an effect. If the condition is not met, a value for the option is refused.
 
     Attributes:
         where: The condition in words that can follow "only".
@@ -204,7 +204,7 @@ CONTROL = re.compile("[\\x00-\\x1f\\x7f\\ud800-\\udfff]")
 
 
 def _unfit(value: Any, kind: type) -> str:
-    """Return what a value must be so that it can be written to a file and sent; empty if the value is that already."""
+    """Return the form that ``value`` lacks to fit into files and messages, such as "a finite number". Empty: the value fits."""
     if kind is float and not abs(value) <= LARGEST:
         return "a finite number"
     if kind is int and not -(2**63) <= value < 2**63:
@@ -215,7 +215,7 @@ def _unfit(value: Any, kind: type) -> str:
 
 
 def _out_of_range(called: str, value: object, values: Values, help: str, like: Collection[str] = ()) -> str:
-    """Return the message for a value out of range. It repeats the special values, which the option's help lists after "; "."""
+    """Return the message for a value out of range. It repeats the special values, which the option's help lists after a semicolon."""
     if not isinstance(values, str):
         return expected(called, value, values)
     wrong = next((part for part in names_of(value) if part not in like), "") if isinstance(value, str) else ""
@@ -226,7 +226,7 @@ def _out_of_range(called: str, value: object, values: Values, help: str, like: C
 
 @dataclass(frozen=True)
 class Option:
-    """Hold the arguments of ``option``."""
+    """Hold one option: the arguments of ``option``, with a ``test`` of the allowed values in place of ``check``."""
 
     default: Any
     help: str
@@ -262,16 +262,14 @@ class Option:
         return "; ".join([what + unit + symbol, *special])
 
     def check(self, called: str, value: object) -> None:
-        """Check a field's value.
-
-        If the field is read from its key's text (``read``), its class checks it instead.
+        """Check a field's value. A field with a ``read`` function is not checked here, but by its class.
 
         Args:
             called: The option's name in errors.
             value: The field's value.
 
         Raises:
-            ValueError: It is of another type, or out of range.
+            ValueError: The value is of another type, or out of range.
         """
         if self.read is not None or (value is None and self.default is None):
             return
@@ -303,7 +301,7 @@ class Option:
 
     @property
     def left_out(self) -> str:
-        """Return, in words, the value that is used if the option is not given."""
+        """Return, in words, which value is used if the option is not given."""
         return self.otherwise or _shown(self.default)
 
 
@@ -337,7 +335,7 @@ def option(
         key: The run-config key. Default: the class's prefix and the field's name.
         unset: The key's value that stands for the constructor's default, as None does in code: a run config
             has no None.
-        otherwise: What holds if the option is unset, in words. Empty: the constructor's default.
+        otherwise: In words, which value is used if the option is unset. Empty: the constructor's default.
         like: Names that may be part of a text, for "did you mean".
         used: The condition under which the option has an effect. None: whenever its class is used.
         run: The run config's default, if it is not the constructor's.
@@ -375,7 +373,7 @@ def shared(kind: type, name: str, default: Any, read: Callable[[Any], Any] | Non
 
 
 def declared(kind: type, name: str) -> Any:
-    """Return the run config's field for an option that another class declares, with the run config's default.
+    """Return a field of the run config for an option that another class declares, with the run config's default.
 
     Args:
         kind: The class that declares the option.
@@ -509,7 +507,7 @@ def same_key(*keys: Key) -> None:
 
 
 def _help(specs: Mapping[str, Option], everyone: bool) -> str:
-    """Return the help text of one key: what it means for each constructor, without repeating equal meanings.
+    """Return the help text of one key: its meaning for each constructor, without repeating equal meanings.
 
     Args:
         specs: Name of a constructor -> its option.

@@ -1,7 +1,7 @@
-"""Roles: the part that each tensor of a model plays. The type of its module decides it, never its name.
+"""Roles: the part that each tensor of a model plays, such as weight, statistic or counter.
 
-A test by name ("bn" in key) misses BatchNorm inside ``nn.Sequential`` and torchvision's ``downsample.1``. It
-silently turns FedBN into FedAvg.
+The type of the tensor's module decides the role, never the tensor's name. A test by name ("bn" in key) misses
+BatchNorm inside ``nn.Sequential`` and torchvision's ``downsample.1``, and so silently turns FedBN into FedAvg.
 
 A buffer that is no statistic has one of four roles: shared, kept, recomputed or constant. The buffers of known
 kinds of modules have a default role. Any other floating-point buffer is shared. ``set_buffer_roles`` states another role.
@@ -78,7 +78,7 @@ _NORM_TENSORS = {
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
-    """Return the role of every tensor in ``model.state_dict()``, in its order.
+    """Return the role of every tensor in ``model.state_dict()``, by name and in the order of the state_dict.
 
     Raises:
         UnknownTensor: a norm layer holds a tensor that neither torch nor this project defines.
@@ -95,7 +95,10 @@ def roles(model: nn.Module) -> dict[str, Role]:
             role[prefix + key] = _role(module, prefix + key, key, tensor, key in parameters)
     names = list(model.state_dict())
     if missing := [name for name in names if name not in role]:
-        raise ValueError(f"state_dict entries {missing} belong to no parameter or buffer, so they have no role")
+        raise ValueError(
+            f"every entry of the state_dict must be a parameter or a buffer, but {missing} are neither: register them as buffers, or "
+            "leave them out of the state_dict"
+        )
     return {name: role[name] for name in names}
 
 
@@ -154,7 +157,7 @@ def fake_quantizes(module: nn.Module) -> bool:
 def observes(module: nn.Module) -> bool:
     """Return whether ``module`` is an observer or a FakeQuantize of torch.ao.
 
-    Its minimum and maximum are infinite until the first batch.
+    The minimum and maximum in such a module are infinite until the first batch.
     """
     quantization = sys.modules.get("torch.ao.quantization")
     return quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase))
@@ -236,7 +239,7 @@ def parse_buffer_roles(text: str) -> dict[str, str]:
 def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
     """Yield name, module, key and tensor of every buffer whose role a user may state.
 
-    These are all buffers of the state_dict but the statistics and counters of norm layers.
+    These are all buffers of the state_dict except the statistics and counters of norm layers.
     """
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -247,9 +250,8 @@ def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tenso
 def state_constants(model: nn.Module) -> None:
     """Give the role CONSTANT, in place, to buffers that hold infinity or NaN, such as an attention mask of -inf.
 
-    Training does not produce such numbers, so such a buffer must not be averaged. Two kinds of buffers keep their
-    role: those with a known or stated role, and those of torch.ao's observers, which are infinite only until the
-    first batch.
+    Training does not produce such numbers, so these buffers must not be averaged. Buffers with a known or stated role
+    keep it. So do the buffers of torch.ao's observers, which are infinite only until the first batch.
     """
     for _, module, key, tensor in _free_buffers(model):
         known = key in vars(module).get(STATED, {}) or _known(module, key) is not None or observes(module)
@@ -281,13 +283,11 @@ def _some(names: list[str], most: int = 8) -> str:
 
 
 def inputs_like(model: nn.Module) -> Tensor:
-    """Return a tensor that has the device and the dtype that ``model`` expects of its inputs.
-
-    Integer and complex parameters give no hint of the inputs.
+    """Return a tensor of the device and the dtype that ``model`` expects of its inputs. Its values mean nothing.
 
     Returns:
-        The first floating-point parameter, else the first floating-point buffer. Without either, an empty
-        tensor of torch's default dtype.
+        The first floating-point parameter, else the first floating-point buffer. Without either, an empty tensor of
+        torch's default dtype, since integer and complex tensors do not tell the dtype of the inputs.
     """
     first = None
     for tensor in chain(model.parameters(), model.buffers()):
@@ -300,10 +300,10 @@ def inputs_like(model: nn.Module) -> Tensor:
 def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of ``model`` that look like norm layers but are of no known type, by name.
 
-    Their tensors are shared like those of any other layer. A layer looks like a norm layer if it owns
-    ``running_mean`` and ``running_var``, or if it owns parameters and its class has "norm" in its name.
-    Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded. Only messages use this: no
-    tensor's role depends on it.
+    Their tensors are shared like those of any other layer. A layer that owns ``running_mean`` and ``running_var`` looks
+    like a norm layer. So does a layer that owns parameters and whose class has "norm" in its name.
+    Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded. The result is used for messages
+    only: no tensor's role depends on it.
     """
     return {name: module for name, module in model.named_modules() if not isinstance(module, NORM_LAYERS) and _looks_like_norm(module)}
 

@@ -187,7 +187,7 @@ def test_a_model_that_is_a_norm_layer_and_a_layer_used_twice(name: str) -> None:
 
 def test_instance_normalisation_after_a_linear_layer_is_refused_at_the_first_batch() -> None:
     model = convert(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), METHODS["in"]())
-    with pytest.raises(ValueError, match="use gn or ln for layers after a linear layer"):
+    with pytest.raises(ValueError, match="use method 'gn' or 'ln' for a model with BatchNorm after a linear layer"):
         model(torch.randn(5, 3))
 
 

@@ -37,7 +37,7 @@ def make_app(folder: Path | None = None) -> ServerApp:
 
 
 def in_a_sentence(record: logging.LogRecord) -> bool:
-    """Remove Flower's traceback from the log of an error that is a sentence for the user. Return True: log every record."""
+    """Remove the traceback from the log record of an error whose message is for the user. Return True, so that all are logged."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, RunFailed | ConfigError):
         record.msg, record.args, record.exc_info = "the run ended: %s", (error,), None

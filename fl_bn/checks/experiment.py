@@ -26,7 +26,7 @@ def run_config(values: Mapping[str, Any]) -> tuple[Finding, RunConfig | None]:
     """Check the run config of ``values``.
 
     Returns:
-        The finding, and the run config. None instead of the run config if it is wrong.
+        The finding, and the run config. If the run config is wrong, None in its place.
     """
     from fl_bn.run.config import ConfigError, RunConfig
 
@@ -58,7 +58,7 @@ def model_layers(config: RunConfig) -> Finding:
         return Finding("fail", "model", f"{text}; {reason_without}", "choose a model with BatchNorm, or method='fedavg'")
     if not has_batch_norm(source):
         text = f"{text}; this model has no BatchNorm layer"
-        return Finding("warn", "model", text, f"choose a model with BatchNorm, or know that method={config.method} is plain averaging here")
+        return Finding("warn", "model", text, f"choose a model with BatchNorm, or accept that {config.method} is plain averaging here")
     return Finding("ok", "model", text)
 
 
@@ -88,7 +88,7 @@ def run_data(config: RunConfig) -> Finding:
 
 
 def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the keys that a run needs to take this site's own data as they are.
+    """Add run-config keys that describe this site's own data: classes, channels and image size, and for tables also the columns.
 
     Args:
         node: The site's node config.
@@ -153,16 +153,16 @@ def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Itera
 
 
 def as_the_app(node: Mapping[str, Any]) -> None:
-    """Let this process call the same functions that the app may call on a machine with node config ``node``."""
+    """Allow this process to call the users' functions that the app may call on a machine with node config ``node``."""
     from fl_bn.run.assembly import allow_modules
 
     allow_modules(Path(__file__).parents[2], node)
 
 
 def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Samples, tuple[int, ...]]:
-    """Return the samples as the ClientApp takes them.
+    """Return the training samples, the test samples and the samples per class, as the ClientApp takes them.
 
-    A site without data of its own takes the share of client 0, since the server tells it its own index only in a run.
+    A site without data of its own takes the share of client 0, because only the server of a run knows the site's index.
     """
     from fl_bn.run.assembly import OwnData, client_samples, partition_of
 
@@ -183,7 +183,7 @@ def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, ru
     """
     held = ", ".join(f"{label}: {count}" for label, count in enumerate(counts) if count)
     missing = [str(label) for label, count in enumerate(counts) if not count]
-    whose = f"own data ({own})" if own else f"no data of its own: a rehearsal with its share of the run's {run}"
+    whose = f"own data ({own})" if own else f"no data of its own, so this checks a client's share of the run's {run}"
     text = f"{whose}; {len(train)} training and {len(test)} test samples {tuple(train.x.shape[1:])}"
     text += f"; training samples per class {held}" if counts else ""
     text += f"; none of {', '.join(missing)}" if missing else ""

@@ -26,7 +26,7 @@ def guard_each(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Fi
 
 
 def reason(error: Exception) -> str:
-    """Return the text of ``error``; for an OSError without its number, but with the name of the file if it has one."""
+    """Return the text of ``error``. For an OSError, leave out the error number, and name the file if there is one."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__

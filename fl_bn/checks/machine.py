@@ -28,7 +28,7 @@ def python() -> Finding:
 
     needed, here = SpecifierSet(metadata("fl-bn")["Requires-Python"]), platform.python_version()
     if not needed.contains(here, prereleases=True):
-        return Finding("fail", "python", f"this is Python {here}, but fl-bn needs {needed}", "make the environment anew with such a Python")
+        return Finding("fail", "python", f"this is Python {here}, but fl-bn needs {needed}", f"make a new environment with Python {needed}")
     return Finding("ok", "python", f"{here} (needed: {needed})")
 
 
@@ -62,7 +62,7 @@ def _contains(needed: str, here: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _requirement(name: str) -> str:
-    """Return what fl-bn or its extra ``deployment`` requires of ``name``, e.g. ``>=1.25,<1.26``; empty: any version."""
+    """Return the versions of ``name`` that fl-bn or its extra ``deployment`` requires, e.g. ``>=1.25,<1.26``; empty: any version."""
     from packaging.requirements import Requirement
 
     stated = [Requirement(line) for line in requires("fl-bn") or ()]

@@ -1,4 +1,4 @@
-"""The operation behind FedTAN, for all carriers: ``exchange(key, local, count)`` returns averages over the cohort.
+"""The operation behind FedTAN: ``exchange(key, local, count)`` returns averages over the cohort. All carriers offer it.
 
 Algorithms 2 and 3 of the paper both average a vector over the cohort. The forward pass averages the moments
 of a layer's input. The backward pass averages the gradients of the loss by these moments.
@@ -26,7 +26,7 @@ class Refused(ValueError):
 
 
 class Quantity(Enum):
-    """Name the kinds of vectors. The kind decides a vector's length, for a layer of C channels, and the weights of its average."""
+    """Name the kinds of vectors that clients average. The kind decides a vector's length and the weights of the average."""
 
     MEAN = "mean"  # (C,) means, averaged with the numbers of activations as weights
     VARIANCE = "variance"  # (C,) variances about the cohort's mean, averaged in the same way
@@ -53,7 +53,7 @@ class Key(NamedTuple):
     call: int = 0
 
     def __str__(self) -> str:
-        """Describe the exchange in one short line for the log, even if a client sent a long or unprintable layer name."""
+        """Describe the exchange in one short line for the log. A long or unprintable layer name is cut and quoted."""
         name = self.layer if self.layer.isprintable() and len(self.layer) <= 80 else repr(self.layer[:60]) + " ..."
         return f"{name or 'the model'} ({self.quantity.value}{f', call {self.call + 1}' if self.call else ''})"
 

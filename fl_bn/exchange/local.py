@@ -37,14 +37,14 @@ def too_many(clients: int, model: nn.Module) -> str:
 
 
 def admit(session: Session) -> dict[int, str]:
-    """Make a token for each client of ``session``. ``LocalExchange`` finds the session by its client's token."""
+    """Make a token for each client of ``session``, by client. ``LocalExchange`` finds the session by its client's token."""
     tokens = {client: secrets.token_hex(16) for client in session.active}
     _sessions.update({token: (session, client) for client, token in tokens.items()})
     return tokens
 
 
 def end_task(token: str, error: str) -> None:
-    """Record that the task of ``token``'s client has ended, so that no other client waits for it.
+    """Record that the task of the client with this token has ended, so that no other client waits for it.
 
     Args:
         token: the client's token, from ``admit``.
@@ -128,7 +128,7 @@ class Turns:
             index: the number of the calling task.
 
         Raises:
-            ExchangeFailed: every other task is waiting, too, so none could go on.
+            ExchangeFailed: every other task is waiting, too, so no task could go on.
         """
         before = _generators()
         self._waiting.append(index)
@@ -137,7 +137,7 @@ class Turns:
         self._waiting.remove(index)
         _set_generators(before)
         if self._stuck:
-            raise ExchangeFailed("every client waits for another client, so none can go on: do all run the same model?")
+            raise ExchangeFailed("every client waits for another client, so no client can go on: do all run the same model?")
 
     def ready(self, index: int) -> None:
         """Mark the waiting task ``index`` as able to go on. It runs when its turn comes."""
@@ -166,7 +166,14 @@ def _set_generators(states: tuple[Tensor, list[Tensor]]) -> None:
 class LocalExchange:
     """Take part in a layer-wise exchange as one client, with the cohort's other clients in the same process.
 
-    Call it to average a vector over the cohort. While it waits, the other clients run.
+    A call averages a vector over the cohort. While the call waits, the other clients run.
+
+    Args:
+        token: the client's token for this round, from ``admit``.
+        batch: the number of samples in the client's batch.
+
+    Raises:
+        ExchangeFailed: the token is unknown, or the thread was not started by ``Turns.run``.
     """
 
     def __init__(self, token: str, batch: int) -> None:

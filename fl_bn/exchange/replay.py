@@ -1,8 +1,8 @@
 """The exchange by replay: a client computes its round again from the start whenever a new answer has come.
 
-The server sends all answers so far, the transcript. The client uses them in order, and stops where it needs
-one more. Every repetition has the same batch and the same random numbers, so it reaches the same point.
-Nothing waits between messages, so any cohort size works.
+The server sends all answers so far, the transcript. The client uses them in order, and stops where it needs an
+answer that has not come yet. Every repetition has the same batch and the same random numbers, so it reaches the
+same point. No process waits between messages, so any cohort size works.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Unanswered(Exception):
 
 
 class ReplayExchange:
-    """Give the answers of a transcript in order, and raise ``Unanswered`` at its end."""
+    """Take part in a layer-wise exchange as one client: return a transcript's answers in order, and raise ``Unanswered`` at its end."""
 
     def __init__(self, transcript: Sequence[tuple[Key, Answer]], batch: int) -> None:
         self.batch, self.seconds = batch, 0.0

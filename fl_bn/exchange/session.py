@@ -51,7 +51,7 @@ class Traffic:
 
 
 def reduce(requests: list[Local], batches: list[int], average: Average = weighted_mean) -> torch.Tensor:
-    """Combine the clients' vectors for one key.
+    """Combine the clients' vectors of one exchange.
 
     Args:
         requests: the clients' requests, in client order.
@@ -96,11 +96,11 @@ class Session:
         policy: what happens when a client is dropped. ``abort`` fails the round for all clients. ``shrink``
             goes on with the other clients.
         deadline: seconds after which a client is late with a vector.
-        join_deadline: seconds after the last client joined, after which the missing clients are late.
+        join_deadline: seconds after the latest join, after which the clients that have not joined are late.
         samples: each client's number of samples, by client. A client's batch may not be larger.
         believing: whether to use the counts and batch sizes that clients report. False: every client gets the
-            median client's, so that under a defence no client decides its own weight.
-        given_up: the end of the log's message if the exchange fails for all clients.
+            median client's numbers, so that under a defence no client decides its own weight.
+        given_up: the last sentence of the log's message if the exchange fails for all clients.
         called: gives the clients' names for the log.
     """
 
@@ -136,7 +136,7 @@ class Session:
         self._lock = threading.RLock()
 
     def out(self, client: int) -> str:
-        """Return why ``client`` gets no further answers. Empty if it may get one."""
+        """Return why ``client`` gets no further answers. Empty if the client may get further ones."""
         with self._lock:
             return self._over or ("" if client in self.active else self.dropped.get(client, "this client takes no part in the round"))
 
@@ -178,7 +178,7 @@ class Session:
 
         Args:
             client: the client.
-            reason: why the client left early. It is then dropped. Empty: the client has finished.
+            reason: why the client left early, in which case it is dropped. Empty: the client has finished.
         """
         with self._lock:
             if reason:
@@ -240,7 +240,8 @@ class Session:
             raise Refused(f"the client sent its values of {key} before it had joined the round")
         if (layer := self.layers.get(key.layer)) is None:
             raise Refused(
-                f"{key}: the server's model has no such BatchNorm layer; it has {len(self.layers)} ({', '.join(list(self.layers)[:3])} ...)"
+                f"{key}: the server's model has no such BatchNorm layer; it has {len(self.layers)} ({', '.join(list(self.layers)[:3])} "
+                "...): does the client run the same model and version?"
             )
         expected = (key.quantity.width(layer.channels),)
         if tuple(values.shape) != expected or values.dtype != layer.dtype:
@@ -365,9 +366,10 @@ class Session:
     def _agree(self, keys: Mapping[int, Key], left: set[int]) -> bool:
         """Check that all clients sent the same key, and that no client has finished too early.
 
-        The key of the majority wins, and the others are dropped. Without a majority, the round fails. The
-        vote waits until every active client has sent a request or finished. Otherwise it would miss clients
-        that are about to finish, as all do after the last layer. In a tie, a key that cannot come next loses.
+        The key of the majority wins, and clients with another key are dropped. Without a majority, the round
+        fails. The vote waits until every active client has sent a request or finished. Otherwise it would miss
+        clients that are about to finish, as all do after the last layer. In a tie, a key that cannot come next
+        loses.
 
         Args:
             keys: the key that each client sent, by client.

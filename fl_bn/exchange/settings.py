@@ -18,7 +18,7 @@ IN_ROUNDS = Used(
 )
 EXCHANGES = Used(
     "where clients exchange layer by layer: in rounds (fedtan, fedtan2, fedavg-alg2), or to make statistics exact (hbn, fbn, static-bn, "
-    "freeze-after=0, calibrate=-1; in the clear, without attackers, and not by passes)",
+    "freeze-after=0, calibrate=-1; not with secure-aggregation=true, an attack or recalibration='passes')",
     lambda config: config.exchanges_in_rounds() or config.exchanges_to_measure(),
     ("method", "calibrate", "recalibration"),
 )
@@ -27,14 +27,14 @@ over_grpc = partial(option, used=EXCHANGES & used_with("exchange", "auto", "grpc
 
 @dataclass(frozen=True)
 class Certificates(Options):
-    """Name the PEM files of the exchange's service.
+    """Name the PEM files for TLS of the exchange's gRPC service.
 
-    They are on the server's machine. Clients get the authority's certificate in their train message.
+    The files are on the server's machine. Clients get the authority's certificate in their train message.
 
     Attributes:
         certificate: The service's certificate, valid for the host name that clients use.
-        key: Its private key.
-        authority: The certificate of the authority that signed it.
+        key: The private key of ``certificate``.
+        authority: The certificate of the authority that signed ``certificate``.
     """
 
     name: ClassVar[str] = "the exchange"
@@ -71,7 +71,7 @@ class Certificates(Options):
 
 @dataclass(frozen=True)
 class ExchangeSettings(Options):
-    """Describe how the layer-wise exchange is carried. Each field is an option, with its key in docs/config.md.
+    """Describe how the layer-wise exchange reaches the clients. Each field is an option, with its key in docs/config.md.
 
     Attributes:
         carrier: ``grpc`` is a gRPC service in the ServerApp's process, with one stream per client. ``replay``

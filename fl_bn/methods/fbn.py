@@ -4,13 +4,13 @@ Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraou
 2.
 
 The statistics of the round before are constants in training. Clients report moments of their data. The server
-pools them and takes one running step. With ``momentum`` and one local step this is Algorithm 2 exactly, also
-for unequal batches.
+pools these moments and moves the shared statistics towards them, as BatchNorm's running update does. With
+``momentum`` and one local step this is Algorithm 2 exactly, also for unequal batches.
 
-By default the shared statistics follow slowly (``methods.tracking``): by ``tracking`` per round, whatever the
-number of local steps. They follow more slowly as the learning rate falls, because the weights then move less.
-With several local steps, only the first batch of a round passes through the shared weights. The later ones pass
-through weights that the client has changed.
+By default the shared statistics follow slowly (``methods.tracking``): by the share ``tracking`` per round, for any
+number of local steps. The share falls with the learning rate, because the weights then move less. With several
+local steps, only the first batch of a round passes through the shared weights. Later batches pass through weights
+that the client has changed.
 
 Symbols: b (beta) -> momentum, K n -> count of the pooled moments, E -> steps.
 """
@@ -26,7 +26,7 @@ from fl_bn.moments import Running, ema, pool
 from fl_bn.options import Options, option, takes
 
 BOUNDED_SCALE = 0.3
-"""Standard deviation of every BatchNorm layer's input at the start if gradients are clipped. In a fresh network it is about this, too.
+"""Standard deviation of every BatchNorm layer's input at the start of training with clipped gradients. New networks have about 0.3, too.
 
 At a scale of 1, a step of the same rate changes the network's outputs a tenth as much, and FBN learns more slowly. At 0.3 without clipping,
 it diverges with one class per client and several steps: docs/methods/fbn.md.
@@ -57,7 +57,12 @@ class FBNOptions(Options):
 
 
 def combine(reports: LayerReports, tracking: float, momentum: float | None, report: StatisticsReport) -> Running:
-    """Compute a layer's new shared statistics from the clients' moments."""
+    """Compute a layer's new shared statistics from the old ones and the clients' moments.
+
+    The clients' pooled moments get the weight ``tracking``, reduced with the learning rate and by
+    ``methods.tracking.slowdown``. If ``momentum`` is given, they get the weight of BatchNorm's running update instead.
+    ``report`` tells whether that update counts for one batch or for all of a round.
+    """
     pooled = pool(reports.parts, reports.average)
     if momentum is None:
         return follow(reports.shared, pooled, tracking * reports.pace, reports.scale)
@@ -67,12 +72,12 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 
 @takes(FBNOptions)
 def fbn(options: FBNOptions) -> Method:
-    """Make FBN.
+    """Make the method FBN: training normalises with the shared statistics, which follow the clients' pooled moments.
 
-    ``tracking`` is the weight of a round's moments in the shared statistics, at the learning rate of the first round
-    and at the scale that a run starts with (``methods.tracking``). Gradients are centred (``federation.centring``).
-    If they are clipped, too, the scale at the start is ``BOUNDED_SCALE``. With ``momentum`` the method is
-    Algorithm 2: gradients are not centred, and the scale at the start is not set.
+    ``tracking`` is the weight of the first round's moments in the shared statistics. The weight shrinks with the learning
+    rate, and where a layer's scale grows (``methods.tracking``). Gradients are centred (``federation.centring``). If
+    gradients are also clipped, training starts at ``BOUNDED_SCALE``. With ``momentum`` the method is Algorithm 2:
+    gradients are not centred, and the scale at the start is not set.
     """
     report, own = REPORTS[options.report], options.momentum is None
     return Method(

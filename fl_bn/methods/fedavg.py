@@ -17,5 +17,5 @@ def combine(reports: LayerReports) -> Running:
 
 
 def fedavg() -> Method:
-    """Make FedAvg with BatchNorm. It has no options."""
+    """Make the method FedAvg with BatchNorm, the baseline. It has no options."""
     return Method("fedavg", report=StatisticsReport.RUNNING, combine=combine)

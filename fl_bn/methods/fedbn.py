@@ -12,5 +12,5 @@ from fl_bn.roles import Role
 
 
 def fedbn() -> Method:
-    """Make FedBN. It has no options."""
+    """Make the method FedBN: all BatchNorm tensors stay at their client. It has no options."""
     return Method("fedbn", local=frozenset({Role.AFFINE, Role.STATISTIC, Role.COUNTER}))

@@ -4,9 +4,9 @@ FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in Feder
 Yun, FL@FM-NeurIPS 2023.
 
 BatchNorm layers no longer normalise, as in the HBN paper's comparison (seed 002). They keep scale and shift,
-since the layers before them mostly have no bias. As in that comparison, the length is the root of the number
-d of features, so that the mean square of a feature is 1. With a length of 1, a classifier of small weights
-learns very slowly. The comparison's code normalises before two linear layers; this file only before the last.
+since most layers before a BatchNorm have no bias. As in that comparison, features are scaled to the length sqrt(d),
+for d features, so that the mean square of a feature is 1. With a length of 1, a classifier of small weights learns
+very slowly. The comparison's code normalises before two linear layers, this file only before the last.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KINDS: dict[type[nn.Module], type[Any]] = {nn.Linear: NormalisedLinear, nn.Conv2
 
 
 def normalise_features(model: nn.Module) -> nn.Module:
-    """Let the head, the last linear layer or else the last convolution, scale its input to one length, in place.
+    """Let the head (the last linear layer, or else the last convolution) scale its input to one length, in place.
 
     Raises:
         Unconvertible: the model has no head, or its type is not torch's own Linear or Conv2d.
@@ -55,12 +55,12 @@ def normalise_features(model: nn.Module) -> nn.Module:
     if type(module) not in KINDS:
         raise Unconvertible(
             f"{name or 'the model'} ({type(module).__name__}): fedfn takes torch's own Linear or Conv2d for the head, not "
-            f"{type(module).__module__}.{type(module).__qualname__}: put one of torch's there before converting, or choose gn"
+            f"{type(module).__module__}.{type(module).__qualname__}: replace the head by one of these before converting, or choose gn"
         )
     module.__class__ = KINDS[type(module)]  # the same tensors, hooks and modes; only the forward differs
     return model
 
 
 def fedfn() -> Method:
-    """Make FedFN. It has no options."""
+    """Make the method FedFN: no BatchNorm, and a head that normalises its features. It has no options."""
     return Method("fedfn", layer=per_channel, prepare=normalise_features)

@@ -4,9 +4,9 @@ Why Batch Normalization Damage Federated Learning on Non-IID Data?, Wang, Shi, C
 1-3.
 
 In the forward pass, every BatchNorm layer normalises with the moments of the cohort's batches (Algorithm 2).
-In the backward pass, the gradients of these moments are averaged over the cohort (Algorithm 3). Both are one
-call, ``exchange(key, local, count)``. The average of the models after that step, weighted by batch sizes, is
-the centralised model. Steps 2, 3, ... use each client's own batches.
+In the backward pass, the gradients by these moments are averaged over the cohort (Algorithm 3). Each of these
+averages is a call of ``exchange(key, local, count)``. The average of the models after that step, weighted by
+batch sizes, is the centralised model. Steps 2, 3, ... use each client's own batches.
 
 If all clients of the cohort are rows of one ``torch.func.vmap`` (``OneProgram``), no exchange is needed. The
 moments are means over the rows, and the gradients of the sum of the clients' losses are those of Algorithm 3.
@@ -65,7 +65,7 @@ class OverRows(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        """Copy ``x``, as the mean over one row."""
+        """Copy ``x``. Without ``vmap`` there is one row, which is its own mean."""
         return x.clone()
 
     @staticmethod
@@ -88,7 +88,7 @@ class OverRows(torch.autograd.Function):
 class Live:
     """Connect a BatchNorm layer to its client's exchange with the cohort, for as long as the exchange lasts.
 
-    If the layer is copied or pickled, its copy has None in place of this, so the copy takes no part in the exchange.
+    A copied or pickled layer has ``live = None``, so the copy takes no part in the exchange.
 
     Attributes:
         exchange: averages over the cohort.
@@ -113,7 +113,7 @@ class CohortBatchNorm(_SharedNorm):
     Attributes:
         schedule: ``merged`` or ``paper``.
         share_gradients: whether the gradients of the moments are averaged over the cohort, too (Algorithm 3).
-        live: the link to the exchange; None outside of one.
+        live: the link to the exchange; None while no exchange is open.
     """
 
     schedule, share_gradients = "merged", True
@@ -213,7 +213,7 @@ class CohortBatchNorm(_SharedNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Computes ``(x - mean) / sqrt(var + eps) * weight + bias``.
+    """Compute ``(x - mean) / sqrt(var + eps) * weight + bias``.
 
     The backward pass averages the gradients of mean and variance over the cohort.
     """
@@ -255,8 +255,8 @@ class _Normalise(torch.autograd.Function):
 def exchanging(model: nn.Module, exchange: Exchange | OneProgram) -> Iterator[None]:
     """Open ``exchange`` for the layers of ``model``, for Algorithm 1's first local step.
 
-    Inside the block, forward and backward pass compute what one model on all batches of the cohort would. At the
-    end of the block the exchange is closed.
+    Inside the block, forward and backward pass give the same results as for one model on all batches of the cohort.
+    At the end of the block the exchange is closed.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CohortBatchNorm)}
     for name, layer in layers.items():
@@ -306,7 +306,7 @@ class FedTANOptions(Options):
 
 @dataclass(frozen=True)
 class Freezing(Options):
-    """Hold the option of ``fedtan2`` that comes first, so that it can be given by position."""
+    """Hold the option ``freeze_after``, so that it is the first argument of ``fedtan2``."""
 
     freeze_after: int | None = freeze_after()
 
@@ -321,7 +321,7 @@ class FedTAN2Options(FedTANOptions, Freezing):
 
 @takes(FedTANOptions)
 def fedtan(options: FedTANOptions) -> Method:
-    """Make FedTAN."""
+    """Make the method FedTAN: in the first local step of every round, BatchNorm works on the union of the cohort's batches."""
     return _exchanging(options, share_gradients=True)
 
 
@@ -344,6 +344,6 @@ def fedtan2(options: FedTAN2Options) -> Method:
 def fedavg_alg2(options: FedTANOptions) -> Method:
     """Make FedAvg with Algorithm 2 only, the ablation of FedTAN's paper.
 
-    The forward pass uses the cohort's moments. The backward pass uses the client's own gradients of them.
+    The forward pass uses the cohort's moments. The backward pass uses the client's own gradients by these moments.
     """
     return replace(_exchanging(options, share_gradients=False), name="fedavg-alg2")

@@ -4,17 +4,17 @@ FedWon: Triumphing Multi-domain Federated Learning Without Normalization, Zhuang
 (scaled weight standardisation, WSConv). The reparametrisation is that of Characterizing Signal Propagation to
 Close the Performance Gap in Unnormalized ResNets, Brock, De, Smith, ICLR 2021, section 4 (NF-ResNets).
 
-``W^ = gain * (W - mean(W)) / (std(W) * sqrt(N))``, with mean and (biased) standard deviation over the N =
-fan-in weights of each output channel. Inputs of independent channels with mean square 1 yield outputs of
-variance ``gain^2``, and the weights add no shift to their mean. W itself is trained, sent and averaged.
+``W^ = gain * (W - mean(W)) / (std(W) * sqrt(N))``. Mean and (biased) standard deviation are over the N weights of
+each output channel, its fan-in. Inputs of independent channels with mean square 1 yield outputs of variance
+``gain^2``, and the weights add no shift to their mean. W itself is trained, sent and averaged.
 
 The gain has two factors. The fixed one, as in FedWon, is ``sqrt(2 / (1 - 1/pi))``: one over the standard
 deviation of ReLU(x) for a standard normal x. It is for ReLU, and close for similar functions.
 
 The learnable factor, one per output channel, is as in High-Performance Large-Scale Image Recognition Without
 Normalization, Brock et al., ICML 2021 (NF-Nets). It is the scale of the former BatchNorm, whose shift is the
-bias: ``scale * (W^ x) + shift`` is NF-Nets' convolution with gain and bias. Most networks' convolutions have
-no bias before a BatchNorm, so without that shift they would have none at all.
+bias: ``scale * (W^ x) + shift`` is NF-Nets' convolution with gain and bias. Most networks' convolutions before a
+BatchNorm have no bias of their own, so this shift is their only bias.
 
 The papers train with adaptive gradient clipping (AGC, NF-Nets section 4.1) at the client: ``clip='adaptive'``
 in the run config. Linear layers do not change. Residual branches are not scaled as in NF-ResNets (alpha and
@@ -79,7 +79,7 @@ INSTEAD = "use fedfn, fixup or gn"
 
 
 def scale_convolutions(model: nn.Module) -> nn.Module:
-    """Let every convolution standardise its weights and scale them by its fan-in, in place.
+    """Let every convolution of ``model``, in place, standardise its weights and scale them by its fan-in.
 
     Raises:
         Unconvertible: the model has BatchNorm but no convolution, or a convolution of another kind.
@@ -90,5 +90,5 @@ def scale_convolutions(model: nn.Module) -> nn.Module:
 
 
 def fedwon() -> Method:
-    """Make FedWon. It has no options."""
+    """Make the method FedWon: no BatchNorm, and convolutions with scaled standardised weights. It has no options."""
     return Method("fedwon", layer=per_channel, prepare=scale_convolutions)

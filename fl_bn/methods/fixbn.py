@@ -5,9 +5,9 @@ Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (
 Stage I, rounds 1..T*, is FedAvg. In stage II, BatchNorm normalises with the aggregated statistics of round
 T*, which stay bit-identical. Affine parameters and everything else keep training. T* = T is FedAvg.
 
-The reason for the freeze is the gradient. With batch statistics it depends on the other samples of the
-client's batch (section 3.5, equation 4), so it is biased even with one local step. Different statistics in training
-and test cost less than a point (section 3.4).
+The reason for the freeze is the gradient. With batch statistics, a sample's gradient depends on the other samples
+of the client's batch (section 3.5, equation 4). So it is biased even with one local step. Different statistics in
+training and test cost less than a percentage point of accuracy (section 3.4).
 
 The paper freezes when it divides the learning rate by ten (section 5). At the full rate the network collapses
 after the freeze. So by default the frozen rounds run at a tenth of the rate, whatever the schedule
@@ -46,7 +46,7 @@ def fixbn(options: FixBNOptions) -> Method:
     """Make FixBN: FedAvg in stage I, then (stage II) training with BatchNorm frozen.
 
     ``freeze_after`` is the last round of stage I. ``freeze_what`` says what then freezes: ``statistics``,
-    ``affine`` (scale and shift) or ``both``, which Table H of the paper compares. ``frozen_rate`` limits the
+    ``affine`` (scale and shift) or ``both``. Table H of the paper compares these three. ``frozen_rate`` limits the
     learning rate of stage II to this share of the highest rate of stage I.
     """
     what = FROZEN[options.freeze_what]

@@ -12,8 +12,8 @@ This conversion of a given network differs from the paper's own in two things. B
 of a BatchNorm, not before convolutions and linear layers. The initial weights are the network's, rescaled,
 and not drawn again. So it is for training from the start: pre-trained weights would lose their scale.
 
-The paper does not cover networks without residual branches. They keep a multiplier and a bias in place of
-every BatchNorm, with rule 1 (classifier) and rule 2 (L = 0: no factor).
+The paper does not cover networks without residual branches. Such networks keep a multiplier and a bias in place
+of every BatchNorm, with rule 1 (for the classifier) and rule 2 (without the factor, since L = 0).
 
 As the classifier starts at 0, the first step changes no layer below it.
 
@@ -72,5 +72,5 @@ def _rescale(weight: torch.Tensor, deviation: float) -> None:
 
 
 def fixup() -> Method:
-    """Make Fixup. It has no options."""
+    """Make the method Fixup: no BatchNorm, and initial weights that make up for it. It has no options."""
     return Method("fixup", layer=scalars, prepare=initialise)

@@ -8,9 +8,9 @@ Before training, each client measures the moments of its data (equation 7). The 
 its batch's statistics and the global ones (equation 9). The mixing logits are trained with the weights'
 optimiser and never leave their client.
 
-The global statistics lag behind the weights. Before an evaluation they are replaced by statistics of the
-weights that are evaluated. ``exact`` measures the statistics of the union of all data. ``hybrid`` measures the
-mixtures that training normalises with (``Refresh``).
+The global statistics lag behind the weights. Before an evaluation the global statistics are replaced by statistics
+that are measured with the evaluated weights. ``exact`` measures the statistics of the union of all data. ``hybrid``
+measures the mixtures by which training normalises (``Refresh``).
 
 Each ablation of Table 6 is an option: ``separate=False`` (1), ``merge="average"`` (2), and for ``mixing``:
 ``"shared"`` (3), ``"batch"`` (4) and ``"half"`` (5).
@@ -46,9 +46,9 @@ from fl_bn.options import Options, option, takes
 from fl_bn.roles import Role
 
 TRACKING, PARTIAL = 0.05, 0.01
-"""Default of ``tracking`` with full and with partial participation."""
+"""Defaults of ``tracking``: if all clients take part in every round, and if only some do."""
 SCALE = 0.3
-"""Standard deviation of every BatchNorm layer's input at the start. In a fresh network it is about this, too.
+"""Standard deviation of every BatchNorm layer's input at the start. A newly initialised network has about this deviation anyway.
 
 At a scale of 1, a step of the same rate changes the network's outputs a tenth as much. HBN then lost ten points in 25 rounds on ordinary
 data: docs/concepts/statistics.md.
@@ -76,10 +76,14 @@ class HBNOptions(Options):
     stat_samples: int = option(
         AS_TRAINED,
         "random samples of the statistics pass before training; 0: all of the client's; -1: as many as it trains on in the round, but at "
-        f"least {FEWEST}. A loader of your own is read from its start, and by -1 whole",
+        f"least {FEWEST}. A data loader of your own is read from its start, and with -1 to its end",
         "-1..0 or >= 2",
     )
-    lower_layers: str = option("hybrid", "what lower layers normalise with in the statistics pass", LOWER_LAYERS)
+    lower_layers: str = option(
+        "hybrid",
+        "statistics with which lower layers normalise in the statistics pass: shared, as in evaluation, or hybrid, as in training",
+        LOWER_LAYERS,
+    )
     evaluate: str = option(
         "auto",
         "statistics that are evaluated and saved: exact, of the union of all data (an exchange per layer), or hybrid, as training "
@@ -114,26 +118,30 @@ class HBNOptions(Options):
 
 
 def combine(reports: LayerReports, tracking: float, lam: float | None, merge: str = "unbiased") -> Running:
-    """Compute a layer's new global statistics from the clients' moments."""
+    """Compute a layer's new global statistics from the old ones and the clients' moments.
+
+    The clients' pooled moments get the weight ``lam`` (equation 11). If ``lam`` is None, they get the weight
+    ``tracking`` times ``methods.tracking.slowdown``. ``merge`` is the option of ``HBNOptions``.
+    """
     pooled = (pool if merge == "unbiased" else plain_average)(reports.parts, reports.average)
     return follow(reports.shared, pooled, tracking, reports.scale) if lam is None else ema(reports.shared, pooled, lam)
 
 
 @takes(HBNOptions)
 def hbn(options: HBNOptions) -> Method:
-    """Make HBN.
+    """Make the method HBN: training normalises with a mixture of batch statistics and global ones.
 
-    ``tracking`` is the weight of a round's moments at the scale that a run starts with (``methods.tracking``).
-    Gradients are then centred (``federation.centring``). If ``lam`` is given, it is the weight of equation 11,
-    and gradients are not centred.
+    ``tracking`` is the weight of a round's moments in the global statistics. If a layer's scale grows, its weight
+    shrinks (``methods.tracking``). Gradients are centred (``federation.centring``). If ``lam`` is given instead, it
+    is the weight of equation 11, and gradients are not centred.
     ``lower_layers`` is explained at ``StatisticsPass``; the paper's code has ``hybrid``.
 
-    ``evaluate="exact"`` fits ``lam=1``, when the global statistics follow the weights at once. BatchNorm of
-    the union is then evaluated, after one exchange per layer. ``"hybrid"`` fits smaller weights. Training
-    then normalises with a mixture that contains old statistics, and the network has learned under it.
+    ``evaluate="exact"`` fits ``lam=1``, when the global statistics follow the weights at once. The model is then
+    evaluated with the statistics of the union of all data, which takes one exchange per layer. ``"hybrid"`` fits
+    a smaller ``lam``. Training then normalises with mixtures that contain old statistics, so evaluation does, too.
 
     Raises:
-        ValueError: an option would have no effect together with another.
+        ValueError: an option would have no effect together with other options.
     """
     evaluate = ("exact" if options.lam == 1 else "hybrid") if options.evaluate == "auto" else options.evaluate
     _check_effects(options, evaluate)
@@ -155,12 +163,14 @@ def hbn(options: HBNOptions) -> Method:
 
 
 def _check_effects(options: HBNOptions, evaluate: str) -> None:
-    """Refuse options that would have no effect together with another."""
+    """Refuse options that would have no effect together with other options."""
     default = HBNOptions()
     if not options.separate:
         of_passes = ("stat_samples", "lower_layers", "measured", "evaluate")
         if given := [name for name in of_passes if getattr(options, name) != getattr(default, name)]:
-            raise ValueError(f"hbn's {given[0]} needs a statistics pass, which separate=False skips: leave it out, or set separate to true")
+            raise ValueError(
+                f"hbn's {given[0]} needs a statistics pass, but separate=False skips this pass: leave {given[0]} out, or set separate=True"
+            )
         if options.evaluate_clients == EVERYONE:
             raise ValueError(
                 "without a statistics pass (separate=False), HBN is evaluated with the reports of the round's cohort: set "
@@ -172,7 +182,10 @@ def _check_effects(options: HBNOptions, evaluate: str) -> None:
             "'inputs'"
         )
     if options.measured == NORMALISERS and options.lower_layers != default.lower_layers:
-        raise ValueError("normalisers are measured as training has them: set lower_layers to 'hybrid', or measured to 'inputs'")
+        raise ValueError(
+            f"measured='normalisers' needs lower layers that normalise as in training (lower_layers='hybrid'), but got lower_layers="
+            f"{options.lower_layers!r}: set lower_layers to 'hybrid', or measured to 'inputs'"
+        )
     if options.merge != default.merge and options.separate and evaluate == "exact":
         raise ValueError(
             f"evaluate='exact' takes the statistics of the union of all data, so merge={options.merge!r} would have no effect: set "

@@ -1,4 +1,4 @@
-"""The record that defines a method: its layer, the roles that stay local, the clients' reports, and the server's rule."""
+"""A method as a value: its BatchNorm layer, the tensors that stay local, the clients' reports, and the server's rule to combine them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Phase(Enum):
         TRAIN: local training.
         FROZEN: local training with frozen statistics, which are not reported.
         MEASURE: statistics only, without training.
-        EXCHANGE: local training with a layer-wise exchange in the first local step.
+        EXCHANGE: local training in whose first local step the clients average every layer's moments (FedTAN).
     """
 
     TRAIN = "train"
@@ -42,7 +42,7 @@ class StatisticsReport(Enum):
         RUNNING: running statistics after training.
         BATCHES: moments of the training batches.
         FIRST: moments of the first training batch.
-        PASS: moments of a pass before training.
+        PASS: moments of the layers' inputs, measured in a pass over the data before training.
         MOVING: moving averages over the training batches.
     """
 
@@ -61,8 +61,9 @@ class Refresh(Enum):
     """Way of updating the shared statistics for the present weights, before the model is evaluated and saved.
 
     Attributes:
-        NOTHING: the statistics of training are evaluated.
-        EXACT: passes in evaluation mode. After pass p, layers 1..p have the statistics of the union of all data.
+        NOTHING: no update. The model is evaluated with the statistics of training.
+        EXACT: one pass per BatchNorm layer, in evaluation mode. After pass p, layers 1..p have the statistics of the
+            union of all data.
         HYBRID: one pass in training mode. It measures the mean and variance that every layer normalises with.
         REPORTED: no pass. The reports of the round's clients are combined.
     """
@@ -83,7 +84,7 @@ EVERYONE, COHORT = WHO = ("all", "cohort")
 AS_TRAINED = -1
 """Size of a statistics pass: as many samples as the client trains on in the round."""
 FEWEST = 64
-"""The least samples of such a pass, if the client has them. It is the number in HBN's published code."""
+"""The fewest samples of a pass of size ``AS_TRAINED``, if the client has so many. The number is that of HBN's published code."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ class StatisticsPass:
     """Describe a pass over a client's data that measures every BatchNorm layer. It computes no gradient and changes no state.
 
     Attributes:
-        lower_layers: the statistics with which the layers below normalise during the pass. ``shared``: as in
+        lower_layers: the statistics with which the layers below the measured one normalise. ``shared``: as in
             evaluation. Combining the clients' moments is then exact in every layer. ``hybrid``: as in
-                training. Combining them is then exact in the first layer only.
+            training. Combining the clients' moments is then exact in the first layer only.
         samples: the size of a seeded random subset. 0: all samples. ``AS_TRAINED``: as many samples as the client
             trains on in the round, but at least ``FEWEST`` (``size``).
         measured: ``inputs``: the moments of the layers' inputs. ``normalisers``: the mean and variance with
@@ -113,7 +114,7 @@ class StatisticsPass:
 
         Args:
             samples: the number of the client's samples.
-            trained: how many different ones of them it trains on in the round.
+            trained: the number of different samples that the client trains on in the round.
         """
         wanted = max(FEWEST, trained) if self.samples == AS_TRAINED else self.samples or samples
         return min(wanted, samples)
@@ -125,7 +126,7 @@ class StatisticsPass:
         Args:
             measured: ``inputs``, measured over all data as in evaluation, or ``normalisers``, measured as in
                 training.
-            samples: the size of the random subset for ``normalisers``. 0: all samples, and so is ``AS_TRAINED``.
+            samples: the size of the random subset for ``normalisers``. 0 or ``AS_TRAINED``: all samples.
         """
         return cls("hybrid", max(samples, 0), measured) if measured == NORMALISERS else cls("shared", 0, measured)
 
@@ -138,7 +139,7 @@ class LayerReports:
         shared: the statistics that the server sent in this round.
         parts: one ``Moments`` per client, in the order of the clients.
         momentum: the layer's momentum.
-        steps: the number of training batches per client, averaged with the clients' activations as weights.
+        steps: the number of training batches per client: a mean over the clients, weighted by the counts of ``parts``.
         average: the rule that combines n clients' values.
         pace: the round's learning rate divided by that of the first round.
         scale: the standard deviation of the layer's input at the start of the run, if the server set it
@@ -175,7 +176,7 @@ def _unbiased(moments: Moments) -> Running:
 
 
 def keep(reports: LayerReports) -> Running:
-    """Keep the shared statistics as they are."""
+    """Return the shared statistics unchanged, for methods that combine no reports."""
     return reports.shared
 
 
@@ -207,12 +208,10 @@ class Method:
         frozen: roles of tensors that do not change in frozen rounds.
         frozen_rate: the highest learning rate in rounds with frozen statistics, as a share of the rate
             before. See ``learning_rate``.
-        scale: the standard deviation that every BatchNorm layer's input gets at the start of training
-            (``federation.unit_scale``). This needs shared statistics at the start. None: the inputs of the
-            network's layers keep their own deviations.
-        bounded_scale: ``scale`` for a loop that limits how far a client may move the weights, see
-            ``bounded``.
-        bounded_frozen_rate: ``frozen_rate`` for such a loop.
+        scale: the standard deviation that ``federation.unit_scale`` gives to every BatchNorm layer's input at the
+            start of training. This needs shared statistics at the start.
+        bounded_scale: the value of ``scale`` for training with clipped gradients, see ``bounded``. None: ``scale``.
+        bounded_frozen_rate: the value of ``frozen_rate`` for training with clipped gradients. None: ``frozen_rate``.
         centre: whether gradients of weights are centred, so that they ignore the mean of the inputs
             (``federation.centring``). True: in every round. False: in none. None: in rounds with frozen
             statistics.
@@ -244,10 +243,7 @@ class Method:
     adversary: Adversary | None = None
 
     def shares(self, role: Role) -> bool:
-        """Return whether tensors of this role are sent both ways.
-
-        Counters never are: their average would be 0, or 49.999 cut to 49.
-        """
+        """Return whether tensors of this role are sent both ways. Counters are never sent, since their average need not be an integer."""
         return role not in self.local and role not in _NEVER_AVERAGED
 
     def keeps(self, role: Role) -> bool:
@@ -283,9 +279,8 @@ class Method:
         """Return the learning rate of ``round``.
 
         It is the rate of the schedule. While the statistics are frozen, it is at most ``frozen_rate`` times the highest
-        rate of the rounds before the freeze. So a schedule that has already dropped as far is not reduced
-        again. If the statistics are frozen from round 1 on, no round is before the freeze, and the schedule
-        holds.
+        rate of the rounds before the freeze. A schedule that has itself dropped to this limit is not reduced further.
+        If the statistics are frozen from round 1 on, there is no limit.
 
         Args:
             schedule: ``(round, rounds) -> learning rate``.
@@ -299,28 +294,27 @@ class Method:
         return min(rate, self.frozen_rate * max(before)) if before else rate
 
     def starts_constant(self, rounds: int) -> bool:
-        """Return whether the first batch is normalised with the shared statistics alone."""
+        """Return whether the first training batch of the run is normalised with the shared statistics alone."""
         frozen = self.freezes_statistics(self.phase(1, rounds))
         return self.shares(Role.STATISTIC) and (self.constant or frozen)
 
     def uses_shared(self, rounds: int) -> bool:
-        """Return whether the shared statistics take part in normalising the first batch.
+        """Return whether the first training batch of the run is normalised with the shared statistics, alone or in a mixture.
 
-        If they do, they are calibrated before that batch.
+        By default, the statistics are then measured on the clients' data before round 1.
         """
         return self.calibrate or self.starts_constant(rounds)
 
     @property
     def starts_small(self) -> bool:
-        """Return whether the network starts at ``bounded_scale`` in a loop that clips gradients."""
+        """Return whether training with clipped gradients starts at ``bounded_scale``, the deviation of the layers' inputs."""
         return self.bounded_scale is not None and bool(self.centre)
 
     def bounded(self) -> Method:
-        """Return the method for a loop that clips gradients.
+        """Return the method for training with clipped gradients, with ``bounded_scale`` and ``bounded_frozen_rate``.
 
-        Clipping bounds how far a step moves the weights, so ``bounded_scale`` and ``bounded_frozen_rate`` count.
-        They count only if gradients are centred. Without centring a smaller scale does harm, and frozen rounds at
-        the full learning rate end at the accuracy of guessing.
+        These two suit steps of bounded length. They are used only if gradients are centred. Without centring a smaller
+        scale does harm, and frozen rounds at the full learning rate end at the accuracy of guessing.
         """
         scale = self.bounded_scale if self.bounded_scale is not None and self.centre else self.scale
         share = self.bounded_frozen_rate if self.bounded_frozen_rate is not None and self.centres(Phase.FROZEN) else self.frozen_rate
@@ -328,7 +322,7 @@ class Method:
 
     @property
     def personal(self) -> bool:
-        """Return whether every client evaluates a model of its own (FedBN, SiloBN)."""
+        """Return whether every client keeps BatchNorm tensors, so that the clients' models differ (FedBN, SiloBN)."""
         return bool(self.local & {Role.AFFINE, Role.STATISTIC})
 
 
@@ -336,8 +330,8 @@ FROZEN_RATE = 0.1
 """Share of the learning rate after the freeze in FixBN. Its paper freezes when it divides the learning rate by ten (seed 000, section 4.2,
 section 5 and Table G)."""
 BOUNDED_FROZEN_RATE = 0.3
-"""The share for every method if gradients are centred and clipped. At a share of 1 the accuracy fell after the freeze, in runs with a
-constant rate and many local steps."""
+"""Share of the learning rate after the freeze for every method, if gradients are centred and clipped. At a share of 1 the accuracy fell
+after the freeze, in runs with a constant rate and many local steps."""
 
 
 def freeze(
@@ -359,8 +353,8 @@ def freeze(
     Args:
         method: the method of the rounds before the freeze.
         after: last round before the freeze. Default: half of the rounds.
-        what: roles that freeze. In FixBN's Table H the affine parameters freeze, too, or only they freeze. No
-            optimiser has frozen affine parameters.
+        what: roles of the tensors that freeze: statistics, affine parameters, or both. FixBN's Table H compares
+            these. Frozen affine parameters are not given to the optimiser.
         rate: highest share of the learning rate in frozen rounds, in (0, 1]. 1: the schedule is not changed.
             Default: ``BOUNDED_FROZEN_RATE`` if gradients are centred and clipped (``Method.bounded``), else
             ``unbounded_rate``.

@@ -8,5 +8,5 @@ from fl_bn.roles import Role
 
 
 def silobn() -> Method:
-    """Make SiloBN. It has no options."""
+    """Make the method SiloBN: running statistics stay at their client, affine parameters are shared. It has no options."""
     return Method("silobn", local=frozenset({Role.STATISTIC, Role.COUNTER}), needs_running=True)

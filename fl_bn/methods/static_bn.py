@@ -1,8 +1,8 @@
-"""Static BN: batch statistics in training, without tracking. The statistics of evaluation are measured on demand.
+"""Static BN: batch statistics in training, without running averages. The statistics for evaluation are measured when needed.
 
 HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients, Diao, Ding,
-Tarokh, ICLR 2021, section 3 (sBN). In the paper the clients report them once, after training, with batch
-statistics in the layers below.
+Tarokh, ICLR 2021, section 3 (sBN). In the paper the clients report these statistics once, after training. Each
+layer is then measured while the layers below it normalise with batch statistics.
 
 That is exact in the first layer only. In this project the clients measure as often as there are BatchNorm
 layers, each time with the pooled statistics of the pass before. After pass p, layers 1..p have the statistics of
@@ -32,5 +32,5 @@ class StaticBatchNorm(_SharedNorm):
 
 
 def static_bn() -> Method:
-    """Make Static BN. It has no options."""
+    """Make the method Static BN: statistics are measured for evaluation only. It has no options."""
     return Method("static-bn", layer=StaticBatchNorm.from_batch_norm, refresh=Refresh.EXACT)

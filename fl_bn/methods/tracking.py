@@ -1,11 +1,11 @@
 """Limit how fast shared statistics change, if training normalises with them (FBN, and half of HBN).
 
-Within a round the statistics are constants. So the gradient does not contain the later change of the statistics, which
-undoes part of the step (Batch Normalization, Ioffe and Szegedy, ICML 2015, section 2). If the statistics were replaced
-in every round, the scale of activations would grow from round to round, and the accuracy would fall. So each round
-moves the statistics only part of the way to the measured moments (``follow``). This part shrinks as a layer's scale
-grows beyond the scale that ``federation.unit_scale`` set (``slowdown``). At ``LIMIT`` times that scale the statistics
-no longer change, so the gradient is complete.
+Within a round the statistics are constants, so the gradient ignores their later change. That change undoes part of the
+step (Batch Normalization, Ioffe and Szegedy, ICML 2015, section 2). If the statistics were replaced in every round, the
+scale of activations would grow from round to round, and the accuracy would fall. So each round moves the statistics
+only part of the way to the measured moments (``follow``). This part shrinks as a layer's scale grows beyond the scale
+that ``federation.unit_scale`` set (``slowdown``). At ``LIMIT`` times that scale the statistics no longer change. Then
+the gradient ignores nothing.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from fl_bn.moments import Moments, Running, ema
 from fl_bn.options import Used, option
 
 LIMIT = 1.5
-"""Factor by which a layer's standard deviation may grow before its statistics stop.
+"""Factor by which the standard deviation of a layer's input may grow before the layer's statistics no longer change.
 
-The layer's deviation is the geometric mean over the channels that are not dead.
+The deviation of a layer is the geometric mean over its channels, without the dead ones.
 """
 DEAD = 1e-12
-"""Share of the layer's median variance below which a channel counts as dead (behind a ReLU, or constant). It has no meaningful scale."""
+"""Share of the layer's median variance below which a channel counts as dead (constant, perhaps behind a ReLU) and has no scale."""
 
 
 def slowdown(shared: Running, scale: float = 1.0) -> float:
     """Return the factor, from 0 to 1, by which a layer's statistics change more slowly as the layer's scale grows.
 
-    The scale is the standard deviation of the layer's input, as the geometric mean over the channels that are not dead.
+    A layer's scale is the standard deviation of its input: the geometric mean over its channels, without the dead ones.
 
     Returns:
         1 up to a deviation of ``scale``. Above it the factor falls linearly with the logarithm of the deviation, to 0 at

@@ -1,4 +1,4 @@
-"""Scale and shift of a BatchNorm layer, for networks without normalisation."""
+"""A layer with BatchNorm's scale and shift but without its normalisation, for networks without normalisation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 
 class ScaleShift(_NormBase):
-    """Compute ``x * weight + bias`` for inputs (B, C, *). With one feature, all channels share the two numbers.
+    """Compute ``x * weight + bias`` for inputs (B, C, *). If ``num_features`` is 1, all channels share one weight and one bias.
 
-    By its type it is a norm layer, although it does not normalise. So its tensors have the roles of a norm
-    layer's.
+    The class derives from torch's norm layers, although it does not normalise. So its tensors have the roles of a norm
+    layer's tensors (``fl_bn.roles``).
     """
 
     def forward(self, x_BC: Tensor) -> Tensor:

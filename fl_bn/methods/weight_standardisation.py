@@ -70,8 +70,8 @@ def replace_convolutions(model: nn.Module, kinds: Mapping[type[nn.Module], type[
 
     Args:
         model: the network.
-        kinds: the new class by the old one.
-        advice: the end of an error message.
+        kinds: the new class for each old class.
+        advice: what to do instead, for error messages.
 
     Raises:
         Unconvertible: a convolution is of another type, or has one weight per output channel.

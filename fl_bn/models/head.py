@@ -15,7 +15,7 @@ def head_of(model: nn.Module) -> tuple[str, Weighted] | None:
     first, another layer is found.
 
     Returns:
-        Name and module, or None if there is neither.
+        Name and module, or None if the model has no such layer.
     """
     last: tuple[str, Weighted] | None = None
     for name, module in model.named_modules():
@@ -40,7 +40,7 @@ def with_projection(model: nn.Module, features: int) -> nn.Module:
     head = head_of(model)
     if head is None or not isinstance(head[1], nn.Linear) or not head[0]:
         kind = "missing" if head is None else f"{head[0] or 'the model itself'} ({type(head[1]).__name__})"
-        raise ValueError(f"a projection needs a head that is a linear layer within the network, but it is {kind}: set moon-projection to 0")
+        raise ValueError(f"a projection needs a linear layer within the network as head, but the head is {kind}: set moon-projection to 0")
     name, layer = head[0], head[1]
     d, owner, key = layer.in_features, *name.rpartition(".")[::2]
     layers = nn.Linear(d, d), nn.ReLU(), nn.Linear(d, features), nn.Linear(features, layer.out_features, layer.bias is not None)

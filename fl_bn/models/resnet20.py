@@ -43,7 +43,7 @@ def resnet20(classes: int, channels: int, image_size: int) -> nn.Module:
     For 10 classes of RGB images it has 269,722 parameters and 1,376 statistics.
     """
     if image_size < 4:
-        raise ValueError(f"model 'resnet20' needs images of at least 4 pixels, but got image_size={image_size}")
+        raise ValueError(f"model 'resnet20' needs images of at least 4 x 4 pixels, but got image_size={image_size}")
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv=nn.Conv2d(channels, WIDTHS[0], 3, 1, 1, bias=False), norm=nn.BatchNorm2d(WIDTHS[0]), relu=nn.ReLU()
     )

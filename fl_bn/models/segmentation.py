@@ -26,9 +26,9 @@ def is_segmentation(name: str) -> bool:
 def deeplabv3plus(name: str, classes: int, channels: int, image_size: int) -> nn.Module:
     """Make a freshly initialised DeepLabv3+.
 
-    It maps images (N, channels, H, W) to scores (N, classes, H, W). H and W are multiples of 16. One of its
-    BatchNorm layers sees one value per image and channel (the pooled branch of the pyramid), so training
-    needs batches of at least two.
+    It maps images (N, channels, H, W) to scores (N, classes, H, W). H and W are multiples of 16. Training needs
+    batches of at least two images: one BatchNorm layer, in the pooled branch of the pyramid, sees one value per
+    image and channel.
 
     Args:
         name: "deeplabv3plus-" and an encoder.

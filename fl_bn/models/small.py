@@ -34,7 +34,7 @@ def digits_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make a small version of the FedBN paper's digits network.
 
     It has three 3x3 convolutions 16-32-64, each halving the image, and a hidden layer of 64, with BatchNorm
-    after each: 40,858 parameters for ``digits``. The BatchNorm after the linear layer sees one value per
+    after each: 40,858 parameters at 16 pixels of RGB. The BatchNorm after the linear layer sees one value per
     image and channel, so label skew affects it most.
     """
     check_size("digits-cnn-small", image_size, 8)
@@ -53,9 +53,9 @@ def digits_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
 def alexnet_bn_small(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make a small version of the FedBN paper's AlexNet, for images of some 64 pixels.
 
-    It has five convolutions 32-64-128-96-96 (kernels 5, 5, 3, 3, 3; stride 2 first; pooling after the first,
-    second and last) and hidden layers of 256 and 256, with BatchNorm after each: 612,010 parameters at 64
-    pixels of RGB.
+    It has five convolutions with 32, 64, 128, 96 and 96 channels (kernels 5, 5, 3, 3, 3). The first has stride 2, and
+    pooling follows the first, second and last. Two hidden layers of 256 units follow. BatchNorm follows each of these
+    seven layers. There are 612,010 parameters for 10 classes at 64 pixels of RGB.
     """
     check_size("alexnet-bn-small", image_size, 32)
     side = image_size
@@ -77,7 +77,7 @@ def alexnet_bn_small(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def mlp(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Make a network with two hidden layers of 64."""
+    """Make a network with two hidden layers of 64 units, each with BatchNorm and ReLU."""
     check_size("mlp", image_size, 1)
     return nn.Sequential(
         OrderedDict(
@@ -131,11 +131,11 @@ def _linear(before: int, after: int) -> nn.Sequential:
 
 
 def check_size(name: str, image_size: int, least: int) -> None:
-    """Refuse images of fewer than ``least`` pixels a side.
+    """Refuse images of fewer than ``least`` pixels along each side.
 
     Raises:
         ValueError: with the model's name and the sizes.
     """
     if image_size < least:
         tables = ": for a table, choose model='mlp' or 'table-mlp'" if image_size == 1 else ""
-        raise ValueError(f"model {name!r} needs images of at least {least} pixels, but got image_size={image_size}{tables}")
+        raise ValueError(f"model {name!r} needs images of at least {least} x {least} pixels, but got image_size={image_size}{tables}")

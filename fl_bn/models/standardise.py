@@ -22,8 +22,8 @@ STANDARDS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 def standardised(model: nn.Module, name: str, channels: int) -> nn.Module:
     """Let ``model``, in place, standardise its inputs (B, C, *), which are in -1..1.
 
-    It subtracts the mean of the data set ``name`` and divides by its deviation. No tensor is added, so the
-    saved weights fit a network that takes standardised inputs.
+    The model then subtracts the mean of the data set ``name`` and divides by its standard deviation. No tensor is
+    added, so the saved weights also fit the plain network on standardised inputs.
 
     Args:
         model: the network.

@@ -1,7 +1,7 @@
-"""torchvision's classifiers for small images. Their own first layers reduce CIFAR-10's 32 pixels to 1.
+"""torchvision's classifiers for small images, with the usual first layers (stems) for CIFAR and Tiny-ImageNet.
 
-These are the usual first layers (stems) for CIFAR and Tiny-ImageNet. HBN and FixBN train ResNet-18,
-MobileNetV2 and VGG on these data.
+torchvision's own stems are for large images: such a network reduces CIFAR-10's 32 x 32 pixels to one. HBN and FixBN
+train ResNet-18, MobileNetV2 and VGG on such small images.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def small_stem(name: str, classes: int, channels: int, image_size: int) -> nn.Mo
     and one linear layer replaces three.
 
     Raises:
-        ValueError: the network is another one, or images are too small for VGG's five poolings.
+        ValueError: ``name`` is no ResNet, MobileNetV2 or VGG, or images are too small for VGG's five poolings.
     """
     need(f"model {name!r}", "torchvision")
     from torchvision import models

@@ -22,15 +22,15 @@ def load_weights(model: nn.Module, path: str) -> None:
     """Load all tensors of a state_dict into ``model``, by name.
 
     Three differences are allowed. If the file's head has another shape (for the classes of pre-training), the
-    model's head keeps its fresh weights. Counters may be missing. Names may have, or lack, the prefixes
-    ``module.`` (DataParallel, DistributedDataParallel) and ``_orig_mod.`` (``torch.compile``).
+    model's head keeps its initial weights. Counters (``num_batches_tracked``) may be missing. Names may have, or
+    lack, the prefixes ``module.`` (DataParallel, DistributedDataParallel) and ``_orig_mod.`` (``torch.compile``).
 
     Args:
         model: changed in place.
         path: a .pt, .pth or .safetensors file. No code in it is run.
 
     Raises:
-        ValueError: there is no such file, it is no state_dict, or its names or shapes are not the model's.
+        ValueError: there is no such file, the file holds no state_dict, or its names or shapes are not the model's.
     """
     own = model.state_dict()
     tensors = _named_as(model, _read(Path(path)))
@@ -49,7 +49,7 @@ def load_weights(model: nn.Module, path: str) -> None:
             if without
             else "it is a file of another network"
         )
-        raise ValueError(f"weights {path}: of {len(own)} tensors by name, {' and '.join(differences)}: {why}")
+        raise ValueError(f"weights {path}: the model needs {len(own)} tensors by name, but {' and '.join(differences)}: {why}")
     wrong = [name for name in tensors if tensors[name].shape != own[name].shape]
     if others := [name for name in wrong if name not in of_head]:
         shapes = [f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}" for name in others]

@@ -1,8 +1,8 @@
 """Local objectives, one file per paper: the loss that a client minimises, or the way it corrects its gradients.
 
 ``OBJECTIVES`` maps a name of the run config to an objective. A method (``fl_bn.methods``) decides how
-normalisation is federated, an objective how a client trains. They combine freely, except for the few pairs
-that ``federation.composition`` refuses.
+normalisation is federated, an objective how a client trains. Every method works with every objective, except for
+the few pairs that ``federation.composition`` refuses.
 """
 
 from fl_bn.objectives.fedprox import FedProx

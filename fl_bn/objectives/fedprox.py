@@ -37,14 +37,14 @@ class _Proximal(Round):
 
 @dataclass(frozen=True)
 class FedProx(Objective):
-    """Add FedProx's proximal term over the shared trained weights to the loss. It leaves out local weights."""
+    """Add FedProx's proximal term to the loss. The term is over the shared trained weights, without weights that stay at the client."""
 
     mu: float = option(0.01, "strength of mu/2 ||w - w_t||^2; 0: off", ">= 0", symbol="mu")
     name: ClassVar[str] = "fedprox"
     anchored: ClassVar[bool] = True
 
     def begin(self, start: Start) -> Round:
-        """Begin a round whose anchors are the received weights."""
+        """Begin a round in which the proximal term pulls the weights towards the received ones."""
         return _Proximal(start, self.mu)
 
     @property

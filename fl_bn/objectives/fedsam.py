@@ -4,8 +4,8 @@ Generalized Federated Learning via Sharpness Aware Minimization, Qu, Li, Duan, L
 Algorithm 1. The same algorithm is Improving Generalization in Federated Learning by Seeking Flat Minima,
 Caldarola, Caputo, Ciccone, ECCV 2022.
 
-A step makes two passes. BatchNorm layers track, and clients report, the statistics of the first pass, at the
-weights themselves. Both passes draw the same dropout.
+A step makes two passes. The statistics of the first pass, at the weights themselves, update the running
+statistics and are reported. Both passes use the same dropout masks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Sharpness(Round):
 
 @dataclass(frozen=True)
 class FedSAM(Objective):
-    """Compute each gradient after FedSAM's ascent step, in the Euclidean norm over all trained parameters."""
+    """Compute each gradient after FedSAM's ascent step, whose length ``rho`` is in the Euclidean norm over all trained parameters."""
 
     rho: float = option(0.05, "radius of the ascent step; 0: off", ">= 0", symbol="rho")
     name: ClassVar[str] = "fedsam"

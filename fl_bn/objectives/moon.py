@@ -46,7 +46,7 @@ def contrastive_term(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
 class _Representation:
     """Keep the last input (B, d) of the head of ``model``, in float32 or float64.
 
-    For a convolution it is the mean over all pixels.
+    If the head is a convolution, its input is averaged over all pixels.
     """
 
     def __init__(self, model: nn.Module) -> None:

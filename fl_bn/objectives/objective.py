@@ -73,7 +73,7 @@ class Finish:
 
 
 class Round:
-    """Compute the gradients of one client's round. This class is for the plain objective, the loss alone."""
+    """Compute the gradients of one client's round. This base class is the plain objective, the loss alone."""
 
     def gradient(self, step: Step) -> Tensor:
         """Add the objective's gradient of one batch to every parameter's ``grad``.
@@ -103,9 +103,9 @@ class Objective(Options):
         name: the name in the run config.
         travels: whether one control variate per shared parameter is sent to the clients and back.
         repeats: whether each step computes its batch twice.
-        anchored: whether clients are compared with the server's weights, so that the method must share
+        anchored: whether the objective uses the weights that the client received, so that the method must share
             weights.
-        corrects: whether the gradient of a step differs from the gradient of any loss on its batch.
+        corrects: whether steps add a correction to the gradient that comes from no loss on the batch (SCAFFOLD).
     """
 
     name: ClassVar[str] = "none"

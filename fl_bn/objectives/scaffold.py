@@ -54,7 +54,7 @@ class _Controlled(Round):
         return Finish({**self.kept, **keep}, {name: new[name] - known for name, known in self.known.items()})
 
     def _own(self, name: str, steps: int, learning_rate: float) -> Tensor:
-        """Compute c_i+, line 12 of Algorithm 1."""
+        """Compute the client's new control variate for the parameter ``name`` (c_i+, line 12 of Algorithm 1)."""
         if self.at_start is not None:
             return self.at_start[name]
         moved = (self.anchors[name] - self.trained[name].detach()) / (steps * learning_rate)
@@ -65,7 +65,7 @@ class _Controlled(Round):
 class Scaffold(Objective):
     """Correct gradients by SCAFFOLD's control variates.
 
-    ``option`` is that of line 12 of Algorithm 1. With 1, a client's control variate is its gradient at the
+    ``option`` is the choice in line 12 of Algorithm 1. With 1, a client's control variate is its gradient at the
     received model over all of its data, in training mode. With 2, it is the mean gradient of its local steps.
     ``strength`` multiplies the correction, and is 1 in the paper.
     """

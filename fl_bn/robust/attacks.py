@@ -60,9 +60,9 @@ def alie(z: float | None = None) -> Attack:
 def z_max(n: int, f: int) -> float:
     """Return the largest number of standard deviations with which ALIE still hides among the honest rows.
 
-    It is the quantile of the normal distribution at (n - f - s) / (n - f), but not below 0, with s =
-    floor(n/2 + 1) - f. If s honest rows are farther from the mean than the f Byzantine ones, these two groups
-    are a majority (ALIE, algorithm 3).
+    With s = floor(n/2 + 1) - f, it is the quantile of the normal distribution at (n - f - s) / (n - f), and at least 0.
+    If s honest rows are farther from the mean than the f Byzantine rows, these two groups together are a majority
+    (ALIE, algorithm 3).
 
     Args:
         n: the number of rows.
@@ -91,7 +91,7 @@ def gaussian(sigma: float = 1.0, seed: int = 0) -> Attack:
 
 
 def constant(value: float) -> Attack:
-    """Make the attack whose rows have ``value`` in every coordinate. It may be Inf or NaN."""
+    """Make the attack whose rows have ``value``, which may be Inf or NaN, in every coordinate."""
     return lambda honest, f: np.full((f, honest.shape[1]), value)
 
 
@@ -160,7 +160,7 @@ class Adversary:
     Attributes:
         attack: a name of ``ATTACKS``, or a function ``(honest rows, f) -> rows``.
         f: the number of Byzantine clients.
-        on: what they send falsely: ``statistics``, ``updates`` or ``both``.
+        on: the part of their replies that is false: ``statistics``, ``updates`` or ``both``.
         strength: FOE's epsilon, ALIE's z, the standard deviation of gaussian, or mimic's victim. 0: the
             attack's default.
     """
@@ -175,7 +175,7 @@ class Adversary:
             raise ValueError(expected("attack", self.attack, ATTACKS, ", or a function"))
         if self.f < 1:
             raise ValueError(f"an attack needs at least one Byzantine client, but got f={self.f}")
-        check_name("what an attack is on", self.on, ON)
+        check_name("an attack's target (on)", self.on, ON)
 
     @property
     def flips_labels(self) -> bool:
@@ -194,21 +194,21 @@ class Adversary:
             The rows (f, d).
 
         Raises:
-            ValueError: the attack is on the training data, and sends no rows of its own.
+            ValueError: the attack changes the training data, and has no rows of its own.
         """
         if not isinstance(self.attack, str):
             return self.attack(honest, f)
         family = ATTACKS[self.attack]
         if family is None:
-            raise ValueError(f"{self.attack} changes the training data, so it makes no rows")
+            raise ValueError(f"{self.attack} changes the training data and has no rows of its own: flip the labels by flip_labels instead")
         if self.attack.endswith("-optimised"):
             return optimised(family, damage)(honest, f)
         return family(self.strength or STRENGTH.get(self.attack, 0.0))(honest, f)
 
     def statistics_rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
-        """Return the false statistics of one layer that the Byzantine clients send: ``rows``, for rows of C means and C variances.
+        """Return the false statistics of one layer that the Byzantine clients send, as ``rows`` does for updates.
 
-        Sign flipping changes the means only (FBN, section 5).
+        A row holds C means, then C variances. Sign flipping changes the means only (FBN, section 5).
         """
         rows = self.rows(honest, f, damage)
         if self.attack == "sign-flip":

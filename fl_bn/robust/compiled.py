@@ -1,10 +1,10 @@
 """Medians and trimmed means of columns in machine code. This needs the extra ``robust`` (llvmlite).
 
-The median and the trimmed mean of float32 tables with 5 to 110 million numbers (10 or 50 rows) are 7 to 15
-times as fast as with NumPy alone, on one thread (5 to 9 times on a quiet machine,
-benchmarks/results/robust.md). After nearest-neighbour mixing they are 1.1 to 1.7 times as fast, because its
-distances take most of the time. A defended update (``Defence.update``) is 1.1 to 1.5 times as fast, because
-it first copies the rows to float64. ``benchmarks/robust.py`` repeats the comparison.
+On one thread, the median and the trimmed mean are 7 to 15 times as fast as with NumPy alone. On a quiet machine
+they are 5 to 9 times as fast (benchmarks/results/robust.md). This holds for float32 tables with 5 to 110 million
+numbers in 10 or 50 rows. After nearest-neighbour mixing they are 1.1 to 1.7 times as fast, because the distances of
+the mixing take most of the time. A defended update (``Defence.update``) is 1.1 to 1.5 times as fast, because it first
+copies the rows to float64. ``benchmarks/robust.py`` repeats the comparison.
 
 LLVM compiles one function for each pair of the number of rows and the number of values to cut. The function runs
 the pruned sorting network without branches, on 32 bytes of every row at a time. These bytes stay in registers and
@@ -78,7 +78,7 @@ class Middle:
         return self._run(block.ctypes.data + np.arange(len(block), dtype=np.uintp) * np.uintp(block.strides[0]), out)
 
     def _of_few(self, block: np.ndarray, out: np.ndarray) -> bool:
-        """Compute the averages of a block with fewer columns than one SIMD vector holds."""
+        """Compute as ``of_block`` does, for a block with fewer columns than one SIMD vector holds."""
         if not len(out):
             return True
         padded, values = np.zeros((self.n, self.lanes), self.dtype), np.empty(self.lanes, self.dtype)
@@ -122,8 +122,8 @@ def code(n: int, trim: int, double: bool) -> str:
     """Write LLVM code for the function ``middle(addresses of the rows, number of columns, out)``.
 
     ``middle`` writes the average of each column's middle values to ``out``. It returns 0 if all numbers are finite.
-    Each step computes one SIMD vector of columns. If the columns cannot be divided evenly into vectors, the last step
-    takes the last columns that fill a vector, so it computes some columns a second time.
+    Each step computes one SIMD vector of columns. The last step takes the last columns that fill a vector. If the columns
+    cannot be divided evenly into vectors, it computes some columns a second time.
 
     Args:
         n: the number of rows.

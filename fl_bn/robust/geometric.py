@@ -2,8 +2,9 @@
 
 Both compute with the n weights of the rows instead of d coordinates. They start at the medoid, the row in the
 middle of the others. All their points are weighted means of rows, so adding a vector to every row adds it to
-the result. A row farther than ``HORIZON`` usual distances from the medoid is first pulled in to that
-distance: otherwise its large square would cost the other rows their precision.
+the result. The usual distance is the median of the rows' distances to the medoid. A row farther than ``HORIZON``
+usual distances from the medoid is first pulled in to that distance. Otherwise its large square would cost the
+other rows their precision.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ ITERATIONS = 10_000
 
 
 class _Scene:
-    """Hold the rows relative to the medoid m. Coordinates b stand for the point x_m + sum_k b_k s_k (x_k - x_m)."""
+    """Hold the rows x_k relative to the medoid x_m. Coordinates b stand for the point x_m + sum_k b_k s_k (x_k - x_m).
+
+    Here s_k is in (0, 1]. It is 1 unless row k was pulled in (``scale``).
+    """
 
     def __init__(self, gram: Gram, reach: float = 0.0) -> None:
         self.n = len(gram.products)
@@ -54,7 +58,7 @@ def weiszfeld(gram: Gram, weights: np.ndarray | None, tolerance: float) -> np.nd
     Args:
         gram: inner products of the n rows.
         weights: weights of the rows (n,). None: all rows count alike.
-        tolerance: the iteration stops when it moves by less than this share of the usual distance.
+        tolerance: the iteration stops when a step is shorter than this share of the usual distance.
 
     Returns:
         Weights (n,), which sum to 1.
@@ -91,7 +95,7 @@ def clip(gram: Gram, weights: np.ndarray | None, radius: float | None, steps: in
     Args:
         gram: inner products of the n rows.
         weights: weights of the rows (n,). None: all rows count alike.
-        radius: the length to which differences are clipped. None: the usual distance.
+        radius: the length to which the rows' differences from the current point are clipped. None: the usual distance.
         steps: the number of iterations.
 
     Returns:

@@ -1,8 +1,8 @@
 """Pass 1 of a rule: the inner products of all rows, computed block by block.
 
-Distances follow from inner products, and NNM, Krum and the geometric median need no more. Let C be the Gram
-matrix of the rows about some centre. Then |sum_k w_k (x_k - centre)|^2 = w' C w. So a linear combination of
-rows is handled as n weights, and its d coordinates are computed only in the last pass.
+Distances follow from inner products. Nearest-neighbour mixing, Krum and the geometric median need nothing else.
+Let C be the Gram matrix of the rows about some centre. Then |sum_k w_k (x_k - centre)|^2 = w' C w. So a linear
+combination of rows is handled as n weights, and its d coordinates are computed only in the last pass.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def gram(table: Table, checked: bool = False) -> Gram:
 def medoid(squared_distances: np.ndarray) -> int:
     """Return the index of the row in the middle of the others: its distance to the nearest majority of rows is the smallest.
 
-    If most rows are honest, it is near honest rows. Among equal rows, the smallest sum of distances decides.
+    If most rows are honest, this row is near honest ones. Among rows with equal such distances, the smallest sum of
+    the distances to that majority decides.
 
     Args:
         squared_distances: (n, n).
@@ -92,7 +93,7 @@ def medoid(squared_distances: np.ndarray) -> int:
 
 
 def _lost(products: np.ndarray, loss: float) -> bool:
-    """Return whether rounding errors dominate a squared distance, because it is small beside the squared norms.
+    """Return whether a squared distance of two rows is lost in rounding errors: it is below ``loss`` times their squared norms.
 
     Rows that are closer than usual, such as copies, need no exact distance.
     """

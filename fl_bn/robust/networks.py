@@ -41,7 +41,7 @@ class Exchange(NamedTuple):
 
 
 def batcher(n: int) -> list[tuple[int, int]]:
-    """Return pairs ``(i, j)``, i < j. Exchanging them one after the other sorts ``n`` wires in ascending order.
+    """Return pairs ``(i, j)`` of wires, i < j. Compare-exchanges of these pairs, in order, sort ``n`` values in ascending order.
 
     One half is sorted before the other half begins. So the wires of neighbouring exchanges are still in
     registers or in the first-level cache.
@@ -68,7 +68,7 @@ def batcher(n: int) -> list[tuple[int, int]]:
 
 @lru_cache
 def selection(n: int, trim: int) -> tuple[Exchange, ...]:
-    """Return exchanges after which wires ``trim .. n - trim - 1`` hold the middle values, in no particular order.
+    """Return compare-exchanges after which wires ``trim .. n - trim - 1`` hold the middle values, in no particular order.
 
     Args:
         n: the number of values.

@@ -99,7 +99,7 @@ def trimmed_mean(rows: Rows | View, f: int = 0, *, weights: Weights | None = Non
 
 
 def krum(rows: Rows | View, f: int = 0) -> Outcome:
-    """Return the row with the smallest sum of squared distances to its n - f - 2 nearest rows; the first of several.
+    """Return the row with the smallest sum of squared distances to its n - f - 2 nearest rows. In a tie, the first row wins.
 
     Args:
         rows: n rows, at most f of them Byzantine.
@@ -146,15 +146,15 @@ def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neig
 def geometric_median(rows: Rows | View, f: int = 0, *, weights: Weights | None = None, tolerance: float = 1e-10) -> Outcome:
     """Return the point with the smallest sum of distances to the rows.
 
-    It is found by Weiszfeld's iteration, with the step of Vardi and Zhang at a row. The iteration changes n
-    weights instead of d coordinates.
+    It is found by Weiszfeld's iteration. If the iteration reaches a row, it takes the step of Vardi and Zhang. It
+    changes n weights instead of d coordinates.
 
     Args:
         rows: n rows, at most f of them Byzantine.
         f: the number of Byzantine rows to withstand.
         weights: the clients' weights (n,), which are capped so that the f heaviest hold less than half of the
             total. None: all rows count alike.
-        tolerance: the iteration stops when it moves by less than this share of the rows' usual distance.
+        tolerance: the iteration stops when a step is shorter than this share of the rows' usual distance, see ``geometric``.
 
     References:
         Vardi and Zhang, The multivariate L1-median, PNAS 2000.
@@ -200,7 +200,7 @@ def centered_clipping(
 def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
     """Replace every row by the mean of its n - f nearest rows, itself included, and apply ``then`` (nearest-neighbour mixing).
 
-    Of equally near rows, the first are taken.
+    Among equally near rows, those with the smallest indices are taken.
 
     Args:
         rows: n rows, at most f of them Byzantine.

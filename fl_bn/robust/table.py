@@ -90,7 +90,7 @@ class Table:
 
     @property
     def in_place(self) -> bool:
-        """Return whether machine code may read the rows without a copy: all are float32 and contiguous."""
+        """Return whether machine code may read the rows without a copy. All must be contiguous NumPy arrays of float32."""
         rows = (row for segment in self.segments for row in segment.rows)
         return all(isinstance(row, np.ndarray) and row.dtype == np.float32 and row.flags.c_contiguous for row in rows)
 
@@ -140,7 +140,7 @@ class Table:
         return buffer[:rows, :columns]
 
     def wide(self, block: Any) -> Any:
-        """Return ``block`` in float64. A copy is in a buffer that the next call overwrites."""
+        """Return ``block`` in float64: itself, or a copy in a buffer that the next call overwrites."""
         if self.double:
             return block
         wide = self.scratch("wide", len(block), block.shape[1], double=True)

@@ -1,4 +1,4 @@
-"""Define what a robust rule computes on (rows, or mixtures of rows), and the result that it returns."""
+"""Define the input of a robust rule (rows, or mixtures of rows), and its result (the aggregate, and a report about the rows)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class View:
 
     Attributes:
         table: the rows without the rejected ones.
-        f: the number of Byzantine rows that may still be among them.
+        f: the number of Byzantine rows that may still be among the rows of ``table``.
         declared: the number of Byzantine rows that the caller declared.
         rejected: indices of the rows that were removed from the table.
         checked: whether all numbers of the table are known to be finite.
@@ -173,8 +173,8 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
 
     Args:
         rows: n rows.
-        f: how many of them may be Byzantine.
-        smallest: the number of rows that the rule needs.
+        f: the number of rows that may be Byzantine.
+        smallest: the fewest rows with which the rule works.
         name: the rule's name, for messages.
         rule: takes a view of the finite rows, and returns their combination.
         weights: the clients' weights (n,), which ``capped`` cuts so that the f heaviest rows hold less than
@@ -184,8 +184,8 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
         The rule's value and report.
 
     Raises:
-        ValueError: f is no whole number >= 0, there are fewer than ``smallest`` rows, no row is finite, or
-            the weights do not fit the rows.
+        ValueError: f is no whole number >= 0, rows are fewer than ``smallest``, every row has NaN or Inf, or the
+            weights do not fit the rows.
     """
     if isinstance(f, bool) or not isinstance(f, int | np.integer) or f < 0:
         raise ValueError(f"f must be a whole number >= 0, but got {f!r}")

@@ -57,11 +57,11 @@ def deviations(moments: Moments, reference: Running) -> tuple[Tensor, Tensor]:
 def from_deviations(count: int, first: Tensor, second: Tensor, reference: Running) -> tuple[Moments, int]:
     """Compute the moments from averaged deviations.
 
-    A variance from exact averages is never negative. From rounded, clipped or noisy ones it may be, if it is
-    below their error. It is then set to 0.
+    A variance from exact averages is never negative. If the averages are rounded, clipped or noisy, a variance
+    below their error may come out negative. It is then set to 0.
 
     Args:
-        count: the number of activations per channel.
+        count: the number of activations per channel, over all clients.
         first: the averaged ``first`` deviations, (C,).
         second: the averaged ``second`` deviations, (C,).
         reference: the public reference.
@@ -113,7 +113,7 @@ def within(first: Tensor, second: Tensor, limit: float) -> tuple[Tensor, Tensor,
 
 
 def running_within(mean: Tensor, var: Tensor, limit: float) -> tuple[Tensor, Tensor, int]:
-    """Bring running deviations into the range of a quantiser. The two are limited separately.
+    """Bring running deviations into the range of a quantiser. Mean and variance are limited separately.
 
     Returns:
         ``mean`` and ``var / limit``, both in ``[-limit, limit]``, and the number of channels whose statistics
@@ -128,7 +128,7 @@ def lost(moments: Moments, first: Tensor, reference: Running, error: float, limi
 
     The variance is computed as a difference of two averages, which loses digits if the reference is far from the data.
     A channel counts if the quantiser's rounding may change its variance (plus EPS) by more than 0.1 %. The change must
-    also be more than about four times what it would be with a reference near the data.
+    also be more than about four times the change that a reference near the data would allow.
 
     Args:
         moments: the moments of all clients together, as ``from_deviations`` computed them.
@@ -151,9 +151,9 @@ def level(clipping_range: float, bits: int) -> float:
 def average_error(clipping_range: float, bits: int, weights: Sequence[float], heaviest: float = 0.0) -> float:
     """Return the worst-case absolute error of a quantised average, in the units of its values.
 
-    Each of n clients sends ``weight / heaviest`` times its value, rounded to a neighbouring level, so less
-    than one level off. The sum is exact in integers. It is divided by ``sum(weights) / heaviest``. The error
-    is below ``n * level * heaviest / sum(weights)``, which is one level for equal weights.
+    Each of n clients sends ``weight / heaviest`` times its value, rounded to a neighbouring level. This rounding error
+    is less than one level. The sum is exact in integers. It is divided by ``sum(weights) / heaviest``. The error of the
+    average is below ``n * level * heaviest / sum(weights)``, which is one level for equal weights.
 
     Args:
         clipping_range: the quantiser's range is ``[-clipping_range, clipping_range]``.
@@ -162,7 +162,7 @@ def average_error(clipping_range: float, bits: int, weights: Sequence[float], he
         heaviest: the public weight by which all weights are divided. 0: the largest of ``weights``.
 
     Raises:
-        ValueError: there are no weights, or their sum is not positive.
+        ValueError: ``weights`` is empty, or its sum is not positive.
     """
     total = sum(weights)
     if not weights or total <= 0:
@@ -187,7 +187,7 @@ def beyond(named: Mapping[str, Tensor], limit: float) -> dict[str, int]:
     """Count the values of each tensor that a quantiser of ``[-limit, limit]`` would cut off.
 
     Returns:
-        Counts by name, without the tensors that have none.
+        The count of each tensor, by name. Tensors without such values are left out.
     """
     counts = {name: int((tensor.abs() > limit).sum()) for name, tensor in named.items()}
     return {name: count for name, count in counts.items() if count}

@@ -1,10 +1,9 @@
 """Client-level differential privacy with two releases, of the updates and of the statistics, each with its own clip.
 
-A client's update and its statistics (standardised deviations, see ``additive``) are two vectors. Each is
-scaled down to an L2 norm of at most its clip C, and gets Gaussian noise, so that the secure sum over the
-cohort has noise of standard deviation ``noise * C`` or more. The norm of the statistics is that of a few
-hundred numbers of order 1. One clip for both would either drown the statistics in noise, or leave the update
-unclipped.
+A client's update and its statistics (standardised deviations, see ``additive``) are two vectors. Each is scaled
+down to an L2 norm of at most its clip C. Each gets so much Gaussian noise that the secure sum over the cohort has
+noise of standard deviation ``noise * C`` or more. The norm of the statistics is that of a few hundred numbers of
+order 1. A clip that fits one of the vectors would be too small or too large for the other.
 
 Accounting is that of zero-concentrated DP: Concentrated Differential Privacy, Bun and Steinke, TCC 2016. A
 Gaussian release of noise multiplier z costs ``rho = 1 / (2 z^2)`` (proposition 1.6). Two data sets are
@@ -12,8 +11,8 @@ neighbours if one client's vector is replaced by 0. Releases add up (lemma 1.7).
 sqrt(rho ln(1 / delta)), delta)`` (proposition 1.3). Sampling of the cohort is not used to reduce the cost, so
 the figure is an upper bound.
 
-The noise is drawn from the operating system's entropy, never from the run's seed, which every client and the
-server know. A party that knows the noise can subtract it. So a run with privacy is not reproducible. Only
+The noise is drawn from the operating system's entropy, so a run with privacy is not reproducible. The run's seed
+is not used, because every client and the server know it, and a party that knows the noise can subtract it. Only
 tests pass a generator.
 """
 
@@ -44,7 +43,7 @@ noisy_option = partial(option, used=SECURE & Used("with dp-noise > 0", lambda co
 
 @dataclass(frozen=True)
 class Privacy(Options):
-    """Describe how clients clip, and their noise. Each field is an option, with its key in docs/config.md.
+    """Describe how clients clip their vectors, and how much noise they add. Each field is an option, with its key in docs/config.md.
 
     Attributes:
         clip: The largest L2 norm of an update.
@@ -99,7 +98,7 @@ def noisy(
         clip: the largest L2 norm of the vector.
         noise: the noise multiplier.
         contributors: the smallest number of clients whose sum is ever revealed. Their sum has the promised
-            noise, and a sum of more clients has more.
+            noise, and a sum over more clients has more noise.
         rng: a generator, for tests. None: the operating system's entropy.
 
     Returns:
@@ -110,19 +109,19 @@ def noisy(
         ValueError: ``contributors`` is below 1.
     """
     if contributors < 1:
-        raise ValueError(f"contributors must be at least 1 client, which adds all the noise, but got {contributors}")
+        raise ValueError(f"contributors, the fewest clients in a revealed sum, must be at least 1, but got {contributors}")
     rng = np.random.default_rng(secrets.randbits(256)) if rng is None else rng
     deviation = noise * clip / math.sqrt(contributors)
     return {name: t.double() + torch.from_numpy(np.asarray(rng.normal(0.0, deviation, tuple(t.shape)))) for name, t in vector.items()}
 
 
 def rho(releases: int, noise: float) -> float:
-    """Return the zero-concentrated DP of ``releases`` Gaussian releases of noise multiplier ``noise``."""
+    """Return rho, the cost in zero-concentrated DP of ``releases`` Gaussian releases of noise multiplier ``noise``."""
     return releases / (2 * noise**2)
 
 
 def epsilon(releases: int, noise: float, delta: float) -> float:
-    """Return the epsilon of ``(epsilon, delta)``-DP at client level after ``releases``. It is an upper bound."""
+    """Return an upper bound on the epsilon of client-level ``(epsilon, delta)``-DP after ``releases`` releases."""
     cost = rho(releases, noise)
     return cost + 2 * math.sqrt(cost * math.log(1 / delta))
 
@@ -140,7 +139,7 @@ class Journal:
         self.path = path
 
     def add(self, releases: int) -> None:
-        """Add a line, which is durable when the call returns.
+        """Add a line with the number of releases. Once the call has returned, the line survives a crash.
 
         Raises:
             OSError: the line cannot be written.
@@ -165,7 +164,7 @@ class Accountant:
     """Count the releases of one run.
 
     A training round has one release of the updates, and one of the statistics if the method reports any. A
-    statistics-only exchange has one.
+    statistics-only exchange has one release.
 
     Attributes:
         privacy: the settings.
@@ -194,7 +193,7 @@ class Accountant:
     def at_least(self, releases: int) -> None:
         """Raise the number of releases to ``releases``, the number in a checkpoint.
 
-        The journal may have more, if the run went on after the checkpoint.
+        If the run went on after the checkpoint, the journal may have counted more. The number then stays.
         """
         if releases > self.releases:
             self.spend(releases - self.releases)

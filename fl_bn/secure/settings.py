@@ -1,4 +1,4 @@
-"""Settings of secure aggregation: which clients can be summed, how precisely, and what must hold so that a sum hides its parts."""
+"""Settings of secure aggregation (SecAgg+): the shares of secrets, the range and bits of values, and the fewest clients in a sum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ secured = partial(option, used=SECURE)
 
 @dataclass(frozen=True)
 class SecureAggregation(Options):
-    """Describe SecAgg+. Most fields are options, with their keys in docs/config.md.
+    """Describe the settings of secure aggregation by SecAgg+. Most fields are options, with their keys in docs/config.md.
 
     Attributes:
         shares: The number of parts into which each client's secrets are split, odd. 0: one part per client of
@@ -28,10 +28,10 @@ class SecureAggregation(Options):
         clipping_range: Values beyond it are cut off. It is in standard deviations for statistics, and in their
             own units for weights.
         quantization_range: The number of bits per value within the clipping range.
-        privacy: The clips, and the noise that clients add before they mask. None: no noise.
+        privacy: The clips, and the noise that clients add before they mask their vectors. None: no noise.
 
     Raises:
-        ValueError: A value is out of range, or two do not fit together.
+        ValueError: A value is out of range, or two values do not fit together.
     """
 
     name: ClassVar[str] = "secure aggregation"
@@ -57,7 +57,7 @@ class SecureAggregation(Options):
             raise ValueError(f"secagg-threshold must be 0 or more than half of the {self.shares} shares, but got {self.threshold}")
 
     def shares_of(self, clients: int) -> int:
-        """Return the number of parts of each client's secrets in a sum of ``clients``."""
+        """Return the number of parts into which each client's secrets are split, in a sum of ``clients`` clients."""
         return min(self.shares or clients, clients)
 
     def threshold_of(self, clients: int) -> int:
@@ -78,7 +78,8 @@ class SecureAggregation(Options):
         if clients * 2**self.quantization_range >= MODULUS:
             most = (MODULUS - 1).bit_length() - clients.bit_length()
             raise ValueError(
-                f"{clients} clients of {self.quantization_range} bits overflow 32 bits: set secagg-quantization-range to {most}"
+                f"the sum of {clients} clients' values of {self.quantization_range} bits overflows 32 bits: set secagg-quantization-range "
+                f"to {most}"
             )
         shares, threshold = self.shares_of(clients), self.threshold_of(clients)
         if not shares < 2 * threshold <= 2 * shares:

@@ -16,13 +16,13 @@ SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a site's name, which becomes
 
 @dataclass(frozen=True)
 class ClientNames:
-    """Hold the names of clients and nodes. Both are empty in a simulation.
+    """Hold the names of clients and nodes. In a simulation, clients and nodes have no names, and all fields are empty.
 
     Attributes:
         names: the sites' names, by client index.
         nodes: Flower's node ids, by client index.
-        registered: Returns node -> name of the site that has it now. A site whose key was renewed has another node
-            than at the start of the run.
+        registered: Returns node -> name of the site that has this node now. A site whose key was renewed has another
+            node than at the start of the run.
     """
 
     names: tuple[str, ...] = ()
@@ -30,11 +30,11 @@ class ClientNames:
     registered: Callable[[], Mapping[int, str]] = dict
 
     def site(self, index: int) -> str:
-        """Return the name of client ``index``'s site; empty: it has no name."""
+        """Return the name of the site of client ``index``; empty if the site has no name."""
         return self.names[index] if 0 <= index < len(self.names) else ""
 
     def client(self, index: int) -> str:
-        """Return the words for a client: the name of its site, or its number.
+        """Return a client's name for messages: the name of its site, or its number.
 
         >>> ClientNames().client(2), ClientNames(("east", "west")).client(1)
         ('client 2', 'site west')
@@ -42,7 +42,7 @@ class ClientNames:
         return f"site {name}" if (name := self.site(index)) else f"client {index}"
 
     def clients(self, indices: Iterable[int]) -> str:
-        """Return the words for several clients.
+        """Return the names of several clients for messages.
 
         >>> ClientNames().clients([0, 2]), ClientNames(("east", "west")).clients([0, 1])
         ('clients 0, 2', 'sites east, west')
@@ -53,7 +53,7 @@ class ClientNames:
         return f"{what} {', '.join(self.site(index) if named else str(index) for index in some)}"
 
     def node(self, node: int) -> str:
-        """Return the words for a node of Flower: the name of its site, or its id.
+        """Return the name of a Flower node for messages: the name of its site, or its id.
 
         >>> ClientNames(("east", "west"), (17, 4)).node(4), ClientNames().node(4)
         ('site west', 'node 4')
@@ -62,9 +62,9 @@ class ClientNames:
         return f"site {name}" if name else f"node {node}"
 
     def client_of(self, node: int) -> int | None:
-        """Return the client that has this node: from the start of the run, or since its site's key was renewed.
+        """Return the index of the client that has this node: from the start of the run, or since its site's key was renewed.
 
-        None: no client has it.
+        None: no client has this node.
 
         >>> renewed = ClientNames(("east", "west"), (17, 4), lambda: {17: "east", 9: "west", 5: "north"})
         >>> [renewed.client_of(node) for node in (17, 4, 9, 5)]

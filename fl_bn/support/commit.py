@@ -1,4 +1,4 @@
-"""Find the git commit from which this package was made, also where git is missing: in container images, and at sites."""
+"""Find the git commit from which this package was made, also where git is missing, as in a container image or on a client's machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def commit_of(folder: Path) -> str:
 def commit() -> str:
     """Return the commit of this package.
 
-    It is in the file ``COMMIT``, which is part of images and travels with runs. Without that file, git tells
-    the commit of the checkout.
+    It is read from the file ``COMMIT``, which is part of container images and is sent along with a run's code.
+    Without this file, git tells the commit of the checkout.
     """
     file = PACKAGE / COMMIT
     return str(tomllib.loads(file.read_text()).get("commit", "")) if file.exists() else commit_of(PACKAGE)

@@ -1,6 +1,6 @@
 """Write files that stay whole in a crash: new content is written to a file beside the old one, synced, and renamed.
 
-Tensors are stored as safetensors. The metadata of such a file say what it holds (``about``), and have a
+Tensors are stored as safetensors. The metadata of such a file describe its content (``about``). They also have a
 SHA-256 of the whole file, by which a damaged file is recognised.
 """
 
@@ -111,10 +111,10 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, 
     Args:
         path: The file.
         tensors: The tensors, by name.
-        about: What the file holds, as metadata.
+        about: Metadata that describe the content of the file.
 
     Raises:
-        OSError: As ``write``.
+        OSError: The file cannot be written. The former content stays, as for ``write``.
     """
     from safetensors.torch import save
 
@@ -149,7 +149,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         path: The file.
 
     Returns:
-        The tensors by name, and what the file holds.
+        The tensors by name, and the metadata ``about``.
 
     Raises:
         Damaged: The file is not whole.
@@ -175,7 +175,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file, so that nobody reads it again but it is not lost. Return its new path."""
+    """Rename a damaged file, so that nobody takes it for a whole one, and return its new path."""
     number = 1
     while (aside := path.with_name(f"{path.name}.set-aside-{number}")).exists():
         number += 1

@@ -43,7 +43,7 @@ def need(what: str, *modules: str) -> None:
     """Check that all ``modules`` are installed, which ``what`` needs.
 
     Raises:
-        NotInstalled: One of them is missing.
+        NotInstalled: A module is missing.
     """
     if message := lacking(what, *modules):
         raise NotInstalled(message)

@@ -29,7 +29,7 @@ class Finding:
 
     def __post_init__(self) -> None:
         if bool(self.do) == (self.status == "ok"):
-            raise ValueError(f"{self.check}: a warning or a failure must say what to do, and no other status may, but got {self}")
+            raise ValueError(f"{self.check}: a warning or a failure must say what to do, and an ok must not, but got {self}")
 
     def __str__(self) -> str:
         """Describe the finding in one line, whatever the text holds."""

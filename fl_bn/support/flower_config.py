@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 Scalar = str | int | float | bool
-PROGRESS = "progress.jsonl"  # the file in a run's folder in which an app of one's own tells its rounds
+PROGRESS = "progress.jsonl"  # the file in a run's folder to which a user's own app writes the progress of its rounds
 OUR_APP = "fl-bn/fl-bn"  # the id of fl-bn's own app
 OF_OUR_APP = ("clients", "checkpoint-every")  # keys that `fl-bn submit` fills in for fl-bn's own app, whatever its id
 SERVER = "FL_BN_SERVER"  # environment variable of a deployed ServerApp: the server's folder

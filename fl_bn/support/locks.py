@@ -27,7 +27,7 @@ def hold(file: IO[str], *, shared: bool = False) -> None:
 
     Raises:
         BlockingIOError: another process has locked it.
-        OSError: its file system has no locks.
+        OSError: the file's file system has no locks.
         Unsupported: the operating system has no locks of this kind.
     """
     if fcntl is None:

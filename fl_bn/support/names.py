@@ -35,7 +35,7 @@ def expected(what: str, name: object, known: Collection[str], others: str = "", 
     """Return the message for a name that is not among ``known``.
 
     Args:
-        what: the thing that the name should name.
+        what: the kind of thing that is named, such as "method".
         name: the given name.
         known: the accepted names.
         others: other accepted values, in words.

@@ -10,10 +10,10 @@ from fl_bn.support.flower_config import NODES
 
 
 def registered_nodes() -> dict[int, str]:
-    """Return node -> name of its site, as the SuperLink has them now.
+    """Return node id -> name of its site, for the nodes that are registered at the SuperLink now.
 
-    They are in the file that the environment variable ``FL_BN_NODES`` names. ``fl-bn register`` writes it, also when
-    ``fl-bn kit`` changes a site while a run goes on. If there is no file, the result is empty.
+    They are read from the file that the environment variable ``FL_BN_NODES`` names. ``fl-bn register`` writes this file,
+    also when ``fl-bn kit`` changes a site while a run goes on. If there is no file, the result is empty.
     """
     file = os.environ.get(NODES, "")
     try:

@@ -1,8 +1,8 @@
 """Functions of a user, named as "package.module:function", and the modules that a run config may name.
 
-A run config travels from its author to every machine that takes part, without a signature. So it may only
-name functions of the app's own modules, whose code a site has already accepted, and of modules that the
-machine's owner allows. Every other name (``os:system``) is refused before anything is imported.
+A run config is sent from its author to every machine that takes part, without a signature. So it may only name
+functions of two kinds of modules: the app's own, whose code a client's site has already accepted, and those that
+the machine's owner allows. Every other name (``os:system``) is refused before anything is imported.
 
 Installed packages may add names, too: ``import_extensions``.
 """

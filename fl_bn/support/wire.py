@@ -1,4 +1,4 @@
-"""Errors about messages of another side, and excerpts of its texts that neither fill a log nor break its lines."""
+"""Errors about messages of the other side (client or server), and short one-line excerpts of its texts for logs and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ RAISED = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>:<'")  # Flower's report of an
 
 
 class WireError(ValueError):
-    """Signal that a message differs from what this side expects."""
+    """Signal that a message of the other side differs from what this side expects.
+
+    Attributes:
+        section: the part of the message that is wrong.
+        tensor: the tensor or field in this part. Empty: the part as a whole.
+        problem: what was expected, and what came.
+    """
 
     def __init__(self, section: str, tensor: str, problem: str) -> None:
         self.section, self.tensor, self.problem = printable(section), printable(tensor), problem
@@ -38,7 +44,7 @@ def check_samples(samples: int) -> None:
 
 
 def printable(text: str, most: int = SHOWN) -> str:
-    """Shorten a received text for a log, so that it neither fills the log nor breaks its lines."""
+    """Shorten a received text to ``most`` characters of one line, for a log."""
     return text if len(text) <= most and text.isprintable() else f"{text[:most]!r}{' ...' if len(text) > most else ''}"
 
 

@@ -108,7 +108,7 @@ def test_the_runs_config_is_held_against_the_sites_data(setup: Setup) -> None:
     setup.write_line("dataset", "")
     assert "names no data" in failed(list(diagnose(setup.site, form)))["data"]
     rehearsal = {finding.check: finding.text for finding in diagnose(setup.site)}
-    assert "a rehearsal with its share of the run's digits" in rehearsal["data"]
+    assert "no data of its own, so this checks a client's share of the run's digits" in rehearsal["data"]
 
 
 def test_what_the_kit_says_is_passed_on(setup: Setup) -> None:

@@ -28,9 +28,9 @@ from tests.listed import listed
 
 
 def test_a_finding_says_what_to_do_unless_all_is_well() -> None:
-    with pytest.raises(ValueError, match="a warning or a failure must say what to do, and no other status may"):
+    with pytest.raises(ValueError, match="a warning or a failure must say what to do, and an ok must not"):
         Finding("warn", "disk", "it is full")
-    with pytest.raises(ValueError, match="a warning or a failure must say what to do, and no other status may"):
+    with pytest.raises(ValueError, match="a warning or a failure must say what to do, and an ok must not"):
         Finding("ok", "disk", "it is empty", "fill it")
     assert str(Finding("warn", "disk", "it is\nfull", "empty  it")) == "warn  disk: it is full -> empty it"
     assert guard("disk", lambda: Finding("ok", "disk", "fine")).status == "ok"

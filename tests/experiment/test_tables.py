@@ -157,5 +157,5 @@ def test_advise_finds_a_table_by_its_description_and_by_its_name(tmp_path: Path)
 
 def test_a_network_for_images_names_those_for_tables(tmp_path: Path) -> None:
     hospital(tmp_path, 0)
-    with pytest.raises(ConfigError, match="needs images of at least 8 pixels, .*: for a table, choose model='mlp' or 'table-mlp'"):
+    with pytest.raises(ConfigError, match="needs images of at least 8 x 8 pixels, .*: for a table, choose model='mlp' or 'table-mlp'"):
         run(tmp_path / "runs", dataset="csv", model="digits-cnn-small", data_path=str(tmp_path))

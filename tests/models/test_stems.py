@@ -61,7 +61,7 @@ def test_vgg_has_one_linear_layer_and_says_what_it_cannot_take() -> None:
     with torch.device("meta"):
         model = build("vgg19_bn", classes=10, stem="small")
         assert sum(p.numel() for p in model.parameters()) == 20_040_522  # usual for VGG-19 with BatchNorm on CIFAR-10
-        with pytest.raises(ValueError, match="'vgg11_bn' needs images of at least 32 pixels, but got image_size=28"):
+        with pytest.raises(ValueError, match="'vgg11_bn' needs images of at least 32 x 32 pixels, but got image_size=28"):
             build("vgg11_bn", classes=10, image_size=28, stem="small")
 
 

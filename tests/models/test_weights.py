@@ -70,7 +70,7 @@ def reshaped(state: State) -> State:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without, r"of 26 tensors by name, 5 are missing \(block1.conv.weight, block1.norm.weight, .*\): it is a file of another network"),
+        (without, r"the model needs 26 tensors by name, but 5 are missing \(block1.conv.weight, .*\): it is a file of another network"),
         (renamed, r"22 are missing \(.*, \.\.\.\) and 26 are not the model's \(net.block1.conv.weight, "),
         (reshaped, r"1 tensors have another shape \(block1.conv.weight \(16, 1, 3, 3\) instead of \(16, 3, 3, 3\)\); only the head's"),
         (lambda state: {"model": state, "epoch": 3}, "expected a state_dict, tensors by name, but it holds a dict of model, epoch"),

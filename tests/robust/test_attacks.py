@@ -285,7 +285,7 @@ def test_label_flipping_is_on_the_data() -> None:
         (lambda: Adversary("signflip", 1), "attack must be one of sign-flip, foe, .*, or a function, but got 'signflip'"),
         (lambda: Adversary("foe", 0), "an attack needs at least one Byzantine client, but got f=0"),
         (lambda: Adversary("foe", -1), "at least one Byzantine client, but got f=-1"),
-        (lambda: Adversary("foe", 1, "weights"), "what an attack is on must be one of statistics, updates, both, but got 'weights'"),
+        (lambda: Adversary("foe", 1, "weights"), r"an attack's target \(on\) must be one of statistics, updates, both, but got 'weights'"),
     ],
 )
 def test_what_makes_no_adversary(make: Callable[[], Adversary], message: str) -> None:

@@ -83,7 +83,7 @@ class GrpcExchange:
             self._requests.put(pb.Request(leave=pb.Leave()))
         self._requests.put(None)
         try:
-            for _ in () if error else self._answers:  # until the server has seen us leave
+            for _ in () if error else self._answers:  # until the server has noticed that this client left
                 pass
         except grpc.RpcError:
             pass  # the round failed after this client's last exchange
@@ -105,5 +105,6 @@ class GrpcExchange:
             return decode_answer(answer, dtype)
         except ValueError as error:
             raise ExchangeFailed(
-                f"the exchange at {self._address} answered with {len(answer.values)} bytes, which are no multiple of {dtype}"
+                f"the exchange at {self._address} should answer with values of {dtype}, but {len(answer.values)} bytes are no whole number "
+                "of these"
             ) from error

@@ -44,7 +44,7 @@ class Ticket(NamedTuple):
 
 @dataclass(eq=False)
 class Stream:
-    """Hold the stream of a client that was admitted. It is kept for the whole round, so that nobody can use its token again.
+    """Hold the stream of an admitted client. The stream is kept for the whole round, so that nobody can use the token again.
 
     Attributes:
         ticket: the client's ticket.
@@ -115,7 +115,7 @@ class ExchangeService:
         """Admit the clients of ``session``.
 
         Returns:
-            An unguessable token for each client. One stream can use it.
+            An unguessable token for each client. Each token admits one stream.
         """
         self._strangers = 0
         tokens = {client: secrets.token_hex(32) for client in sorted(session.active)}
@@ -178,7 +178,7 @@ class ExchangeService:
         """Answer one request.
 
         Returns:
-            The answer, or the reason for having none. None if the client leaves the session.
+            The answer, or an ``ExchangeFailed`` that says why there is none. None if the client leaves the session.
         """
         session, client = ticket
         try:

@@ -64,7 +64,10 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
         raise Refused(f"expected a kind of vector (quantity) from 1 to {len(QUANTITIES)}, but got {local.quantity}")
     key = Key(local.layer, QUANTITIES[local.quantity], local.call)
     if (layer := layers.get(key.layer)) is None:
-        raise Refused(f"{key}: the server's model has no such BatchNorm layer; it has {len(layers)} ({', '.join(list(layers)[:3])} ...)")
+        raise Refused(
+            f"{key}: the server's model has no such BatchNorm layer; it has {len(layers)} ({', '.join(list(layers)[:3])} ...): does the "
+            "client run the same model and version?"
+        )
     expected = key.quantity.width(layer.channels) * layer.dtype.itemsize
     if len(local.values) != expected:
         raise Refused(f"{key}: expected {expected} bytes ({layer.channels} channels of {layer.dtype}), but got {len(local.values)}")
