@@ -23,7 +23,7 @@ def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.de
         node: The node config; None: there is none.
 
     Raises:
-        ConfigError: The name is not the name of a device, or torch does not see this GPU.
+        ConfigError: The config names something other than a device, or a GPU that torch does not see.
     """
     chosen = _device(config, node)
     if chosen.type == "cuda":

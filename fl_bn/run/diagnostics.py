@@ -43,8 +43,8 @@ class Measurement(NamedTuple):
 
     Attributes:
         round: The number of the round.
-        layer: The name of the layer; empty: the value is of the whole network.
-        client: The index of the client; None: the value is of all clients.
+        layer: The name of the layer; empty: the value belongs to the whole network.
+        client: The index of the client; None: the value belongs to all clients.
         quantity: The name of the quantity.
         value: The value.
     """
@@ -77,13 +77,12 @@ class Diagnostics:
     Batch statistics are those of the layer's input. The layers before it normalise as in training, or as in evaluation
     once the statistics are frozen.
 
-    ``gradients``: ``gradient-deviation``, which is B_i^2 of each client and the mean over clients, and
-    ``centralised-gradient``, which is the squared norm of the gradient on all batches together (see
-    ``gradient_deviation``).
+    ``gradients``: two quantities of the whole network (see ``gradient_deviation``). ``gradient-deviation`` is B_i^2 of
+    each client, and their mean. ``centralised-gradient`` is the squared norm of the gradient on all batches together.
 
     Args:
         config: The run config.
-        names: The kinds to measure, of ``DIAGNOSTICS``.
+        names: The kinds to measure. Each is a name in ``DIAGNOSTICS``.
 
     Raises:
         ConfigError: A name is unknown, the server does not have the data, the method has no global model, or the

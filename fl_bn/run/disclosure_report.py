@@ -60,7 +60,7 @@ class DisclosureTotals:
         self._last: dict[tuple[int, str, str], int] = {}
 
     def add(self, record: RoundRecord) -> None:
-        """Add the disclosures in the record of a round. That of round 1 includes the exchanges of ``calibrate`` before it."""
+        """Add the disclosures in the record of a round. The record of round 1 also has those of ``calibrate`` before round 1."""
         for disclosure in record.disclosures:
             key = disclosure.client, disclosure.section, disclosure.what
             before = self._kinds.get(key, Kind(0, 0, 0, 0))

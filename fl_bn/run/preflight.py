@@ -26,14 +26,14 @@ from fl_bn.run.history import round_columns
 from fl_bn.support.wire import WireError
 from fl_bn.task import Classification, Task
 
-MUCH = 0.05  # of the start, in a running statistic that freezes
+MUCH = 0.05  # above this share of the initial values (0 and 1) in frozen running statistics, a warning is logged
 
 
 def check(config: RunConfig) -> None:
-    """Try the callbacks, the partition, the network and the loss on two samples, and the payload of a run.
+    """Try the parts of a run: callbacks, partition and payload, and the network and the loss on two samples.
 
     Raises:
-        ConfigError: One of them cannot work. The message has the reason.
+        ConfigError: A part cannot work. The message has the reason.
     """
     callback_makers(config)
     if config.rounds == 0:
@@ -78,9 +78,9 @@ def check(config: RunConfig) -> None:
 
 
 def _warn_of_an_early_freeze(config: RunConfig, method: Method, model: nn.Module) -> None:
-    """Warn if much of a new network's running statistics is left in them when they freeze.
+    """Warn if the running statistics still consist largely of their initial values (0 and 1) when they freeze.
 
-    A running statistic keeps the share 1 - momentum of itself in every local step.
+    A running statistic keeps the share 1 - momentum of its value in every local step.
     """
     before = sum(not method.freezes_statistics(method.phase(round, config.rounds)) for round in range(1, config.rounds + 1))
     if not 0 < before < config.rounds or method.reports(Phase.TRAIN) is not StatisticsReport.RUNNING or config.model_weights:
@@ -102,8 +102,8 @@ def _warn_of_an_early_freeze(config: RunConfig, method: Method, model: nn.Module
 def _two_samples(config: RunConfig) -> tuple[Tensor, Tensor | None] | None:
     """Return inputs and targets of two samples, on which the network is tried.
 
-    If the data are at the sites, the inputs are images of zeros and there are no targets. None: the network is the
-    user's own and the data are at the sites, so the form of its inputs is unknown.
+    If the data are at the sites, the inputs are images of zeros, and the targets are None. If the network is the user's
+    own, too, the form of its inputs is unknown, and the result is None.
     """
     if config.dataset != SITES:
         data = dataset(config)

@@ -25,7 +25,7 @@ class Usage:
 
         Args:
             values: Values by kebab-case key, as for ``RunConfig.from_mapping``.
-            must: The keys that must have an effect in this run, since they were given for it alone.
+            must: The keys that must have an effect in this run, since the user gave them for this run alone.
 
         Raises:
             ConfigError: A key is unknown, a value is out of range, or a key of ``must`` has no effect.

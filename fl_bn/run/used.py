@@ -1,4 +1,4 @@
-"""Define when run-config keys have an effect, and refuse keys that the user set and that have none.
+"""Define when run-config keys have an effect, and refuse keys that the user set but that have no effect.
 
 The condition of a key is given with its declaration (``option(used=...)``). This module defines the conditions of
 ``RunKeys`` and ``DataKeys``. An option of a method, an objective or a server optimiser has an effect if its owner is
@@ -39,7 +39,7 @@ Registries = Mapping[str, Mapping[str, object]]
 
 
 def conditions(config: Any, registries: Registries, general: Mapping[str, Option]) -> dict[str, Used]:
-    """Return the conditions of all keys that have one.
+    """Return key -> the condition under which it has an effect. Keys that always have an effect are left out.
 
     Args:
         config: The run config.
@@ -82,7 +82,7 @@ def check_used(config: Any, defaults: Mapping[str, Value], registries: Registrie
 
 
 def refusal(config: Any, key: str, unmet: Used) -> str:
-    """Return a sentence that says that a key has no effect, why, and what to do.
+    """Return an error message: which key has no effect, the reason, and what to do.
 
     Args:
         config: The run config.
