@@ -1,7 +1,7 @@
-"""Check of a data set's files before a run: they must exist, be well formed, and be complete.
+"""Check of a data set's files before a run: the files must exist, be well formed, and be complete.
 
-Nothing is downloaded or written. For large sets, only the list of files is made, and one sample of each split
-and domain is read.
+Nothing is downloaded or written. For large sets, all files are listed, but only one sample of each split and
+domain is read.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _check_of(name: str) -> Callable[[str, str], Iterator[Finding]]:
 
 
 def _whole(name: str, path: str) -> Iterator[Finding]:
-    """Read all samples of a dataset that is small enough for that."""
+    """Load a whole data set, which must fit into memory, and yield the findings on its samples."""
     data = load_function(name, path, 0) if ":" in name else DATASETS[name](path, 0)
     yield Finding("ok", "files", _contents(data))
     yield from _counts(name, len(data.x_train) + len(data.x_test))
@@ -163,7 +163,7 @@ def _cityscapes(name: str, path: str) -> Iterator[Finding]:
 
 
 def _csv(name: str, path: str) -> Iterator[Finding]:
-    """Read all files of a table. The last finding names the run-config keys for a run whose sites have such files."""
+    """Read all CSV files, and yield the findings. The last finding names the run-config keys of a run of sites with such files."""
     data = load_csv(path, 0)
     for file in csv_files(path):
         rows = read_rows(file, data.columns)

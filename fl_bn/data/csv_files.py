@@ -1,7 +1,7 @@
 """Data of your own: CSV files, one per site, whose columns a columns.toml describes.
 
-Every cell is read by constants of columns.toml alone. No mean, no deviation and no category is taken from the
-data, so nothing of one site enters the numbers of another.
+Every cell is converted with constants of columns.toml alone. Means, deviations and categories are never taken
+from the data, so the data of one site do not change the numbers of another.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TableData(Measurements):
 
     Attributes:
         columns: the description of the columns.
-        notes: a sentence for each file with rows that were left out or cells without a value.
+        notes: a sentence for each file in which rows were left out, or missing or unknown cells were replaced.
     """
 
     columns: Columns = Columns("")
@@ -62,14 +62,14 @@ class TableData(Measurements):
 
 @dataclass(frozen=True)
 class Rows:
-    """Hold the rows of one file, as numbers.
+    """Hold the rows of one CSV file, as numbers.
 
     Attributes:
-        file: its path.
+        file: path of the file.
         x: inputs (N, inputs).
         y: labels or values (N,).
-        groups: cells of the group column; empty without one.
-        counts: how many rows were left out, and how many cells had no value, by reason.
+        groups: cells of the group column; empty if there is no such column.
+        counts: for each reason, how many rows were left out, or how many missing or unknown cells were replaced.
     """
 
     file: Path
@@ -88,10 +88,10 @@ class Rows:
 def load_csv(path: str, image_size: int) -> TableData:
     """Load ``csv``: one file, or several, each of which is a domain, called by its file's name.
 
-    A file has a header line and a line per sample. ``columns.toml`` beside it names the target and all columns
-    (``Columns``). Their order in a file does not matter. Rows are divided into training and test rows within each file,
-    by the seed of columns.toml. So a site has the same test rows in every run, wherever its file lies. Of each class the
-    test share is drawn, with at least one row on either side. A single row is a training row.
+    A file has a header line and a line per sample. ``columns.toml`` beside the file names the target and all columns
+    (``Columns``). The order of columns in a file does not matter. Rows are divided into training and test rows within each
+    file, by the seed of columns.toml. So a site has the same test rows in every run, wherever its file lies. ``split``
+    draws the test rows.
 
     Args:
         path: a folder of ``*.csv``, or files, separated by commas.
@@ -136,8 +136,8 @@ def csv_files(path: str) -> list[Path]:
     """List the CSV files that ``path`` names. The files of a folder are in the order of their names.
 
     Raises:
-        DataNotFound: there is no such file, or the folder has none.
-        ValueError: there is no path, or two files have one name.
+        DataNotFound: a file does not exist, or a folder has no CSV file.
+        ValueError: there is no path, or two files have the same name.
     """
     named = [Path(part.strip()) for part in path.split(",") if part.strip()]
     if not named:
@@ -161,7 +161,7 @@ def _columns(files: Sequence[Path]) -> Columns:
     """Read the columns.toml that describes all files.
 
     Raises:
-        ValueError: the files lie in folders whose columns.toml differ.
+        ValueError: the files lie in several folders, and their columns.toml differ.
     """
     found = {folder: read_columns(folder) for folder in dict.fromkeys(file.parent for file in files)}
     first, columns = next(iter(found.items()))
@@ -174,10 +174,10 @@ def _columns(files: Sequence[Path]) -> Columns:
 
 
 def read_rows(file: Path, columns: Columns) -> Rows:
-    """Read one file.
+    """Read the rows of one CSV file.
 
     Raises:
-        TableError: the file is empty or no CSV, a column is missing or not described, or a cell cannot be read.
+        TableError: the file is empty or not CSV, a column is missing or not described, or a cell cannot be read.
     """
     inputs: list[NDArray[np.float32]] = []
     targets: list[float] = []
@@ -199,7 +199,7 @@ def read_rows(file: Path, columns: Columns) -> Rows:
 
 
 def _lines(file: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the number of each line, and its cells by column."""
+    """Yield, for each line below the header, its number from 1 and column -> cell."""
     try:
         with file.open(newline="", encoding="utf-8-sig") as stream:
             reader = csv.reader(stream, delimiter=columns.delimiter, strict=True)
@@ -245,19 +245,19 @@ def _checked_header(file: Path, line: int, header: list[str], columns: Columns) 
 
 
 class _Leave(Exception):
-    """Signal that a row is left out. The message is the reason."""
+    """Signal that a row of a CSV file is left out. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class _Cells:
-    """Convert the cells of one file's rows to numbers, and count the rows left out and the cells without a value."""
+    """Convert the cells of one file's rows to numbers, and count the rows left out and the cells replaced."""
 
     file: Path
     columns: Columns
     counts: Counter[str]
 
     def row(self, line: int, cells: dict[str, str]) -> tuple[NDArray[np.float32], float] | None:
-        """Return the inputs and the target of a row; None if it is left out."""
+        """Return the inputs (inputs,) and the target of a row; None if the row is left out."""
         before = self.counts.copy()
         try:
             values = [self._number(line, name, cells[name], scale) for name, scale in self.columns.numeric.items()]
@@ -325,13 +325,16 @@ class _Cells:
 
 
 def split(rows: Rows, columns: Columns) -> NDArray[np.bool_]:
-    """Draw the test rows of one file.
+    """Draw the test rows of one file: the test share of each class, and at least one row of each class with two rows.
+
+    Each class keeps a training row. If every class has one row, one row in all is a test row. With a group column, the
+    test share of all groups is drawn instead, whatever their classes.
 
     Returns:
-        Whether each row is a test row (N,). If there is only one row, or only one group, it has no test row.
+        Whether each row is a test row, bool (N,). A file with only one row, or only one group, has no test row.
     """
     owners = np.array(rows.groups) if rows.groups else np.arange(len(rows.y))
-    # A group may have rows of several classes, so groups are drawn from all together.
+    # A group may have rows of several classes, so groups are drawn without regard to classes.
     strata = rows.y if columns.classes and not rows.groups else np.zeros(len(rows.y), dtype=np.int64)
     test = np.zeros(len(rows.y), dtype=bool)
     for stratum in np.unique(strata):

@@ -27,7 +27,7 @@ class Measurements(Dataset):
 
     @property
     def image_size(self) -> int:
-        """Return the length of a sample's second axis, or 1 without one."""
+        """Return the length of a sample's second axis; 1 if a sample has only one axis."""
         return self.x_train.shape[2] if self.x_train.ndim > 2 else 1
 
     def _check_split(self, split: str, x: Tensor, y: Tensor, domain: Tensor | None) -> None:
@@ -46,17 +46,17 @@ class Measurements(Dataset):
 
 
 def load_function(name: str, path: str, image_size: int, modules: Modules | None = None) -> Dataset:
-    """Load the data of a function of your own, which is called as ``function(path)``.
+    """Load the data that a function of your own returns. It is called as ``function(path)``.
 
-    A parameter called ``image_size`` is passed by name, too (0: the size of the data). The function returns
-    ``x_train, y_train, x_test, y_test`` as arrays or tensors. Labels are integers (N,) counting from 0. The
+    If the function has a parameter ``image_size``, it is passed by name (0: the size of the data). The function
+    returns ``x_train, y_train, x_test, y_test`` as arrays or tensors. Labels are integers (N,) counting from 0. The
     number of classes is the largest label, plus one. For other tasks the targets are floats (N,) or (N, D)
     (regression), or 0 or 1 (N, K) (multi-label). Samples are either
 
-    * floats (N, ...) of any shape, which the network receives unchanged, in float32: the function scales
-      them. They are never resized, so ``image_size`` must be 0 or the size that they have (1 for a table). Or
-    * uint8 images (N, H, W) or (N, H, W, C), square, with 1 or 3 channels; resized to ``image_size`` unless
-      that is 0.
+    * floats (N, ...) of any shape, which the network receives as float32: the function must scale them. They are
+      never resized, so ``image_size`` must be 0 or the size that they have (1 for a table). Or
+    * square uint8 images (N, H, W) or (N, H, W, C) with 1 or 3 channels. They are resized to ``image_size`` unless
+      it is 0.
 
     The function runs on the machine that holds the data, with all rights of the process.
 
@@ -68,7 +68,7 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
 
     Raises:
         DataNotFound: the function raised FileNotFoundError.
-        ValueError: there is no such function, it raised another error, or it returned data of another form.
+        ValueError: there is no such function, it raised another error, or it returned data in another form.
     """
     arrays = _checked_arrays(name, _called(name, _imported(name, modules), path, image_size))
     where = f"data function {name!r}"

@@ -30,7 +30,7 @@ def load_npz(path: str, image_size: int) -> Dataset:
 
     Raises:
         DataNotFound: there is no such file.
-        ValueError: there is no path, two files have one name, a file is no archive, or an array is missing or
+        ValueError: there is no path, two files have the same name, a file is not an archive, or an array is missing or
             has another form.
     """
     files = [Path(part.strip()) for part in path.split(",") if part.strip()]
@@ -65,7 +65,7 @@ def _domain_indices(lengths: list[int]) -> Tensor:
 
 
 def _one_shape(images: list[Tensor], image_size: int) -> list[Tensor]:
-    """Bring images to one shape (N, C, H, H)."""
+    """Return the images (N, C, H, H) of each array with the same number of channels and the same size."""
     channels = max(x.shape[1] for x in images)
     size = image_size or max(x.shape[2] for x in images)
     return [resize(x.expand(-1, channels, -1, -1) if x.shape[1] == 1 else x, size).contiguous() for x in images]

@@ -238,7 +238,7 @@ def test_all_rows_of_one_person_cannot_be_divided(tmp_path: Path) -> None:
         ({"target": 3}, "target must be a text, but is 3"),
         ({"classes": ["well"]}, "classes must be a list of at least 2, of texts"),
         ({"classes": ["well", "well"]}, "classes must list every text once, but 'well' occurs more often"),
-        ({"classes": [True, False]}, "classes must be a list of at least 2, of texts as they stand in the cells"),
+        ({"classes": [True, False]}, "classes must be a list of at least 2 texts, written as in the cells"),
         ({"target-mean": 3}, "target-mean and target-std are for a target that is a number"),
         ({"numeric": {"age": 3}}, "numeric column 'age' must be {mean = NUMBER, std = NUMBER}"),
         ({"numeric": {"age": {"sd": 3}}}, "unknown key 'sd' of numeric column 'age'"),
