@@ -41,8 +41,8 @@ class Node:
 
     Attributes:
         id: Ray's id of the node.
-        name: Its address and the first digits of its id, for messages.
-        room: How many cells it can run at a time.
+        name: The address of the node and the first digits of its id, for messages.
+        room: How many cells the node can run at a time.
     """
 
     id: str
@@ -52,7 +52,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Done:
-    """Hold the result of a task.
+    """Hold the result of a Ray task, which ran one cell.
 
     Attributes:
         error: Why the run failed; empty: it succeeded.
@@ -65,7 +65,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Task:
-    """Describe a running task: the cell, its node, and the time (``time.monotonic``) at which it began."""
+    """Describe a running Ray task: its cell, its node, and the time at which it began, in seconds of ``time.monotonic``."""
 
     cell: Cell
     node: Node
@@ -94,8 +94,8 @@ def run_cells(
         progress: Called about twice a second with the number of finished rounds and of all rounds. The rounds of
             running cells are known only if the folder is shared.
         running: Called about twice a second with the cells that run.
-        address: The address of the cluster's head node, HOST:PORT; empty: the one in RAY_ADDRESS, else the cluster of
-            this machine, else a new cluster of this machine only.
+        address: The address of the cluster's head node, HOST:PORT; empty: the address in RAY_ADDRESS, else the running
+            cluster of this machine, else a new cluster of this machine only.
         gpus: The share of a GPU that each run gets.
 
     Returns:
@@ -123,7 +123,7 @@ def _connected(address: str, folder: Path) -> Iterator[Path]:
     """Connect to the cluster, and log to ``folder``, inside the ``with`` block.
 
     Yields:
-        A file in the folder. A task that can see it shares the folder.
+        The path of a file in the folder. A node on which this file exists shares the folder.
 
     Raises:
         ConfigError: The cluster cannot be reached.
@@ -194,7 +194,7 @@ class _Sweep:
 
     def connect_again(self) -> None:
         LOGGER.warning(
-            "the node to which this command was connected is lost: the command connects to another, and begins the running cells again"
+            "the node to which this command was connected is lost: the command connects to another node, and starts the running cells again"
         )
         self.waiting[:0] = [task.cell for task in self.tasks.values()]
         self.tasks.clear()
@@ -229,7 +229,7 @@ class _Sweep:
             self.tasks[self.run_on.options(scheduling_strategy=place).remote(cell, str(self.shared))] = Task(cell, node, time.monotonic())
 
     def take(self, future: Any, task: Task) -> None:
-        """Store the result of a task that has ended; if its process was lost, let its cell run again."""
+        """Store the result of a task that has ended. If the task was lost, its cell waits to run again, or has failed."""
         name, seconds = task.cell.config.name, time.monotonic() - task.begun
         try:
             done: Done = ray.get(future)
@@ -266,7 +266,7 @@ def _gone(node: Node, patience: float = 10.0) -> bool:
 
     Args:
         node: The node.
-        patience: For how many seconds to wait for that.
+        patience: For how many seconds to wait until Ray counts the node as lost.
     """
     end = time.monotonic() + patience
     while any(one["NodeID"] == node.id and one["Alive"] for one in ray.nodes()):
@@ -277,11 +277,11 @@ def _gone(node: Node, patience: float = 10.0) -> bool:
 
 
 def on_node(cell: Cell, shared: str) -> Done:
-    """Run a cell in a process of a node. Ray calls this.
+    """Run a cell in a process of a node. Ray calls this function.
 
     Args:
         cell: The cell.
-        shared: The path of a file that this node can see if it shares the folder of the sweep.
+        shared: The path of a file that exists on this node if the node shares the folder of the sweep.
     """
     try:
         with cell.held(PATIENCE):

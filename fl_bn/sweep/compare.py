@@ -125,16 +125,16 @@ def read_curves(cells: Sequence[Cell]) -> Curves:
 
 
 def _evaluated(cell: Cell, row: Mapping[str, Any], metric: str) -> bool:
-    """Return whether the round was evaluated. A run that diverged has evaluated rounds without a value."""
+    """Return whether the round of ``row`` was evaluated. A run that diverged has evaluated rounds whose metric is None."""
     return row[metric] is not None or row["round"] % cell.config.evaluate_every == 0 or row["round"] == cell.config.rounds
 
 
 def table(curves: Curves) -> list[tuple[str, str, str, str]]:
     """Return the rows of the table: label, metric after the last round, best metric in any round, and number of runs.
 
-    A metric is written as the mean over the runs, with the standard deviation in brackets. If some runs failed, the
-    number says of how many runs it is the mean. The best variant comes first. Variants with a failed run or a value
-    that is not finite come after the others, and those without a finished run come last.
+    A metric is written as the mean over the runs, with the standard deviation in brackets. If some runs failed, the text
+    adds the number of runs in the mean. The best variant comes first. Variants with a failed run come after the others,
+    then variants with a value that is not finite, and last variants without a finished run.
     """
 
     def mean_std(values: np.ndarray) -> str:

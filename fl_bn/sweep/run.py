@@ -43,7 +43,7 @@ class Place:
         if self.engine not in ENGINES:
             raise ConfigError(expected("engine", self.engine, ENGINES))
         if self.engine != "ray" and (self.address or self.gpus):
-            raise ConfigError("--ray-address and --gpus-per-run need --engine ray: give it, or leave them out")
+            raise ConfigError("--ray-address and --gpus-per-run need --engine ray: add --engine ray, or leave out both options")
 
     def run(self, cells: Sequence[Cell], progress: Callable[[int, int], None], running: Callable[[Sequence[Cell]], None]) -> dict[str, str]:
         """Run the cells that are not finished.
@@ -101,9 +101,9 @@ def plan(sweep: Sweep, output: Path, *, retry: bool = False, only: str = "", kno
 
 
 def check(cells: Sequence[Cell]) -> None:
-    """Read and divide the data, and build the networks, of all cells, so that mistakes are found before the first run.
+    """Load and divide the data and build the networks of all cells, so that mistakes are found before the first run.
 
-    What several cells share is checked once.
+    Data, partitions and networks that several cells share are checked once.
 
     Raises:
         ConfigError: The data or the network of a cell cannot be made. The message names the cell.
