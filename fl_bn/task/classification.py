@@ -51,7 +51,7 @@ class Classification(Task):
         return {"confusion": confusion_counts(output, targets)}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Compute the accuracy over all samples and over each class. A class without samples has NaN."""
+        """Compute the accuracy over all samples and over the samples of each class, NaN for a class without samples."""
         confusion = sums["confusion"]
         labels = int(confusion.sum())
         accuracy = int(confusion.trace()) / labels if labels else math.nan
@@ -66,8 +66,9 @@ class Classification(Task):
 class Segmentation(Classification):
     """Task with one of C classes per pixel: loss and metrics of ``Classification``, over labelled pixels.
 
-    Outputs are scores (B, C, H, W) or (B, C, D, H, W), targets int64 masks (B, H, W) or (B, D, H, W), with 255 for
-    a pixel without a label. ``mean-iou`` is the mean over classes that occur (torchmetrics' macro JaccardIndex).
+    Outputs are scores (B, C, H, W) or (B, C, D, H, W), targets int64 masks (B, H, W) or (B, D, H, W). A pixel without
+    a label has 255 in the mask. The metric ``mean-iou`` is the mean intersection over union of the classes that occur
+    (torchmetrics' macro JaccardIndex).
 
     >>> from fl_bn import Segmentation
     >>> state = Segmentation().state()
