@@ -1,4 +1,4 @@
-"""Read the pictures and tables that an experiment other than a sweep has written to its folder, for its page."""
+"""Read the results of an experiment that is a program, and not a sweep: the pictures and tables in its folder."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_program(folder: Path, id: str = "") -> Program:
     """Read the results of a program from its folder.
 
     Raises:
-        ConfigError: The folder is not the folder of a program.
+        ConfigError: The folder has no ``program.toml`` with a title, so it is not the folder of a program.
     """
     try:
         text = (folder / FILE).read_text(encoding="utf-8")
