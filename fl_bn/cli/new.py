@@ -21,7 +21,7 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 def new(name: Annotated[str, typer.Argument(help="the name of the app, and of the folder that is made for it here")]) -> None:
     """Make a Flower app of your own.
 
-    It has a network with BatchNorm, data that need no download, and a method, so it can be run at once.
+    The app has a network with BatchNorm, data that need no download, and a method, so it can be run at once.
     """
     folder = Path(name)
     try:
@@ -40,7 +40,7 @@ def write(name: str, folder: Path) -> None:
         folder: The folder to make.
 
     Raises:
-        ValueError: The name has characters that are not allowed, or its package would hide another.
+        ValueError: The name has characters that are not allowed, or the name of its package is a keyword or another module.
         FileExistsError: The folder exists.
     """
     if not NAME.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Define the command ``fl-bn recalibrate``. It imports what it needs only when it runs, since an import of torch takes seconds."""
+"""Define the command ``fl-bn recalibrate``. It imports torch only when it runs, since the import takes seconds."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def recalibrate(
 ) -> None:
     """Give every BatchNorm layer of a trained model the exact statistics of all clients' data.
 
-    This is a federated run without training, and changes only running statistics. A pass that goes layer by layer makes
-    all layers exact. Otherwise, pass p makes layers 1..p exact.
+    The command makes a federated run without training, which changes only running statistics. A pass that goes layer by
+    layer makes all layers exact. Otherwise, pass p makes layers 1..p exact.
     """
     from fl_bn.flower import RunFailed, run_in_process
     from fl_bn.layers import Unconvertible
