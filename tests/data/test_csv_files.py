@@ -236,7 +236,7 @@ def test_all_rows_of_one_person_cannot_be_divided(tmp_path: Path) -> None:
         ({"target": None}, 'expected the name of the target column, target = "NAME", but there is none'),
         ({"targets": "x"}, "unknown key 'targets': did you mean 'target'?"),
         ({"target": 3}, "target must be a text, but is 3"),
-        ({"classes": ["well"]}, "classes must be a list of at least 2, of texts"),
+        ({"classes": ["well"]}, "classes must be a list of at least 2 texts"),
         ({"classes": ["well", "well"]}, "classes must list every text once, but 'well' occurs more often"),
         ({"classes": [True, False]}, "classes must be a list of at least 2 texts, written as in the cells"),
         ({"target-mean": 3}, "target-mean and target-std are for a target that is a number"),
