@@ -1,8 +1,8 @@
 """Define the run config, a frozen and checked value, and make the objects that its keys describe.
 
-General keys are declared in ``run_keys``. The others are options of the methods, objectives and server optimisers in
-``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``, and of the classes in ``VALUES``. These are looked up each
-time, so that entries of other packages count, too.
+General keys are declared in ``run_keys``. The other keys are options of the methods, objectives and server optimisers
+in ``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``, and of the classes in ``VALUES``. Options are looked up each
+time, so that those of other packages count, too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FIELDS = {kebab(name): name for name in own_options(RunKeys)}
 class RunConfig(RunKeys):
     """Hold all settings of a run.
 
-    ``config["hbn-lam"]`` is the value of any key. General keys are attributes, too.
+    ``config[KEY]`` is the value of a key, for example ``config["hbn-lam"]``. General keys are attributes, too.
 
     Attributes:
         options: The keys that are not fields of ``RunKeys``, as pairs of key and value. A key that is not among them

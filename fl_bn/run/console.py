@@ -17,7 +17,7 @@ from fl_bn.task import Task
 
 
 def in_full(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a copy of ``record`` with the long text, if it reports a round; otherwise return ``record`` itself."""
+    """Return a copy of ``record`` with the long line of a round as its text. Return other records than those of rounds unchanged."""
     if not hasattr(record, DETAIL):
         return record
     made = copy.copy(record)

@@ -36,7 +36,7 @@ Row = dict[str, Value | None]
 
 
 def metric_columns(task: Task) -> tuple[str, ...]:
-    """Return the columns of the task's metrics, as ``accuracy``, ``accuracy-std`` and ``accuracy-min``.
+    """Return the columns of the task's metrics, such as ``accuracy``, ``accuracy-std`` and ``accuracy-min``.
 
     Series, such as the accuracy per class, have no columns.
     """
@@ -177,7 +177,7 @@ def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecor
 
 
 def per_domain(metrics: Mapping[str, float], task: Task = CLASSIFICATION) -> dict[str, float]:
-    """Return the task's metric of each domain, by the name of the domain, from metrics named as ``accuracy-domain-NAME``."""
+    """Return name of a domain -> its value of the task's metric, from metrics with names such as ``accuracy-domain-NAME``."""
     stem = f"{task.metric}-domain-"
     return {name.removeprefix(stem): value for name, value in metrics.items() if name.startswith(stem)}
 

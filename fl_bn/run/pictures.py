@@ -64,12 +64,12 @@ def split_of(config: RunConfig) -> str:
 
 
 def in_words(task: Task) -> str:
-    """Return the name of the task's metric for pictures and headings, as ``mean average precision``."""
+    """Return the name of the task's metric for pictures and headings, such as ``mean average precision``."""
     return task.metric.replace("-", " ")
 
 
 def axis_of(task: Task, prefix: str = "") -> str:
-    """Return the name of the task's metric for an axis, with its unit, as ``accuracy (%)``."""
+    """Return the name of the task's metric for an axis, with its unit, such as ``accuracy (%)``."""
     return f"{prefix}{in_words(task)}{' (%)' if task.scale() == 100 else ''}"
 
 
@@ -379,7 +379,7 @@ def lines(text: str, width: int) -> str:
 
 
 def partition_in_words(config: RunConfig) -> str:
-    """Return in words how the data of a run are divided, as ``Dirichlet(0.1)``."""
+    """Return a text that says how the data of a run are divided among the clients, such as ``Dirichlet(0.1)``."""
     kind = {
         "iid": "IID",
         "classes": f"{config.partition_parameter:g} class{'' if config.partition_parameter == 1 else 'es'} each",

@@ -27,7 +27,7 @@ DECIDED = ("rounds", "calibrate", "model-weights", "scale-start", "resume", "che
 
 @dataclass(frozen=True)
 class Row:
-    """Hold the results of one pass.
+    """Hold the results of one pass, in which clients measure statistics without training.
 
     Attributes:
         number: The number of the pass; 0: the state before the first pass.
@@ -67,8 +67,8 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
         output: The folder to make. Default: a folder beside ``source``.
 
     Raises:
-        ConfigError: There is no such run or file, its method shares no running statistics, the data are at the run's
-            sites, or a key is wrong or set by the recalibration itself.
+        ConfigError: There is no such run or file, the data are at the run's sites, or the method shares no running
+            statistics; or a key is wrong, or set by the recalibration itself.
     """
     if taken := [key for key in overrides if key in DECIDED]:
         raise ConfigError(f"recalibrate sets {taken[0]} itself: leave it out (--passes and --output set the passes and the folder)")

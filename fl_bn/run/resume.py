@@ -23,8 +23,8 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
         deployed: Whether the run is resumed at its sites; else in this process.
 
     Raises:
-        ConfigError: ``run`` is not the folder of a run; or the run is finished, was made by another version of fl-bn, has
-            no checkpoint, or has its data at the sites while ``deployed`` is False.
+        ConfigError: ``run`` is not the folder of a run; or the run is finished or was made by another version of fl-bn;
+            or a deployed run has no checkpoint; or the data are at the sites while ``deployed`` is False.
     """
     try:
         values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))

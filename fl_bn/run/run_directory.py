@@ -140,7 +140,7 @@ class RunDirectory(Callback):
         return self
 
     def start(self, strategy: BatchNormStrategy) -> None:
-        """Take the strategy of the run. Its model is saved at the end, and its privacy releases are recorded in the folder."""
+        """Store the strategy of the run, whose model is saved at the end. Start to record its noisy sums in privacy.jsonl."""
         self.strategy = strategy
         if self.path is not None and strategy.secure is not None and strategy.secure.accountant is not None:
             strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))

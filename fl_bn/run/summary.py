@@ -125,7 +125,7 @@ def _local(config: RunConfig) -> str:
 
 
 def _composition(config: RunConfig) -> list[str]:
-    """Return lines on how the run differs from plain federated averaging, beside its method."""
+    """Return a line on how the run differs from plain federated averaging, apart from its method; an empty list: it does not."""
     parts = [] if config.objective == "none" else [f"objective `{config.objective}`"]
     if config.maintain_momentum != "reset":
         parts.append(f"momentum kept between rounds ({config.maintain_momentum})")

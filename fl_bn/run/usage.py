@@ -45,7 +45,7 @@ class Usage:
 
     @property
     def ignored(self) -> dict[str, str]:
-        """Return the keys that have no effect in any run made so far, each with the sentence that says why."""
+        """Return key -> the reason why it has no effect, for keys without effect in all run configs made so far."""
         return {key: sentence for key, sentence in self._refusals.items() if key not in self._used}
 
     def check(self, keys: Collection[str]) -> None:

@@ -24,7 +24,7 @@ class HasNoEffect(ConfigError):
     """Signal that the user set keys that have no effect in the run.
 
     Attributes:
-        by_key: For each of these keys, the sentence that says why.
+        by_key: Key without effect -> the sentence that says why.
     """
 
     def __init__(self, by_key: Mapping[str, str]) -> None:
@@ -43,7 +43,7 @@ def conditions(config: Any, registries: Registries, general: Mapping[str, Option
 
     Args:
         config: The run config.
-        registries: The registries, by the key that chooses an entry.
+        registries: Key that chooses an entry by name, such as ``method`` -> the registry, name -> constructor.
         general: The options of all general keys, by key.
     """
     uses: dict[str, Used | None] = {key: spec.used for key, spec in general.items()}
@@ -66,7 +66,7 @@ def check_used(config: Any, defaults: Mapping[str, Value], registries: Registrie
     Args:
         config: The run config.
         defaults: The default of every key. A key with another value was set by the user.
-        registries: The registries, by the key that chooses an entry.
+        registries: Key that chooses an entry by name, such as ``method`` -> the registry, name -> constructor.
         general: The options of all general keys, by key.
 
     Raises:
