@@ -22,8 +22,8 @@ def epoch_batches(n: int, batch_size: int, rng: np.random.Generator, least: int 
 
     Args:
         n: number of samples.
-        batch_size: at least 2.
-        rng: draws the order.
+        batch_size: samples per batch, at least 2.
+        rng: random generator that draws the order of the samples.
         least: the fewest samples that a client may have: 2, or 1 if training uses no batch statistics.
         drop_last: leave out a smaller last batch.
 
@@ -71,8 +71,8 @@ def draw_batches(
 
     Args:
         n: number of samples.
-        batch_size: at least 2.
-        rng: draws the orders.
+        batch_size: samples per batch, at least 2.
+        rng: random generator that draws the order of each pass.
         epochs: number of passes, or 0.
         steps: number of local steps, or 0.
         least: the fewest samples that a client may have: 2, or 1 if training uses no batch statistics.

@@ -35,10 +35,10 @@ def check_files(name: str, path: str = "") -> list[Finding]:
 
     Args:
         name: name of the data set.
-        path: the folder of its files; ``data`` if empty.
+        path: the folder of the set's files; ``data`` if empty.
 
     Returns:
-        At least one finding.
+        The findings, at least one. Each has a status (ok, warn or fail), a text, and what to do.
 
     Raises:
         ValueError: there is no such data set.
@@ -53,7 +53,7 @@ def check_files(name: str, path: str = "") -> list[Finding]:
         except DataNotFound as error:
             findings.append(Finding("fail", "files", str(error), _where(name, path)))
         except TableError as error:
-            findings.append(Finding("fail", error.file.name, str(error), "correct it, or columns.toml"))
+            findings.append(Finding("fail", error.file.name, str(error), "correct this file, or columns.toml"))
         except (ValueError, OSError) as error:
             findings.append(Finding("fail", "form", str(error), "replace that file by the published one, or repair it"))
     return findings

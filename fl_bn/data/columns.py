@@ -108,7 +108,7 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
     """Make the description of the columns from the content of a columns.toml.
 
     Raises:
-        ValueError: a value is missing, unknown or out of range.
+        ValueError: a key or a value is missing, unknown or out of range.
     """
     known = ("target", "classes", "target-mean", "target-std", "numeric", "categorical", "ignore", "group", "missing", "unknown",
              "test-share", "seed", "delimiter")  # fmt: skip
@@ -150,7 +150,7 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
 
 
 def is_missing(cell: str) -> bool:
-    """Return whether a cell has no value."""
+    """Return whether a cell has no value: it is empty, or one of ``MISSING_CELLS``, such as ``NA``."""
     return cell.casefold() in MISSING_CELLS
 
 

@@ -68,7 +68,7 @@ def connectome(series_TR: Floats) -> NDArray[np.float32]:
     """Compute Pearson's correlations between the columns of a time series.
 
     Returns:
-        The upper triangle row by row, (R (R - 1) / 2,). A region that does not vary has the correlation 0.
+        The upper triangle row by row, (R (R - 1) / 2,). A region that does not vary has the correlation 0 with all others.
     """
     centred = series_TR - series_TR.mean(0)
     norm = np.sqrt((centred**2).sum(0))
@@ -120,8 +120,8 @@ def load_abide(path: str, image_size: int) -> Measurements:
         tested = held_out([subject.label for subject in subjects], i)
         if not 0 < len(tested) < len(subjects):
             raise ValueError(
-                f"dataset 'abide': site {site} needs two subjects with the same label, for a training and a test split, but has no such "
-                f"two among its {len(subjects)}"
+                f"dataset 'abide': site {site} needs two subjects with the same label, one for training and one for testing, but no two "
+                f"among its {len(subjects)} have the same label"
             )
         for number, subject in enumerate(subjects):
             side, vectors = "test" if number in tested else "train", subject.vectors()

@@ -32,7 +32,7 @@ class TableError(ValueError):
     """Report that a CSV file is refused.
 
     Attributes:
-        file: its path.
+        file: path of the file.
         line: number of the line in the file, from 1; 0 if the error is about the whole file.
         column: name of the column; empty if the error is about a whole line.
         problem: what was expected, what is there, and what to do.
@@ -80,13 +80,13 @@ class Rows:
 
     @property
     def note(self) -> str:
-        """Return the counts in a sentence; empty if all rows were read as they are."""
+        """Return a sentence with ``counts``; empty if no row was left out and no cell was replaced."""
         parts = ", ".join(f"{what}: {count}" for what, count in sorted(self.counts.items()))
         return f"{self.file.name}: {len(self.y)} rows are used; {parts}" if parts else ""
 
 
 def load_csv(path: str, image_size: int) -> TableData:
-    """Load ``csv``: one file, or several, each of which is a domain, called by its file's name.
+    """Load the data set ``csv`` from one CSV file, or from several files, each of which is a domain with the file's name.
 
     A file has a header line and a line per sample. ``columns.toml`` beside the file names the target and all columns
     (``Columns``). The order of columns in a file does not matter. Rows are divided into training and test rows within each
@@ -311,8 +311,8 @@ class _Cells:
             self.counts["missing cells read as the stated mean, or as no category"] += 1
             return
         also = f", or 'fill' in {FILE}" if self.columns.missing == REFUSE and fillable else f" in {FILE}"
-        what = f"the cell has no value ({short(cell)}){'' if fillable else ', and none is made up for it'}"
-        raise TableError(self.file, f"{what}: give one, or set missing to 'drop'{also}", line, name)
+        what = f"the cell has no value ({short(cell)}){'' if fillable else ', and cells of this column are not filled in'}"
+        raise TableError(self.file, f"{what}: give a value, or set missing to 'drop'{also}", line, name)
 
     def _unknown(self, line: int, name: str, cell: str, categories: tuple[str, ...]) -> None:
         if self.columns.unknown == DROP:

@@ -30,7 +30,7 @@ _LEVELS = 16  # scikit-learn's digits count the inked pixels of a 4x4 cell
 
 
 def load_digits(path: str, image_size: int) -> Dataset:
-    """Load ``digits``: 1,437 + 360 digits (3, 20, 20) blended into patches of two photographs, half into each."""
+    """Load ``digits``: 1,437 training and 360 test digits (3, 20, 20), blended into patches of two photographs, half into each."""
     _refuse_path("digits", path)
     digits_NHW, labels_N, train, test = _enlarged_digits()
     photographs = [np.asarray(Image.open(_scikit_file("images", f"{name}.jpg"))) for name in DOMAINS]

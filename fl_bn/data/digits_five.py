@@ -78,7 +78,7 @@ def _numbered_images(name: str, folder: Path, listing: Path, image_size: int) ->
 
 
 def load_synth_digits(path: str, image_size: int) -> Dataset:
-    """Load ``synth-digits`` (3, 32, 32): 479,400 + 9,553 rendered digits, from the two published MATLAB files.
+    """Load ``synth-digits``: 479,400 training and 9,553 test rendered digits (3, 32, 32), from two published MATLAB files.
 
     Raises:
         DataNotFound: the files are not below ``path``.
@@ -231,7 +231,7 @@ def load_digits_five_pooled(path: str, image_size: int) -> Dataset:
         ValueError: a file has another form.
 
     References:
-        FedBN (seed 001), section 5.1, and its authors' code.
+        FedBN (Li et al., ICLR 2021), section 5.1, and its authors' code.
     """
     data = load_digits_five(path, image_size)
     assert data.domain_train is not None

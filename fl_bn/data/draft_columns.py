@@ -22,7 +22,7 @@ MOST_CATEGORIES = 50  # a column with more different texts (names of persons, sa
 
 
 def draft(path: str, target: str, *, regression: bool = False, delimiter: str = ",") -> str:
-    """Write the draft of a columns.toml.
+    """Return the draft of a columns.toml for some CSV files.
 
     A column is numeric if all its cells are numbers. Otherwise it is categorical, unless it has more than
     ``MOST_CATEGORIES`` different texts or no value at all: then it is ignored. Means and deviations are those of the
@@ -31,7 +31,7 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
     Args:
         path: a folder of CSV files, or files, separated by commas.
         target: name of the target column.
-        regression: whether the target is a number. Else its texts are the classes, in the order of their names.
+        regression: whether the target is a number. If False, its texts are the classes, in the order of their names.
         delimiter: character between cells.
 
     Returns:

@@ -101,7 +101,7 @@ def read_picture(file: Path) -> Picture:
     """Read the pixels of an image, grey (H, W) or in colour (H, W, 3).
 
     Raises:
-        ValueError: Pillow cannot read the file, or its pixels have more than 8 bits.
+        ValueError: Pillow cannot read the file, or its pixels have more than 8 bits per channel.
     """
     try:
         with Image.open(file) as image:
@@ -139,7 +139,7 @@ def fit(picture: Picture, channels: int, image_size: int) -> Tensor:
     """Cut the largest centred square out of a picture, and resize it.
 
     Returns:
-        One image (1, channels, S, S) with S = ``image_size``, or the side of the square if that is 0.
+        One image (1, channels, S, S). S is ``image_size``, or the side of the square if ``image_size`` is 0.
     """
     side = min(picture.shape[:2])
     top, left = (picture.shape[0] - side) // 2, (picture.shape[1] - side) // 2

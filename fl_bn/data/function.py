@@ -46,10 +46,10 @@ class Measurements(Dataset):
 
 
 def load_function(name: str, path: str, image_size: int, modules: Modules | None = None) -> Dataset:
-    """Load the data that a function of your own returns. It is called as ``function(path)``.
+    """Load the data that a function of your own returns. The function is called as ``function(path)``.
 
     If the function has a parameter ``image_size``, it is passed by name (0: the size of the data). The function
-    returns ``x_train, y_train, x_test, y_test`` as arrays or tensors. Labels are integers (N,) counting from 0. The
+    returns ``x_train, y_train, x_test, y_test`` as arrays or tensors. Labels are integers (N,) that count from 0. The
     number of classes is the largest label, plus one. For other tasks the targets are floats (N,) or (N, D)
     (regression), or 0 or 1 (N, K) (multi-label). Samples are either
 
@@ -76,14 +76,15 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
     samples = {key: _samples(name, key, arrays[key], image_size) for key in ("x_train", "x_test")}
     floats = {key: x.is_floating_point() for key, x in samples.items()}
     if len(set(floats.values())) > 1:
-        raise ValueError(f"data function {name!r}: x_train and x_test must be both floats or both uint8 images, but only one is")
+        given = "x_train are floats and x_test are images" if floats["x_train"] else "x_train are images and x_test are floats"
+        raise ValueError(f"data function {name!r}: x_train and x_test must be both floats or both uint8 images, but {given}")
     classes = outputs(where, *labels.values())
     kind = Measurements if floats["x_train"] else Dataset
     data = kind(name, samples["x_train"], labels["y_train"], samples["x_test"], labels["y_test"], classes=classes)
     if image_size not in (0, data.image_size):
         raise ValueError(
-            f"data function {name!r}: floats are not resized, so image-size must be 0 or theirs, {data.image_size}, but is {image_size}: "
-            "let the function take image_size and resize them itself"
+            f"data function {name!r}: floats are not resized, so image-size must be 0 or {data.image_size}, their size, but is "
+            f"{image_size}: let the function take image_size and resize them itself"
         )
     return data
 

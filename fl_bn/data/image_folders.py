@@ -36,7 +36,7 @@ class FolderLayout:
     Attributes:
         files: ``files(path)`` returns the list of the set's image files.
         size: pixels per side of the images if image_size is 0.
-        how: how images of other sizes are resized.
+        how: how images of other sizes are resized: "crop" or "stretch", as in ``read_listing``.
     """
 
     files: Callable[[str], Listing]

@@ -186,7 +186,7 @@ def read_listing(listing: Listing, image_size: int, how: Fit) -> Dataset:
         how: "crop" takes the largest centred square of each image, "stretch" distorts the whole image.
 
     Raises:
-        ValueError: a file is no image.
+        ValueError: a file is not an image.
     """
     shape = (3, image_size, image_size)
     warn_if_large(listing.name, (len(listing.train) + len(listing.test)) * prod(shape), "a smaller image-size needs less")
@@ -228,7 +228,7 @@ def read_all(items: Sequence[Item], shape: Sequence[int], dtype: torch.dtype, re
         items: the N items to read, such as files.
         shape: shape of the tensor of one item.
         dtype: dtype of the result.
-        read: reads one item and returns a tensor of ``shape``.
+        read: function that reads one item and returns a tensor of ``shape``.
 
     Returns:
         A tensor (N, *shape).

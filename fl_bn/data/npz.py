@@ -16,9 +16,9 @@ SPLITS = ("train", "test")
 
 
 def load_npz(path: str, image_size: int) -> Dataset:
-    """Load ``npz``: one archive, or several, each of which is a domain.
+    """Load the data set ``npz`` from one archive, or from several archives, each of which is a domain.
 
-    Images are uint8 (N, H, W, C) or (N, H, W) and square. Labels are integers (N,) counting from 0. The
+    Images are uint8 (N, H, W, C) or (N, H, W) and square. Labels are integers (N,) that count from 0. The
     number of classes is the largest label, plus one. For other tasks, ``y_train`` and ``y_test`` are floats
     (N,) or (N, D) (regression), or 0 or 1 (N, K) (multi-label). A domain is named after its file. Pickled
     objects are never loaded.

@@ -66,15 +66,14 @@ def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
 
     Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``. With ``k = 2`` these are disjoint pairs in order,
     as in the authors' published code. With ``k = 4`` two clients have each class, with ``k = 10`` all clients. Every
-    class is divided equally among its ``k / 2`` clients. In the supplement's table for 6
-    classes, the fourth row has eight entries of 1/6, which add up to more than 1. This function gives that client six
-    classes, like the others.
+    class is divided equally among its ``k / 2`` clients. In the supplement's table for 6 classes, the fourth row has
+    eight entries of 1/6, which add up to more than 1. This function gives that client six classes, like the others.
 
     Raises:
         ValueError: there are not 5 clients and 10 classes, or ``k`` is another number.
 
     References:
-        FedTAN (seed 004), supplement D, tables of the class distributions of the clients.
+        FedTAN (Wang, Shi, Chang), supplement D, tables of the class distributions of the clients.
     """
     rng = _generator(len(labels), clients, seed)
     classes = np.unique(labels)
@@ -235,8 +234,8 @@ def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
         ValueError: there are not as many clients as groups.
 
     References:
-        FixBN (seed 000), Cityscapes, city = client; Caldas et al., "LEAF: a benchmark for federated
-        settings", 2018, writer = client.
+        FixBN (Zhong, Chen, Chao), Cityscapes, city = client; Caldas et al., "LEAF: a benchmark for
+        federated settings", 2018, writer = client.
     """
     _generator(len(groups), clients, seed)
     present = np.unique(groups)
@@ -252,7 +251,7 @@ def equal_sizes(parts: list[Indices], seed: int) -> list[Indices]:
     """Reduce every part to the size of the smallest part, by a random choice. The remaining samples have no client.
 
     References:
-        FedBN (seed 001), section 5.1: every domain is cut to the 7,438 training samples of the smallest.
+        FedBN (Li et al., ICLR 2021), section 5.1: every domain is cut to the 7,438 training samples of the smallest.
     """
     rng = np.random.default_rng(np.random.SeedSequence([_TRUNCATION, seed]))
     size = min(len(part) for part in parts)

@@ -20,7 +20,7 @@ CLASSES = {"CIFAR10": 10, "CIFAR100": 100, "MNIST": 10, "SVHN": 10, "USPS": 10} 
 
 
 def load_public(kind: str, path: str, image_size: int) -> Dataset:
-    """Load the data set that torchvision calls ``kind``, one of ``CLASSES``, from the folder ``path`` or ``data``.
+    """Load the data set that torchvision calls ``kind``, one of ``CLASSES``, from the folder ``path``; ``data`` if empty.
 
     | kind | train + test | image | citation |
     |---|---|---|---|

@@ -110,7 +110,7 @@ def cityscapes_files(path: str) -> tuple[list[Pair], list[Pair], tuple[str, ...]
 
 
 def load_cityscapes(path: str, image_size: int) -> Segmentation:
-    """Load ``cityscapes``: 2,975 + 500 street scenes (3, H, 2 H) of 19 classes, with a domain for each city.
+    """Load ``cityscapes``: 2,975 training and 500 test street scenes (3, H, 2 H) of 19 classes, with a domain for each city.
 
     The test split is the published validation split. Its three cities differ from the 18 cities of the training
     split. A resized mask takes each label from the nearest pixel.

@@ -4,10 +4,10 @@ Each image is enlarged four times, made black and white at the middle of its ran
 to its size.
 
 Morpho-MNIST: Quantitative Assessment and Diagnostics for Representation Learning, Castro et al., JMLR 2019.
-The amounts are those of the authors' published example. FedBN (seed 001, appendix G) has the data as two
-unseen clients: global (plain, thin, thick) and local (plain, swelling, fracture). Two things differ. The
-centre line is where the distance to the background has a local maximum, instead of a thinned skeleton. And
-fractures may lie near the ends and forks of a stroke.
+The amounts are those of the authors' published example. FedBN (Li et al., ICLR 2021, appendix G) has the data as
+two unseen clients: global (plain, thin, thick) and local (plain, swelling, fracture). Two things differ from
+Morpho-MNIST. The centre line is where the distance to the background has a local maximum, and not a thinned
+skeleton. Fractures may lie near the ends and forks of a stroke.
 
 Legend: N images, C channels, H height, W width.
 """

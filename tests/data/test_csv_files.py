@@ -146,10 +146,10 @@ def test_what_takes_the_place_of_a_missing_cell(tmp_path: Path) -> None:
 @listed(
     ("rows", "line", "column", "problem"),
     [
-        (["6,,1,no,a,well"], 7, "age", "the cell has no value (''): give one, or set missing to 'drop', or 'fill' in columns.toml"),
+        (["6,,1,no,a,well"], 7, "age", "the cell has no value (''): give a value, or set missing to 'drop', or 'fill' in columns.toml"),
         (["6,NaN,1,no,a,well"], 7, "age", "the cell has no value ('NaN')"),
         (["6,40,1,,a,well"], 7, "smoker", "the cell has no value"),
-        (["6,40,1,no,a,"], 7, "outcome", "and none is made up for it: give one, or set missing to 'drop' in columns.toml"),
+        (["6,40,1,no,a,"], 7, "outcome", "cells of this column are not filled in: give a value, or set missing to 'drop' in columns.toml"),
         (["6,inf,1,no,a,well"], 7, "age", "expected a finite number, like -12.5 or 3e4, but got 'inf'"),
         (["6,1e999,1,no,a,well"], 7, "age", "expected a finite number"),
         (["6,40,1_0,no,a,well"], 7, "dose", "but got '1_0'"),

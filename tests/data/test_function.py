@@ -88,7 +88,7 @@ def test_image_size_is_given_to_a_function_that_takes_it(own: Any) -> None:
     # An option of another name is left alone.
     other = own("def f(path, scale=1.0):\n    x, *rest = table()\n    return (x * scale, *rest)")
     assert load(other, image_size=1).x_train.abs().max() > 0
-    with pytest.raises(ValueError, match=re.escape(f"{other!r}: floats are not resized, so image-size must be 0 or theirs, 1, but is 7")):
+    with pytest.raises(ValueError, match=re.escape("floats are not resized, so image-size must be 0 or 1, their size, but is 7")):
         load(other, image_size=7)
 
 
