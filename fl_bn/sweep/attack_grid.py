@@ -50,7 +50,7 @@ class Setting:
 
     @property
     def place(self) -> dict[str, str]:
-        """Return the value of this setting on each axis of the sweep."""
+        """Return axis of the sweep -> the label of this setting on the axis."""
         attackers = f"f{self.byzantine}-told{self.declared}-{self.rule}-{self.attack}"
         return {"method": self.method, "heterogeneity": f"{self.heterogeneity:g}", "attackers": attackers}
 
@@ -169,8 +169,8 @@ def run_grid(
         base: Run-config keys of all runs.
         title: The title of the grid.
         output: The folder of the sweep.
-        perform: Runs a sweep, and returns the error of each failed run by its name. Its second argument says whether
-            to repeat runs that failed before.
+        perform: A function that runs a sweep, and returns the error of each failed run by its name. Its second argument
+            says whether to repeat runs that failed before.
         too_few: Make the second pass, in which the rules expect one attacker too few.
 
     Returns:
@@ -198,7 +198,7 @@ def run_grid(
 
 
 def read_scores(settings: Sequence[Setting], cells: Sequence[Cell]) -> Scores:
-    """Return the scores of those settings that have a finished and evaluated run among ``cells``."""
+    """Return setting -> score for the settings that have a finished and evaluated run among ``cells``."""
     scores = {}
     for setting in settings:
         runs = [cell for cell in cells if setting.place.items() <= cell.axes.items() and cell.finished()]
@@ -216,7 +216,7 @@ COLUMNS = (
 
 
 def table(grid: Grid, scores: Scores) -> list[dict[str, Any]]:
-    """Return the rows of the table, one per method, heterogeneity, f and rule. Their keys are ``COLUMNS``.
+    """Return the rows of the table, one per method, heterogeneity, f and rule. The keys of a row are ``COLUMNS``.
 
     Accuracies are means over seeds, in percent; None: no run is finished.
     """

@@ -162,7 +162,7 @@ def trained_as(method: str) -> tuple[str, bool]:
 
 
 def log_of(path: Path) -> Path:
-    """Return the log file of the run in the folder ``path``. It is beside that folder."""
+    """Return the log file of the run in the folder ``path``. The file is beside the folder."""
     return path.parent / f"{path.name}.log"
 
 
@@ -215,7 +215,7 @@ def run_cells(
     progress: Callable[[int, int], None],
     running: Callable[[Sequence[Cell]], None] = lambda cells: None,
 ) -> dict[str, str]:
-    """Run the cells that are not finished, in worker processes.
+    """Run the cells (runs of a sweep) that are not finished, in worker processes.
 
     If a worker process dies, for example for lack of memory, only the cell that it ran has failed. The worker
     processes end with this process, even if SIGKILL ends it.
@@ -289,7 +289,7 @@ def _warn_of_turns(jobs: int, cells: Sequence[Cell]) -> None:
 
 
 def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:
-    """Return how many cells to run at a time: ``jobs``, or fewer if cells ask for worker processes of their own.
+    """Return how many cells (runs) to run at a time: ``jobs``, or fewer if cells ask for worker processes of their own.
 
     Together, the cells then have no more processes than this machine has cores.
     """

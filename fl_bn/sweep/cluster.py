@@ -81,7 +81,7 @@ def run_cells(
     address: str = "",
     gpus: float = 0.0,
 ) -> dict[str, str]:
-    """Run the cells that are not finished on the nodes of a Ray cluster.
+    """Run the cells (runs of a sweep) that are not finished on the nodes of a Ray cluster.
 
     A cell whose node is lost is run on another node: from its checkpoint if the folder is shared, else anew. A cell
     whose process dies twice on living nodes has failed.
@@ -215,7 +215,7 @@ class _Sweep:
         return nodes
 
     def submit(self) -> None:
-        """Start waiting cells wherever nodes have room, on the node with the most room first."""
+        """Start waiting cells (runs) wherever nodes have room, on the node with the most room first."""
         taken = Counter(task.node.id for task in self.tasks.values())
         free = {node: node.room - taken[node.id] for node in self.nodes()}
         while self.waiting and free and (not self.jobs or len(self.tasks) < self.jobs):
@@ -257,12 +257,12 @@ class _Sweep:
             LOGGER.warning("%s: %s; last on node %s", name, DIED, task.node.name)
             return
         why = "with its node" if gone else f"on node {task.node.name} ({type(error).__name__})"
-        LOGGER.warning("%s: its process was lost %s; it is begun again", name, why)
+        LOGGER.warning("%s: its process was lost %s; the run is begun again", name, why)
         self.waiting.insert(0, task.cell)
 
 
 def _gone(node: Node, patience: float = 10.0) -> bool:
-    """Return whether Ray counts the node as lost. It may do so some seconds after the processes of the node have died.
+    """Return whether Ray counts the node as lost. Ray may need some seconds after the processes of the node have died.
 
     Args:
         node: The node.
@@ -277,7 +277,7 @@ def _gone(node: Node, patience: float = 10.0) -> bool:
 
 
 def on_node(cell: Cell, shared: str) -> Done:
-    """Run a cell in a process of a node. Ray calls this function.
+    """Run a cell (one run of a sweep) in a process of a node. Ray calls this function.
 
     Args:
         cell: The cell.

@@ -72,10 +72,10 @@ def comparison(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[
 
 
 def check_metric(cells: Sequence[Cell]) -> None:
-    """Check that all cells measure the same metric, so that they can be compared.
+    """Check that all cells (runs) measure the same metric, so that they can be compared.
 
     Raises:
-        ConfigError: The cells have tasks with different metrics.
+        ConfigError: The runs have tasks with different metrics.
     """
     if len(metrics := {task(cell.config).metric for cell in cells}) > 1:
         raise ConfigError(
@@ -109,7 +109,7 @@ class Curves:
 
 
 def read_curves(cells: Sequence[Cell]) -> Curves:
-    """Read the metrics of the finished cells."""
+    """Read the metrics of the finished runs among ``cells``."""
     of = task(cells[0].config)
     metric, scale = of.metric, of.scale()
     by_label: dict[str, list[dict[int, float]]] = {}

@@ -75,7 +75,7 @@ class Where:
     """Set run-config keys for some combinations only: an entry of ``[[where]]``.
 
     Attributes:
-        at: The labels on some axes that a combination must have.
+        at: Axis -> the label that a combination must have on this axis.
         keys: The run-config keys of these combinations.
     """
 
@@ -86,7 +86,7 @@ class Where:
         """Return whether this entry applies to a combination.
 
         Args:
-            at: The labels of the combination on the axes.
+            at: Axis -> the label of the combination.
             keys: The run-config keys of the combination. An axis of the file is a key here if the variant sets it to a
                 single value.
         """
@@ -122,7 +122,7 @@ class Sweep:
     strict: bool = False
 
     def points(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield every combination: its value on each axis, and its run-config keys.
+        """Yield, for every combination, axis -> its value and run-config key -> its value.
 
         All combinations with the first seed come before those with the second.
         """
@@ -156,10 +156,10 @@ class Sweep:
         return tomli_w.dumps({name: table for name, table in tables.items() if table != []})
 
     def cells(self, output: Path) -> list[Cell]:
-        """Return the cells of the sweep, one for each combination. Their folders are in ``output/runs``.
+        """Return the cells (runs) of the sweep, one for each combination. Their folders are in ``output/runs``.
 
         Raises:
-            ConfigError: A key is unknown, its value is out of range, a key of ``own`` has no effect in any run, two
+            ConfigError: A key is unknown, its value is out of range, or a key of ``own`` has no effect in any run; or two
                 cells would have the same folder, a folder holds another run, or there is no cell at all.
         """
         made: list[Cell] = []
@@ -212,7 +212,7 @@ def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[s
 
 
 def maker(path: Path, variant: str) -> str:
-    """Return the function that makes the data of a variant, as ``module:function``; empty: the variant names none."""
+    """Return the function that makes the data of a variant, as ``module:function``; empty: the variant names no function."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -22,7 +22,7 @@ ENGINES = ("in-process", "ray")
 
 @dataclass(frozen=True)
 class Place:
-    """Say where cells run, and how many at a time.
+    """Say where the cells (runs) of a sweep run, and how many at a time.
 
     Attributes:
         engine: ``in-process`` for processes of this machine, or ``ray`` for the nodes of a Ray cluster.
@@ -46,7 +46,7 @@ class Place:
             raise ConfigError("--ray-address and --gpus-per-run need --engine ray: add --engine ray, or leave out both options")
 
     def run(self, cells: Sequence[Cell], progress: Callable[[int, int], None], running: Callable[[Sequence[Cell]], None]) -> dict[str, str]:
-        """Run the cells that are not finished.
+        """Run the cells (runs of a sweep) that are not finished.
 
         Args:
             cells: The cells.
@@ -65,7 +65,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """Say which cells of a sweep are run now.
+    """Say which cells (runs) of a sweep are run now.
 
     Attributes:
         cells: All cells of the plan, finished ones included.
@@ -79,7 +79,7 @@ class Plan:
 
 
 def plan(sweep: Sweep, output: Path, *, retry: bool = False, only: str = "", known: Collection[str] = ()) -> Plan:
-    """Plan which cells of a sweep to run.
+    """Plan which cells (runs) of a sweep to run.
 
     Args:
         sweep: The sweep.
@@ -101,7 +101,7 @@ def plan(sweep: Sweep, output: Path, *, retry: bool = False, only: str = "", kno
 
 
 def check(cells: Sequence[Cell]) -> None:
-    """Load and divide the data and build the networks of all cells, so that mistakes are found before the first run.
+    """Load and divide the data and build the networks of all cells (runs), so that mistakes are found before the first run.
 
     Data, partitions and networks that several cells share are checked once.
 
