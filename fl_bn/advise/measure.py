@@ -195,8 +195,8 @@ def sample_moments(model: nn.Module, samples: Samples) -> tuple[Tensor, Tensor, 
     """Measure the inputs of the first BatchNorm layer, or the inputs of the network if it has no such layer.
 
     Returns:
-        The mean and the biased variance of each sample and channel, both of shape (N, C) in float64, and the number of
-        values that a sample has in a channel.
+        The means and the biased variances, by sample and channel, both of shape (N, C) in float64. Then the number of values
+        that a sample has in a channel.
     """
     model = copied(model).eval()
     caught: list[Tensor] = []

@@ -42,8 +42,8 @@ def successive_halving(candidates: Sequence[str], rounds: int, score: Score, *, 
     """Choose one of several candidates by successive halving.
 
     All candidates are run for a tenth of the rounds. The better half is run for twice as many rounds, and so on until one
-    candidate remains. Each run is complete, with its schedules scaled to its length. It is not the beginning of a longer
-    run, since a method that freezes its statistics at half time would not reach this point in a tenth of the rounds.
+    candidate remains. Each run is complete, with its schedules scaled to its length. The beginning of a longer run would
+    not do: a method that freezes its statistics at half time would not freeze them there.
 
     Args:
         candidates: The candidates, the most promising first. Of two candidates with the same metric, the first goes on.

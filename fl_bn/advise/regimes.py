@@ -112,7 +112,7 @@ class Nearest:
 
 
 def load(file: Path = FILE) -> list[Regime]:
-    """Read the regimes of the map from its file."""
+    """Read the regimes (kinds of federations, with the accuracy of each method) from the file of the map."""
     return [
         Regime(
             entry["name"],
@@ -126,7 +126,7 @@ def load(file: Path = FILE) -> list[Regime]:
 
 
 def dump(regimes: Sequence[Regime]) -> str:
-    """Return the text of the map's file for these regimes."""
+    """Return the text of the file of the map, which ``load`` reads, for these regimes."""
     return json.dumps([asdict(regime) for regime in regimes], indent=1) + "\n"
 
 

@@ -118,8 +118,8 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
     """Train once in this process, without Ray.
 
     The ServerApp, the ClientApp, the run config and the files are those of `flwr run .`. Ctrl-C leaves a folder with
-    all results so far. `fl-bn resume` continues from its last checkpoint. There is a checkpoint every 5 rounds, unless
-    the key checkpoint-every says otherwise.
+    all results so far. `fl-bn resume` continues from the last checkpoint in it. There is a checkpoint every 5 rounds,
+    unless the key checkpoint-every says otherwise.
     """
     from fl_bn.run.errors import ConfigError
     from fl_bn.run.overrides import parse_overrides

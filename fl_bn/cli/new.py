@@ -49,7 +49,7 @@ def write(name: str, folder: Path) -> None:
         raise FileExistsError(f"{folder} exists already, and was not changed: choose another name, or remove it first")
     package = package_of(name)
     if iskeyword(package) or find_spec(package) is not None:
-        raise ValueError(f"the app's package would be called {package}, which is the name of another module or a keyword: choose another")
+        raise ValueError(f"the app's package would be called {package}, which is a keyword or another module: choose another name")
     template = files("fl_bn").joinpath("templates/app")
     for source, made in ((template, folder), (template / "package", folder / package)):
         made.mkdir()

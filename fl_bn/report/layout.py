@@ -203,7 +203,7 @@ class Table:
 def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
     """Place the runs in rows and columns.
 
-    Axes that [report] does not name become columns: runs with different settings are never averaged.
+    Axes that the sweep file's [report] does not name become columns: runs with different settings are never averaged.
 
     Raises:
         ConfigError: [report] names an axis that no run has.

@@ -140,7 +140,7 @@ def _across(axes: Axes, x: str, ways: Sequence[np.ndarray]) -> None:
 
 
 def _whole(axes: Axes) -> None:
-    """Put the ticks of the horizontal axis at whole numbers: it shows rounds, exchanges or local steps."""
+    """Put the ticks of a horizontal axis of rounds, exchanges or local steps at whole numbers."""
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
 
 

@@ -32,7 +32,7 @@ class Figure:
 
     Attributes:
         name: The name of the picture, which is also its anchor.
-        caption: The text below it.
+        caption: The text below the picture.
         svg: The picture as an ``<svg>`` element with its alternative text. fl-bn makes it, so it is not escaped.
     """
 

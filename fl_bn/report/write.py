@@ -104,7 +104,7 @@ def write_program_report(folder: Path, source: Path) -> Path:
 
 
 def read(folder: Path, id: str = "") -> Report:
-    """Read the report of a sweep from its folder.
+    """Make the report of a sweep from the files in its folder.
 
     Args:
         folder: The folder of the sweep.

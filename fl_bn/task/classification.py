@@ -59,7 +59,7 @@ class Classification(Task):
         return {"accuracy": accuracy} | {f"{CLASS}{index}": value for index, value in enumerate(per_class.tolist())}
 
     def samples_behind(self, targets: Tensor) -> dict[str, int]:
-        """Count the samples of each class."""
+        """Return ``accuracy-class-N`` -> the number of samples of class N."""
         return {f"{CLASS}{index}": n for index, n in enumerate(torch.bincount(targets.flatten()).tolist())}
 
 
@@ -94,7 +94,7 @@ class Segmentation(Classification):
         return int((targets != IGNORE).sum())
 
     def samples_behind(self, targets: Tensor) -> dict[str, int]:
-        """Count the images in which each class occurs."""
+        """Return ``accuracy-class-N`` -> the number of images in which class N occurs."""
         images = torch.zeros(IGNORE + 1, dtype=torch.int64)
         for mask in targets:
             images += mask.flatten().bincount(minlength=IGNORE + 1) > 0

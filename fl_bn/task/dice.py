@@ -27,8 +27,8 @@ class Dice(Segmentation):
 
     An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus the image's
     cross-entropy times ``cross_entropy``. The sums are over labelled pixels. p is the probability of the class at a
-    pixel. y is 1 if the class is the label of the pixel, else 0. The metric ``dice`` is the same mean, but p is 1 where
-    the class is predicted and else 0, and the sums are over all data.
+    pixel. y is 1 if the class is the label of the pixel, else 0. The metric ``dice`` is the same mean with sums over all
+    data, where p is 1 if the class is predicted, else 0.
 
     >>> import torch
     >>> from fl_bn import Dice

@@ -38,7 +38,8 @@ def extended(task: Own, loss: Callable[[Any, Any], torch.Tensor] | None = None, 
 
     Args:
         task: The task.
-        loss: Takes an output and the targets, and returns the mean loss over the batch. None: the task's own.
+        loss: A function that takes an output and the targets, and returns the mean loss over the batch. None: the loss
+            of ``task``.
         metrics: Further metrics by name.
 
     Raises:

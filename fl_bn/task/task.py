@@ -178,8 +178,8 @@ class Task(ABC):
         """Select the prediction in a network's output, for ``loss`` and ``sums``.
 
         The prediction is the entry ``output_key`` of a tuple or dict. If ``output_key`` is None, it is the first entry
-        of a tuple, the only entry of a dict, or the entry of a dict called logits or out. A task whose loss needs
-        more than the prediction overrides this method.
+        of a tuple or the only entry of a dict. In a larger dict, it is the entry called logits or out. A task whose
+        loss needs more than the prediction overrides this method.
 
         Args:
             raw: the network's output.
@@ -222,7 +222,7 @@ class Task(ABC):
 
     @classmethod
     def format_metric(cls, value: float) -> str:
-        """Format a value of ``metric`` for a log: 51.2%, or 0.3456."""
+        """Format a value of ``metric`` for a log: as ``51.2%`` if it is a share, else as ``0.3456``."""
         return f"{value:.1%}" if cls.scale() == 100 else f"{value:.4g}"
 
     @classmethod
