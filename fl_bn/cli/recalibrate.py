@@ -54,4 +54,5 @@ def recalibrate(
         if line.startswith("- ") and (f"{of.metric} before" in line or "BatchNorm layers: " in line or "not all clients" in line):
             console.print(line.removeprefix("- ").replace("*", ""), highlight=False, soft_wrap=True)
     console.print(f"model.safetensors, recalibration.csv and .png, summary.md: {folder}", highlight=False, soft_wrap=True)
-    console.print(f"the same on Ray, or with its run config elsewhere:\n{elsewhere(config)}", highlight=False, markup=False, soft_wrap=True)
+    text = f"the same run on Ray (a deployment can use its run config, too):\n{elsewhere(config)}"
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -126,7 +126,7 @@ def perform(
     for name, problem in errors.items():
         console.print(f"[red]failed[/red] {escape(name)}: {escape(problem)}", highlight=False)
     if errors:
-        console.print("the next command leaves failed cells out: give --retry to run them again")
+        console.print("the same command leaves out the failed runs: give --retry to run them again")
     console.print(f"{folder}: {', '.join(path.name for path in files)}", highlight=False, soft_wrap=True)
     return errors
 

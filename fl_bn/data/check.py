@@ -116,7 +116,7 @@ def _public(name: str, path: str) -> Iterator[Finding]:
             raise DataNotFound(f"there is no {' and no '.join(missing)} (a run downloads it where there is internet)") from error
         if not name.startswith(("cifar", "mnist")):
             raise ValueError(f"{root}: torchvision cannot read the files of {name}: {error}") from error
-        yield Finding("warn", "files", f"the archives in {root} are not unpacked", "nothing: the first run unpacks and checks them")
+        yield Finding("warn", "files", f"the archives in {root} are not unpacked", "nothing to do: the first run unpacks and checks them")
         return
     sizes = [len(split.data) for split in splits]
     yield Finding("ok", "files", f"{sizes[0]:,} + {sizes[1]:,} samples {tuple(splits[0].data[0].shape)} of {CLASSES[name.upper()]} classes")
@@ -144,7 +144,7 @@ def _memory(size: int, when: str) -> Finding:
     text = f"{size / 2**30:.1f} GiB in every process {when}"
     large = size / 2**30 >= LARGE
     return (
-        Finding("warn", "memory", text, "make sure that the machine has so much memory, or choose a smaller image-size")
+        Finding("warn", "memory", text, "make sure that the machine has this much memory, or choose a smaller image-size")
         if large
         else Finding("ok", "memory", text)
     )
@@ -172,7 +172,7 @@ def _csv(name: str, path: str) -> Iterator[Finding]:
             text += f": {', '.join(f'{label} {int((rows.y == index).sum())}' for index, label in enumerate(classes))}"
         yield Finding("ok", file.name, text)
         if rows.note:
-            yield Finding("warn", file.name, rows.note, "nothing, if columns.toml says so on purpose")
+            yield Finding("warn", file.name, rows.note, "nothing to do, if columns.toml drops rows or fills cells on purpose")
     yield Finding("ok", "files", _contents(data))
     keys = f"classes={data.classes} channels={data.channels} image-size=1 columns-digest='{data.columns.digest}'"
     yield Finding("ok", "sites", f"a run of sites with such files has dataset='sites' {keys}")
@@ -194,7 +194,7 @@ def _digits_five(name: str, path: str) -> Iterator[Finding]:
     folder = Path(path or ROOT)
     for source in sources(folder):
         if not source.found(folder):
-            yield Finding("warn", source.domain, "is not there", "nothing where there is internet: the first run downloads it")
+            yield Finding("warn", source.domain, "is not there", "nothing to do where there is internet: the first run downloads it")
             continue
         text = _contents(source.load(folder, SIZE))
         if "-for-" in source.domain:

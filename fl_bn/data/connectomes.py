@@ -246,7 +246,7 @@ def _grouped(file: Path, x: Floats, y: NDArray[np.generic], subject: NDArray[np.
         rows = np.flatnonzero(subject == one)
         labels = {_label(file, label) for label in y[rows]}
         if len(labels) > 1:
-            raise ValueError(f"{file}: the rows of one subject must have one label, but those of {one} have both")
+            raise ValueError(f"{file}: the rows of one subject must have one label, but those of subject {one} have both")
         subjects.append(Subject(_checked(file, x[rows]), labels.pop(), ready))
     return subjects
 

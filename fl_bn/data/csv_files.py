@@ -153,7 +153,7 @@ def csv_files(path: str) -> list[Path]:
             raise DataNotFound(f"dataset 'csv': the folder {str(part)!r} has no .csv file: put one file per site there")
         files += inside
     if len({file.stem for file in files}) < len(files):
-        raise ValueError(f"each file gives its site its name, so names must differ, but got {', '.join(map(str, files))}: rename one")
+        raise ValueError(f"a site has the name of its file, so names must differ, but got {', '.join(map(str, files))}: rename one")
     return files
 
 
@@ -193,7 +193,7 @@ def read_rows(file: Path, columns: Columns) -> Rows:
         groups.append(cells.get(columns.group, ""))
     if not inputs:
         dropped = f": all {sum(counts.values())} were left out" if counts else ""
-        raise TableError(file, f"expected rows below the header, but there are none{dropped}: add rows, or take the file away")
+        raise TableError(file, f"expected rows below the header, but there are none{dropped}: add rows, or remove the file")
     y = np.array(targets, dtype=np.int64 if columns.classes else np.float32)
     return Rows(file, np.stack(inputs), y, tuple(groups) if columns.group else (), counts)
 
@@ -208,7 +208,7 @@ def _lines(file: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str]]]
                 try:
                     cells = next(reader, None)
                 except csv.Error as error:
-                    raise TableError(file, f"expected cells between {columns.delimiter!r}, but {error}: mend the quotes", line) from error
+                    raise TableError(file, f"expected cells between {columns.delimiter!r}, but {error}: check the quotes", line) from error
                 if cells is None:
                     break
                 stripped = [cell.strip() for cell in cells]
@@ -239,7 +239,7 @@ def _checked_header(file: Path, line: int, header: list[str], columns: Columns) 
         raise TableError(file, f"{FILE} lists this column, but {have}{other}", line, absent[0])
     if strange := [name for name in header if name not in known]:
         raise TableError(
-            file, f"{FILE} does not list this column{nearest(strange[0], known)}; add it to ignore there, or to a table", line, strange[0]
+            file, f"{FILE} does not list this column{nearest(strange[0], known)}; add it there, to ignore or to a table", line, strange[0]
         )
     return header
 
@@ -282,7 +282,7 @@ class _Cells:
     def _scaled(self, line: int, name: str, cell: str, scale: Scale) -> float:
         value = (float(cell) - scale.mean) / scale.std if NUMBER.fullmatch(cell) else np.nan
         if not abs(value) <= LARGEST:
-            raise TableError(self.file, f"expected a finite number, like -12.5 or 3e4, but got {short(cell)}: correct it", line, name)
+            raise TableError(self.file, f"expected a finite number, like -12.5 or 3e4, but got {short(cell)}: correct the cell", line, name)
         return value
 
     def _indicators(self, line: int, name: str, cell: str, categories: tuple[str, ...]) -> list[float]:

@@ -131,7 +131,7 @@ def _checked_arrays(name: str, returned: Any) -> dict[str, np.ndarray[Any, Any]]
         x, y = arrays[f"x_{split}"], arrays[f"y_{split}"]
         if x.ndim == 0 or y.shape[:1] != x.shape[:1]:
             raise ValueError(
-                f"data function {name!r}: y_{split} must have a label for each sample of x_{split}, but they are {y.shape} and {x.shape}"
+                f"data function {name!r}: y_{split} needs a label for each sample of x_{split}, but the shapes are {y.shape} and {x.shape}"
             )
     return arrays
 

@@ -38,7 +38,7 @@ def load_npz(path: str, image_size: int) -> Dataset:
         raise ValueError("dataset 'npz' needs a path: one .npz file, or several separated by commas")
     names = tuple(file.stem for file in files)
     if len(set(names)) < len(names):
-        raise ValueError(f"each file gives its domain its name, so names must differ, but got {', '.join(names)}: rename one of them")
+        raise ValueError(f"a domain has the name of its file, so names must differ, but got {', '.join(names)}: rename one of them")
 
     archives = [_read(file) for file in files]
     images = _one_shape([archive[f"x_{split}"] for archive in archives for split in SPLITS], image_size)

@@ -107,7 +107,7 @@ class Dataset:
     def _check_domain(self, split: str, domain: Tensor | None, samples: int) -> None:
         if (domain is None) != (not self.domains):
             raise ValueError(
-                f"dataset {self.name!r}: domain_{split} and domains go together, "
+                f"dataset {self.name!r}: domain_{split} and domains must both be given, or neither, "
                 f"but domain_{split} is {'absent' if domain is None else 'given'} and domains is {self.domains}"
             )
         if domain is not None:

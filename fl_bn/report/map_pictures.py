@@ -44,7 +44,7 @@ def heat(layout: Layout, wanted: Heat) -> Picture:
         )
     for value in fixed:
         if value not in layout.rows:
-            raise ConfigError(f"[report] heat names the row {value!r}, which is not there: the rows are {', '.join(layout.rows)}")
+            raise ConfigError(f"[report] heat names the row {value!r}, but there is no such row: the rows are {', '.join(layout.rows)}")
     others = [a for a in (layout.row_axis, *layout.rest) if a not in (wanted.x, wanted.y) and not (fixed and a == layout.row_axis)]
     xs, ys = layout.values(wanted.x), layout.values(wanted.y)
     maps: dict[str, np.ndarray] = {}

@@ -62,7 +62,7 @@ def read_program(folder: Path, id: str = "") -> Program:
         text = (folder / FILE).read_text(encoding="utf-8")
         title = str(tomllib.loads(text)["title"])
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder} is not the folder of an experiment: {error}") from error
+        raise ConfigError(f"{folder} is not the folder of an experiment, since {FILE} is missing or wrong: {error}") from error
     notes = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
     pictures = tuple(_picture(file) for file in sorted(folder.glob("*.png")))
     return Program(id, title, notes, pictures, tuple(_table_start(file) for file in sorted(folder.glob("*.csv"))), text)

@@ -401,8 +401,8 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     source = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
     if (data.channels, data.image_size) != (channels, size):
         raise ConfigError(
-            f"{source}: the run takes {channels} channels of {size} x {size} pixels, but these have {data.channels} of {data.image_size} x "
-            f"{data.image_size}"
+            f"{source}: the run takes {channels} channels of {size} x {size} pixels, but these data have {data.channels} of "
+            f"{data.image_size} x {data.image_size}"
         )
     if kind_of(data.y_train) not in (LABELS, MASKS) and data.classes != classes:
         description = describe(data.y_train, data.classes)

@@ -243,7 +243,7 @@ class RunConfig(RunKeys):
 
     def _check_byzantine(self) -> None:
         if self.byzantine >= self.clients:
-            raise ConfigError(f"byzantine must leave an honest client of clients={self.clients}, but got {self.byzantine}")
+            raise ConfigError(f"byzantine must be less than clients={self.clients}, so that one is honest, but got {self.byzantine}")
         self.defence().check(self._cohort_at_start())
 
     @property

@@ -280,7 +280,7 @@ class History:
         for path, length in paths.items():
             have = path.stat().st_size if path.exists() else 0
             if have < length:
-                raise Damaged(f"{path}: expected at least the {length} bytes of the checkpoint, but it has {have}: {ANEW}")
+                raise Damaged(f"{path}: expected at least the {length} bytes of the checkpoint, but the file has {have}: {ANEW}")
         for path, length in paths.items():
             if path.exists():
                 os.truncate(path, length)

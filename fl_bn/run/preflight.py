@@ -68,7 +68,7 @@ def check(config: RunConfig) -> None:
     by_itself = config.calibrate == AS_METHOD and not config.dp_noise
     if config.rounds and untouched and not measured and not by_itself and not config.model_weights and batch_norms(model):
         LOGGER.warning(
-            "%s: the statistics freeze before round 1 (freeze-after=%s of rounds=%s) with the values of a new network, which describe no "
+            "%s: the statistics freeze before round 1 (freeze-after=%s of rounds=%s) with their initial values, which do not describe the "
             "data. Set freeze-after to 1 or more, calibrate to -1, or model-weights to those of a trained network",
             config.method,
             config.rounds // 2 if config.freeze_after < 0 else config.freeze_after,
@@ -89,8 +89,8 @@ def _warn_of_an_early_freeze(config: RunConfig, method: Method, model: nn.Module
     left = max(((1 - momentum) ** (before * config.local_steps) for momentum in momenta), default=0.0)
     if config.local_steps and not config.calibrate > 0 and left > MUCH:
         LOGGER.warning(
-            "%s: the statistics freeze after %d rounds of %d local step%s. %.0f %% of each running mean and variance is then still that "
-            "of a new network (0 and 1), so the frozen rounds may end below fedavg. Take more local steps, or freeze later (freeze-after)",
+            "%s: the statistics freeze after %d rounds of %d local step%s. %.0f %% of each running mean and variance then still comes "
+            "from the initial values 0 and 1, so the run may end below fedavg. Take more local steps, or freeze later (freeze-after)",
             config.method,
             before,
             config.local_steps,

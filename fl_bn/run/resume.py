@@ -41,7 +41,7 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
         raise ConfigError(f"{run} has no checkpoint to go on from (checkpoint-every makes them): submit the run anew")
     if not deployed and (config.dataset == SITES or config.client_nodes):
         name = run.resolve().name
-        raise ConfigError(f"{run} is a run of deployed sites: use fl-bn resume SERVER {name}, with the server's folder (kit/server, say)")
+        raise ConfigError(f"{run} is a run of deployed sites: use fl-bn resume SERVER {name}. SERVER is the server's folder: kit/server")
     return config
 
 

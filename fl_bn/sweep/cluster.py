@@ -132,7 +132,7 @@ def _connected(address: str, folder: Path) -> Iterator[Path]:
         _connect(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"there is no Ray cluster at {address or 'RAY_ADDRESS'}: {error}. Start one (ray start --head), and give its --ray-address"
+            f"there is no Ray cluster at {address or 'RAY_ADDRESS'}: {error}. Start a cluster (ray start --head), and give --ray-address"
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     shared = folder / f".shared-{uuid4().hex}"

@@ -165,7 +165,7 @@ def test_what_takes_the_place_of_a_missing_cell(tmp_path: Path) -> None:
         (["6,40,1,no,a"], 7, "", "expected 6 cells, as the header has, but there are 5"),
         (["6,40,1,no,a,well,9"], 7, "", "expected 6 cells, as the header has, but there are 7"),
         (['"6\n6",40,1,no,a,well', "7,x,1,no,a,well"], 9, "age", "but got 'x'"),  # a cell of two lines
-        (['6,"40"1,1,no,a,well'], 7, "", "mend the quotes"),
+        (['6,"40"1,1,no,a,well'], 7, "", "check the quotes"),
     ],
 )
 def test_a_cell_is_refused_by_file_line_and_column(rows: list[str], line: int, column: str, problem: str, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_cell_is_refused_by_file_line_and_column(rows: list[str], line: int, c
             "columns.toml lists this column, but the file has 'id, age, smoker, ward, outcome'",
         ),
         (HEADER.replace("outcome", "Outcome") + "\n", 1, "outcome", "did you mean 'Outcome'?"),
-        (HEADER + ",zip\n", 1, "zip", "columns.toml does not list this column; add it to ignore there, or to a table"),
+        (HEADER + ",zip\n", 1, "zip", "columns.toml does not list this column; add it there, to ignore or to a table"),
         (HEADER + ",age\n", 1, "age", "expected every column once"),
         (HEADER.replace(",", ";") + "\n", 1, "outcome", "it looks as if cells were separated by ';': set delimiter in columns.toml"),
         (HEADER + "\n1,40,1,no,a,well\n", 0, "", "expected rows to train on and others to test on, but there is 1 row in all"),
