@@ -41,9 +41,10 @@ class Rung:
 def successive_halving(candidates: Sequence[str], rounds: int, score: Score, *, higher_is_better: bool = True) -> list[Rung]:
     """Choose one of several candidates by successive halving.
 
-    All candidates are run for a tenth of the rounds. The better half is run for twice as many rounds, and so on until one
-    candidate remains. Each run is complete, with its schedules scaled to its length. The beginning of a longer run would
-    not do: a method that freezes its statistics at half time would not freeze them there.
+    All candidates are run for a tenth of the rounds, but at least ``LEAST`` rounds. The better half is run for twice as
+    many rounds, and so on until one candidate remains. No run has more than ``rounds`` rounds. Each run is complete,
+    with its schedules scaled to its length. The beginning of a longer run would not do: a method that freezes its
+    statistics at half time would not freeze them there.
 
     Args:
         candidates: The candidates, the most promising first. Of two candidates with the same metric, the first goes on.
