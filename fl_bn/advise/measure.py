@@ -46,8 +46,8 @@ class Measured:
             client has one class.
         distance: How much the features of two clients differ: the symmetric Kullback-Leibler divergence between
             their inputs of the first BatchNorm layer, in nats per channel, as a mean over all pairs.
-        by_labels: The same distance after the samples of each class were shuffled among the clients. It is the part
-            that label skew and chance explain.
+        by_labels: ``distance`` after the samples of each class were shuffled among the clients. This part of
+            ``distance`` is explained by label skew and chance.
         batch_size: The batch size of the median client.
         participation: The share of the clients that take part in a round.
         local_steps: The local steps per round of the median client.
@@ -72,7 +72,7 @@ class Measured:
 
 
 def measure(config: RunConfig) -> Measured:
-    """Measure how many samples the clients of a run have, and how their labels and features differ, before it begins.
+    """Measure the clients of a run before it begins: their numbers of samples, and how their labels and features differ.
 
     Only training samples and the initial network are used.
 
@@ -148,7 +148,9 @@ def _entropy(counts: NDArray[np.int64]) -> float:
 
 
 def distance(means: Tensor, variances: Tensor, values: int, owners: NDArray[np.int64]) -> float:
-    """Return the symmetric Kullback-Leibler divergence between two clients, as a mean over all pairs; 0 for one client.
+    """Return the symmetric Kullback-Leibler divergence between clients, in nats per channel, as a mean over all pairs of clients.
+
+    The divergence is 0 for a single client.
 
     Args:
         means: The mean of each sample and channel, of shape (N, C).
@@ -164,7 +166,7 @@ def distance(means: Tensor, variances: Tensor, values: int, owners: NDArray[np.i
 
 
 def _together(means: Tensor, variances: Tensor, values: int) -> Running:
-    """Combine the moments of samples into mean and unbiased variance of all their values, by the law of total variance."""
+    """Return mean and unbiased variance (C,) of all values of several samples, by the law of total variance."""
     count = len(means) * values
     biased = variances.mean(0) + means.var(0, correction=0)
     return Running(means.mean(0), biased * count / (count - 1))
@@ -193,8 +195,8 @@ def sample_moments(model: nn.Module, samples: Samples) -> tuple[Tensor, Tensor, 
     """Measure the inputs of the first BatchNorm layer, or the inputs of the network if it has no such layer.
 
     Returns:
-        The mean and the biased variance of each sample and channel, both of shape (N, C) in float64, and the number of
-        values that a sample has in a channel.
+        The means and the biased variances, by sample and channel, both of shape (N, C) in float64. Then the number of values
+        that a sample has in a channel.
     """
     model = copied(model).eval()
     caught: list[Tensor] = []

@@ -41,14 +41,15 @@ class Rung:
 def successive_halving(candidates: Sequence[str], rounds: int, score: Score, *, higher_is_better: bool = True) -> list[Rung]:
     """Choose one of several candidates by successive halving.
 
-    All candidates are run for a tenth of the rounds, the better half of them for twice as many, and so on until one
-    remains. Each run is complete, with its schedules scaled to its length, and not the beginning of a longer run.
-    Otherwise a method that freezes its statistics at half time would never do so in the first tenth.
+    All candidates are run for a tenth of the rounds, but at least ``LEAST`` rounds. The better half is run for twice as
+    many rounds, and so on until one candidate remains. No run has more than ``rounds`` rounds. Each run is complete,
+    with its schedules scaled to its length. The beginning of a longer run would not do: a method that freezes its
+    statistics at half time would not freeze them there.
 
     Args:
-        candidates: The candidates, the most promising first. Of two with the same metric, the first goes on.
+        candidates: The candidates, the most promising first. Of two candidates with the same metric, the first goes on.
         rounds: The number of rounds of the final run.
-        score: Runs candidates for a number of rounds, and returns the metric of each; NaN: the run failed.
+        score: A function that runs candidates for a number of rounds, and returns the metric of each; NaN: the run failed.
         higher_is_better: Whether a higher metric is better.
 
     Returns:
@@ -73,7 +74,7 @@ def successive_halving(candidates: Sequence[str], rounds: int, score: Score, *, 
 
 
 def pilot_cells(candidates: Sequence[str], rounds: int, base: Mapping[str, Any], output: Path) -> list[Cell]:
-    """Return the cells of one rung. Each is the user's run, but shorter, and tested on validation samples.
+    """Return the runs of one rung, one per candidate. Each is the user's run, but shorter, and tested on validation samples.
 
     Args:
         candidates: The candidates, as for ``fl-bn compare``.
@@ -106,7 +107,7 @@ def pilot_cells(candidates: Sequence[str], rounds: int, base: Mapping[str, Any],
 
 
 def final_cell(label: str, base: Mapping[str, Any], output: Path, checkpoint_every: int) -> Cell:
-    """Return the cell of the chosen method's whole run, which trains on all training data and is tested on the test data."""
+    """Return the full-length run of the chosen method, which trains on all training data and is tested on the test data."""
     config = _config(label, base, output)
     pictures, every = bool(base.get("pictures", True)), config.checkpoint_every or checkpoint_every
     return Cell(replace(config, pictures=pictures, checkpoint_every=every), {"method": label})

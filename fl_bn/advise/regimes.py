@@ -35,9 +35,9 @@ class Regime:
     Attributes:
         name: The name of the regime.
         problem: The regime in words.
-        measured: Its clients in numbers.
-        accuracies: For each method, the accuracy in percent after the last round, by seed.
-        rates: For each method, the learning rate that was best on validation samples. The runs have it.
+        measured: The clients of the regime in numbers.
+        accuracies: Method -> seed -> accuracy in percent after the last round.
+        rates: Method -> the learning rate of its runs, which was best on validation samples.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Regime:
 
     @property
     def methods(self) -> list[str]:
-        """Return the methods that have a run, the best first. Equally good ones are in the order of the map."""
+        """Return the methods that have a run, the best first. Equally good methods are in the order of the map."""
         return sorted((name for name, runs in self.accuracies.items() if runs), key=lambda name: -self.mean(name))
 
     @property
@@ -62,7 +62,7 @@ class Regime:
         return fmean(_finite(value) for value in self.accuracies[method].values())
 
     def above(self, method: str, other: str = BASELINE) -> float:
-        """Return by how many points a method is above another, over the seeds that both have; NaN: they share none."""
+        """Return the accuracy of ``method`` minus that of ``other`` in points, over the seeds of both; NaN: they share no seed."""
         mine, theirs = (self.accuracies.get(name, {}) for name in (method, other))
         both = [_finite(mine[seed]) - _finite(theirs[seed]) for seed in mine if seed in theirs]
         return fmean(both) if both else math.nan
@@ -72,7 +72,7 @@ class Regime:
         """Return the smallest difference, in points, that separates two methods with 95 % confidence.
 
         It is Fisher's least significant difference, from an analysis of variance of methods and seeds, over the seeds
-        that all methods have. One seed shows no spread, so the value is ``ONE_SEED`` there.
+        that all methods have. With one seed or one method there is no estimate, so the value is ``ONE_SEED``.
         """
         methods, seeds = self.methods, self.seeds
         freedom = (len(methods) - 1) * (len(seeds) - 1)
@@ -86,7 +86,7 @@ class Regime:
         return float(stdtrit(freedom, 0.975)) * math.sqrt(2 * residual / freedom / len(seeds))
 
     def level(self, method: str) -> list[str]:
-        """Return this method, and the methods whose accuracy does not differ from it significantly."""
+        """Return ``method`` and all methods whose accuracy does not differ significantly from its accuracy."""
         others = [name for name in self.methods if name != method and abs(self.above(method, name)) < self.separable]
         return [method, *others]
 
@@ -106,13 +106,13 @@ class Nearest:
 
     @property
     def farthest(self) -> str:
-        """Return the axis on which regime and federation differ most; empty: they are close on every axis."""
+        """Return the axis on which regime and federation differ most; empty: the distance is at most 0.25 on every axis."""
         axis = max(self.apart, key=lambda name: self.apart[name])
         return axis if self.apart[axis] > 0.25 else ""
 
 
 def load(file: Path = FILE) -> list[Regime]:
-    """Read the regimes of the map from its file."""
+    """Read the regimes (kinds of federations, with the accuracy of each method) from the file of the map."""
     return [
         Regime(
             entry["name"],
@@ -126,7 +126,7 @@ def load(file: Path = FILE) -> list[Regime]:
 
 
 def dump(regimes: Sequence[Regime]) -> str:
-    """Return the text of the map's file for these regimes."""
+    """Return the text of the file of the map, which ``load`` reads, for these regimes."""
     return json.dumps([asdict(regime) for regime in regimes], indent=1) + "\n"
 
 
@@ -145,7 +145,7 @@ def position(measured: Measured) -> dict[str, float]:
 
 
 def nearest(measured: Measured, regimes: Sequence[Regime]) -> Nearest:
-    """Find the regime whose position is nearest to the position of a federation; the first of equally near ones."""
+    """Find the regime whose position is nearest to that of a federation. If several are equally near, take the first."""
     here, there = position(measured), [position(regime.measured) for regime in regimes]
     lengths = {axis: max(at[axis] for at in there) - min(at[axis] for at in there) for axis in here}
 
@@ -161,14 +161,14 @@ def candidates(regime: Regime, allowed: Collection[str]) -> list[str]:
 
     Args:
         regime: The regime.
-        allowed: The methods to choose from. A third one is left out if it is more than ``FAR`` points behind the best.
+        allowed: The methods to choose from. The third method is left out if it is more than ``FAR`` points behind the best.
     """
     best = [name for name in regime.methods if name in allowed][:MOST]
     return [name for place, name in enumerate(best) if place < LEAST or regime.mean(best[0]) - regime.mean(name) <= FAR]
 
 
 def why(regime: Regime, method: str) -> str:
-    """Return one line on how accurate a method was in a regime, and how far above plain BatchNorm."""
+    """Return a line of text with a method's accuracy in a regime, and its difference to plain BatchNorm."""
     accuracy = f"{regime.mean(method):.1f} %"
     above = regime.above(method)
     if method == BASELINE or math.isnan(above):

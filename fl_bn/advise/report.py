@@ -23,12 +23,12 @@ class Advice:
     Attributes:
         title: The heading.
         measured: The user's clients in numbers.
-        nearest: The regime of the map that is most like them.
+        nearest: The regime of the map that is most like the user's clients.
         candidates: The methods to try, the most promising first.
         left_out: The methods that cannot run with the user's run config, each with the reason.
         rungs: The rungs of the pilot; empty: there was no pilot.
         metric: The name of the metric of the pilot.
-        final: The metric of the final run; NaN: there was none.
+        final: The metric of the final run; NaN: there was no final run.
     """
 
     title: str
@@ -46,7 +46,7 @@ class Advice:
         return self.rungs[-1].kept[0] if self.rungs else ""
 
     def clients(self) -> Rows:
-        """Return the rows of the table of clients: a quantity, its value for the user's clients, and in the nearest regime."""
+        """Return the rows of the table of clients: a quantity, its value for the user's clients, its value in the nearest regime."""
         return [(name, _of(self.measured, name), _of(self.nearest.regime.measured, name)) for name in SHOWN]
 
     def methods(self) -> Rows:

@@ -1,4 +1,4 @@
-"""Define the command ``fl-bn adapt``. It imports what it needs only when it runs, since an import of torch takes seconds."""
+"""Define the command ``fl-bn adapt``. It imports torch only when it runs, since the import takes seconds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def adapt(
     console = Console()
     console.print(shown)
     if client.seen:
-        console.print(f"beware: the run was trained on {client.name}, so this client is not new to it (hold-out leaves a domain out)")
+        console.print(f"beware: the run was trained on {client.name}, so this client is not new to it (hold-out removes a domain)")
     for reason in filter(None, map(run.refusal, HOW if how.strip() == "all" else [])):
         console.print(f"left out: {reason}", highlight=False)
     console.print(f"adaptation.csv, adaptation.png and the models: {folder}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Define the command ``fl-bn advise``. It imports what it needs only when it runs, since an import of torch takes seconds."""
+"""Define the command ``fl-bn advise``. It imports torch only when it runs, since the import takes seconds."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ def _keys(data: str, run_config: str) -> dict[str, Any]:
 
 
 def _left_out(base: Mapping[str, Any], names: Sequence[str], use: Usage) -> dict[str, str]:
-    """Return the methods that cannot run with the run config, each with the reason.
+    """Return method -> the reason why it cannot run with the run config, for methods that cannot run.
 
     Args:
         base: The run-config keys of the user's run.
         names: The methods to check.
-        use: Records which keys have an effect for the methods that can run.
+        use: The object that records which keys have an effect for the methods that can run.
     """
     from fl_bn.run.config import ConfigError
 
@@ -159,10 +159,10 @@ def _piloted(advice: Advice, base: Mapping[str, Any], folder: Path, jobs: int) -
         jobs: The number of pilot runs at a time.
 
     Returns:
-        The advice with the results of both.
+        The advice with the results of the pilot and of the final run.
 
     Raises:
-        ConfigError: All pilot runs failed, or the final run did.
+        ConfigError: All pilot runs failed, or the final run failed.
     """
     from fl_bn.advise.pilot import final_cell, pilot_cells, result, successive_halving
     from fl_bn.run.assembly import dataset, task

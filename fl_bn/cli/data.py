@@ -1,4 +1,4 @@
-"""Define the commands ``fl-bn data list``, ``check`` and ``columns``. They import what they need only when they run."""
+"""Define ``fl-bn data list``, ``check`` and ``columns``. These commands import torch and Rich only when they run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_set(
     name: Annotated[str, typer.Argument(help="the name of a data set in `fl-bn data list`")],
     path: Annotated[str, typer.Option(help="the key data-path of the run; empty: data")] = "",
 ) -> None:
-    """Check that the files of a data set are complete and in the right form. Downloads nothing.
+    """Check that the files of a data set are complete and in the right form. Nothing is downloaded.
 
     It prints one line per finding: ok, warn or fail, and what to do. The exit code is 1 after a failure, 2 for an
     unknown name, else 0.

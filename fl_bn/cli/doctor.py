@@ -1,4 +1,4 @@
-"""Define the command ``fl-bn doctor``. It imports what it needs only when it runs, since an import of torch takes seconds."""
+"""Define the command ``fl-bn doctor``. It imports torch only when it runs, since the import takes seconds."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class AllCommands(Commands):
 
 
 def _deployed(name: str) -> Any:
-    """Return the command ``name`` of a deployment, or, if its packages are missing, a command that says what to install."""
+    """Return the command ``name`` of a deployment. If its packages are missing, return a command that says what to install."""
     if lacking("a deployment", *DEPLOYMENT):
         commands, anything = typer.Typer(), {"ignore_unknown_options": True, "allow_extra_args": True}
         commands.command(name, context_settings=anything, add_help_option=False)(_not_installed)
@@ -118,8 +118,8 @@ def run(run_config: RunConfigOption = "", verbose: Verbose = False) -> None:
     """Train once in this process, without Ray.
 
     The ServerApp, the ClientApp, the run config and the files are those of `flwr run .`. Ctrl-C leaves a folder with
-    all results so far. `fl-bn resume` continues from its last checkpoint. There is a checkpoint every 5 rounds, unless
-    the key checkpoint-every says otherwise.
+    all results so far. `fl-bn resume` continues from the last checkpoint in it. There is a checkpoint every 5 rounds,
+    unless the key checkpoint-every says otherwise.
     """
     from fl_bn.run.errors import ConfigError
     from fl_bn.run.overrides import parse_overrides
@@ -146,7 +146,7 @@ def _started(count: object) -> Iterator[Workers | None]:
         count: The value of the run-config key ``workers``, not checked yet.
 
     Yields:
-        The workers; None: the run needs none, decides later, or will be refused.
+        The workers; None: the run needs no workers, starts them itself later, or will be refused.
     """
     if type(count) is not int or count < 2:
         yield None

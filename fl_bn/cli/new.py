@@ -21,7 +21,7 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 def new(name: Annotated[str, typer.Argument(help="the name of the app, and of the folder that is made for it here")]) -> None:
     """Make a Flower app of your own.
 
-    It has a network with BatchNorm, data that need no download, and a method, so it can be run at once.
+    The app has a network with BatchNorm, data that need no download, and a method, so it can be run at once.
     """
     folder = Path(name)
     try:
@@ -40,7 +40,7 @@ def write(name: str, folder: Path) -> None:
         folder: The folder to make.
 
     Raises:
-        ValueError: The name has characters that are not allowed, or its package would hide another.
+        ValueError: The name has characters that are not allowed, or the name of its package is a keyword or another module.
         FileExistsError: The folder exists.
     """
     if not NAME.fullmatch(name):
@@ -49,7 +49,7 @@ def write(name: str, folder: Path) -> None:
         raise FileExistsError(f"{folder} exists already, and was not changed: choose another name, or remove it first")
     package = package_of(name)
     if iskeyword(package) or find_spec(package) is not None:
-        raise ValueError(f"the app's package would be called {package}, which is the name of another module or a keyword: choose another")
+        raise ValueError(f"the app's package would be called {package}, which is a keyword or another module: choose another name")
     template = files("fl_bn").joinpath("templates/app")
     for source, made in ((template, folder), (template / "package", folder / package)):
         made.mkdir()

@@ -1,4 +1,4 @@
-"""Define the command ``fl-bn recalibrate``. It imports what it needs only when it runs, since an import of torch takes seconds."""
+"""Define the command ``fl-bn recalibrate``. It imports torch only when it runs, since the import takes seconds."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def recalibrate(
 ) -> None:
     """Give every BatchNorm layer of a trained model the exact statistics of all clients' data.
 
-    This is a federated run without training, and changes only running statistics. A pass that goes layer by layer makes
-    all layers exact. Otherwise, pass p makes layers 1..p exact.
+    The command makes a federated run without training, which changes only running statistics. A pass that goes layer by
+    layer makes all layers exact. Otherwise, pass p makes layers 1..p exact.
     """
     from fl_bn.flower import RunFailed, run_in_process
     from fl_bn.layers import Unconvertible
@@ -54,4 +54,5 @@ def recalibrate(
         if line.startswith("- ") and (f"{of.metric} before" in line or "BatchNorm layers: " in line or "not all clients" in line):
             console.print(line.removeprefix("- ").replace("*", ""), highlight=False, soft_wrap=True)
     console.print(f"model.safetensors, recalibration.csv and .png, summary.md: {folder}", highlight=False, soft_wrap=True)
-    console.print(f"the same on Ray, or with its run config elsewhere:\n{elsewhere(config)}", highlight=False, markup=False, soft_wrap=True)
+    text = f"the same run on Ray (a deployment can use its run config, too):\n{elsewhere(config)}"
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

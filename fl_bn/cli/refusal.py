@@ -25,7 +25,7 @@ def refused(error: Exception, code: int = 2) -> typer.Exit:
 
 
 class Commands(TyperGroup):
-    """Run commands. For a missing package of an extra, or an unsupported system, print one sentence and no traceback."""
+    """Run commands. If a package of an extra is missing, or the system is unsupported, print one sentence and no traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the user has typed."""

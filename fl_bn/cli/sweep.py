@@ -1,6 +1,6 @@
 """Define the commands ``fl-bn sweep`` and ``fl-bn report``, and ``carry_out``, which every command with a sweep calls.
 
-Functions import what they need only when they run, since an import of torch takes seconds.
+The functions import torch only when they run, since the import takes seconds.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def perform(
     known: Mapping[str, str] = MappingProxyType({}),
     dry_run: bool = False,
 ) -> dict[str, str]:
-    """Check, run and report the sweep of a file.
+    """Check and run the sweep of a file, and write its report.
 
     Args:
         file: The sweep file.
@@ -101,7 +101,7 @@ def perform(
         retry: Run cells again that failed before.
         run_config: Run-config keys that override those of the file.
         only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
-        known: The names of cells to leave out since their results are elsewhere, each with the file of its result.
+        known: Name of a cell to leave out, since its result is elsewhere -> the file of the result.
         dry_run: Check and list the cells, but run nothing.
 
     Returns:
@@ -126,7 +126,7 @@ def perform(
     for name, problem in errors.items():
         console.print(f"[red]failed[/red] {escape(name)}: {escape(problem)}", highlight=False)
     if errors:
-        console.print("the next command leaves failed cells out: give --retry to run them again")
+        console.print("the same command leaves out the failed runs: give --retry to run them again")
     console.print(f"{folder}: {', '.join(path.name for path in files)}", highlight=False, soft_wrap=True)
     return errors
 
@@ -141,7 +141,7 @@ def carry_out(
     known: Mapping[str, str] = MappingProxyType({}),
     dry_run: bool = False,
 ) -> tuple[Plan, dict[str, str]]:
-    """Plan, check and run a sweep under progress bars: of a file, of ``fl-bn compare`` or of ``fl-bn attack-grid``.
+    """Plan, check and run the sweep of a file, ``fl-bn compare`` or ``fl-bn attack-grid``, under progress bars.
 
     Args:
         chosen: The sweep.
@@ -149,7 +149,7 @@ def carry_out(
         place: Where the cells run.
         retry: Run cells again that failed before.
         only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
-        known: The names of cells to leave out since their results are elsewhere, each with the file of its result.
+        known: Name of a cell to leave out, since its result is elsewhere -> the file of the result.
         dry_run: Check and list the cells, but run nothing.
 
     Returns:

@@ -1,8 +1,8 @@
 """Random changes of a batch of training images, as in the papers.
 
-They work on uint8 images before these are scaled, and draw from a generator that the caller seeds. So a
-client's batch is the same in every process, and when FedTAN repeats a step. Call once per batch: a second
-call draws again.
+The changes work on uint8 images before these are scaled, and draw from a generator that the caller seeds. So
+a client's batch is the same in every process, and also when FedTAN repeats a step. Call a change once per
+batch: a second call draws again.
 
 Legend: B images of a batch, C channels, H height, W width.
 """
@@ -35,10 +35,10 @@ def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
 
     Args:
         name: one of ``AUGMENTATIONS``.
-        rng: each call of the change draws from it.
+        rng: the random generator from which each call of the change draws.
 
     Returns:
-        The change, or None for "none". It raises ValueError for samples that are no uint8 images.
+        The change, or None for "none". The change raises ValueError if its inputs are not uint8 images.
 
     Raises:
         ValueError: the name is unknown.
@@ -77,9 +77,9 @@ def flip(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor
 
 
 def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PADDING) -> tuple[Tensor, Tensor]:
-    """Pad by ``padding`` black pixels on every side, crop back at random, then ``flip``.
+    """Pad by ``padding`` black pixels on every side, cut out the original size at a random place, then ``flip``.
 
-    The usual padding for CIFAR is 4. In FixBN (A.1) it is 2.
+    The usual padding for CIFAR is 4. The padding of FixBN (A.1) is 2.
     """
     batch, _, height, width = x.shape
     padded = functional.pad(x, (padding,) * 4)
@@ -89,7 +89,7 @@ def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PAD
 
 
 def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Apply ``flip``, then rotate about the centre by -30 to 30 degrees: FedBN's Office and DomainNet.
+    """Apply ``flip``, then rotate about the centre by -30 to 30 degrees, as FedBN does for Office and DomainNet.
 
     Pixels are read from the nearest pixel; outside the image they are black.
     """
@@ -102,10 +102,10 @@ def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor,
 
 
 def resized_crop(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Cut a random box out of each image, enlarge it to the image's size (bilinearly), then ``flip``: as for ImageNet.
+    """Cut a random box out of each image, enlarge it bilinearly to the image's size, then ``flip``, as is usual for ImageNet.
 
-    The box has 8 to 100 % of the area, and proportions of 3:4 to 4:3. Both are drawn as in torchvision. A side of the
-    box is never longer than the same side of the image.
+    The box has 8 to 100 % of the area, and a width of 3/4 to 4/3 of its height. Area and proportion are drawn as in
+    torchvision. A side of the box is never longer than the same side of the image.
     """
     area, log_ratio = rng.uniform(*SCALE, len(x)), rng.uniform(math.log(RATIO[0]), math.log(RATIO[1]), len(x))
     height, width = x.shape[2:]
@@ -121,7 +121,7 @@ def segmentation(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor
     """Mirror each image and its mask (B, H, W) together, with probability 1/2.
 
     Raises:
-        ValueError: ``y`` holds no masks of the images' size.
+        ValueError: ``y`` does not hold one mask of the images' size for each image.
     """
     if y.shape != (x.shape[0], *x.shape[2:]):
         raise ValueError(
@@ -134,7 +134,7 @@ def segmentation(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor
 
 
 def _sampled(x: Tensor, affine: np.ndarray[tuple[int, ...], np.dtype[np.float64]], mode: str) -> Tensor:
-    """Read each image at the coordinates that ``affine`` (B, 2, 3) computes for its pixels, in -1..1.
+    """Return each image, read at the coordinates (in -1..1) that the matrices ``affine`` (B, 2, 3) give for its pixels.
 
     Outside the image, pixels are black if ``mode`` is "nearest"; else the image's border is repeated.
     """

@@ -17,13 +17,13 @@ class ClientTooSmall(ValueError):
 def epoch_batches(n: int, batch_size: int, rng: np.random.Generator, least: int = 2, drop_last: bool = False) -> list[Indices]:
     """Divide ``n`` samples into batches at random, for one pass.
 
-    The last batch may be smaller. A single sample has no variance, so it joins the batch before. With ``n <
-    batch_size`` there is one batch of all samples.
+    The last batch may be smaller. If a single sample remains, it joins the batch before, since one sample has no
+    variance. With ``n < batch_size`` there is one batch of all samples.
 
     Args:
         n: number of samples.
-        batch_size: at least 2.
-        rng: draws the order.
+        batch_size: samples per batch, at least 2.
+        rng: random generator that draws the order of the samples.
         least: the fewest samples that a client may have: 2, or 1 if training uses no batch statistics.
         drop_last: leave out a smaller last batch.
 
@@ -51,10 +51,10 @@ def cuts(n: int, batch_size: int) -> list[int]:
 
 
 def distinct(n: int, batch_size: int, *, epochs: int = 0, steps: int = 0, drop_last: bool = False) -> int:
-    """Return how many different samples are in the batches of ``draw_batches``.
+    """Return how many different samples are in the batches of ``draw_batches`` with the same arguments.
 
-    It is 0 for a client that is too small for any batch. With ``drop_last`` it is exact within one pass.
-    Further passes leave out other samples, so it is then a lower bound.
+    The number is 0 for a client that is too small for any batch. With ``drop_last`` and several passes, it is a
+    lower bound, since each pass leaves out other samples. Otherwise it is exact.
     """
     n = whole(n, batch_size) if drop_last else n
     whole_pass = epochs > 0 or steps > len(cuts(n, batch_size))
@@ -71,8 +71,8 @@ def draw_batches(
 
     Args:
         n: number of samples.
-        batch_size: at least 2.
-        rng: draws the orders.
+        batch_size: samples per batch, at least 2.
+        rng: random generator that draws the order of each pass.
         epochs: number of passes, or 0.
         steps: number of local steps, or 0.
         least: the fewest samples that a client may have: 2, or 1 if training uses no batch statistics.
@@ -92,7 +92,7 @@ def draw_batches(
 
 
 def _draw(n: int, batch_size: int, rng: np.random.Generator, epochs: int, steps: int, least: int, drop_last: bool) -> Iterator[Indices]:
-    """Generate the batches of ``draw_batches``, which checks its arguments at the call."""
+    """Yield the batches of ``draw_batches``. The arguments are checked there, when it is called."""
     for _ in range(epochs):
         yield from epoch_batches(n, batch_size, rng, least, drop_last)
     while steps > 0:
@@ -102,7 +102,7 @@ def _draw(n: int, batch_size: int, rng: np.random.Generator, epochs: int, steps:
 
 
 def check_size(n: int, least: int = 2) -> None:
-    """Refuse a client of ``n`` samples that is too small for batch statistics.
+    """Check that a client with ``n`` samples has enough of them for training.
 
     Args:
         n: number of samples.

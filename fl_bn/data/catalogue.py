@@ -1,4 +1,4 @@
-"""Catalogue of the data sets, with their terms and the places of their files. docs/data.md and ``fl-bn data`` show it.
+"""Catalogue of the data sets, with their terms of use and their files. docs/data.md and ``fl-bn data`` show the catalogue.
 
 The terms of use are summarised in a line, as far as they are generally known. Only the publishers' own texts are binding.
 """
@@ -22,7 +22,7 @@ class CatalogueEntry:
         how: how the files come to the user's machine.
         tree: the files that must lie in ``data-path``.
         source: the publisher's address.
-        samples: number of samples, training and test together. Several numbers if editions differ; none if it is unknown.
+        samples: number of training and test samples together. Several numbers if editions differ; empty if it is unknown.
         split: how many samples are for training and for testing, in words.
         size: shape of a sample.
         note: further remarks.

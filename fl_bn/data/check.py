@@ -1,7 +1,7 @@
-"""Check of a data set's files before a run: they must exist, be well formed, and be complete.
+"""Check of a data set's files before a run: the files must exist, be well formed, and be complete.
 
-Nothing is downloaded or written. For large sets, only the list of files is made, and one sample of each split
-and domain is read.
+Nothing is downloaded or written. For large sets, all files are listed, but only one sample of each split and
+domain is read.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def check_files(name: str, path: str = "") -> list[Finding]:
 
     Args:
         name: name of the data set.
-        path: the folder of its files; ``data`` if empty.
+        path: the folder of the set's files; ``data`` if empty.
 
     Returns:
-        At least one finding.
+        The findings, at least one. Each has a status (ok, warn or fail), a text, and what to do.
 
     Raises:
         ValueError: there is no such data set.
@@ -53,7 +53,7 @@ def check_files(name: str, path: str = "") -> list[Finding]:
         except DataNotFound as error:
             findings.append(Finding("fail", "files", str(error), _where(name, path)))
         except TableError as error:
-            findings.append(Finding("fail", error.file.name, str(error), "correct it, or columns.toml"))
+            findings.append(Finding("fail", error.file.name, str(error), "correct this file, or columns.toml"))
         except (ValueError, OSError) as error:
             findings.append(Finding("fail", "form", str(error), "replace that file by the published one, or repair it"))
     return findings
@@ -77,7 +77,7 @@ def _check_of(name: str) -> Callable[[str, str], Iterator[Finding]]:
 
 
 def _whole(name: str, path: str) -> Iterator[Finding]:
-    """Read all samples of a dataset that is small enough for that."""
+    """Load a whole data set, which must fit into memory, and yield the findings on its samples."""
     data = load_function(name, path, 0) if ":" in name else DATASETS[name](path, 0)
     yield Finding("ok", "files", _contents(data))
     yield from _counts(name, len(data.x_train) + len(data.x_test))
@@ -116,7 +116,7 @@ def _public(name: str, path: str) -> Iterator[Finding]:
             raise DataNotFound(f"there is no {' and no '.join(missing)} (a run downloads it where there is internet)") from error
         if not name.startswith(("cifar", "mnist")):
             raise ValueError(f"{root}: torchvision cannot read the files of {name}: {error}") from error
-        yield Finding("warn", "files", f"the archives in {root} are not unpacked", "nothing: the first run unpacks and checks them")
+        yield Finding("warn", "files", f"the archives in {root} are not unpacked", "nothing to do: the first run unpacks and checks them")
         return
     sizes = [len(split.data) for split in splits]
     yield Finding("ok", "files", f"{sizes[0]:,} + {sizes[1]:,} samples {tuple(splits[0].data[0].shape)} of {CLASSES[name.upper()]} classes")
@@ -144,7 +144,7 @@ def _memory(size: int, when: str) -> Finding:
     text = f"{size / 2**30:.1f} GiB in every process {when}"
     large = size / 2**30 >= LARGE
     return (
-        Finding("warn", "memory", text, "make sure that the machine has so much memory, or choose a smaller image-size")
+        Finding("warn", "memory", text, "make sure that the machine has this much memory, or choose a smaller image-size")
         if large
         else Finding("ok", "memory", text)
     )
@@ -163,7 +163,7 @@ def _cityscapes(name: str, path: str) -> Iterator[Finding]:
 
 
 def _csv(name: str, path: str) -> Iterator[Finding]:
-    """Read all files of a table. The last finding names the run-config keys for a run whose sites have such files."""
+    """Read all CSV files, and yield the findings. The last finding names the run-config keys of a run of sites with such files."""
     data = load_csv(path, 0)
     for file in csv_files(path):
         rows = read_rows(file, data.columns)
@@ -172,7 +172,7 @@ def _csv(name: str, path: str) -> Iterator[Finding]:
             text += f": {', '.join(f'{label} {int((rows.y == index).sum())}' for index, label in enumerate(classes))}"
         yield Finding("ok", file.name, text)
         if rows.note:
-            yield Finding("warn", file.name, rows.note, "nothing, if columns.toml says so on purpose")
+            yield Finding("warn", file.name, rows.note, "nothing to do, if columns.toml drops rows or fills cells on purpose")
     yield Finding("ok", "files", _contents(data))
     keys = f"classes={data.classes} channels={data.channels} image-size=1 columns-digest='{data.columns.digest}'"
     yield Finding("ok", "sites", f"a run of sites with such files has dataset='sites' {keys}")
@@ -194,7 +194,7 @@ def _digits_five(name: str, path: str) -> Iterator[Finding]:
     folder = Path(path or ROOT)
     for source in sources(folder):
         if not source.found(folder):
-            yield Finding("warn", source.domain, "is not there", "nothing where there is internet: the first run downloads it")
+            yield Finding("warn", source.domain, "is not there", "nothing to do where there is internet: the first run downloads it")
             continue
         text = _contents(source.load(folder, SIZE))
         if "-for-" in source.domain:

@@ -1,4 +1,4 @@
-"""Describe a table's columns in columns.toml. All sites of a run use the same file, so that equal inputs mean the same at each."""
+"""Describe a table's columns in columns.toml. All sites of a run use the same file, so equal cells become equal inputs."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ class Columns:
 
     Attributes:
         target: name of the target column.
-        classes: texts of the target's cells by label; empty for a target that is a number.
+        classes: for each label, the text in the target's cells; empty for a target that is a number.
         target_scale: constants of a target that is a number.
         numeric: constants of each numeric column, in the order of the network's inputs.
         categorical: categories of each categorical column. The network has an input of 0 or 1 for each category, after the
             numeric columns.
         ignore: names of columns that are not used.
-        group: name of a column whose equal cells stay on one side of the split (a patient's); empty for none.
-        missing: one of ``MISSING``: what becomes of a row with a missing cell.
-        unknown: one of ``UNKNOWN``: what becomes of a row with a category that is not listed.
+        group: name of a column, such as the patient's. Rows with the same cell in it are all training rows or all test rows.
+            Empty: there is no such column.
+        missing: what happens to a row with a missing cell, one of ``MISSING``.
+        unknown: what happens to a row with a category that is not listed, one of ``UNKNOWN``.
         test_share: share of a file's rows to test on.
         seed: seed of the split into training and test rows.
         delimiter: character between cells.
@@ -75,7 +76,7 @@ class Columns:
 
     @property
     def digest(self) -> str:
-        """Return a hash of the description, 16 hexadecimal digits. Comments and layout of the file do not change it."""
+        """Return a hash of the columns, 16 hexadecimal digits. Comments and layout of the file do not change the hash."""
         ordered = {"numeric": list(asdict(self)["numeric"].items()), "categorical": list(self.categorical.items())}
         return hashlib.sha256(json.dumps(asdict(self) | ordered).encode()).hexdigest()[:16]
 
@@ -85,7 +86,7 @@ def read_columns(folder: Path) -> Columns:
 
     Raises:
         DataNotFound: there is no such file.
-        ValueError: the file is no TOML, or a value is missing, unknown or out of range.
+        ValueError: the file is not TOML, or a key or a value is missing, unknown or out of range.
     """
     file = folder / FILE
     try:
@@ -107,7 +108,7 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
     """Make the description of the columns from the content of a columns.toml.
 
     Raises:
-        ValueError: a value is missing, unknown or out of range.
+        ValueError: a key or a value is missing, unknown or out of range.
     """
     known = ("target", "classes", "target-mean", "target-std", "numeric", "categorical", "ignore", "group", "missing", "unknown",
              "test-share", "seed", "delimiter")  # fmt: skip
@@ -119,7 +120,7 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
     classes = _texts("classes", values["classes"], 2) if "classes" in values else ()
     scaled = {key.removeprefix("target-"): values[key] for key in ("target-mean", "target-std") if key in values}
     if classes and scaled:
-        raise ValueError("target-mean and target-std are for a target that is a number, but it has classes: leave out one or the other")
+        raise ValueError("target-mean and target-std are for a target that is a number, but the target has classes: leave out one of both")
     columns = Columns(
         target=_text("target", values["target"]),
         classes=classes,
@@ -149,7 +150,7 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
 
 
 def is_missing(cell: str) -> bool:
-    """Return whether a cell has no value."""
+    """Return whether a cell has no value: it is empty, or one of ``MISSING_CELLS``, such as ``NA``."""
     return cell.casefold() in MISSING_CELLS
 
 
@@ -167,10 +168,10 @@ def _text(what: str, value: Any) -> str:
 
 
 def _texts(what: str, values: Any, least: int) -> tuple[str, ...]:
-    """Return the texts of a list. A whole number in the list becomes the text of its digits."""
+    """Return the entries of a list as texts. A whole number becomes the text of its digits."""
     if not isinstance(values, list) or len(values) < least or not all(type(value) in (str, int) for value in values):
-        few = f" of at least {least}" if least else ""
-        raise ValueError(f"{what} must be a list{few}, of texts as they stand in the cells, but is {short(values)}")
+        few = f"at least {least} texts" if least else "texts"
+        raise ValueError(f"{what} must be a list of {few}, written as in the cells, but is {short(values)}")
     texts = tuple(str(value).strip() for value in values)
     if twice := [text for text in texts if texts.count(text) > 1]:
         raise ValueError(f"{what} must list every text once, but {twice[0]!r} occurs more often")

@@ -1,4 +1,4 @@
-"""ABIDE I: correlations of regions of a resting brain, per site, with or without autism.
+"""ABIDE I: correlations between regions of resting brains of people with and without autism, by site.
 
 A sample is the upper triangle of the correlation matrix of R regions' time series, R (R - 1) / 2 numbers:
 5,995 for the 110 regions of the Harvard-Oxford atlas. FedBN trains on windows of each scan, which yields
@@ -68,7 +68,7 @@ def connectome(series_TR: Floats) -> NDArray[np.float32]:
     """Compute Pearson's correlations between the columns of a time series.
 
     Returns:
-        The upper triangle row by row, (R (R - 1) / 2,). 0 for a region that does not vary.
+        The upper triangle row by row, (R (R - 1) / 2,). A region that does not vary has the correlation 0 with all others.
     """
     centred = series_TR - series_TR.mean(0)
     norm = np.sqrt((centred**2).sum(0))
@@ -80,7 +80,7 @@ def connectome(series_TR: Floats) -> NDArray[np.float32]:
 
 
 def windows(series_TR: Floats) -> list[Floats]:
-    """Return every window of ``WINDOW`` time points, ``STRIDE`` apart, or the whole series if it is shorter."""
+    """Return all windows of ``WINDOW`` time points, whose starts are ``STRIDE`` apart, or a shorter series as one window."""
     last = max(len(series_TR) - WINDOW, 0)
     return [series_TR[start : start + WINDOW] for start in range(0, last + 1, STRIDE)]
 
@@ -96,8 +96,8 @@ def load_abide(path: str, image_size: int) -> Measurements:
       vectors ``x`` (n, features). An optional ``subject`` (n,) tells which rows belong to one person; or
     * a file ``SITE.csv`` for each site: a label and the vector's numbers per line, without a header.
 
-    At each site, a fifth of the subjects of either label form the test split. All windows of a subject are in the
-    same split. The accuracy counts single windows; the windows of a subject do not vote.
+    At each site, a fifth of the subjects of each label form the test split. All windows of a subject are in the
+    same split. The accuracy counts single windows, not subjects.
 
     Args:
         path: the folder of the files; ``data`` if empty.
@@ -108,7 +108,7 @@ def load_abide(path: str, image_size: int) -> Measurements:
         ValueError: a file has another form, or ``image_size`` is neither 0 nor 1.
     """
     if image_size not in (0, 1):
-        raise ValueError(f"dataset 'abide' has vectors and no images: image-size must be 0, but is {image_size}")
+        raise ValueError(f"dataset 'abide' has vectors and no images: image-size must be 0 or 1, but is {image_size}")
     sites = read_sites(Path(path or ROOT))
     _check_lengths(sites)
     size = sum(4 * subject.count * subject.features for subjects in sites.values() for subject in subjects)
@@ -120,8 +120,8 @@ def load_abide(path: str, image_size: int) -> Measurements:
         tested = held_out([subject.label for subject in subjects], i)
         if not 0 < len(tested) < len(subjects):
             raise ValueError(
-                f"dataset 'abide': site {site} needs two subjects with the same label, for a training and a test split, but has no such "
-                f"two among its {len(subjects)}"
+                f"dataset 'abide': site {site} needs two subjects with the same label, one for training and one for testing, but no two "
+                f"among its {len(subjects)} have the same label"
             )
         for number, subject in enumerate(subjects):
             side, vectors = "test" if number in tested else "train", subject.vectors()
@@ -136,7 +136,7 @@ def load_abide(path: str, image_size: int) -> Measurements:
 def held_out(labels: list[int], site: int) -> set[int]:
     """Choose a site's subjects for the test split: a fifth of the subjects of each label.
 
-    A label with two or more subjects gives at least one. A label with one subject gives none.
+    If a label has two or more subjects, at least one of them is chosen. The only subject of a label is not chosen.
 
     Args:
         labels: the label of each subject of the site, 0 or 1.
@@ -246,7 +246,7 @@ def _grouped(file: Path, x: Floats, y: NDArray[np.generic], subject: NDArray[np.
         rows = np.flatnonzero(subject == one)
         labels = {_label(file, label) for label in y[rows]}
         if len(labels) > 1:
-            raise ValueError(f"{file}: the rows of one subject must have one label, but those of {one} have both")
+            raise ValueError(f"{file}: the rows of one subject must have one label, but those of subject {one} have both")
         subjects.append(Subject(_checked(file, x[rows]), labels.pop(), ready))
     return subjects
 

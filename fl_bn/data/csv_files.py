@@ -1,7 +1,7 @@
 """Data of your own: CSV files, one per site, whose columns a columns.toml describes.
 
-Every cell is read by constants of columns.toml alone. No mean, no deviation and no category is taken from the
-data, so nothing of one site enters the numbers of another.
+Every cell is converted with constants of columns.toml alone. Means, deviations and categories are never taken
+from the data, so the data of one site do not change the numbers of another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TableError(ValueError):
     """Report that a CSV file is refused.
 
     Attributes:
-        file: its path.
+        file: path of the file.
         line: number of the line in the file, from 1; 0 if the error is about the whole file.
         column: name of the column; empty if the error is about a whole line.
         problem: what was expected, what is there, and what to do.
@@ -53,7 +53,7 @@ class TableData(Measurements):
 
     Attributes:
         columns: the description of the columns.
-        notes: a sentence for each file with rows that were left out or cells without a value.
+        notes: a sentence for each file in which rows were left out, or missing or unknown cells were replaced.
     """
 
     columns: Columns = Columns("")
@@ -62,14 +62,14 @@ class TableData(Measurements):
 
 @dataclass(frozen=True)
 class Rows:
-    """Hold the rows of one file, as numbers.
+    """Hold the rows of one CSV file, as numbers.
 
     Attributes:
-        file: its path.
+        file: path of the file.
         x: inputs (N, inputs).
         y: labels or values (N,).
-        groups: cells of the group column; empty without one.
-        counts: how many rows were left out, and how many cells had no value, by reason.
+        groups: cells of the group column; empty if there is no such column.
+        counts: for each reason, how many rows were left out, or how many missing or unknown cells were replaced.
     """
 
     file: Path
@@ -80,18 +80,18 @@ class Rows:
 
     @property
     def note(self) -> str:
-        """Return the counts in a sentence; empty if all rows were read as they are."""
+        """Return a sentence with ``counts``; empty if no row was left out and no cell was replaced."""
         parts = ", ".join(f"{what}: {count}" for what, count in sorted(self.counts.items()))
         return f"{self.file.name}: {len(self.y)} rows are used; {parts}" if parts else ""
 
 
 def load_csv(path: str, image_size: int) -> TableData:
-    """Load ``csv``: one file, or several, each of which is a domain, called by its file's name.
+    """Load the data set ``csv`` from one CSV file, or from several files, each of which is a domain with the file's name.
 
-    A file has a header line and a line per sample. ``columns.toml`` beside it names the target and all columns
-    (``Columns``). Their order in a file does not matter. Rows are divided into training and test rows within each file,
-    by the seed of columns.toml. So a site has the same test rows in every run, wherever its file lies. Of each class the
-    test share is drawn, with at least one row on either side. A single row is a training row.
+    A file has a header line and a line per sample. ``columns.toml`` beside the file names the target and all columns
+    (``Columns``). The order of columns in a file does not matter. Rows are divided into training and test rows within each
+    file, by the seed of columns.toml. So a site has the same test rows in every run, wherever its file lies. ``split``
+    draws the test rows.
 
     Args:
         path: a folder of ``*.csv``, or files, separated by commas.
@@ -136,8 +136,8 @@ def csv_files(path: str) -> list[Path]:
     """List the CSV files that ``path`` names. The files of a folder are in the order of their names.
 
     Raises:
-        DataNotFound: there is no such file, or the folder has none.
-        ValueError: there is no path, or two files have one name.
+        DataNotFound: a file does not exist, or a folder has no CSV file.
+        ValueError: there is no path, or two files have the same name.
     """
     named = [Path(part.strip()) for part in path.split(",") if part.strip()]
     if not named:
@@ -153,7 +153,7 @@ def csv_files(path: str) -> list[Path]:
             raise DataNotFound(f"dataset 'csv': the folder {str(part)!r} has no .csv file: put one file per site there")
         files += inside
     if len({file.stem for file in files}) < len(files):
-        raise ValueError(f"each file gives its site its name, so names must differ, but got {', '.join(map(str, files))}: rename one")
+        raise ValueError(f"a site has the name of its file, so names must differ, but got {', '.join(map(str, files))}: rename one")
     return files
 
 
@@ -161,7 +161,7 @@ def _columns(files: Sequence[Path]) -> Columns:
     """Read the columns.toml that describes all files.
 
     Raises:
-        ValueError: the files lie in folders whose columns.toml differ.
+        ValueError: the files lie in several folders, and their columns.toml differ.
     """
     found = {folder: read_columns(folder) for folder in dict.fromkeys(file.parent for file in files)}
     first, columns = next(iter(found.items()))
@@ -174,10 +174,10 @@ def _columns(files: Sequence[Path]) -> Columns:
 
 
 def read_rows(file: Path, columns: Columns) -> Rows:
-    """Read one file.
+    """Read the rows of one CSV file.
 
     Raises:
-        TableError: the file is empty or no CSV, a column is missing or not described, or a cell cannot be read.
+        TableError: the file is empty or not CSV, a column is missing or not described, or a cell cannot be read.
     """
     inputs: list[NDArray[np.float32]] = []
     targets: list[float] = []
@@ -193,13 +193,13 @@ def read_rows(file: Path, columns: Columns) -> Rows:
         groups.append(cells.get(columns.group, ""))
     if not inputs:
         dropped = f": all {sum(counts.values())} were left out" if counts else ""
-        raise TableError(file, f"expected rows below the header, but there are none{dropped}: add rows, or take the file away")
+        raise TableError(file, f"expected rows below the header, but there are none{dropped}: add rows, or remove the file")
     y = np.array(targets, dtype=np.int64 if columns.classes else np.float32)
     return Rows(file, np.stack(inputs), y, tuple(groups) if columns.group else (), counts)
 
 
 def _lines(file: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the number of each line, and its cells by column."""
+    """Yield, for each line below the header, its number from 1 and column -> cell."""
     try:
         with file.open(newline="", encoding="utf-8-sig") as stream:
             reader = csv.reader(stream, delimiter=columns.delimiter, strict=True)
@@ -208,7 +208,7 @@ def _lines(file: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str]]]
                 try:
                     cells = next(reader, None)
                 except csv.Error as error:
-                    raise TableError(file, f"expected cells between {columns.delimiter!r}, but {error}: mend the quotes", line) from error
+                    raise TableError(file, f"expected cells between {columns.delimiter!r}, but {error}: check the quotes", line) from error
                 if cells is None:
                     break
                 stripped = [cell.strip() for cell in cells]
@@ -239,25 +239,25 @@ def _checked_header(file: Path, line: int, header: list[str], columns: Columns) 
         raise TableError(file, f"{FILE} lists this column, but {have}{other}", line, absent[0])
     if strange := [name for name in header if name not in known]:
         raise TableError(
-            file, f"{FILE} does not list this column{nearest(strange[0], known)}; add it to ignore there, or to a table", line, strange[0]
+            file, f"{FILE} does not list this column{nearest(strange[0], known)}; add it there, to ignore or to a table", line, strange[0]
         )
     return header
 
 
 class _Leave(Exception):
-    """Signal that a row is left out. The message is the reason."""
+    """Signal that a row of a CSV file is left out. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class _Cells:
-    """Convert the cells of one file's rows to numbers, and count the rows left out and the cells without a value."""
+    """Convert the cells of one file's rows to numbers, and count the rows left out and the cells replaced."""
 
     file: Path
     columns: Columns
     counts: Counter[str]
 
     def row(self, line: int, cells: dict[str, str]) -> tuple[NDArray[np.float32], float] | None:
-        """Return the inputs and the target of a row; None if it is left out."""
+        """Return the inputs (inputs,) and the target of a row; None if the row is left out."""
         before = self.counts.copy()
         try:
             values = [self._number(line, name, cells[name], scale) for name, scale in self.columns.numeric.items()]
@@ -282,7 +282,7 @@ class _Cells:
     def _scaled(self, line: int, name: str, cell: str, scale: Scale) -> float:
         value = (float(cell) - scale.mean) / scale.std if NUMBER.fullmatch(cell) else np.nan
         if not abs(value) <= LARGEST:
-            raise TableError(self.file, f"expected a finite number, like -12.5 or 3e4, but got {short(cell)}: correct it", line, name)
+            raise TableError(self.file, f"expected a finite number, like -12.5 or 3e4, but got {short(cell)}: correct the cell", line, name)
         return value
 
     def _indicators(self, line: int, name: str, cell: str, categories: tuple[str, ...]) -> list[float]:
@@ -311,8 +311,8 @@ class _Cells:
             self.counts["missing cells read as the stated mean, or as no category"] += 1
             return
         also = f", or 'fill' in {FILE}" if self.columns.missing == REFUSE and fillable else f" in {FILE}"
-        what = f"the cell has no value ({short(cell)}){'' if fillable else ', and none is made up for it'}"
-        raise TableError(self.file, f"{what}: give one, or set missing to 'drop'{also}", line, name)
+        what = f"the cell has no value ({short(cell)}){'' if fillable else ', and cells of this column are not filled in'}"
+        raise TableError(self.file, f"{what}: give a value, or set missing to 'drop'{also}", line, name)
 
     def _unknown(self, line: int, name: str, cell: str, categories: tuple[str, ...]) -> None:
         if self.columns.unknown == DROP:
@@ -325,13 +325,16 @@ class _Cells:
 
 
 def split(rows: Rows, columns: Columns) -> NDArray[np.bool_]:
-    """Draw the test rows of one file.
+    """Draw the test rows of one file: the test share of each class, and at least one row of each class with two rows.
+
+    Each class keeps a training row. If every class has one row, one row in all is a test row. With a group column, the
+    test share of all groups is drawn instead, whatever their classes.
 
     Returns:
-        Whether each row is a test row (N,). If there is only one row, or only one group, it has no test row.
+        Whether each row is a test row, bool (N,). A file with only one row, or only one group, has no test row.
     """
     owners = np.array(rows.groups) if rows.groups else np.arange(len(rows.y))
-    # A group may have rows of several classes, so groups are drawn from all together.
+    # A group may have rows of several classes, so groups are drawn without regard to classes.
     strata = rows.y if columns.classes and not rows.groups else np.zeros(len(rows.y), dtype=np.int64)
     test = np.zeros(len(rows.y), dtype=bool)
     for stratum in np.unique(strata):

@@ -1,4 +1,4 @@
-"""Data sets by name."""
+"""Loading of a data set by its name."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ DATASETS: dict[str, Callable[[str, int], Dataset]] = {
 
 
 def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None = None) -> Dataset:
-    """Load a data set by name. It is read once per process, and then shared.
+    """Load a data set by name. Each data set is read once per process, and then shared.
 
     Args:
         name: one of ``DATASETS``, or a function of your own as "package.module:function".
-        path: the files of ``npz`` or ``csv``, the folder of ``folder``, of ``csv`` or of a published data set (``data`` if empty),
-            or the argument of your own function. docs/data.md lists the files of each set.
+        path: files separated by commas (``npz``, ``csv``), or the folder of the set's files, or the argument of your own
+            function. Empty: ``data``, for a published set. docs/data.md lists the files of each set.
         image_size: pixels along each side. Images of another size are resized bilinearly with antialiasing. 0: the
             native size, or the papers' size for a set of many sizes.
         modules: modules that may hold a function of your own. None: any.

@@ -30,7 +30,7 @@ _LEVELS = 16  # scikit-learn's digits count the inked pixels of a 4x4 cell
 
 
 def load_digits(path: str, image_size: int) -> Dataset:
-    """Load ``digits``: 1,437 + 360 digits (3, 20, 20) blended into patches of two photographs, half into each."""
+    """Load ``digits``: 1,437 training and 360 test digits (3, 20, 20), blended into patches of two photographs, half into each."""
     _refuse_path("digits", path)
     digits_NHW, labels_N, train, test = _enlarged_digits()
     photographs = [np.asarray(Image.open(_scikit_file("images", f"{name}.jpg"))) for name in DOMAINS]
@@ -61,7 +61,7 @@ def load_digits(path: str, image_size: int) -> Dataset:
 
 
 def load_digits_plain(path: str, image_size: int) -> Dataset:
-    """Load ``digits-plain``: the same digits in the same split (3, 20, 20), white on black."""
+    """Load ``digits-plain``: the digits of ``digits``, in the same split, white on black (3, 20, 20)."""
     _refuse_path("digits-plain", path)
     digits_NHW, labels_N, train, test = _enlarged_digits()
     grey = images_to_tensor(digits_NHW.astype(np.uint8)).expand(-1, 3, -1, -1).contiguous()
@@ -82,7 +82,7 @@ def _enlarged_digits() -> tuple[NDArray[np.int64], Tensor, NDArray[np.int64], ND
 
 
 def stratified_split(labels: NDArray[np.int64], test: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Choose ``test`` test samples, with every class in both splits in proportion.
+    """Split samples into training and ``test`` test samples, each with the classes in proportion.
 
     The indices equal those of scikit-learn's ``train_test_split(..., stratify=labels, random_state=seed)``,
     whose import takes two seconds. They are drawn from numpy's legacy generator, whose stream never changes.
@@ -101,9 +101,9 @@ def stratified_split(labels: NDArray[np.int64], test: int, seed: int) -> tuple[N
 
 
 def _in_proportion(counts: NDArray[np.int64], draws: int, rng: np.random.RandomState) -> NDArray[np.int64]:
-    """Return how many of ``draws`` samples each class gives.
+    """Divide ``draws`` samples among the classes in proportion to ``counts``, and return the number for each class.
 
-    Shares are rounded down. The remaining samples go to the largest remainders, with ties at random.
+    Shares are rounded down. The remaining samples go to the classes with the largest remainders, with ties at random.
     """
     exact = counts / counts.sum() * draws
     shares = np.floor(exact)
@@ -120,7 +120,7 @@ def _in_proportion(counts: NDArray[np.int64], draws: int, rng: np.random.RandomS
 
 
 def _scikit_file(*parts: str) -> Path:
-    """Return the path of a file of ``sklearn.datasets``, without importing it."""
+    """Return the path of a file of ``sklearn.datasets``, without importing scikit-learn."""
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise ImportError("dataset 'digits' comes with scikit-learn, which is not installed: pip install scikit-learn")
@@ -128,9 +128,9 @@ def _scikit_file(*parts: str) -> Path:
 
 
 def _bilinear_tenths(before: int, after: int) -> NDArray[np.int64]:
-    """Return the bilinear weights (after, before) in tenths.
+    """Return the weights of bilinear enlargement from ``before`` to ``after`` pixels, (after, before), in tenths.
 
-    They are integers, because enlarging 8 pixels to 20 puts every centre on a tenth.
+    They are integers, because enlarging 8 pixels to 20 puts the centre of every pixel on a multiple of a tenth.
     """
     weights = np.zeros((after, before), dtype=np.int64)
     for i in range(after):

@@ -1,7 +1,7 @@
 """Digits of five kinds: SVHN, USPS, SynthDigits, MNIST-M and MNIST, the five-domain task of FedBN.
 
-FedBN pools each set's published splits and divides them again, four to one: ``digits-five-pooled``.
-``digits-five`` has the published splits.
+``digits-five`` has the published splits. ``digits-five-pooled`` pools both splits of each set and divides them
+again, four to one, as FedBN does.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ MNIST_M_NPZ = ("mnist_m.npz", "digits_mnist_m.npz")
 def load_mnist_m(path: str, image_size: int) -> Dataset:
     """Load ``mnist-m`` (3, 32, 32).
 
-    ``path`` is an ``.npz`` file, a folder with one, or the published folders of images with their lists of
-    labels.
+    ``path`` is an ``.npz`` file, a folder with such a file, or a folder with the published folders of images and
+    their lists of labels.
 
     Raises:
-        DataNotFound: none of these is at ``path``.
+        DataNotFound: ``path`` has none of these.
         ValueError: a file has another form.
     """
     name, base = "mnist-m", Path(path or ROOT)
@@ -52,7 +52,7 @@ def load_mnist_m(path: str, image_size: int) -> Dataset:
 
 
 def _numbered_images(name: str, folder: Path, listing: Path, image_size: int) -> tuple[Tensor, Tensor]:
-    """Read the images that ``listing`` names, one "FILE LABEL" per line."""
+    """Read the images (N, 3, H, H) and labels (N,) that ``listing`` names, one "FILE DIGIT" per line."""
     files, labels = [], []
     for number, line in enumerate(lines_of(listing), start=1):
         parts = line.split()
@@ -78,7 +78,7 @@ def _numbered_images(name: str, folder: Path, listing: Path, image_size: int) ->
 
 
 def load_synth_digits(path: str, image_size: int) -> Dataset:
-    """Load ``synth-digits`` (3, 32, 32): 479,400 + 9,553 rendered digits, from the two published MATLAB files.
+    """Load ``synth-digits``: 479,400 training and 9,553 test rendered digits (3, 32, 32), from two published MATLAB files.
 
     Raises:
         DataNotFound: the files are not below ``path``.
@@ -91,9 +91,9 @@ def load_synth_digits(path: str, image_size: int) -> Dataset:
 
 
 def read_mat(file: Path, image_size: int) -> tuple[Tensor, Tensor]:
-    """Read images and labels of one MATLAB file of SVHN's form.
+    """Read the images (N, 3, H, H) and labels (N,) of a MATLAB file in the format of SVHN.
 
-    It holds ``X`` (H, W, 3, N) and ``y`` (N, 1), in which the digit 0 may have the label 10.
+    The file holds ``X`` (H, H, 3, N) and ``y`` (N, 1), in which the digit 0 may have the label 10.
     """
     from scipy.io import loadmat  # type: ignore[import-untyped]  # imported here because other data sets do not need it
     from scipy.io.matlab import MatReadError  # type: ignore[import-untyped]
@@ -120,8 +120,8 @@ class Source:
 
     Attributes:
         domain: name of the domain.
-        found: ``found(folder)`` tells whether the files are there.
-        load: ``load(folder, image_size)`` reads them.
+        found: ``found(folder)`` returns whether the files are in ``folder``.
+        load: ``load(folder, image_size)`` reads the files.
     """
 
     domain: str
@@ -134,7 +134,7 @@ def _archive(domain: str, file: str) -> Source:
 
 
 def _published(domain: str, kind: str, subfolder: str, files: tuple[str, ...]) -> Source:
-    """Make a source that torchvision reads. It is downloaded only if the domain has no other source."""
+    """Make a source that torchvision reads. Its files are downloaded only if the domain has no other source."""
     return Source(
         domain,
         lambda folder: all((folder / subfolder / file).exists() for file in files),
@@ -223,15 +223,15 @@ def load_digits_five(path: str, image_size: int) -> Dataset:
 def load_digits_five_pooled(path: str, image_size: int) -> Dataset:
     """Load ``digits-five-pooled``: ``digits-five`` with each domain's splits pooled and divided again, four to one.
 
-    The division is random, and the same in every run: "testing samples are held out and kept the same for all
-    the experiments".
+    The division is random, but the same in every run. The paper says: "testing samples are held out and kept the
+    same for all the experiments".
 
     Raises:
         DataNotFound: a domain has no files, and cannot be downloaded.
         ValueError: a file has another form.
 
     References:
-        FedBN (seed 001), section 5.1, and its authors' code.
+        FedBN (Li et al., ICLR 2021), section 5.1, and its authors' code.
     """
     data = load_digits_five(path, image_size)
     assert data.domain_train is not None

@@ -1,4 +1,4 @@
-"""Separation of one domain: a run trains without it, and its model is adapted to it afterwards."""
+"""Separation of one domain: a run trains without this domain, and its model is adapted to the domain afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def without_domain(dataset: Dataset, name: str) -> Dataset:
     """Remove the training and test samples of domain ``name``. The other domains keep their order.
 
     Raises:
-        ValueError: there is no such domain, or no other.
+        ValueError: there is no such domain, or it is the only one.
     """
     left_out = index_of(dataset, name)
     if len(dataset.domains) == 1:
@@ -59,7 +59,7 @@ def index_of(dataset: Dataset, name: str) -> int:
     """Return the position of ``name`` among the domains.
 
     Raises:
-        ValueError: there is no such domain. The message lists them.
+        ValueError: there is no such domain. The message lists the domains.
     """
     if not dataset.domains:
         raise ValueError(

@@ -1,6 +1,7 @@
-"""Draft of a columns.toml from CSV files: what each column seems to be. A person must read and correct it.
+"""Draft of a columns.toml, which guesses from CSV files what each column is. A person must read and correct the draft.
 
-The draft contains categories and rounded means of the files. Sending it to other sites discloses them.
+The draft contains categories, rounded means and rounded deviations of the data. Sending the draft to other sites
+discloses them.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ MOST_CATEGORIES = 50  # a column with more different texts (names of persons, sa
 
 
 def draft(path: str, target: str, *, regression: bool = False, delimiter: str = ",") -> str:
-    """Write the draft of a columns.toml.
+    """Return the draft of a columns.toml for some CSV files.
 
-    A column is numeric if all its cells are numbers, and else categorical. A column of more than ``MOST_CATEGORIES``
-    texts, and one without any value, is ignored. Means and deviations are those of the training rows without a missing
-    cell, rounded to two digits.
+    A column is numeric if all its cells are numbers. Otherwise it is categorical, unless it has more than
+    ``MOST_CATEGORIES`` different texts or no value at all: then it is ignored. Means and deviations are those of the
+    training rows without a missing cell. Deviations are rounded to two digits.
 
     Args:
         path: a folder of CSV files, or files, separated by commas.
         target: name of the target column.
-        regression: whether the target is a number. Else its texts are the classes, in the order of their names.
+        regression: whether the target is a number. If False, its texts are the classes, in the order of their names.
         delimiter: character between cells.
 
     Returns:
@@ -99,7 +100,7 @@ def _in_order(texts: set[str]) -> list[str]:
 
 
 def _scales(files: Sequence[Path], columns: Columns) -> dict[str, Scale]:
-    """Measure the numeric columns, and a target that is a number, over the training rows of all files."""
+    """Compute mean and deviation of every numeric column, also of a numeric target, over the training rows of all files."""
     tables = [read_rows(file, columns) for file in files]
     training = [(table, ~split(table, columns)) for table in tables]
     values = {name: [table.x[rows, index] for table, rows in training] for index, name in enumerate(columns.numeric)}

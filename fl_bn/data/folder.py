@@ -32,14 +32,14 @@ def load_folder(path: str, image_size: int) -> Dataset:
     classes differently. If one site has cat and dog, and another dog and fox, label 0 is cat at the first
     site and dog at the second. The model is then trained on contradictory labels, without any error.
 
-    With ``image_size`` 0 all images must share one square size. Otherwise the largest centred square of each
-    image is resized to ``image_size``. Images stay grey (1 channel) if all are grey, else all have 3. Transparency is dropped,
-    and pixels are used as stored. Hidden files and folders (``.name``) are skipped. Every other file of a
-    class folder must be an image.
+    With ``image_size`` 0 all images must be square and have the same size. Otherwise the largest centred square of
+    each image is resized to ``image_size``. If all images are grey, they have 1 channel, else all have 3. Transparency
+    is dropped, and pixels are used as stored. Hidden files and folders (``.name``) are skipped. Every other file of
+    a class folder must be an image.
 
     Raises:
-        DataNotFound: ``path``, ``train`` or ``test`` is no folder.
-        ValueError: there is no path, a split has no images, classes.txt is wrong, a file is no image of 8
+        DataNotFound: ``path``, ``train`` or ``test`` is not a folder.
+        ValueError: there is no path, a split has no images, classes.txt is wrong, a file is not an image of 8
             bits a channel, or sizes differ while ``image_size`` is 0.
     """
     if not path:
@@ -70,7 +70,7 @@ def visible(folder: Path) -> list[Path]:
 
 
 def _classes(root: Path) -> dict[str, int]:
-    """Return the names of the classes and their labels."""
+    """Return name of a class -> its label, from classes.txt or else from the names of the class folders."""
     folders = [entry for split in SPLITS for entry in visible(root / split) if entry.is_dir()]
     file = root / CLASSES
     if not file.exists():
@@ -101,7 +101,7 @@ def read_picture(file: Path) -> Picture:
     """Read the pixels of an image, grey (H, W) or in colour (H, W, 3).
 
     Raises:
-        ValueError: Pillow cannot read the file, or its pixels have more than 8 bits.
+        ValueError: Pillow cannot read the file, or its pixels have more than 8 bits per channel.
     """
     try:
         with Image.open(file) as image:
@@ -139,7 +139,7 @@ def fit(picture: Picture, channels: int, image_size: int) -> Tensor:
     """Cut the largest centred square out of a picture, and resize it.
 
     Returns:
-        One image (1, channels, S, S) with S = ``image_size``, or the side of the square if that is 0.
+        One image (1, channels, S, S). S is ``image_size``, or the side of the square if ``image_size`` is 0.
     """
     side = min(picture.shape[:2])
     top, left = (picture.shape[0] - side) // 2, (picture.shape[1] - side) // 2

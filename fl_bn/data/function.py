@@ -27,7 +27,7 @@ class Measurements(Dataset):
 
     @property
     def image_size(self) -> int:
-        """Return the length of a sample's second axis, or 1 without one."""
+        """Return the length of a sample's second axis; 1 if a sample has only one axis."""
         return self.x_train.shape[2] if self.x_train.ndim > 2 else 1
 
     def _check_split(self, split: str, x: Tensor, y: Tensor, domain: Tensor | None) -> None:
@@ -46,17 +46,17 @@ class Measurements(Dataset):
 
 
 def load_function(name: str, path: str, image_size: int, modules: Modules | None = None) -> Dataset:
-    """Load the data of a function of your own, which is called as ``function(path)``.
+    """Load the data that a function of your own returns. The function is called as ``function(path)``.
 
-    A parameter called ``image_size`` is passed by name, too (0: the size of the data). The function returns
-    ``x_train, y_train, x_test, y_test`` as arrays or tensors. Labels are integers (N,) counting from 0. The
+    If the function has a parameter ``image_size``, it is passed by name (0: the size of the data). The function
+    returns ``x_train, y_train, x_test, y_test`` as arrays or tensors. Labels are integers (N,) that count from 0. The
     number of classes is the largest label, plus one. For other tasks the targets are floats (N,) or (N, D)
     (regression), or 0 or 1 (N, K) (multi-label). Samples are either
 
-    * floats (N, ...) of any shape, which the network receives unchanged, in float32: the function scales
-      them. They are never resized, so ``image_size`` must be 0 or the size that they have (1 for a table). Or
-    * uint8 images (N, H, W) or (N, H, W, C), square, with 1 or 3 channels; resized to ``image_size`` unless
-      that is 0.
+    * floats (N, ...) of any shape, which the network receives as float32: the function must scale them. They are
+      never resized, so ``image_size`` must be 0 or the size that they have (1 for a table). Or
+    * square uint8 images (N, H, W) or (N, H, W, C) with 1 or 3 channels. They are resized to ``image_size`` unless
+      it is 0.
 
     The function runs on the machine that holds the data, with all rights of the process.
 
@@ -68,7 +68,7 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
 
     Raises:
         DataNotFound: the function raised FileNotFoundError.
-        ValueError: there is no such function, it raised another error, or it returned data of another form.
+        ValueError: there is no such function, it raised another error, or it returned data in another form.
     """
     arrays = _checked_arrays(name, _called(name, _imported(name, modules), path, image_size))
     where = f"data function {name!r}"
@@ -76,14 +76,15 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
     samples = {key: _samples(name, key, arrays[key], image_size) for key in ("x_train", "x_test")}
     floats = {key: x.is_floating_point() for key, x in samples.items()}
     if len(set(floats.values())) > 1:
-        raise ValueError(f"data function {name!r}: x_train and x_test must be both floats or both uint8 images, but only one is")
+        given = "x_train are floats and x_test are images" if floats["x_train"] else "x_train are images and x_test are floats"
+        raise ValueError(f"data function {name!r}: x_train and x_test must be both floats or both uint8 images, but {given}")
     classes = outputs(where, *labels.values())
     kind = Measurements if floats["x_train"] else Dataset
     data = kind(name, samples["x_train"], labels["y_train"], samples["x_test"], labels["y_test"], classes=classes)
     if image_size not in (0, data.image_size):
         raise ValueError(
-            f"data function {name!r}: floats are not resized, so image-size must be 0 or theirs, {data.image_size}, but is {image_size}: "
-            "let the function take image_size and resize them itself"
+            f"data function {name!r}: floats are not resized, so image-size must be 0 or {data.image_size}, their size, but is "
+            f"{image_size}: let the function take image_size and resize them itself"
         )
     return data
 
@@ -130,7 +131,7 @@ def _checked_arrays(name: str, returned: Any) -> dict[str, np.ndarray[Any, Any]]
         x, y = arrays[f"x_{split}"], arrays[f"y_{split}"]
         if x.ndim == 0 or y.shape[:1] != x.shape[:1]:
             raise ValueError(
-                f"data function {name!r}: y_{split} must have a label for each sample of x_{split}, but they are {y.shape} and {x.shape}"
+                f"data function {name!r}: y_{split} needs a label for each sample of x_{split}, but the shapes are {y.shape} and {x.shape}"
             )
     return arrays
 

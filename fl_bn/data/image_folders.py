@@ -31,12 +31,12 @@ PACS_CLASSES = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "perso
 
 @dataclass(frozen=True)
 class FolderLayout:
-    """Layout of a set on the disk.
+    """Layout of a data set on the disk.
 
     Attributes:
-        files: makes the list of the set's files from a path.
+        files: ``files(path)`` returns the list of the set's image files.
         size: pixels per side of the images if image_size is 0.
-        how: how images of other sizes are resized.
+        how: how images of other sizes are resized: "crop" or "stretch", as in ``read_listing``.
     """
 
     files: Callable[[str], Listing]
@@ -45,7 +45,7 @@ class FolderLayout:
 
 
 def load_images(name: str, path: str, image_size: int) -> Dataset:
-    """Load a set of ``LAYOUTS`` from the folder ``path`` or ``data``. All of it is held in memory, as uint8.
+    """Load a data set of ``LAYOUTS`` from the folder ``path``; ``data`` if empty. The whole set is in memory, as uint8.
 
     Raises:
         DataNotFound: files are missing; they are not downloaded.
@@ -58,18 +58,17 @@ def load_images(name: str, path: str, image_size: int) -> Dataset:
 def domain_folders(
     name: str, path: str, domains: tuple[str, ...], classes: tuple[str, ...], lists: tuple[str, str] | None, tops: tuple[str, ...]
 ) -> Listing:
-    """List the images ``DOMAIN/CLASS/*``.
+    """List the images ``DOMAIN/CLASS/*`` of a data set.
 
-    If the published lists of each domain are there, they split the set. Otherwise the split is random
-    (``split``).
+    The published lists of each domain decide the split if they are there. Otherwise the split is random (``split``).
 
     Args:
         name: name of the set.
         path: folder of the set.
         domains: names of the domains.
         classes: names of the classes.
-        lists: names of a domain's lists for training and test, in the root or a folder in it, with ``{}`` for
-            the domain. None: there are none.
+        lists: names of a domain's two list files, for training and for test, with ``{}`` for the domain. The files
+            are in the set's folder or in a folder in it. None: there are no lists.
         tops: possible names of a folder below ``path`` that holds the set.
 
     Raises:
@@ -94,9 +93,9 @@ def domain_folders(
 
 
 def tiny_imagenet(path: str) -> Listing:
-    """List Tiny-ImageNet, with classes in the order of wnids.
+    """List the images of Tiny-ImageNet. Labels number the WordNet ids (WNIDs) of wnids.txt in sorted order.
 
-    The training split is ``train/WNID/images/*``, the test split ``val/images/*`` with
+    The training split is ``train/WNID/images/*``. The test split is ``val/images/*``, with the classes in
     ``val/val_annotations.txt``.
     """
     name = "tiny-imagenet"
@@ -121,9 +120,9 @@ def tiny_imagenet(path: str) -> Listing:
 
 
 def imagenet(path: str) -> Listing:
-    """List ImageNet: ``train/WNID/*`` and, as the test split, ``val/WNID/*``.
+    """List the images of ImageNet: ``train/WNID/*`` and, as the test split, ``val/WNID/*``.
 
-    Classes are the folders of train, in the order of their names.
+    Classes are the folders of train, in the order of their names, which are WordNet ids (WNIDs).
     """
     name = "imagenet"
     root = find_root(name, path, ("train", "val"), ("imagenet", "ILSVRC2012"))

@@ -37,9 +37,9 @@ class Image(NamedTuple):
     """Describe one image file.
 
     Attributes:
-        file: its path.
-        label: index of its class.
-        domain: index of its domain; 0 in a set without domains.
+        file: path of the file.
+        label: index of the image's class.
+        domain: index of the image's domain; 0 in a set without domains.
     """
 
     file: Path
@@ -72,21 +72,23 @@ class Listing:
 
 
 def find_root(name: str, path: str, needs: Sequence[str], tops: Sequence[str] = ()) -> Path:
-    """Find the folder of a set: the first of ``path`` and its folders ``tops`` that holds all of ``needs``.
+    """Find the folder of a data set: ``path`` or one of its folders ``tops``, which must hold all of ``needs``.
+
+    If several folders hold all of ``needs``, the last of ``tops`` is taken.
 
     Args:
         name: name of the set, for the message.
         path: the user's ``data-path``; ``data`` if empty.
         needs: files and folders of the set.
-        tops: possible names of the folder that an archive unpacks to.
+        tops: possible names of the folder that the set's archive contains.
 
     Raises:
-        DataNotFound: no folder holds all of ``needs``. The message names what the most complete one lacks.
+        DataNotFound: no folder holds all of ``needs``. The message names the most complete folder and what it lacks.
     """
     base = Path(path or ROOT)
     roots = [base, *(base / top for top in tops)]
     missing = [[need for need in needs if not (root / need).exists()] for root in roots]
-    best = min(range(len(roots)), key=lambda i: (len(missing[i]), -i))  # if several lack as many, the last of tops
+    best = min(range(len(roots)), key=lambda i: (len(missing[i]), -i))  # of folders that lack equally many: the last of tops
     if missing[best]:
         raise DataNotFound(
             f"dataset {name!r}: {roots[best]} lacks {', '.join(missing[best])} (data-path {path or ROOT!r}; a relative path starts at the "
@@ -99,7 +101,7 @@ def class_images(name: str, folder: Path, classes: Sequence[str], domain: int = 
     """List the files ``folder/CLASS/*`` of ``classes``, in their order. Other folders are skipped.
 
     Raises:
-        DataNotFound: a class has no folder, or an empty one.
+        DataNotFound: the folder of a class is missing or empty.
     """
     images = []
     for label, class_name in enumerate(classes):
@@ -113,7 +115,7 @@ def class_images(name: str, folder: Path, classes: Sequence[str], domain: int = 
 def listed_images(name: str, root: Path, listing: Path, classes: Sequence[str], domain: int = 0) -> list[Image]:
     """List the files that ``listing`` names, one "DOMAIN/CLASS/FILE number" per line.
 
-    The number is not used, as sets count from 0 or 1. Lines of other classes are skipped.
+    The number is not used, as some data sets count from 0 and others from 1. Lines of other classes are skipped.
 
     Raises:
         DataNotFound: a listed file is missing.
@@ -141,7 +143,7 @@ def lines_of(file: Path) -> list[str]:
 
     Raises:
         DataNotFound: there is no such file.
-        ValueError: the file is no text.
+        ValueError: the file is not UTF-8 text.
     """
     if not file.is_file():
         raise DataNotFound(f"there is no file {str(file)!r}: docs/data.md lists the files of each set")
@@ -154,9 +156,9 @@ def lines_of(file: Path) -> list[str]:
 def split(images: Iterable[Image], seed: int = 0) -> tuple[list[Image], list[Image]]:
     """Split images at random into training and test images.
 
-    For each class of each domain, ``TEST_SHARE`` of the images are test images, and at least one is on either
-    side. The only image of a class is a training image. The same files give the same split everywhere,
-    whatever their folder.
+    For each class of each domain, ``TEST_SHARE`` of the images are test images, and each split has at least one
+    image. The only image of a class is a training image. The same files give the same split on every machine and
+    in every folder.
 
     Returns:
         The training images, and the test images.
@@ -184,7 +186,7 @@ def read_listing(listing: Listing, image_size: int, how: Fit) -> Dataset:
         how: "crop" takes the largest centred square of each image, "stretch" distorts the whole image.
 
     Raises:
-        ValueError: a file is no image.
+        ValueError: a file is not an image.
     """
     shape = (3, image_size, image_size)
     warn_if_large(listing.name, (len(listing.train) + len(listing.test)) * prod(shape), "a smaller image-size needs less")
@@ -210,7 +212,7 @@ def read_listing(listing: Listing, image_size: int, how: Fit) -> Dataset:
 
 
 def warn_if_large(name: str, size: int, hint: str) -> None:
-    """Warn, before anything is loaded, that ``size`` bytes will be held in memory, if that is much."""
+    """Warn that a data set will take ``size`` bytes of memory, if they are at least ``LARGE`` GiB. ``hint`` says how to save."""
     if size / 2**30 >= LARGE:
         warnings.warn(
             f"dataset {name!r} is held in memory as a whole: expect {size / 2**30:.1f} GiB in every process that loads it; {hint}",
@@ -220,13 +222,13 @@ def warn_if_large(name: str, size: int, hint: str) -> None:
 
 
 def read_all(items: Sequence[Item], shape: Sequence[int], dtype: torch.dtype, read: Callable[[Item], Tensor]) -> Tensor:
-    """Read all items, in as many threads as torch has.
+    """Read all items into one tensor, in as many threads as torch has.
 
     Args:
-        items: what to read, for example N files.
+        items: the N items to read, such as files.
         shape: shape of the tensor of one item.
         dtype: dtype of the result.
-        read: reads one item and returns a tensor of ``shape``.
+        read: function that reads one item and returns a tensor of ``shape``.
 
     Returns:
         A tensor (N, *shape).

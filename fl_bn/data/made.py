@@ -1,7 +1,7 @@
-"""Made-up data in the form of sets that are restricted by a licence or too large.
+"""Artificial data in the form of published sets that are restricted by a licence or too large.
 
-They serve to try settings offline, not to judge a method. Every function writes into a folder, from which the
-loader of the real set reads.
+They serve to try settings offline, not to judge a method. Every function writes files into a folder. The loader of
+the real set can read them there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SITES = {"NYU": 48, "USM": 36, "UM": 36, "UCLA": 30}
 
 
 def cityscapes(folder: Path, train: int = 24, test: int = 8, height: int = 64, seed: int = 0) -> None:
-    """Write street scenes of two cities under ``folder/cityscapes``, in the layout of Cityscapes.
+    """Write artificial street scenes of two cities under ``folder/cityscapes``, in the layout of Cityscapes.
 
     The cities differ in light, in the share of sky, and in the number of cars. Images have (height, 2 height)
     pixels and six of Cityscapes' classes.
@@ -70,10 +70,10 @@ def _scene(height: int, place: int, rng: np.random.Generator) -> tuple[NDArray[n
 
 
 def abide(folder: Path, seed: int = 0) -> None:
-    """Write connectome vectors (N, 5,995) of four sites with two classes under ``folder/abide``.
+    """Write artificial connectome vectors (N, 5,995) of four sites with two classes under ``folder/abide``.
 
-    There is one npz per site, with ``x`` and ``y``. The classes differ in the same way at all sites. Every
-    site's scanner scales and shifts the features in its own way.
+    There is one npz per site, with ``x`` and ``y``. The classes differ in the same way at all sites. Each site
+    scales and shifts the features in its own way, as scanners do.
     """
     rng = np.random.default_rng(np.random.SeedSequence([0xAB1D, seed]))
     (folder / "abide").mkdir(parents=True, exist_ok=True)

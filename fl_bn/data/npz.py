@@ -16,9 +16,9 @@ SPLITS = ("train", "test")
 
 
 def load_npz(path: str, image_size: int) -> Dataset:
-    """Load ``npz``: one archive, or several, each of which is a domain.
+    """Load the data set ``npz`` from one archive, or from several archives, each of which is a domain.
 
-    Images are uint8 (N, H, W, C) or (N, H, W) and square. Labels are integers (N,) counting from 0. The
+    Images are uint8 (N, H, W, C) or (N, H, W) and square. Labels are integers (N,) that count from 0. The
     number of classes is the largest label, plus one. For other tasks, ``y_train`` and ``y_test`` are floats
     (N,) or (N, D) (regression), or 0 or 1 (N, K) (multi-label). A domain is named after its file. Pickled
     objects are never loaded.
@@ -30,7 +30,7 @@ def load_npz(path: str, image_size: int) -> Dataset:
 
     Raises:
         DataNotFound: there is no such file.
-        ValueError: there is no path, two files have one name, a file is no archive, or an array is missing or
+        ValueError: there is no path, two files have the same name, a file is not an archive, or an array is missing or
             has another form.
     """
     files = [Path(part.strip()) for part in path.split(",") if part.strip()]
@@ -38,7 +38,7 @@ def load_npz(path: str, image_size: int) -> Dataset:
         raise ValueError("dataset 'npz' needs a path: one .npz file, or several separated by commas")
     names = tuple(file.stem for file in files)
     if len(set(names)) < len(names):
-        raise ValueError(f"each file gives its domain its name, so names must differ, but got {', '.join(names)}: rename one of them")
+        raise ValueError(f"a domain has the name of its file, so names must differ, but got {', '.join(names)}: rename one of them")
 
     archives = [_read(file) for file in files]
     images = _one_shape([archive[f"x_{split}"] for archive in archives for split in SPLITS], image_size)
@@ -65,7 +65,7 @@ def _domain_indices(lengths: list[int]) -> Tensor:
 
 
 def _one_shape(images: list[Tensor], image_size: int) -> list[Tensor]:
-    """Bring images to one shape (N, C, H, H)."""
+    """Return the images (N, C, H, H) of each array with the same number of channels and the same size."""
     channels = max(x.shape[1] for x in images)
     size = image_size or max(x.shape[2] for x in images)
     return [resize(x.expand(-1, channels, -1, -1) if x.shape[1] == 1 else x, size).contiguous() for x in images]

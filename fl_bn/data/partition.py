@@ -1,12 +1,12 @@
 """Divisions of a data set among clients, fixed by a seed.
 
-They use plain numpy. flwr-datasets brings pandas, pyarrow and seaborn, half a gigabyte and seconds of import
-in every client's process. It has neither disjoint classes per client nor similarity (FBN's gamma). Every
+The functions use plain numpy. flwr-datasets would bring pandas, pyarrow and seaborn: half a gigabyte, and seconds
+of import in every client's process. It has neither disjoint classes per client nor similarity (FBN's gamma). Every
 client computes the whole partition for itself, so the same arguments must give the same result in every
 process. All randomness comes from ``numpy.random.SeedSequence``.
 
-Each function returns one sorted int64 index array per client. They are disjoint, none is empty, and together
-they hold every sample, unless stated otherwise.
+Each function returns one sorted int64 array of sample indices per client. The arrays are disjoint and not empty.
+Together they hold every sample, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ def iid(labels: Labels, clients: int, seed: int) -> list[Indices]:
 def classes_per_client(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
     """Give each client ``k`` different classes, and divide each class equally among its clients.
 
-    Classes are distributed as evenly as possible: their numbers of clients differ by one at most, and not at
-    all if ``clients * k`` is a multiple of the number of classes (5 clients, 2 of 10 classes each: disjoint
-    classes). If ``clients * k`` is less than the number of classes, the remaining classes and their samples
-    have no client.
+    The numbers of clients per class differ by one at most. They are equal if ``clients * k`` is a multiple of the
+    number of classes. So 5 clients with 2 of 10 classes each have disjoint classes. If ``clients * k`` is less than
+    the number of classes, the remaining classes and their samples have no client.
 
     Raises:
         ValueError: ``k`` is not between 1 and the number of classes, or a client gets no sample.
@@ -63,19 +62,18 @@ def classes_per_client(labels: Labels, clients: int, k: int, seed: int) -> list[
 
 
 def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
-    """Give each of 5 clients ``k`` = 2, 4, 6, 8 or 10 consecutive classes of 10. Only the samples are drawn.
+    """Give each of 5 clients ``k`` = 2, 4, 6, 8 or 10 consecutive classes of 10. Only samples are drawn at random.
 
-    Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``. With 2 these are disjoint pairs in order,
-    as in the authors' published code; with 4 every class is at two clients; with 10 all classes are at all
-    clients. Every class is divided equally among its ``k / 2`` clients. In the supplement's table for 6
-    classes, the fourth row has eight entries of 1/6, which add up to more than 1. This function gives that client six
-    classes, like the others.
+    Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``. With ``k = 2`` these are disjoint pairs in order,
+    as in the authors' published code. With ``k = 4`` two clients have each class, with ``k = 10`` all clients. Every
+    class is divided equally among its ``k / 2`` clients. In the supplement's table for 6 classes, the fourth row has
+    eight entries of 1/6, which add up to more than 1. This function gives that client six classes, like the others.
 
     Raises:
         ValueError: there are not 5 clients and 10 classes, or ``k`` is another number.
 
     References:
-        FedTAN (seed 004), supplement D, tables of the class distributions of the clients.
+        FedTAN (Wang, Shi, Chang), supplement D, tables of the class distributions of the clients.
     """
     rng = _generator(len(labels), clients, seed)
     classes = np.unique(labels)
@@ -133,7 +131,7 @@ def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min
 
 
 def _repaired(parts: list[Indices], min_samples: int, rng: np.random.Generator) -> list[Indices]:
-    """Move random samples, one at a time, from the part that is largest then, until each part has ``min_samples``."""
+    """Move random samples one by one, each from the largest part to a too small part, until each part has ``min_samples``."""
     largest = [(-len(part), i) for i, part in enumerate(parts)]  # a heap; an entry is outdated if its part has changed since
     heapq.heapify(largest)
     for small in (i for i in range(len(parts)) if len(parts[i]) < min_samples):
@@ -152,7 +150,7 @@ def _repaired(parts: list[Indices], min_samples: int, rng: np.random.Generator) 
 def similarity(labels: Labels, clients: int, similarity: float, seed: int) -> list[Indices]:
     """Draw a share of each client's data from a homogeneous pool, and the rest from data sorted by label.
 
-    Sizes differ by one at most, and not at all if ``clients`` divides the number of samples.
+    Sizes differ by one at most.
 
     Args:
         labels: (N,).
@@ -213,7 +211,7 @@ def by_domain_and_label(domains: Labels, labels: Labels, clients: int, concentra
 
 
 def _owners(domains: Labels, clients: int) -> list[tuple[range, Indices]]:
-    """Return, for each domain, its clients and its samples.
+    """Return, for each domain, the indices of its clients and of its samples.
 
     Raises:
         ValueError: a domain would have no client.
@@ -236,8 +234,8 @@ def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
         ValueError: there are not as many clients as groups.
 
     References:
-        FixBN (seed 000), Cityscapes, city = client; Caldas et al., "LEAF: a benchmark for federated
-        settings", 2018, writer = client.
+        FixBN (Zhong, Chen, Chao), Cityscapes, city = client; Caldas et al., "LEAF: a benchmark for
+        federated settings", 2018, writer = client.
     """
     _generator(len(groups), clients, seed)
     present = np.unique(groups)
@@ -250,10 +248,10 @@ def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
 
 
 def equal_sizes(parts: list[Indices], seed: int) -> list[Indices]:
-    """Cut every part to the size of the smallest, at random. The remaining samples have no client.
+    """Reduce every part to the size of the smallest part, by a random choice. The remaining samples have no client.
 
     References:
-        FedBN (seed 001), section 5.1: every domain is cut to the 7,438 training samples of the smallest.
+        FedBN (Li et al., ICLR 2021), section 5.1: every domain is cut to the 7,438 training samples of the smallest.
     """
     rng = np.random.default_rng(np.random.SeedSequence([_TRUNCATION, seed]))
     size = min(len(part) for part in parts)
@@ -310,7 +308,7 @@ def label_counts(labels: Labels, parts: list[Indices], classes: int) -> Indices:
     """Count the samples of each class at each client.
 
     Returns:
-        (clients, classes). For masks, the number of pixels; pixels of value 255 do not count. For values and
+        The counts (clients, classes). For masks they count pixels, without those of value 255. For values and
         sets of labels, where samples have no single class, the shape is (clients, 0).
     """
     if labels.dtype.kind == "f" or labels.ndim == 2:

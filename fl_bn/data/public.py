@@ -1,4 +1,4 @@
-"""Public data sets, which torchvision reads and, with internet access, downloads."""
+"""Public data sets that torchvision reads and, if there is internet access, downloads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLASSES = {"CIFAR10": 10, "CIFAR100": 100, "MNIST": 10, "SVHN": 10, "USPS": 10} 
 
 
 def load_public(kind: str, path: str, image_size: int) -> Dataset:
-    """Load the data set that torchvision calls ``kind``, one of ``CLASSES``, from the folder ``path`` or ``data``.
+    """Load the data set that torchvision calls ``kind``, one of ``CLASSES``, from the folder ``path``; ``data`` if empty.
 
     | kind | train + test | image | citation |
     |---|---|---|---|
@@ -52,7 +52,7 @@ def files_of(kind: Any, root: Path) -> list[Path]:
 
 
 def _split(kind: Any, root: Path, *, train: bool) -> Any:
-    """Load one split as torchvision's object. Its files are downloaded unless they are below ``root``."""
+    """Return one split as torchvision's data set object. Files that are not below ``root`` are downloaded."""
     # SVHN has a third split, so torchvision takes the split's name.
     arguments: dict[str, Any] = {"split": "train" if train else "test"} if kind.__name__ == "SVHN" else {"train": train}
     try:

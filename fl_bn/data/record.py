@@ -107,7 +107,7 @@ class Dataset:
     def _check_domain(self, split: str, domain: Tensor | None, samples: int) -> None:
         if (domain is None) != (not self.domains):
             raise ValueError(
-                f"dataset {self.name!r}: domain_{split} and domains go together, "
+                f"dataset {self.name!r}: domain_{split} and domains must both be given, or neither, "
                 f"but domain_{split} is {'absent' if domain is None else 'given'} and domains is {self.domains}"
             )
         if domain is not None:
@@ -150,7 +150,7 @@ def to_input(images_uint8: Tensor, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def targets(where: str, key: str, y: NDArray[np.generic], samples: int) -> Tensor:
-    """Convert an array of targets.
+    """Convert an array of targets to a tensor.
 
     Args:
         where: source of the array, for the message.
@@ -162,7 +162,7 @@ def targets(where: str, key: str, y: NDArray[np.generic], samples: int) -> Tenso
         Labels int64 (N,), sets of labels int64 (N, K), or values float32 (N,) or (N, D).
 
     Raises:
-        ValueError: the array is none of these.
+        ValueError: the array is none of these kinds of targets.
     """
     whole, number = np.issubdtype(y.dtype, np.integer), np.issubdtype(y.dtype, np.floating)
     if y.shape[:1] != (samples,) or not (y.ndim in (1, 2) and (whole or number)) and not (y.ndim == 2 and y.dtype == bool):
@@ -196,7 +196,7 @@ def check_alike(where: str, *parts: Tensor) -> None:
 def outputs(where: str, *parts: Tensor) -> int:
     """Return how many outputs a network needs for these targets.
 
-    That is the largest label plus one; for sets of labels, the number of labels; for values, the values per sample.
+    For labels it is the largest label plus one. For sets of labels or values it is their number per sample.
 
     Raises:
         ValueError: see ``check_alike``.
@@ -222,7 +222,7 @@ def images_to_tensor(array: NDArray[np.uint8]) -> Tensor:
 
 
 def how_to_bytes(x: NDArray[np.generic]) -> str:
-    """Explain how images (N, ...) of another dtype become uint8, from their values.
+    """Return advice on how to convert images (N, ...) of another dtype to uint8. It depends on their values.
 
     >>> how_to_bytes(np.array([0.0, 0.5, 1.0]))
     "its values lie in 0..1: save np.rint(x * 255).astype('uint8') (astype alone would make nearly every pixel 0)"

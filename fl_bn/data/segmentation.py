@@ -1,4 +1,4 @@
-"""Data whose labels are masks, one class per pixel: the record, and Cityscapes, whose cities are its domains.
+"""Data whose labels are masks, with one class per pixel, and the data set Cityscapes, whose cities are its domains.
 
 Legend: N samples, H height, W width.
 """
@@ -48,7 +48,7 @@ CITYSCAPES_CLASSES = tuple(TRAIN_IDS.values())
 
 @dataclass(frozen=True, eq=False)
 class Segmentation(Dataset):
-    """Images with a class for each pixel.
+    """Hold images with a class for each pixel.
 
     ``x_train`` and ``x_test`` are uint8 (N, C, H, W), square or not. ``y_train`` and ``y_test`` are masks,
     int64 (N, H, W) in ``[0, classes)`` or ``IGNORE``. A loss leaves out pixels of ``IGNORE``:
@@ -74,7 +74,7 @@ class Segmentation(Dataset):
 
 
 class Pair(NamedTuple):
-    """Hold an image and its mask.
+    """Hold the paths of an image and of its mask.
 
     Attributes:
         image: path of the image.
@@ -88,10 +88,10 @@ class Pair(NamedTuple):
 
 
 def cityscapes_files(path: str) -> tuple[list[Pair], list[Pair], tuple[str, ...]]:
-    """List the training and the validation pairs, and the cities of both.
+    """Return the training pairs, the validation pairs, and the names of all cities.
 
     Raises:
-        DataNotFound: a folder, or an image's mask, is missing.
+        DataNotFound: a folder or the mask of an image is missing.
     """
     root = find_root("cityscapes", path, [f"{top}/{split}" for top in ("leftImg8bit", "gtFine") for split in SPLITS], ("cityscapes",))
     places = {split: [city for city in visible(root / "leftImg8bit" / split) if city.is_dir()] for split in SPLITS}
@@ -110,10 +110,10 @@ def cityscapes_files(path: str) -> tuple[list[Pair], list[Pair], tuple[str, ...]
 
 
 def load_cityscapes(path: str, image_size: int) -> Segmentation:
-    """Load ``cityscapes``: 2,975 + 500 street scenes (3, H, 2 H) of 19 classes, with a domain for each city.
+    """Load ``cityscapes``: 2,975 training and 500 test street scenes (3, H, 2 H) of 19 classes, with a domain for each city.
 
-    The test split is the published validation split. Its three cities differ from the 18 of the training
-    split. Masks are resized to the nearest pixel.
+    The test split is the published validation split. Its three cities differ from the 18 cities of the training
+    split. A resized mask takes each label from the nearest pixel.
 
     Args:
         path: the folder of the files; ``data`` if empty.
@@ -121,7 +121,7 @@ def load_cityscapes(path: str, image_size: int) -> Segmentation:
 
     Raises:
         DataNotFound: files are missing; they are not downloaded.
-        ValueError: a file is no image, or an image is not twice as wide as high.
+        ValueError: a file is not an image, or an image is not twice as wide as high.
     """
     train, test, cities = cityscapes_files(path)
     height = image_size or read_picture(train[0].image).shape[0]
@@ -142,10 +142,10 @@ def _scene(file: Path, height: int) -> Tensor:
 
 
 def read_mask(file: Path, height: int) -> Tensor:
-    """Read the train ids, int64 (height, 2 height), of a file of labelIds.
+    """Read a mask, int64 (height, 2 height), from a file of Cityscapes' labelIds: a label of ``TRAIN_IDS``, or ``IGNORE``.
 
     Raises:
-        ValueError: the file is no mask, or not twice as wide as high.
+        ValueError: the file is not a mask, or the mask is not twice as wide as high.
     """
     ids = read_picture(file)
     if ids.ndim != 2:

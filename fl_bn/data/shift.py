@@ -1,7 +1,7 @@
-"""Domains made from one data set: each has samples under one feature shift, as if from another camera or scanner.
+"""Domains made from one data set: the images of each domain have one feature shift, as if from another camera or scanner.
 
 Labels stay, and the look of the images changes. This is the setting of FedBN without its five data sets. This
-file also limits the samples per domain, as that paper does.
+file also limits the samples per domain, as FedBN does.
 
 Legend: N samples, C channels, H height, W width.
 """
@@ -21,7 +21,7 @@ from fl_bn.data import strokes
 from fl_bn.data.record import Dataset
 
 Shift = Callable[[Tensor, np.random.Generator], Tensor]
-"""Takes uint8 images (N, C, H, W) and a generator for its draws, and returns changed images of the same dtype."""
+"""A function that takes uint8 images (N, C, H, W) and a random generator, and returns changed images of the same dtype."""
 
 NOISE = 40.0  # standard deviation of the noise, for pixels of 0..255
 TINT = ((220, 30, 0), (40, 120, 40), (0, 30, 60))  # parts of red, green and blue in each new colour, in 256ths
@@ -74,7 +74,7 @@ def pixels(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def edges(x: Tensor, rng: np.random.Generator) -> Tensor:
-    """Draw the edges of uint8 images (N, C, H, W), dark on white: each pixel's difference from its right and its lower neighbour."""
+    """Draw the edges of uint8 images (N, C, H, W), dark on white. Pixels that differ from their right or lower neighbours are dark."""
     padded = functional.pad(x.double(), (0, 1, 0, 1), mode="replicate")
     here = padded[:, :, :-1, :-1]
     change = (padded[:, :, :-1, 1:] - here).abs() + (padded[:, :, 1:, :-1] - here).abs()
@@ -90,11 +90,11 @@ def colour(x: Tensor, rng: np.random.Generator) -> Tensor:
 def background(x: Tensor, rng: np.random.Generator) -> Tensor:
     """Compute the absolute difference of each image from a random patch of a photograph, as MNIST-M was made.
 
-    The photographs are the two of scikit-learn's ``load_sample_images``.
+    The two photographs come from scikit-learn's ``load_sample_images``.
 
     Args:
         x: uint8 images (N, 3, H, W).
-        rng: draws a photograph and a patch for each image.
+        rng: the generator that draws a photograph and a patch for each image.
 
     Returns:
         uint8 images (N, 3, H, W).
@@ -138,12 +138,12 @@ IN_COLOUR = {"colour", "background"}  # with one of these, grey images get three
 
 
 def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
-    """Make a domain for each of ``names``: the images of domain i get shift i.
+    """Make a domain for each of ``names``: the images of domain i are changed by the i-th shift.
 
     The training samples are divided among the domains at random, equally and without overlap (the sizes
     differ by one at most). Every domain has the whole test split, under its own shift. These domains replace
-    the set's own. The same arguments give the same images everywhere. A domain's test images do not depend
-    on the other domains.
+    the data set's own domains. The same arguments give the same images on every machine. A domain's test images do
+    not depend on the other domains.
 
     Args:
         dataset: uint8 images.
@@ -151,8 +151,8 @@ def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
         seed: seed of the draws.
 
     Raises:
-        ValueError: there is no name, an unknown one or one given twice, a data set without images, or more
-            domains than samples.
+        ValueError: ``names`` is empty or has an unknown or repeated name, the data set has no images, or there are
+            more domains than samples.
     """
     if not names or len(set(names)) < len(names) or (set(names) - set(SHIFTS)):
         raise ValueError(f"shifts must be at least one of {', '.join(SHIFTS)}, each only once, but got {', '.join(names) or 'nothing'}")
@@ -186,10 +186,10 @@ def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
 
 @dataclass(frozen=True)
 class Limit:
-    """Limit of the training samples of each domain, or of the whole set if it has no domains.
+    """Hold the limit of training samples of each domain, or of the whole data set if it has no domains.
 
     Attributes:
-        per_domain: the most samples of a domain; 0 for no limit.
+        per_domain: the largest number of samples of a domain; 0 for no limit.
         share: the share of the samples to keep, in (0, 1].
     """
 
@@ -208,7 +208,7 @@ class Limit:
         return self.per_domain > 0 or self.share < 1
 
     def of(self, samples: int) -> int:
-        """Return how many of ``samples`` are kept. A share is rounded down, but at least one is kept.
+        """Return how many of ``samples`` are kept. A share is rounded down, but at least one sample is kept.
 
         >>> Limit(share=0.1).of(7430)
         743

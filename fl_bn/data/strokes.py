@@ -4,10 +4,10 @@ Each image is enlarged four times, made black and white at the middle of its ran
 to its size.
 
 Morpho-MNIST: Quantitative Assessment and Diagnostics for Representation Learning, Castro et al., JMLR 2019.
-The amounts are those of the authors' published example. FedBN (seed 001, appendix G) has the data as two
-unseen clients: global (plain, thin, thick) and local (plain, swelling, fracture). Two things differ. The
-centre line is where the distance to the background has a local maximum, instead of a thinned skeleton. And
-fractures may lie near the ends and forks of a stroke.
+The amounts are those of the authors' published example. FedBN (Li et al., ICLR 2021, appendix G) has the data as
+two unseen clients: global (plain, thin, thick) and local (plain, swelling, fracture). Two things differ from
+Morpho-MNIST. The centre line is where the distance to the background has a local maximum, and not a thinned
+skeleton. Fractures may lie near the ends and forks of a stroke.
 
 Legend: N images, C channels, H height, W width.
 """
@@ -38,9 +38,9 @@ class Figure:
     """Hold one enlarged image.
 
     Attributes:
-        inside: its bright pixels (H, W).
-        depth: the distance of each pixel to the background (H, W).
-        centre: the centre line, which is where ``depth`` has local maxima (H, W).
+        inside: whether each pixel is bright (H, W).
+        depth: the distance of each pixel to the background, in pixels (H, W).
+        centre: whether each pixel is on the centre line, where ``depth`` has local maxima (H, W).
     """
 
     inside: Mask
@@ -49,7 +49,7 @@ class Figure:
 
     @classmethod
     def of(cls, inside: Mask) -> Figure:
-        """Measure the figure of the bright pixels ``inside`` (H, W)."""
+        """Make the figure whose bright pixels are ``inside`` (H, W)."""
         from scipy import ndimage  # type: ignore[import-untyped]  # imported here because only these shifts need it
 
         depth = ndimage.distance_transform_edt(inside)
@@ -117,9 +117,9 @@ def fracture(x: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def _direction(centre: Mask, row: int, column: int) -> float:
-    """Return the direction of the centre line about a point, as an angle to the columns' axis.
+    """Return the direction of the centre line near a point, as an angle to the horizontal axis, in radians.
 
-    It is the longer axis of the second moments of the line's points.
+    The direction is the longer axis of the second moments of the line's points.
     """
     reach = WINDOW * SCALE
     top, left = max(row - reach, 0), max(column - reach, 0)
@@ -129,9 +129,9 @@ def _direction(centre: Mask, row: int, column: int) -> float:
 
 
 def _changed(x: Tensor, rng: np.random.Generator, change: Callable[[Figure, np.random.Generator], Mask]) -> Tensor:
-    """Change each image's figure in ``x`` (N, C, H, W), uint8, in the same way in all channels.
+    """Apply ``change`` to the enlarged figure of each uint8 image in ``x`` (N, C, H, W), and return images of the same shape.
 
-    An image of one brightness is not changed.
+    All channels of a changed image are equal. An image of one brightness is not changed.
     """
     if len(x) == 0:
         return x

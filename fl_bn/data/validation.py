@@ -20,7 +20,7 @@ class HeldOut:
 
     Attributes:
         data: the data set. Its test split holds the validation samples.
-        parts: every client's indices of the remaining training split.
+        parts: for each client, the indices of its remaining samples in the training split of ``data``.
     """
 
     data: Dataset
@@ -31,12 +31,11 @@ def hold_out(data: Dataset, parts: list[Indices], share: float, seed: int) -> He
     """Hold out ``share`` of every client's training samples, rounded, and replace the test split by them.
 
     The samples are drawn at random, for each client separately, so the samples of one client do not
-    depend on the other clients. A client keeps at least two samples. The result has no sample of the old test
-    split.
+    depend on the other clients. A client keeps at least two samples. The old test split is not used.
 
     Args:
         data: the whole data set.
-        parts: every client's indices of the training split.
+        parts: for each client, the indices of its samples in the training split.
         share: between 0 and 1.
         seed: seed of the draws.
 

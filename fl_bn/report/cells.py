@@ -37,11 +37,11 @@ class Cell:
         name: The name of the run's folder.
         axes: The value of the run on each axis.
         config: The run config, with kebab-case keys.
-        status: ``finished`` or ``failed``; ``unreadable`` or ``damaged`` if the run's files are.
-        error: Why the run failed, or what is wrong with its files; empty: it is finished.
+        status: The state of the run, ``finished`` or ``failed``, or the state of bad files, ``unreadable`` or ``damaged``.
+        error: Why the run failed, or what is wrong with its files; empty: the run is finished.
         rows: The lines of ``rounds.jsonl``, one per round.
-        layers: The diagnostics: for each quantity and layer, its value by round. The layer of a quantity of the whole
-            network is the empty text. Empty: the run has no diagnostics.
+        layers: The diagnostics: quantity -> layer -> round -> value. A quantity of the whole network has the layer "".
+            Empty: the run has no diagnostics.
         environment: The content of ``environment.json``.
     """
 
@@ -63,8 +63,8 @@ class Cell:
     def metric(self) -> str:
         """Return the name of the metric of the run's task.
 
-        It is the column with a second column for its spread over clients, for example ``mse`` with ``mse-std``. If there
-        is no such column, it is the accuracy.
+        The metric is the column that has a second column for its spread over clients, such as ``mse`` with ``mse-std``. If
+        there is no such column, the metric is the accuracy.
         """
         row = self.rows[0] if self.rows else {}
         return next((name for name in row if f"{name}-std" in row and {f"{name}-min", f"{name}-max"} & row.keys()), CLASSIFICATION.metric)
@@ -85,7 +85,7 @@ class Cell:
     def curve(self, metric: str) -> dict[int, float]:
         """Return the values of ``metric`` by round, in percent if it is a share.
 
-        Rounds in which it was not measured are left out. NaN: the measured value was not a finite number.
+        Rounds in which ``metric`` was not measured are left out. NaN: the measured value was not a finite number.
         """
         if metric == MEGABYTES:
             return {row["round"]: _megabytes(row) for row in self.rows}
@@ -116,19 +116,19 @@ class Cell:
         return self.best(metric) if at == "best" else self.last(metric)
 
     def of_clients(self, metric: str) -> list[float]:
-        """Return the values of ``metric`` at the clients in the last evaluation that has any, in percent if it is a share."""
+        """Return each client's value of ``metric`` in the last evaluation with such values, in percent if it is a share."""
         for row in reversed(self.rows):
             if values := [scale(metric) * c[metric] for c in row.get("clients") or () if c.get(metric) is not None]:
                 return values
         return []
 
     def per_class(self) -> list[float]:
-        """Return the accuracy of each class in percent, in the last evaluation that has it; empty: there is none."""
+        """Return the accuracy of each class in percent, in the last evaluation that has them; empty: no evaluation has them."""
         shares: list[Any] = next((row["per-class"] for row in reversed(self.rows) if row.get("per-class")), [])
         return [100 * _number(value) for value in shares]
 
     def travelled(self, x: str) -> dict[int, float] | None:
-        """Return round -> position on the horizontal axis ``x``, for example the bytes so far; None: it is unknown."""
+        """Return round -> position on the horizontal axis ``x``, such as the bytes sent so far; None: it is unknown."""
         total, positions = 0.0, dict[int, float]()
         for row in self.rows:
             step = _step(x, row, self.config)
@@ -173,7 +173,7 @@ def title(metric: str) -> str:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Return whether a lower value of the column ``metric`` is better, as far as its name tells."""
+    """Return whether a lower value of the column ``metric`` is better. Only the name of the column decides."""
     return metric in ERRORS or any(part in metric for part in LOWER)
 
 
@@ -213,7 +213,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _expected(metric: str, row: Row) -> bool:
-    """Return whether ``metric`` was measured in this round. A measured value is missing if it was not finite."""
+    """Return whether ``metric`` was measured in the round of ``row``. A measured value that was not finite is None there."""
     if row.get(metric) is not None:
         return True
     if metric in EVALUATION:

@@ -19,17 +19,17 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Series:
-    """Hold the curve of one place of the table, which is a row in a column.
+    """Hold the curve of the runs in one row and one column of the table.
 
     Attributes:
         row: The name of the row.
         column: The name of the column.
         rounds: The rounds in which every seed has a finite value.
-        x: For each quantity of ``X``, its mean over seeds after each round; a quantity that is unknown is left out.
+        x: Quantity of ``X`` -> its mean over seeds after each round, of shape (rounds,). Unknown quantities are left out.
         mean: The mean over seeds, of shape (rounds,).
         std: The standard deviation over seeds, of shape (rounds,); 0 for one seed.
         seeds: The number of seeds.
-        runs: The number of runs that there should be; more than ``seeds`` if some have no result.
+        runs: The number of runs, with and without a result.
     """
 
     row: str
@@ -43,15 +43,15 @@ class Series:
 
 
 def series(layout: Layout, metric: str) -> list[Series]:
-    """Return the curves of all places with finished runs that measured ``metric``."""
+    """Return a curve for each row and column of the table that has finished runs with values of ``metric``."""
     made = (_series(row, column, layout.finished(row, column), metric) for column in layout.columns for row in layout.rows)
     return [replace(one, runs=len(layout.groups[one.row, one.column])) for one in made if one is not None]
 
 
 def _series(row: str, column: str, cells: Sequence[Cell], metric: str) -> Series | None:
-    """Return one curve; None: no run measured ``metric``.
+    """Return one curve; None: no round has a finite value of ``metric`` for every seed.
 
-    Only rounds in which all seeds are finite are used, since the mean would jump where fewer seeds count.
+    Other rounds are left out, since the mean would jump where it covers fewer seeds.
     """
     curves = [curve for cell in cells if (curve := cell.curve(metric))]
     if not curves:

@@ -12,17 +12,17 @@ AXIS = "domain"
 
 
 def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
-    """Replace each run by one run per domain and one for the mean over the domains.
+    """Replace each run by one run per domain, and by one run for the mean over the domains.
 
     The run of a domain has the metric on the test data of that domain. The run of the mean also has the numbers of the
     whole run (clients, diagnostics). A run without metrics per domain counts as a run of the mean.
 
     Args:
         cells: The runs.
-        each: Return the runs per domain, too; else only the runs of the mean.
+        each: True: return the runs per domain and the runs of the mean. False: return only the runs of the mean.
 
     Returns:
-        The new runs. If ``each``, they have one more axis, ``domain``.
+        The new runs. If ``each`` is True, they have one more axis, ``domain``.
     """
     split = []
     for cell in cells:

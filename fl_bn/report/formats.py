@@ -89,7 +89,7 @@ def results_csv(table: Table, cells: Sequence[Cell]) -> str:
 
 
 def problem_text(problem: Problem) -> str:
-    """Return why the table leaves a run out, on one line."""
+    """Return the reason why the table leaves a run out, as one line of text."""
     status, why = problem.cell.status, " ".join(problem.why.split())
     return why if problem.cell.finished or why.startswith(status) else f"{status}: {why}"
 
@@ -97,7 +97,8 @@ def problem_text(problem: Problem) -> str:
 def number(table: Table, entry: Entry) -> tuple[str, str, str]:
     """Return the parts of an entry: the mean ``45.2``, the deviation ``(0.3)``, and the number of seeds ``2 of 3``.
 
-    The number of seeds is empty if the caption states the same number. An entry without values has only a text.
+    The number of seeds is empty if the caption states the same number. For an entry without values, the first part is
+    a text such as ``failed``, and the others are empty.
     """
     if not entry.values:
         return entry.instead, "", ""

@@ -22,8 +22,8 @@ class Entry:
     Attributes:
         values: The finite values, one per seed.
         runs: The number of seeds that were run, with and without a value.
-        instead: The text that is shown if there is no value.
-        paper: The paper's number, as it prints it; empty: none.
+        instead: The text that the table shows if there is no value.
+        paper: The number that the paper prints; empty: the paper has no number for this entry.
     """
 
     values: tuple[float, ...] = ()
@@ -44,7 +44,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Problem:
-    """Name a run that the table leaves out, and why."""
+    """Hold a run that the table leaves out, and the reason."""
 
     cell: Cell
     why: str
@@ -93,7 +93,7 @@ class Layout:
     def heading(self, axes: Sequence[str], values: Sequence[str]) -> str:
         """Return the heading of a panel for the runs with ``values`` on ``axes``.
 
-        A number is written after the name of its axis, and a dash, for runs without the axis, as ``no AXIS``.
+        A number is written after the name of its axis. A dash, the value of runs without the axis, becomes ``no AXIS``.
         """
         bare = [_is_number(value) or value in ("true", "false") for value in values]
         parts = [
@@ -119,7 +119,7 @@ class Layout:
 
         Args:
             axes: The axes.
-            cells: The runs; None: all that can be read.
+            cells: The runs; None: all runs that can be read.
         """
         groups: dict[tuple[str, ...], list[Cell]] = {}
         cells = self.cells if cells is None else cells
@@ -143,7 +143,7 @@ class Layout:
 
         Args:
             axis: The axis that [report] names.
-            what: The key of [report] that names it.
+            what: The key of [report] that names the axis.
 
         Raises:
             ConfigError: No run has this axis.
@@ -160,7 +160,7 @@ class Table:
         entries: The entry of each row and column, in percent if the metric is a share.
         best: The (row, column) of the best entries of each column.
         problems: The runs that the table leaves out.
-        elsewhere: Those of the paper's numbers whose row or column is not in the table.
+        elsewhere: The paper's numbers, as text, whose row or column is not in the table.
         corner: The heading above the names of the rows.
     """
 
@@ -178,7 +178,7 @@ class Table:
 
     @property
     def caption(self) -> str:
-        """Return the caption, which says what the numbers are, and over how many seeds they are means."""
+        """Return the caption. It names the metric and its round, and the number of seeds in each mean."""
         at = "best round, chosen by this very number" if self.layout.settings.at == "best" else "last round"
         of = f"mean (standard deviation) over {self.seeds} seeds" if self.seeds > 1 else "one seed"
         of += "" if self.same_runs else " where nothing else is said"
@@ -203,7 +203,7 @@ class Table:
 def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
     """Place the runs in rows and columns.
 
-    Axes that [report] does not name become columns: runs with different settings are never averaged.
+    Axes that the sweep file's [report] does not name become columns: runs with different settings are never averaged.
 
     Raises:
         ConfigError: [report] names an axis that no run has.
@@ -287,7 +287,7 @@ def _best(entries: Mapping[str, Mapping[str, Entry]], column: str, layout: Layou
 
 
 def _values(axis: str, cells: Sequence[Cell], settings: Settings) -> list[str]:
-    """Return the values on an axis: first those that the sweep file lists, in its order, then the others (numbers by size)."""
+    """Return the values on an axis: first the values in the sweep file, in its order, then other values (numbers by size)."""
     values = list(dict.fromkeys(cell.at(axis) for cell in cells))
     listed = [value for value in settings.order.get(axis, ()) if value in values]
     others = [value for value in values if value not in listed]

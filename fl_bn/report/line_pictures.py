@@ -64,7 +64,7 @@ def curves(layout: Layout, available: Sequence[Series], x: str) -> Picture | Non
 
 
 def drift(layout: Layout) -> Picture | None:
-    """Make the picture of the drift of running statistics, and of the smallest running variance; None: no run has them."""
+    """Make the picture of the running statistics' drift and smallest variance over rounds; None: no run has either."""
     by_metric = {metric: of for metric in ("drift", "min-var") if (of := series(layout, metric))}
     if not by_metric:
         return None
@@ -140,7 +140,7 @@ def _across(axes: Axes, x: str, ways: Sequence[np.ndarray]) -> None:
 
 
 def _whole(axes: Axes) -> None:
-    """Put the ticks of the horizontal axis at whole numbers: it shows rounds, exchanges or local steps."""
+    """Put the ticks of a horizontal axis of rounds, exchanges or local steps at whole numbers."""
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=(1, 2, 5, 10)))
 
 
@@ -196,7 +196,7 @@ def against(layout: Layout, axis: str) -> Picture:
 
 
 def _ticks(axes: Axes, values: Sequence[float]) -> None:
-    """Put the ticks at the values that were run. The axis is logarithmic if the largest is 20 times the smallest."""
+    """Put the horizontal ticks at ``values``. The axis is logarithmic if the largest value is at least 20 times the smallest."""
     if min(values) > 0 and max(values) / min(values) >= 20:
         logarithmic(axes, x=True)
         axes.xaxis.set_minor_locator(NullLocator())
@@ -205,7 +205,7 @@ def _ticks(axes: Axes, values: Sequence[float]) -> None:
 
 
 def diagnostics(layout: Layout) -> list[Picture]:
-    """Make a picture of the diagnostics for each column that has any: over rounds, and by layer in the last round."""
+    """Make a picture for each column with diagnostics, which shows them over rounds, and by layer in the last round."""
     made = []
     for number, column in enumerate(layout.columns, 1):
         quantities = _diagnostics(layout, column)
@@ -222,7 +222,7 @@ Layers = Mapping[str, Mapping[int, float]]  # mean over seeds, by layer and roun
 
 
 def _diagnostics(layout: Layout, column: str) -> dict[str, dict[str, Layers]]:
-    """Return the diagnostics in a column, by quantity and row."""
+    """Return the diagnostics in a column, as means over seeds: quantity -> row -> layer -> round -> value."""
     quantities: dict[str, dict[str, Layers]] = {}
     for row in layout.rows:
         cells = [cell for cell in layout.finished(row, column) if cell.layers]
@@ -276,7 +276,7 @@ def _draw_diagnostics(layout: Layout, quantities: Mapping[str, Mapping[str, Laye
 
 
 def _band(available: Sequence[Series]) -> str:
-    """Return the sentences on the band, and on pale lines, which are means of fewer runs than there should be."""
+    """Return the sentences of a caption on bands, and on pale lines, whose means lack runs without a result."""
     several = len({one.column for one in available}) > 1
     where = {id(one): f"{one.row} ({one.column})" if several else one.row for one in available}
     fewer = [f"{where[id(one)]}: {one.seeds} of {one.runs} runs" for one in available if one.seeds < one.runs]

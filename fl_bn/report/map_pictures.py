@@ -25,7 +25,7 @@ FRAMED: Any = {"axes.grid": False, "axes.spines.top": True, "axes.spines.right":
 
 
 def heat(layout: Layout, wanted: Heat) -> Picture:
-    """Make heat maps of the metric over two axes, or of the difference of two rows.
+    """Make heat maps of the metric over two axes, or of the difference between the metrics of two rows.
 
     Args:
         layout: The runs by row and column.
@@ -44,7 +44,7 @@ def heat(layout: Layout, wanted: Heat) -> Picture:
         )
     for value in fixed:
         if value not in layout.rows:
-            raise ConfigError(f"[report] heat names the row {value!r}, which is not there: the rows are {', '.join(layout.rows)}")
+            raise ConfigError(f"[report] heat names the row {value!r}, but there is no such row: the rows are {', '.join(layout.rows)}")
     others = [a for a in (layout.row_axis, *layout.rest) if a not in (wanted.x, wanted.y) and not (fixed and a == layout.row_axis)]
     xs, ys = layout.values(wanted.x), layout.values(wanted.y)
     maps: dict[str, np.ndarray] = {}
@@ -67,7 +67,7 @@ def heat(layout: Layout, wanted: Heat) -> Picture:
 
 
 def _axis_name(layout: Layout, axis: str) -> str:
-    """Return the name of an axis. For an axis of ``partition-parameter`` it says at which end the data are IID."""
+    """Return the label of an axis. For an axis of ``partition-parameter``, the label says at which end the data are IID."""
     by_value = {cell.at(axis): cell.config for cell in layout.cells if axis in cell.axes and cell.config}
     configs = [by_value[value] for value in layout.values(axis) if value in by_value]
     kinds = {str(config.get("partition", "")) for config in configs}
@@ -111,7 +111,7 @@ def draw_maps(
     """Draw heat maps side by side, with one scale of colours for all.
 
     Args:
-        maps: The values of each map, of shape (len(ys), len(xs)), by its title. NaN is shown as a dash.
+        maps: Title of a map -> its values, of shape (len(ys), len(xs)). NaN is shown as a dash.
         xs: The names of the columns.
         ys: The names of the rows.
         x: The label of the horizontal axis.
@@ -119,7 +119,7 @@ def draw_maps(
         bar: The label of the scale of colours.
         metric: The metric, for the format of the numbers.
         difference: Whether the values are differences, which may be negative.
-        limit: Differences that are larger than this have the same colour.
+        limit: All differences above ``limit`` have the same colour, and so have all differences below ``-limit``.
     """
     cell, most = (0.62 if len(xs) <= NUMBERS else 0.2), max(1, min(3, int(11 / (1.4 + 0.62 * min(len(xs), NUMBERS)))))
     room = min(2.4, 0.075 * max(map(len, ys), default=1)) if most == 1 else 0.8
@@ -171,7 +171,7 @@ def _number(axes: Axes, row: int, column: int, value: float, colours: Any, norm:
 
 
 def per_class(layout: Layout) -> Picture | None:
-    """Make a heat map of rows by classes for each column, with the accuracy of each class in the last evaluation.
+    """Make a heat map for each column, with the accuracy of each row and class in the last evaluation.
 
     None: no run has accuracies per class.
     """
@@ -202,7 +202,7 @@ def per_class(layout: Layout) -> Picture | None:
 def boxplot(layout: Layout) -> Picture | None:
     """Make box plots of the task's metric at the clients in the last evaluation, with all seeds together.
 
-    None: no run has metrics of its clients.
+    None: no run has the metric of each client.
     """
     metric = next((cell.metric for cell in layout.cells if cell.rows), layout.metric)
     name, share = metric.replace("-", " "), scale(metric) == 100

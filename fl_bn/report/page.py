@@ -32,7 +32,7 @@ class Figure:
 
     Attributes:
         name: The name of the picture, which is also its anchor.
-        caption: The text below it.
+        caption: The text below the picture.
         svg: The picture as an ``<svg>`` element with its alternative text. fl-bn makes it, so it is not escaped.
     """
 
@@ -50,7 +50,7 @@ class Differing:
     Attributes:
         axes: The axes of the sweep.
         keys: The run-config keys.
-        lines: The values on the axes, and those of the keys, of each row; ``–``: the runs do not have the key.
+        lines: For each combination of values on the axes, these values and the values of the keys; ``–``: no such key.
     """
 
     axes: tuple[str, ...]
@@ -130,7 +130,7 @@ class Report:
 
     @property
     def common(self) -> list[tuple[str, str]]:
-        """Return the run-config keys that have the same value in all runs, with that value."""
+        """Return pairs of a run-config key that has the same value in all runs, and this value."""
         configs = [cell.config for cell in self.cells if cell.config]
         first = configs[0] if configs else {}
         return [
@@ -155,7 +155,7 @@ class Report:
 
     @property
     def environment(self) -> list[tuple[str, str]]:
-        """Return the entries of all runs' ``environment.json``, such as machines and versions, each value once."""
+        """Return pairs of a key in the runs' ``environment.json``, such as ``python``, and its different values as text."""
         found: dict[str, dict[str, None]] = {}
         for cell in self.cells:
             for key, value in cell.environment.items():
@@ -207,11 +207,11 @@ class Answered:
 
 @dataclass(frozen=True)
 class Statement:
-    """Hold the texts on the page of a claim above the report of its runs.
+    """Hold the texts at the top of the page of a claim, which is a statement of a paper that our runs test.
 
     Attributes:
         claim: The claim.
-        paper: The paper that makes it.
+        paper: The paper that makes the claim.
         verdict: The verdict of our runs.
         words: Further texts, each with a title.
         compared: The comparisons on which the verdict is based.
@@ -236,7 +236,7 @@ class Listed:
         id: The unique id on the page.
         title: The title.
         report: The report of the sweep; None: it is not a sweep, or has no report.
-        link: The path of the experiment's own page, relative to this one; empty: it has none.
+        link: The path of the experiment's own page, relative to the index page; empty: it has no page.
         error: Why there is no report; empty: there is one.
         program: The results of the program; None: the experiment is a sweep.
     """

@@ -38,7 +38,7 @@ class Picture:
         name: The name of the file, without suffix.
         caption: The text below the picture.
         alt: The content of the picture in words, for people who cannot see it.
-        draw: Draws the picture.
+        draw: The function that draws the picture.
     """
 
     name: str
@@ -133,12 +133,12 @@ def columns_of(panels: int) -> int:
 
 
 def legend(figure: Figure, panel: Sequence[Axes], rows: Mapping[str, str]) -> None:
-    """Draw one legend for all panels, to the right of them.
+    """Draw one legend for all panels, to the right of the panels.
 
     Args:
         figure: The figure.
         panel: The panels.
-        rows: The text of each row, in the order of the legend. Rows that no panel shows are left out.
+        rows: Row -> its text, in the order of the legend. Rows that no panel shows are left out.
     """
     handles: dict[str, Any] = {}
     for axes in panel:
@@ -152,7 +152,7 @@ def legend(figure: Figure, panel: Sequence[Axes], rows: Mapping[str, str]) -> No
 
 
 def _columns(legend: Sequence[str]) -> tuple[int, int]:
-    """Return the number of columns of a legend, and the number of lines in the longest column."""
+    """Return the number of columns of a legend with these texts, and the number of lines in the longest column."""
     heights = [wrapped(text, LEGEND).count("\n") + 1.3 for text in legend]
     columns = -(-int(sum(heights)) // 40) if heights else 0
     each = -(-len(heights) // max(1, columns))

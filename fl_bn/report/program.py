@@ -1,4 +1,4 @@
-"""Read the pictures and tables that an experiment other than a sweep has written to its folder, for its page."""
+"""Read the results of an experiment that is a program, and not a sweep: the pictures and tables in its folder."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def read_program(folder: Path, id: str = "") -> Program:
     """Read the results of a program from its folder.
 
     Raises:
-        ConfigError: The folder is not the folder of a program.
+        ConfigError: The folder has no ``program.toml`` with a title, so it is not the folder of a program.
     """
     try:
         text = (folder / FILE).read_text(encoding="utf-8")
         title = str(tomllib.loads(text)["title"])
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder} is not the folder of an experiment: {error}") from error
+        raise ConfigError(f"{folder} is not the folder of an experiment, since {FILE} is missing or wrong: {error}") from error
     notes = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
     pictures = tuple(_picture(file) for file in sorted(folder.glob("*.png")))
     return Program(id, title, notes, pictures, tuple(_table_start(file) for file in sorted(folder.glob("*.csv"))), text)

@@ -28,7 +28,7 @@ class Heat:
         x: The axis of the sweep that is drawn horizontally.
         y: The axis of the sweep that is drawn vertically.
         value: The row to draw; empty: draw one map per row.
-        minus: The row to subtract from ``value``; empty: none.
+        minus: The row to subtract from the row ``value``; empty: nothing is subtracted.
     """
 
     x: str
@@ -58,10 +58,10 @@ class Settings:
 
     Attributes:
         title: The heading.
-        rows: The axis of the rows; empty: the axis ``method``, or else the first one.
+        rows: The axis of the rows; empty: the axis ``method``, or else the first axis.
         columns: The axes of the columns; None: all axes other than ``rows``.
         metric: The metric of the table; empty: the metric of the runs' task.
-        at: The round whose metric counts: ``last``, or ``best`` for the best one.
+        at: The round whose metric the table shows: ``last``, or ``best`` for the round with the best metric.
         x: The quantities on the horizontal axes of curves, from ``X``.
         against: The numeric axes of the sweep against which to draw the metric.
         heat: The heat map; None: none.
@@ -70,7 +70,7 @@ class Settings:
         drift: Draw the drift of the running statistics, and the diagnostics.
         domains: ``EACH``: report every domain and their mean; ``AVERAGE``: report the mean only; empty: report the
             metric on all test data.
-        apart: Rows that cannot be compared with the others, and are never marked as the best.
+        apart: Rows that cannot be compared with the other rows. They are never marked as the best.
         paper: The paper's numbers.
         notes: A text for the page; empty: none.
         order: The values of each axis, in the order of the sweep file.
@@ -127,7 +127,7 @@ def read_settings(folder: Path) -> Settings:
 
 
 def label(value: Any) -> str:
-    """Return a value on an axis as text, in the form in which it is shown, and in which [paper] and [report] name it."""
+    """Return a value on an axis as text, as pages show it and as [paper] and [report] write it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -173,7 +173,7 @@ def check_axis(axis: str, what: str, known: Sequence[str]) -> None:
 
     Args:
         axis: The axis that [report] names.
-        what: The key of [report] that names it.
+        what: The key of [report] that names the axis.
         known: The axes of the runs.
 
     Raises:

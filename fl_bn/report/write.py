@@ -58,9 +58,9 @@ def write_report(folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
 
 
 def write_index(folders: Sequence[Path], path: Path, title: str = "Experiments") -> Path:
-    """Write one page with the reports of several experiments, and links to their own pages.
+    """Write one page with the reports of several experiments, and links to the pages of the experiments.
 
-    A folder without a report is listed with the reason.
+    An experiment without a report is listed with the reason.
 
     Args:
         folders: The folders of the experiments.
@@ -104,7 +104,7 @@ def write_program_report(folder: Path, source: Path) -> Path:
 
 
 def read(folder: Path, id: str = "") -> Report:
-    """Read the report of a sweep from its folder.
+    """Make the report of a sweep from the files in its folder.
 
     Args:
         folder: The folder of the sweep.

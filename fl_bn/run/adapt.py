@@ -75,8 +75,9 @@ class Outcome:
 
     Attributes:
         how: The way of adapting.
-        before: The metrics of the model before, on the new client's test samples; None: there is no model before.
-        after: The metrics of the adapted model.
+        before: The metrics of the model that is not adapted yet, on the new client's test samples; None: the run has no
+            such model.
+        after: The metrics of the adapted model, on the same samples.
         model: The adapted model.
         note: A remark for the table; empty: none.
     """
@@ -147,7 +148,7 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
 
     Args:
         config: The run's config.
-        domain: A domain of the run's data. If this and ``data`` are empty: the domain that the run held out.
+        domain: A domain of the run's data. If ``domain`` and ``data`` are empty, it is the domain that the run held out.
         data: Other data: npz:PATH, folder:PATH, the name of a data set, or package.module:function; empty: none.
 
     Raises:
@@ -178,7 +179,7 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
 
 
 def ways(run: Adaptation, text: str) -> list[str]:
-    """Read names of ways of adapting, separated by commas; ``all`` stands for all ways that the run allows.
+    """Return the ways of adapting that ``text`` names, separated by commas; ``all`` names all ways that the run allows.
 
     Raises:
         ConfigError: A way is unknown, or the run does not allow it.
@@ -230,10 +231,10 @@ def adapt(
 
 
 def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, folder: Path) -> None:
-    """Write the results of all ways: ``adaptation.csv``, ``adaptation.png`` and one ``model-HOW.safetensors`` each.
+    """Write ``adaptation.csv`` and ``adaptation.png`` for all ways of adapting, and ``model-HOW.safetensors`` for each way.
 
     Args:
-        outcomes: The results.
+        outcomes: The results of the ways.
         client: The new client.
         config: The run config.
         folder: The folder, which is made if it does not exist.

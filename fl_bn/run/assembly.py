@@ -1,6 +1,6 @@
 """Make the objects of a run, such as data and network, from its run config.
 
-They are the same on the server and at every client, and are cached in each process.
+The server and every client make the same objects. Each process caches them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OwnData:
 
     Attributes:
         dataset: The data set, as the run-config key ``dataset``; empty: the client takes its part of the run's data.
-        path: The path, as the run-config key ``data-path``.
+        path: The path of the data, with the meaning of the run-config key ``data-path``.
     """
 
     dataset: str = ""
@@ -94,7 +94,7 @@ _configs: dict[tuple[object, ...], RunConfig] = {}
 def known(values: Mapping[str, Any]) -> RunConfig:
     """Return the run config with these values, from a cache if this process has made it before.
 
-    The cache is not used if a registry (``METHODS`` and its like) has changed since then.
+    The run config is made anew if a registry, such as ``METHODS``, has changed since it was cached.
     """
     entered = (owner for registry in REGISTRIES.values() for owner in registry.values())
     key = (tuple(values.items()), tuple(map(type, values.values())), *entered, *VALUES.values())
@@ -108,10 +108,10 @@ def known(values: Mapping[str, Any]) -> RunConfig:
 def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
     """Set the modules whose functions run configs may name in this process.
 
-    They are the modules of the app, and those that the owner of this machine allows: by ``allow-modules`` in the
-    node config, and by FL_BN_ALLOW_MODULES in the environment. If there is neither an app nor such a permission, the
-    user runs the process himself, as by ``fl-bn run``. Then all modules are allowed, except those of Python and of
-    installed packages.
+    Allowed are the modules of the app, and the modules that the owner of this machine names. The owner names modules by
+    ``allow-modules`` in the node config and by FL_BN_ALLOW_MODULES in the environment. If there is no app and no module
+    is named, the user runs the process directly, for example by ``fl-bn run``. Then all modules are allowed, except those
+    of Python and of installed packages.
 
     Args:
         app: The folder of the running app; None: there is none.
@@ -201,7 +201,7 @@ def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
     """Return the classes and functions that the run config names as callbacks, without calling them.
 
     Raises:
-        ConfigError: One does not exist, is not allowed, or is a class that does not derive from ``Callback``.
+        ConfigError: A callback does not exist, is not allowed, or is a class that does not derive from ``Callback``.
     """
     makers = []
     for name in names_of(config.callbacks):
@@ -248,7 +248,7 @@ def shape(config: RunConfig) -> tuple[int, int, int]:
 @lru_cache(maxsize=4)
 @_as_config_error()
 def source_model(config: RunConfig) -> nn.Module:
-    """Return the network before its conversion, with the run's initial weights. It is cached: copy it before a change."""
+    """Return the network with its own BatchNorm layers and the run's initial weights. It is cached: copy it before a change."""
     classes, channels, size = shape(config)
     if classes < 2 and isinstance(task(config), Classification):
         raise ConfigError(f"classification needs at least 2 classes, but dataset={config.dataset!r} has {classes}")
@@ -280,7 +280,7 @@ def source_model(config: RunConfig) -> nn.Module:
 @lru_cache(maxsize=4)
 @_as_config_error()
 def client_model(config: RunConfig) -> nn.Module:
-    """Return the converted network with which every client starts. It is cached: copy it before a change."""
+    """Return the network with the method's layers, with which every client starts. It is cached: copy it before a change."""
     return convert(source_model(config), config.build_method())
 
 
@@ -353,11 +353,12 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
     Args:
         config: The run config.
         client: The index of the client.
-        own: The data that the client brings itself, all of which are its own; empty: it has its part of the run's
-            data.
+        own: The names of data that the client brings itself, which it uses in full; empty: the client takes its part of
+            the run's data.
 
     Returns:
-        Training samples, test samples and counts per class. The counts are empty if samples have no class.
+        Training samples, test samples, and the number of training samples per class. The counts are empty if samples
+        have no class.
     """
     data = site_dataset(config, own) if own.dataset else dataset(config)
     part = torch.arange(len(data.y_train)) if own.dataset else partitions(config)[client]
@@ -400,8 +401,8 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
     source = f"this client's own {own.dataset!r} ({own.path or 'default path'})"
     if (data.channels, data.image_size) != (channels, size):
         raise ConfigError(
-            f"{source}: the run takes {channels} channels of {size} x {size} pixels, but these have {data.channels} of {data.image_size} x "
-            f"{data.image_size}"
+            f"{source}: the run takes {channels} channels of {size} x {size} pixels, but these data have {data.channels} of "
+            f"{data.image_size} x {data.image_size}"
         )
     if kind_of(data.y_train) not in (LABELS, MASKS) and data.classes != classes:
         description = describe(data.y_train, data.classes)
@@ -412,11 +413,11 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
 
 
 def _check_columns(config: RunConfig, data: Dataset) -> None:
-    """Check that a site's CSV files are read as all other sites' are.
+    """Check that this site reads its CSV files by the same columns.toml as all other sites.
 
     Raises:
-        ConfigError: The run's columns-digest is missing, is not that of the site's columns.toml, or is given for data
-            without a columns.toml.
+        ConfigError: The run's columns-digest is missing or is not the digest of the site's columns.toml, or the site's data
+            have no columns.toml.
     """
     digest = data.columns.digest if isinstance(data, TableData) else ""
     wanted = config.columns_digest
@@ -425,11 +426,11 @@ def _check_columns(config: RunConfig, data: Dataset) -> None:
         wanted = run.columns.digest if isinstance(run, TableData) else digest
     if digest and not wanted:
         raise ConfigError(
-            f"this client's columns.toml has the digest {digest}, but the run names none, so other sites may read the same cells as other "
-            f"numbers: start the run with columns-digest='{digest}'"
+            f"this client's columns.toml has the digest {digest}, but the run's columns-digest is empty, so other sites may read the same "
+            f"cells as other numbers: start the run with columns-digest='{digest}'"
         )
     if digest != wanted:
-        here = f"this client's has {digest}" if digest else f"this client's own data, {data.name!r}, have none"
+        here = f"this client's has {digest}" if digest else f"this client's own data, {data.name!r}, have no columns.toml"
         raise ConfigError(f"the run is for a columns.toml with the digest {wanted}, but {here}: give all sites one columns.toml")
     if isinstance(data, TableData):
         check_rows(data)
@@ -462,7 +463,8 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
         node_id: Flower's id of the client's node.
 
     Raises:
-        ConfigError: Neither gives the index, or the node config counts another number of clients than the run.
+        ConfigError: Neither the node config nor ``client-nodes`` gives the index, or ``num-partitions`` in the node config
+            is not the run's number of clients.
     """
     nodes, names = nodes_of(config.client_nodes), sites_of(config.client_names)
     if "partition-id" not in node and nodes:

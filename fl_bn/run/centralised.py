@@ -107,7 +107,7 @@ def check_centralised(config: RunConfig) -> None:
     """Check that every key of the run config has a meaning without clients and server.
 
     Raises:
-        ConfigError: A key has none, or the method exists only in a federation.
+        ConfigError: A key has no such meaning, or the method exists only in a federation.
     """
     if (method := config.build_method()) and _federates(method, config.rounds):
         raise ConfigError(
@@ -141,7 +141,7 @@ def _optimizer(settings: LocalTraining, parameters: list[nn.Parameter], rate: fl
 
 
 def _batches(config: RunConfig, local: LocalRound) -> tuple[Merged | IndexBatches, Sequence[IndexBatches]]:
-    """Return the batches of a round, and the batches of each client (or of all data together) that they are made of."""
+    """Return the training batches of a round, and the batches that supply their samples: one set per client, or a single set."""
     number, cohort = local.instruction.round, max(1, round_half_up(config.fraction * config.clients))
     if config.update == "gradients":
         chosen = sample_cohort(range(config.clients), cohort, random.Random(f"{config.seed}/{number}"))

@@ -1,4 +1,4 @@
-"""Keep the checkpoints of a run in its folder, and find the run that a run config asks to resume."""
+"""Keep the checkpoints of a run in its folder, and find the run that the run-config key ``resume`` names."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Checkpoints:
 
     Args:
         run: The folder of the run.
-        history: The files that grow by a round at a time. A checkpoint has their lengths, to which a resumed run cuts
-            them.
+        history: The files to which every round is appended. A checkpoint stores their lengths. A resumed run cuts the
+            files to these lengths.
     """
 
     def __init__(self, run: Path, history: History) -> None:
@@ -123,7 +123,7 @@ def _unfinished(root: Path) -> str:
 
 
 def _differences(run: Path, config: RunConfig) -> str:
-    """Return in words in which keys a run differs from ``config``; empty: in none that changes its results."""
+    """Return a text that lists the keys whose values differ from ``config`` and change results; empty: there are none."""
     try:
         values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
     except (OSError, *UNREADABLE) as error:

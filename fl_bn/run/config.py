@@ -1,8 +1,8 @@
 """Define the run config, a frozen and checked value, and make the objects that its keys describe.
 
-General keys are declared in ``run_keys``. The others are options of the methods, objectives and server optimisers in
-``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``, and of the classes in ``VALUES``. These are looked up each
-time, so that entries of other packages count, too.
+General keys are declared in ``run_keys``. The other keys are options of the methods, objectives and server optimisers
+in ``METHODS``, ``OBJECTIVES`` and ``SERVER_OPTIMIZERS``, and of the classes in ``VALUES``. Options are looked up each
+time, so that those of other packages count, too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FIELDS = {kebab(name): name for name in own_options(RunKeys)}
 class RunConfig(RunKeys):
     """Hold all settings of a run.
 
-    ``config["hbn-lam"]`` is the value of any key. General keys are attributes, too.
+    ``config[KEY]`` is the value of a key, for example ``config["hbn-lam"]``. General keys are attributes, too.
 
     Attributes:
         options: The keys that are not fields of ``RunKeys``, as pairs of key and value. A key that is not among them
@@ -193,7 +193,7 @@ class RunConfig(RunKeys):
         return f"{time:%Y%m%d-%H%M%S}-{self.method}-{data}-seed{self.seed}"
 
     def build_method(self) -> Method:
-        """Make the method, with its options and its share of this run's settings."""
+        """Make the method from its own options and from general keys, such as ``freeze-after``, ``clip`` and ``attack``."""
         constructor = METHODS[self.method]
         method = build(constructor, self.__getitem__)
         freezes_itself = "freeze-after" in options_by_key(constructor)
@@ -243,7 +243,7 @@ class RunConfig(RunKeys):
 
     def _check_byzantine(self) -> None:
         if self.byzantine >= self.clients:
-            raise ConfigError(f"byzantine must leave an honest client of clients={self.clients}, but got {self.byzantine}")
+            raise ConfigError(f"byzantine must be less than clients={self.clients}, so that one is honest, but got {self.byzantine}")
         self.defence().check(self._cohort_at_start())
 
     @property
@@ -293,7 +293,7 @@ class RunConfig(RunKeys):
                 )
             if self.hold_out:
                 raise ConfigError(
-                    f"dataset={SITES!r} has no domains that hold-out could name: leave it out, and start the run without that site"
+                    f"dataset={SITES!r} has no domains that hold-out could name: leave out hold-out, and start the run without that site"
                 )
 
     def local_training(self) -> LocalTraining:
@@ -313,7 +313,7 @@ class RunConfig(RunKeys):
         return build(OBJECTIVES[self.objective], self.__getitem__)
 
     def build_server_optimizer(self) -> ServerOptimizer:
-        """Make the optimiser by which the server steps the shared weights, with its options."""
+        """Make the optimiser with which the server updates the shared weights, with its options."""
         return build(SERVER_OPTIMIZERS[self.server_optimizer], self.__getitem__)
 
     def exchange_settings(self) -> ExchangeSettings:
@@ -332,7 +332,7 @@ class RunConfig(RunKeys):
         return self._value(Schedule)
 
     def round_policy(self) -> Rounds:
-        """Make the settings by which the server runs rounds. Call it on the server only, since it reads certificate files.
+        """Make the settings of the server's rounds. Call this method on the server only, since it reads certificate files.
 
         Raises:
             ConfigError: The run needs the layer-wise exchange, but its certificate files are missing or wrong.
@@ -369,7 +369,7 @@ class RunConfig(RunKeys):
         """Make the object of a class in ``VALUES`` from the values of its keys.
 
         Args:
-            kind: A key of ``VALUES``. The class of that entry is made.
+            kind: A key of ``VALUES``. The method makes an object of the class ``VALUES[kind]``.
             computed: Fields that are not run-config keys, or that depend on several keys.
         """
         value: T = build(VALUES[kind], self.__getitem__, **computed)
@@ -380,5 +380,5 @@ class RunConfig(RunKeys):
         return exchanges_in_rounds(self.build_method())
 
     def exchanges_to_measure(self) -> bool:
-        """Return whether clients may exchange statistics layer by layer outside training, to make them exact."""
+        """Return whether clients may exchange statistics layer by layer outside training, to compute exact global statistics."""
         return measures_in_the_clear(self.build_method(), self) and self.recalibration != "passes"

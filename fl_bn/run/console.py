@@ -17,7 +17,7 @@ from fl_bn.task import Task
 
 
 def in_full(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a copy of ``record`` with the long text, if it reports a round; otherwise return ``record`` itself."""
+    """Return a copy of ``record`` with the long line of a round as its text. Return other records than those of rounds unchanged."""
     if not hasattr(record, DETAIL):
         return record
     made = copy.copy(record)
@@ -68,7 +68,7 @@ class Console(logging.Handler):
 def shown(verbose: bool = False) -> Iterator[None]:
     """Print the log through ``Console`` inside the ``with`` block.
 
-    Only handlers that print are replaced, and not those that are a ``Console`` already.
+    The handlers with which Flower prints are replaced. Other handlers stay, among them a ``Console`` from an outer block.
     """
     before = LOGGER.handlers
     LOGGER.handlers = [Console(one, verbose) if prints(one) else one for one in before]
@@ -81,7 +81,7 @@ def shown(verbose: bool = False) -> Iterator[None]:
 
 
 def bars(task: Task) -> list[Bar]:
-    """Return the progress bars that display the log, after setting ``task``, whose metric they show."""
+    """Return the progress bars that display the log. Set their ``task`` first, so that they show the metric of this task."""
     displayed = [handler.bar for handler in LOGGER.handlers if isinstance(handler, Console) and handler.bar is not None]
     for bar in displayed:
         bar.task = task

@@ -14,16 +14,16 @@ from fl_bn.run.keys import known_device
 
 
 def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.device:
-    """Return the device that the client's node config names, or else the run config.
+    """Return the device that the client's node config names, or else the device that the run config names.
 
-    If it is a GPU, set whether this process uses deterministic kernels, as the run config says.
+    For a GPU, also set whether this process uses deterministic kernels, as the run config says.
 
     Args:
         config: The run config.
         node: The node config; None: there is none.
 
     Raises:
-        ConfigError: The name is not the name of a device, or torch does not see this GPU.
+        ConfigError: The config names something other than a device, or a GPU that torch does not see.
     """
     chosen = _device(config, node)
     if chosen.type == "cuda":

@@ -1,7 +1,7 @@
 """Measure diagnostics that need all clients' data in one place, so they exist only in simulation.
 
 The server process reads every client's part of the data itself. Diagnostics are measured at every evaluation, on copies
-of the model, and use none of the run's random numbers. So a run has the same results with them as without.
+of the model, and use none of the run's random numbers. So a run has the same results with and without diagnostics.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Measurement(NamedTuple):
 
     Attributes:
         round: The number of the round.
-        layer: The name of the layer; empty: the value is of the whole network.
-        client: The index of the client; None: the value is of all clients.
+        layer: The name of the layer; empty: the value belongs to the whole network.
+        client: The index of the client; None: the value belongs to all clients.
         quantity: The name of the quantity.
         value: The value.
     """
@@ -64,26 +64,25 @@ class Diagnostics:
     ``training-loss``: the loss and the task's metric on all clients' training data, in evaluation mode
     (``training-loss`` and, for example, ``training-accuracy``).
 
-    ``drift`` (FixBN, seed 000, figure 2): six quantities of each BatchNorm layer, as means over its channels:
+    ``drift`` (FixBN's paper, figure 2): six quantities of each BatchNorm layer, as means over its channels:
 
     * ``mean-moved``, ``var-moved``: how far the global statistics moved since the last evaluation. A mean is measured
       in standard deviations, a variance by the absolute log of the ratio.
     * ``batch-mean-distance``, ``batch-var-distance``: how far the statistics of a client's batch are from the global
-      ones, in the same units, as a mean over clients.
+      statistics, in the same units, as a mean over clients.
     * ``batch-mean-spread``, ``batch-var-spread``: how much the statistics of the same batch vary over the evaluations
-      so far, as a mean over clients. It is the variance of the batch's mean, in units of the global variance, and the
-      variance of the log of the batch's variance.
+      so far, as a mean over clients. For the mean, this is its variance in units of the global variance. For the
+      variance, it is the variance of the log.
 
     Batch statistics are those of the layer's input. The layers before it normalise as in training, or as in evaluation
     once the statistics are frozen.
 
-    ``gradients``: ``gradient-deviation``, which is B_i^2 of each client and the mean over clients, and
-    ``centralised-gradient``, which is the squared norm of the gradient on all batches together (see
-    ``gradient_deviation``).
+    ``gradients``: two quantities of the whole network (see ``gradient_deviation``). ``gradient-deviation`` is B_i^2 of
+    each client, and their mean. ``centralised-gradient`` is the squared norm of the gradient on all batches together.
 
     Args:
         config: The run config.
-        names: The kinds to measure, of ``DIAGNOSTICS``.
+        names: The kinds to measure. Each is a name in ``DIAGNOSTICS``.
 
     Raises:
         ConfigError: A name is unknown, the server does not have the data, the method has no global model, or the

@@ -25,7 +25,7 @@ BATCHES = re.compile(r"(?<=after )\d+(?= batches)")  # in the description of a d
 
 @dataclass(frozen=True)
 class Kind:
-    """Hold the totals of one kind of disclosure by one client.
+    """Hold the totals of one kind of content that left one client, such as its weights: one kind of *disclosure*.
 
     Attributes:
         tensors: The number of tensors in one message.
@@ -50,7 +50,7 @@ class Kind:
 
 
 class DisclosureTotals:
-    """Add up the disclosures of a run, by client, section of the message and description.
+    """Add up the disclosures of a run (contents that left a client), by client, section of the message and description.
 
     The memory for this grows with the number of clients, not with the number of rounds.
     """
@@ -60,7 +60,7 @@ class DisclosureTotals:
         self._last: dict[tuple[int, str, str], int] = {}
 
     def add(self, record: RoundRecord) -> None:
-        """Add the disclosures in the record of a round. That of round 1 includes the exchanges of ``calibrate`` before it."""
+        """Add the disclosures in the record of a round. The record of round 1 also has those of ``calibrate`` before round 1."""
         for disclosure in record.disclosures:
             key = disclosure.client, disclosure.section, disclosure.what
             before = self._kinds.get(key, Kind(0, 0, 0, 0))

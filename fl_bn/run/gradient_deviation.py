@@ -1,6 +1,6 @@
 """Measure how far the gradient of a client is from its part of the centralised gradient, because of batch statistics.
 
-Source: FedTAN (seed 004), assumption 1. Because BatchNorm uses local statistics, the local gradient deviates by B_i. The
+Source: FedTAN's paper, assumption 1. Because BatchNorm uses local statistics, the local gradient deviates by B_i. The
 deviation does not vanish with the learning rate. So FedAvg with BatchNorm does not converge if the clients' data differ.
 """
 
@@ -42,9 +42,9 @@ def gradient_deviations(model: nn.Module, batches: Sequence[Batch], task: Task =
 
     ``g_i`` is the gradient of the mean loss of client i, where BatchNorm uses the client's own batch statistics, as
     ``nn.BatchNorm`` does. ``c_i`` is the gradient of the same loss, where BatchNorm uses the statistics of all batches
-    together, and their gradients are averaged over the clients (FedTAN, Algorithms 2 and 3). The gradient on all
-    batches together is then ``sum p_i c_i``, with ``p_i`` proportional to the batch sizes. Dropout is off. The
-    activations of all clients are in memory at the same time.
+    together. For ``c_i``, the gradients of these statistics are averaged over the clients (FedTAN, Algorithms 2 and 3).
+    The gradient on all batches together is ``sum p_i c_i``, with ``p_i`` proportional to the batch sizes. Dropout is off.
+    The activations of all clients are in memory at the same time.
 
     Args:
         model: A network converted for FedTAN.

@@ -36,7 +36,7 @@ Row = dict[str, Value | None]
 
 
 def metric_columns(task: Task) -> tuple[str, ...]:
-    """Return the columns of the task's metrics, as ``accuracy``, ``accuracy-std`` and ``accuracy-min``.
+    """Return the columns of the task's metrics, such as ``accuracy``, ``accuracy-std`` and ``accuracy-min``.
 
     Series, such as the accuracy per class, have no columns.
     """
@@ -122,9 +122,9 @@ _values = attrgetter(*(field.name for field in fields(Disclosure)))
 def round_line(record: RoundRecord, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> dict[str, Any]:
     """Return the line of a round in rounds.jsonl, as a JSON object.
 
-    It has the row of the round and the rows of the clients. It also has the series of the task, such as the accuracy
-    per class (null for a class without samples), the metric per domain, and the disclosures, each as the list of the
-    fields of ``Disclosure``.
+    It has the row of the round, the rows of the clients and the metric per domain. It has the series of the task, such
+    as the accuracy per class, which is null for a class without samples. Each disclosure is a list of the values of
+    ``Disclosure``'s fields.
     """
     lists = {key: [_finite(value) for value in series(record.evaluation, stem)] or None for stem, key in _series(task).items()}
     domains = {name: _finite(value) for name, value in per_domain(record.evaluation, task).items()}
@@ -137,9 +137,9 @@ def _series(task: Task) -> dict[str, str]:
 
 
 def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecord:
-    """Rebuild the record of a round from its line in rounds.jsonl, as far as pictures and summaries need it.
+    """Rebuild the record of a round from its line in rounds.jsonl, with the fields that pictures and summaries need.
 
-    Lines of earlier versions of fl-bn, which lack some columns, can be read, too.
+    Lines of earlier versions of fl-bn, which lack some columns, can also be read.
     """
     down, up = ({s: n for s in SECTIONS if (n := row[f"bytes-{way}-{s}"])} for way in ("down", "up"))
     moved = row["drift-layer"] is not None
@@ -177,13 +177,13 @@ def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecor
 
 
 def per_domain(metrics: Mapping[str, float], task: Task = CLASSIFICATION) -> dict[str, float]:
-    """Return the task's metric of each domain, by the name of the domain, from metrics named as ``accuracy-domain-NAME``."""
+    """Return name of a domain -> its value of the task's metric, from metrics with names such as ``accuracy-domain-NAME``."""
     stem = f"{task.metric}-domain-"
     return {name.removeprefix(stem): value for name, value in metrics.items() if name.startswith(stem)}
 
 
 def named_per_domain(values: Mapping[str, float], task: Task = CLASSIFICATION) -> dict[str, float]:
-    """Return metrics named as ``accuracy-domain-NAME`` from the values of domains: the inverse of ``per_domain``."""
+    """Return metrics by names such as ``accuracy-domain-NAME``, from a value for each domain. ``per_domain`` is the inverse."""
     return {f"{task.metric}-domain-{name}": value for name, value in values.items()}
 
 
@@ -210,10 +210,10 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 class History:
-    """Write the files of a run that grow by a round at a time.
+    """Append every round of a run to its files.
 
     If a round cannot be written, for example because the disk is full, it is kept in memory and written with the next
-    one. No incomplete line is left in a file.
+    round. Incomplete lines are removed from the files.
 
     Args:
         folder: The folder of the run.
@@ -233,7 +233,7 @@ class History:
             self._columns["diagnostics.csv"] = DIAGNOSTIC_COLUMNS
 
     def begin(self) -> None:
-        """Begin empty files with the names of their columns."""
+        """Write the names of the columns to the empty files."""
         for file, columns in self._columns.items():
             self._waiting[file] = _csv(columns, [dict(zip(columns, columns, strict=True))])
         self._write()
@@ -274,13 +274,13 @@ class History:
             The records of the rounds that are left.
 
         Raises:
-            Damaged: A file is shorter than that, or cannot be read.
+            Damaged: A file is shorter than its length in ``lengths``, or cannot be read.
         """
         paths = {self.folder / file: int(lengths.get(file, 0)) for file in self.files}
         for path, length in paths.items():
             have = path.stat().st_size if path.exists() else 0
             if have < length:
-                raise Damaged(f"{path}: expected at least the {length} bytes of the checkpoint, but it has {have}: {ANEW}")
+                raise Damaged(f"{path}: expected at least the {length} bytes of the checkpoint, but the file has {have}: {ANEW}")
         for path, length in paths.items():
             if path.exists():
                 os.truncate(path, length)
@@ -315,7 +315,7 @@ def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Value | None]]) -> 
 
 
 def _header(path: Path) -> tuple[str, ...]:
-    """Return the columns of a file, which another version of fl-bn may have begun; empty: the file does not exist."""
+    """Return the columns in the first line of a file. They may be those of another version of fl-bn; empty: there is no file."""
     if not path.exists():
         return ()
     try:

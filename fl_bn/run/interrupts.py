@@ -13,8 +13,8 @@ from types import FrameType
 def held() -> Iterator[None]:
     """Let SIGINT (Ctrl-C) wait until the end of the ``with`` block, so that files are written completely.
 
-    Use it for short work only, since the user cannot interrupt it. Outside the main thread it does nothing, since only
-    that thread receives signals.
+    Use it for short work only, since the user cannot interrupt the work. In other threads than the main thread it does
+    nothing, since only the main thread receives signals.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:  # None: the handler was not set from Python

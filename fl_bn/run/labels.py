@@ -14,7 +14,7 @@ from fl_bn.task import LABELS, kind_of
 
 
 def check_labels(data: Dataset) -> None:
-    """Check whether the data of a run, all clients together, lack a class. The data of a single site may.
+    """Check that the data of a run have samples of every class. Data of a single site are not checked: they may lack classes.
 
     If class 0 is missing, labels are probably counted from 1, and the network would have one class too many. If another
     class is missing, a warning is logged.
@@ -55,7 +55,7 @@ def check_rows(data: TableData) -> None:
 
 
 def missing_classes(counts: Sequence[int]) -> str:
-    """Return the classes without a sample as text: the first ten, and the number of others; empty: every class has one.
+    """Return a text with the first ten classes without samples and the number of further ones; empty: all classes have samples.
 
     Args:
         counts: The number of samples of each class.

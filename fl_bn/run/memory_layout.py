@@ -17,15 +17,15 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)  # torch has channels-last kernel
 def memory_format(name: str, model: nn.Module, image: tuple[int, int], device: torch.device) -> torch.memory_format:
     """Return the memory format of the clients' networks.
 
-    ``auto`` is channels-last on a CPU if the network has 2-D convolutions: it was faster, or as fast, for all
-    networks that were measured (``benchmarks/results/memory-format.md``). On a GPU it is contiguous, because
-    channels-last gained nothing there (``benchmarks/results/gpu.md``). A network that cannot compute in
-    channels-last stays contiguous; ``view`` after a convolution is the usual reason.
+    On a CPU, ``auto`` is channels-last if the network has 2-D convolutions. Channels-last was at least as fast for all
+    networks that were measured (``benchmarks/results/memory-format.md``). On a GPU, ``auto`` is contiguous, because
+    channels-last gained nothing there (``benchmarks/results/gpu.md``). A network that cannot compute in channels-last
+    stays contiguous; ``view`` after a convolution is the usual reason.
 
     Args:
         name: The value of the key ``memory-format``.
         model: The network.
-        image: The number of channels of its inputs, and their height and width in pixels.
+        image: ``(channels, size)`` of the network's inputs, which are ``size`` pixels high and wide.
         device: The device on which the clients train.
     """
     if name != AUTO:

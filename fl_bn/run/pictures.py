@@ -64,12 +64,12 @@ def split_of(config: RunConfig) -> str:
 
 
 def in_words(task: Task) -> str:
-    """Return the name of the task's metric for pictures and headings, as ``mean average precision``."""
+    """Return the name of the task's metric for pictures and headings, such as ``mean average precision``."""
     return task.metric.replace("-", " ")
 
 
 def axis_of(task: Task, prefix: str = "") -> str:
-    """Return the name of the task's metric for an axis, with its unit, as ``accuracy (%)``."""
+    """Return the name of the task's metric for an axis, with its unit, such as ``accuracy (%)``."""
     return f"{prefix}{in_words(task)}{' (%)' if task.scale() == 100 else ''}"
 
 
@@ -180,7 +180,7 @@ def draw_labels(
         counts: The number of samples per class, by client.
         config: The run config, for names and the title.
         path: The file of the picture.
-        domains: The number of samples per client of each domain; None, or a single domain: it is not drawn.
+        domains: Name of a domain -> the number of its samples at each client. They are drawn if there are several domains.
     """
     table = np.array([counts[client] for client in sorted(counts)])
     clients, classes = table.shape
@@ -216,8 +216,8 @@ def _stacked(axes: Axes, table: np.ndarray, names: Sequence[str], what: str) -> 
     Args:
         axes: The panel.
         table: The heights of the parts, of shape (clients, names).
-        names: The names of the parts, which are written in parts that have room.
-        what: What a name stands for, ``class`` or ``domain``: the title of the legend.
+        names: The name of each part. It is written in the part if there is room.
+        what: The title of the legend: ``class`` or ``domain``.
     """
     clients, rows = table.shape
     few = rows <= len(SHADES)
@@ -264,7 +264,7 @@ def draw_comparison(
 ) -> None:
     """Draw the task's metric over the rounds for several methods, with bands of one standard deviation.
 
-    The curve of a method with failed runs is pale, and its label says how many runs it is the mean of.
+    The curve of a method with failed runs is pale, and its label has the number of runs that did not fail.
 
     Args:
         curves: The values of each method, of shape (seeds, evaluated rounds), in percent if the metric is a share.
@@ -272,7 +272,7 @@ def draw_comparison(
         title: The heading.
         path: The file of the picture.
         task: The task of the runs.
-        split: The samples on which they were evaluated: ``test`` or ``validation``.
+        split: The samples on which the runs were evaluated: ``test`` or ``validation``.
         planned: The number of runs that each method should have. Default: as many as it has.
     """
     with plt.rc_context(STYLE):
@@ -327,10 +327,11 @@ def draw_heat_maps(
 
 
 def draw_bars(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], path: Path, task: Task = CLASSIFICATION) -> None:
-    """Draw panels with groups of bars. A bar is the mean of its values, and its whisker one standard deviation.
+    """Draw panels with groups of bars. A bar is the mean of its values. Its whisker is one standard deviation.
 
     Args:
-        panels: The values of the task's metric, in percent if it is a share, by panel, group and bar.
+        panels: Title of a panel -> name of a group -> name of a bar -> its values of the task's metric, in percent if the
+            metric is a share.
         path: The file of the picture.
         task: The task.
     """
@@ -378,7 +379,7 @@ def lines(text: str, width: int) -> str:
 
 
 def partition_in_words(config: RunConfig) -> str:
-    """Return in words how the data of a run are divided, as ``Dirichlet(0.1)``."""
+    """Return a text that says how the data of a run are divided among the clients, such as ``Dirichlet(0.1)``."""
     kind = {
         "iid": "IID",
         "classes": f"{config.partition_parameter:g} class{'' if config.partition_parameter == 1 else 'es'} each",
@@ -393,7 +394,7 @@ def partition_in_words(config: RunConfig) -> str:
 
 
 def which_end(partition: str, values: Sequence[float]) -> str:
-    """Return the label of an axis of ``partition-parameter``, which says at which end the data are IID.
+    """Return the label of an axis of ``partition-parameter``. The label says at which end of the axis the data are IID.
 
     Args:
         partition: The run-config key ``partition``.

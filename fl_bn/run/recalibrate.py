@@ -27,7 +27,7 @@ DECIDED = ("rounds", "calibrate", "model-weights", "scale-start", "resume", "che
 
 @dataclass(frozen=True)
 class Row:
-    """Hold the results of one pass.
+    """Hold the results of one pass, in which clients measure statistics without training.
 
     Attributes:
         number: The number of the pass; 0: the state before the first pass.
@@ -48,7 +48,7 @@ def check(config: RunConfig) -> None:
     """Check that the model has running statistics, and that the method shares them.
 
     Raises:
-        ConfigError: One of them does not. The message has the reason.
+        ConfigError: The model has no running statistics, or the method does not share them. The message says which.
     """
     bare = replace(
         config, model_weights=""
@@ -58,17 +58,17 @@ def check(config: RunConfig) -> None:
 
 
 def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output: Path | None = None) -> RunConfig:
-    """Return the config of a run that only measures the BatchNorm statistics anew: same data, same clients, no training.
+    """Return the config of a run that measures the BatchNorm statistics anew, with the same data and clients and no training.
 
     Args:
         source: A finished run's folder, or a file of weights.
         overrides: Keys that replace those of the run.
         passes: How often the clients measure; 0: until the statistics of all layers are exact.
-        output: The folder to make; by default beside ``source``.
+        output: The folder to make. Default: a folder beside ``source``.
 
     Raises:
-        ConfigError: There is no such run or file, its method shares no running statistics, the data are at the run's
-            sites, or a key is wrong or set by the recalibration itself.
+        ConfigError: There is no such run or file, the data are at the run's sites, or the method shares no running
+            statistics; or a key is wrong, or set by the recalibration itself.
     """
     if taken := [key for key in overrides if key in DECIDED]:
         raise ConfigError(f"recalibrate sets {taken[0]} itself: leave it out (--passes and --output set the passes and the folder)")
@@ -93,7 +93,7 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
 
 
 def elsewhere(config: RunConfig) -> str:
-    """Return a command that makes the same federated run on Ray. Its run config can be used in a deployment, too."""
+    """Return the ``flwr run`` command for the same run as a simulation on Ray. A deployment can use its run config, too."""
     default = RunConfig().to_mapping()
     keys = {k: v for k, v in config.to_mapping().items() if v != default[k] and k not in ("name", "output", "resume")}
     line = f"flwr run . --run-config {shlex.quote(flower_config(keys))}"

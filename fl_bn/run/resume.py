@@ -23,8 +23,8 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
         deployed: Whether the run is resumed at its sites; else in this process.
 
     Raises:
-        ConfigError: ``run`` is not the folder of a run; or the run is finished, was made by another version of fl-bn, has
-            no checkpoint, or has its data at the sites while ``deployed`` is False.
+        ConfigError: ``run`` is not the folder of a run; or the run is finished or was made by another version of fl-bn;
+            or a deployed run has no checkpoint; or the data are at the sites while ``deployed`` is False.
     """
     try:
         values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
@@ -41,7 +41,7 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
         raise ConfigError(f"{run} has no checkpoint to go on from (checkpoint-every makes them): submit the run anew")
     if not deployed and (config.dataset == SITES or config.client_nodes):
         name = run.resolve().name
-        raise ConfigError(f"{run} is a run of deployed sites: use fl-bn resume SERVER {name}, with the server's folder (kit/server, say)")
+        raise ConfigError(f"{run} is a run of deployed sites: use fl-bn resume SERVER {name}. SERVER is the server's folder: kit/server")
     return config
 
 

@@ -52,8 +52,8 @@ class RunDirectory(Callback):
     """Write the folder of one run, as a callback of the run and as a context manager around it.
 
     Entering the context opens the files. ``on_end`` writes the model, the pictures and the summary, also after a
-    failure. Leaving the context does so if the run never began. Without ``output`` in the run config, records are kept
-    in memory and nothing is written.
+    failure. Leaving the context calls ``on_end`` if the run did not. Without ``output`` in the run config, records are
+    kept in memory and nothing is written.
 
     Attributes:
         config: The run config.
@@ -140,7 +140,7 @@ class RunDirectory(Callback):
         return self
 
     def start(self, strategy: BatchNormStrategy) -> None:
-        """Take the strategy of the run. Its model is saved at the end, and its privacy releases are recorded in the folder."""
+        """Store the strategy of the run, whose model is saved at the end. Start to record its noisy sums in privacy.jsonl."""
         self.strategy = strategy
         if self.path is not None and strategy.secure is not None and strategy.secure.accountant is not None:
             strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
@@ -151,11 +151,11 @@ class RunDirectory(Callback):
         running.history = tuple(self.records)
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """Add the metric of every domain to the record, where later callbacks find it."""
+        """Add the metric of every domain to the record, so that callbacks called after this one find it there."""
         note_domains(self.config, record)
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Append a round to the files that grow with the run. Ctrl-C waits until it is in all of them."""
+        """Append a round to the files that have every round. Ctrl-C waits until the round is in all of these files."""
         with held():
             self._keep(record)
             if len(self.records) == 1:  # passes are made before round 1, and a resumed run makes none
@@ -210,7 +210,7 @@ class RunDirectory(Callback):
             self._lock = None
 
     def _keep(self, record: RoundRecord) -> None:
-        """Keep the record in memory without its disclosures, which are large, and add these to the totals."""
+        """Keep the record in memory without its disclosures, which are large, and add the disclosures to the totals."""
         self.records.append(replace(record, disclosures=[]))
         self._disclosed.add(record)
 
@@ -251,7 +251,7 @@ class RunDirectory(Callback):
         return {} if population is None else population.absent
 
     def _draw(self, path: Path, passes: Sequence[Pass], counts: Mapping[int, tuple[int, ...]]) -> None:
-        """Draw the pictures that the run has numbers for."""
+        """Draw the pictures for which the run has numbers."""
         draws = self.config.pictures and self._can_draw()
         if draws and passes:
             from fl_bn.run.recalibration_picture import draw_passes  # imports matplotlib

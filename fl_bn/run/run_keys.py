@@ -1,9 +1,9 @@
-"""Declare the general run-config keys: all that are not options of one method, objective or server optimiser.
+"""Declare the general run-config keys, which do not belong to one method, objective or server optimiser.
 
-Options of methods, objectives and server optimisers are declared in their own classes. So are the options of the
-classes in ``VALUES``, which every run has; for these, a line in this file gives only the place of the key in docs/config.md,
-its attribute and its type. ``[tool.flwr.app.config]`` of pyproject.toml has all keys with their defaults. Values are
-overridden by ``flwr run . --run-config "rounds=10 method='hbn'"``, and in the same way by ``fl-bn run``.
+Options of methods, objectives and server optimisers are declared in their own classes. Options of the classes in
+``VALUES``, which every run has, are declared in those classes. For each of these options, a line in this file gives the
+place of the key in docs/config.md, its attribute and its type. ``[tool.flwr.app.config]`` of pyproject.toml has all keys
+with their defaults. Values are overridden by ``flwr run . --run-config "rounds=10 method='hbn'"`` or by ``fl-bn run``.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from fl_bn.support.names import names_of
 
 _MADE = (LocalTraining, Schedule, Rounds, ExchangeSettings, Certificates, Defence, SecureAggregation, Privacy)
 VALUES: dict[type[Any], type[Any]] = {kind: kind for kind in _MADE}
-"""The class of settings that a run config makes in place of each class. Its options are run-config keys.
+"""Class of settings -> the class of which a run config makes an object in its place. Its options are run-config keys.
 
-To add options to local training, derive a class from the present entry and enter it: ``VALUES[LocalTraining] = Mine``.
+To add options to local training, derive a class ``Mine`` from the present entry and set ``VALUES[LocalTraining] = Mine``.
 """
 
 
@@ -217,7 +217,7 @@ class RunKeys(DataKeys):
 def general_options() -> Mapping[str, Option]:
     """Return the options of ``RunKeys`` and of ``VALUES`` by key, in the order of docs/config.md.
 
-    An option without a line in ``RunKeys`` follows the one that its class declares before it.
+    An option without a line in ``RunKeys`` follows the option that its class declares before it.
 
     Raises:
         ValueError: A class in ``VALUES`` is not derived from the class that it replaces, or two declarations of a key

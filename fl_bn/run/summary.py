@@ -30,14 +30,14 @@ def summary(
     Args:
         config: The run config.
         records: The records of the rounds.
-        error: The error that ended the run early; None: it is complete.
+        error: The error that ended the run early; None: the run is complete.
         passes: The passes of ``calibrate``, which only measure statistics.
         disclosures: The lines of the table of disclosures.
         privacy: A sentence on the privacy budget that was spent; empty: no noise was added.
         task: The task of the run.
         absent: For each client that takes no part in the run, its name and the reason.
         is_there: Whether the folder of the run has the file with this name. Only such files are listed.
-        early: The reason why a callback ended the run early; empty: none did.
+        early: The reason why a callback ended the run early; empty: no callback did.
     """
     if config.rounds == 0:
         return _of_recalibration(config, records, error, passes, disclosures, task, is_there)
@@ -115,7 +115,7 @@ FILES_OF_RECALIBRATION = (
 
 
 def _files(texts: Sequence[str], is_there: Callable[[str], bool], task: Task) -> str:
-    """Return the line with the ``texts`` about files that are there."""
+    """Return one line that joins the ``texts`` about files that exist."""
     about = [text.format(picture=f"{task.metric}.png") for text in texts]
     return f"Files: {'; '.join(text for text in about if is_there(text.split('`')[1]))}."
 
@@ -125,7 +125,7 @@ def _local(config: RunConfig) -> str:
 
 
 def _composition(config: RunConfig) -> list[str]:
-    """Return lines on how the run differs from plain federated averaging, beside its method."""
+    """Return a line on how the run differs from plain federated averaging, apart from its method; an empty list: it does not."""
     parts = [] if config.objective == "none" else [f"objective `{config.objective}`"]
     if config.maintain_momentum != "reset":
         parts.append(f"momentum kept between rounds ({config.maintain_momentum})")
@@ -157,7 +157,7 @@ def _before_and_after(records: Sequence[RoundRecord], task: Task) -> list[str]:
 
 
 def _chosen(config: RunConfig) -> list[str]:
-    """Return lines on what the evaluations chose (the best model, an early end), and on which samples."""
+    """Return lines for ``keep-best`` and ``early-stop``: the file of the best model, and a remark if test data chose the round."""
     if not (config.keep_best or config.early_stop):
         return []
     kept = ["- the model of the best evaluation is in `best.safetensors`"] if config.keep_best and config.output else []

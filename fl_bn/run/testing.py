@@ -16,7 +16,7 @@ from fl_bn.task import MetricState
 
 
 def test_metrics(config: RunConfig, model: nn.Module, device: torch.device) -> dict[str, float]:
-    """Return the metrics of ``model`` on the test data, by the names that they have in records. The model is not changed."""
+    """Return name -> value of each metric of ``model`` on the test data, as in ``RoundRecord``. The model is not changed."""
     data, model = dataset(config), copied(model).to(device)
     of = task(config, data.y_test)
     if data.domain_test is None:
@@ -32,7 +32,7 @@ def test_metrics(config: RunConfig, model: nn.Module, device: torch.device) -> d
 def note_domains(config: RunConfig, record: RoundRecord) -> None:
     """Add the metric of each domain to ``record``, if clients evaluated their own models on their own domains.
 
-    It is the mean over the clients of the domain.
+    The metric of a domain is the mean over the clients of the domain.
     """
     of = task(config)
     if (

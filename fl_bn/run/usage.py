@@ -25,7 +25,7 @@ class Usage:
 
         Args:
             values: Values by kebab-case key, as for ``RunConfig.from_mapping``.
-            must: The keys that must have an effect in this run, since they were given for it alone.
+            must: The keys that must have an effect in this run, since the user gave them for this run alone.
 
         Raises:
             ConfigError: A key is unknown, a value is out of range, or a key of ``must`` has no effect.
@@ -45,7 +45,7 @@ class Usage:
 
     @property
     def ignored(self) -> dict[str, str]:
-        """Return the keys that have no effect in any run made so far, each with the sentence that says why."""
+        """Return key -> the reason why it has no effect, for keys without effect in all run configs made so far."""
         return {key: sentence for key, sentence in self._refusals.items() if key not in self._used}
 
     def check(self, keys: Collection[str]) -> None:

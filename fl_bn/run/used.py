@@ -1,4 +1,4 @@
-"""Define when run-config keys have an effect, and refuse keys that the user set and that have none.
+"""Define when run-config keys have an effect, and refuse keys that the user set but that have no effect.
 
 The condition of a key is given with its declaration (``option(used=...)``). This module defines the conditions of
 ``RunKeys`` and ``DataKeys``. An option of a method, an objective or a server optimiser has an effect if its owner is
@@ -24,7 +24,7 @@ class HasNoEffect(ConfigError):
     """Signal that the user set keys that have no effect in the run.
 
     Attributes:
-        by_key: For each of these keys, the sentence that says why.
+        by_key: Key without effect -> the sentence that says why.
     """
 
     def __init__(self, by_key: Mapping[str, str]) -> None:
@@ -39,11 +39,11 @@ Registries = Mapping[str, Mapping[str, object]]
 
 
 def conditions(config: Any, registries: Registries, general: Mapping[str, Option]) -> dict[str, Used]:
-    """Return the conditions of all keys that have one.
+    """Return key -> the condition under which it has an effect. Keys that always have an effect are left out.
 
     Args:
         config: The run config.
-        registries: The registries, by the key that chooses an entry.
+        registries: Key that chooses an entry by name, such as ``method`` -> the registry, name -> constructor.
         general: The options of all general keys, by key.
     """
     uses: dict[str, Used | None] = {key: spec.used for key, spec in general.items()}
@@ -66,7 +66,7 @@ def check_used(config: Any, defaults: Mapping[str, Value], registries: Registrie
     Args:
         config: The run config.
         defaults: The default of every key. A key with another value was set by the user.
-        registries: The registries, by the key that chooses an entry.
+        registries: Key that chooses an entry by name, such as ``method`` -> the registry, name -> constructor.
         general: The options of all general keys, by key.
 
     Raises:
@@ -82,7 +82,7 @@ def check_used(config: Any, defaults: Mapping[str, Value], registries: Registrie
 
 
 def refusal(config: Any, key: str, unmet: Used) -> str:
-    """Return a sentence that says that a key has no effect, why, and what to do.
+    """Return an error message: which key has no effect, the reason, and what to do.
 
     Args:
         config: The run config.

@@ -1,9 +1,8 @@
 """Run the attack grid, and report the accuracy of each robust rule under the attack that is worst for it.
 
-The grid is a sweep over heterogeneity, the number f of attackers, the rule and the attack. The report has three other
-accuracies beside the one under the worst attack: without attackers and defence, with the rule but no attack, and under
-the worst attack with a rule that expects one attacker too few. The last one is run in a second pass, since the first
-pass finds the worst attack.
+The grid is a sweep over method, heterogeneity, the number f of attackers, the rule and the attack. The report has three
+more accuracies: without attack and defence, with the rule but no attack, and with a rule that expects one attacker too
+few. The third is measured under the worst attack, in a second pass, since the first pass finds this attack.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ class Setting:
 
     @property
     def place(self) -> dict[str, str]:
-        """Return the value of this setting on each axis of the sweep."""
+        """Return axis of the sweep -> the label of this setting on the axis."""
         attackers = f"f{self.byzantine}-told{self.declared}-{self.rule}-{self.attack}"
         return {"method": self.method, "heterogeneity": f"{self.heterogeneity:g}", "attackers": attackers}
 
     @property
     def keys(self) -> dict[str, dict[str, Any]]:
-        """Return, by axis, the run-config keys that this setting's value on the axis stands for."""
+        """Return axis -> the run-config keys, with values, that belong to this setting on the axis."""
         statistics, _, updates = self.rule.partition("/")
         rules = {"statistics-rule": statistics, "update-rule": updates or statistics}
         return {
@@ -82,7 +81,7 @@ class Grid:
         return [(m, h, f, rule) for m in self.methods for h in self.heterogeneity for f in self.byzantine for rule in self.rules]
 
     def settings(self) -> list[Setting]:
-        """Return the settings of the first of the two passes over the grid. Each row of the table has three kinds of settings.
+        """Return the settings of the first pass over the grid. Each row of the table has three kinds of settings.
 
         The kinds are: no defence and no attack, the rule without attack, and the rule under every attack. In all
         settings the data are divided among n - f clients.
@@ -99,7 +98,7 @@ class Grid:
         return [Setting(m, h, f, f - 1, rule, attack) for (m, h, f, rule), attack in worst.items() if attack]
 
     def worst(self, scores: Scores, method: str, heterogeneity: float, f: int, rule: str) -> str:
-        """Return the attack with the lowest mean accuracy after the last round; empty: no attack has a finished run."""
+        """Return the attack under which the mean accuracy after the last round is lowest; empty: no attack has a finished run."""
         known = {a: scores[s].last for a in self.attacks if (s := Setting(method, heterogeneity, f, f, rule, a)) in scores}
         return min(known, key=known.__getitem__, default="")
 
@@ -138,8 +137,8 @@ def grid_sweep(settings: Sequence[Setting], seeds: Sequence[int], base: Mapping[
     Args:
         settings: The combinations to run.
         seeds: The seeds. All settings are run with the first seed before the second begins.
-        base: Run-config keys of all runs; each must have an effect in at least one run. If they name no partition, it
-            is ``similarity``.
+        base: Run-config keys of all runs; each must have an effect in at least one run. The default of ``partition`` is
+            ``similarity``.
         title: The title of the tables and pictures.
 
     Raises:
@@ -170,15 +169,15 @@ def run_grid(
         base: Run-config keys of all runs.
         title: The title of the grid.
         output: The folder of the sweep.
-        perform: Runs a sweep, and returns the error of each failed run by its name. Its second argument says whether
-            to repeat runs that failed before.
+        perform: A function that runs a sweep, and returns the error of each failed run by its name. Its second argument
+            says whether to repeat runs that failed before.
         too_few: Make the second pass, in which the rules expect one attacker too few.
 
     Returns:
         The scores of the settings that have a finished run, and the error of each failed run by its name.
 
     Raises:
-        ConfigError: A setting makes no sense, its folder holds another run, or the task has no accuracy.
+        ConfigError: The run config of a setting is wrong, a folder holds another run, or the task has no accuracy.
     """
     settings = grid.settings()
     sweep = grid_sweep(settings, seeds, base, title)
@@ -199,7 +198,7 @@ def run_grid(
 
 
 def read_scores(settings: Sequence[Setting], cells: Sequence[Cell]) -> Scores:
-    """Return the scores of those settings that have a finished and evaluated run among ``cells``."""
+    """Return setting -> score for the settings that have a finished and evaluated run among ``cells``."""
     scores = {}
     for setting in settings:
         runs = [cell for cell in cells if setting.place.items() <= cell.axes.items() and cell.finished()]
@@ -217,7 +216,7 @@ COLUMNS = (
 
 
 def table(grid: Grid, scores: Scores) -> list[dict[str, Any]]:
-    """Return the rows of the table, one per method, heterogeneity, f and rule. Their keys are ``COLUMNS``.
+    """Return the rows of the table, one per method, heterogeneity, f and rule. The keys of a row are ``COLUMNS``.
 
     Accuracies are means over seeds, in percent; None: no run is finished.
     """

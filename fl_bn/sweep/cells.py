@@ -1,6 +1,6 @@
 """Run the cells of a sweep, several at a time.
 
-A *cell* is one run of a sweep. Finished cells are not repeated, the errors of failed ones are reported, and all
+A *cell* is one run of a sweep. Finished cells are not repeated, and the errors of failed cells are reported. All worker
 processes end with the process that started them.
 """
 
@@ -38,7 +38,7 @@ CENTRALISED = "centralised"  # in a sweep, the name of training on all clients' 
 OUTCOME = "cell.json"
 PROGRESS = 0.5  # seconds between two looks at the files of the running cells
 ROUNDS_OTHERWISE = {"memory-format", "deterministic", "device", "engine", "threads"}
-"""Run-config keys that change only the last digits of numbers. Runs with different values of them may be compared."""
+"""Run-config keys that change only the last digits of numbers. Runs that differ in these keys may be compared."""
 OWN = {"output", "name", "pictures", "resume", "workers", "callbacks"}  # keys that a sweep sets itself, or that do not change results
 
 
@@ -88,7 +88,7 @@ class Cell:
         free = OWN | ROUNDS_OTHERWISE | self.config.without_effect
         deciding = [k for k in {**there, **here} if k not in free]
         if differing := [f"{k} is {there.get(k)!r} there, {here.get(k)!r} here" for k in deciding if there.get(k) != here.get(k)]:
-            raise ConfigError(f"{self.path} holds another run ({'; '.join(differing)}): give another output folder, or remove it")
+            raise ConfigError(f"{self.path} holds another run ({'; '.join(differing)}): give another output folder, or remove this run")
         if outcome.get("status") != "finished":
             return False
         return (
@@ -109,7 +109,7 @@ class Cell:
         Args:
             status: ``finished`` or ``failed``.
             seconds: How long the run took.
-            error: Why the run failed; empty: it did not.
+            error: Why the run failed; empty: it did not fail.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         about = {"axes": dict(self.axes), "config": self.config.to_mapping(), "centralised": self.centralised}
@@ -162,15 +162,15 @@ def trained_as(method: str) -> tuple[str, bool]:
 
 
 def log_of(path: Path) -> Path:
-    """Return the log file of the run in the folder ``path``. It is beside that folder."""
+    """Return the log file of the run in the folder ``path``. The file is beside the folder."""
     return path.parent / f"{path.name}.log"
 
 
 def run_cell(cell: Cell) -> None:
-    """Lock a cell and run it. Worker processes call this.
+    """Lock a cell and run it. Worker processes call this function.
 
     Raises:
-        RunFailed: Another process runs the cell already. The cell is not marked as failed then.
+        RunFailed: Another process runs the cell already. In this case the cell is not marked as failed.
     """
     with cell.held():
         run_held(cell)
@@ -215,7 +215,7 @@ def run_cells(
     progress: Callable[[int, int], None],
     running: Callable[[Sequence[Cell]], None] = lambda cells: None,
 ) -> dict[str, str]:
-    """Run the cells that are not finished, in worker processes.
+    """Run the cells (runs of a sweep) that are not finished, in worker processes.
 
     If a worker process dies, for example for lack of memory, only the cell that it ran has failed. The worker
     processes end with this process, even if SIGKILL ends it.
@@ -279,7 +279,7 @@ def run_cells(
 
 
 def _warn_of_turns(jobs: int, cells: Sequence[Cell]) -> None:
-    """Warn if several runs would share a GPU that computes one of them at a time."""
+    """Warn if several runs would share a GPU that, without NVIDIA's MPS, computes one of them at a time."""
     if any(on_gpu(cell.config.device) for cell in cells) and not mps_runs():
         LOGGER.warning(
             "%s runs at a time share a GPU, which computes one of them at a time. Start NVIDIA's MPS (nvidia-cuda-mps-control -d), with "
@@ -289,7 +289,7 @@ def _warn_of_turns(jobs: int, cells: Sequence[Cell]) -> None:
 
 
 def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:
-    """Return how many cells to run at a time: ``jobs``, or fewer if cells ask for worker processes of their own.
+    """Return how many cells (runs) to run at a time: ``jobs``, or fewer if cells ask for worker processes of their own.
 
     Together, the cells then have no more processes than this machine has cores.
     """

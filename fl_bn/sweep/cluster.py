@@ -41,8 +41,8 @@ class Node:
 
     Attributes:
         id: Ray's id of the node.
-        name: Its address and the first digits of its id, for messages.
-        room: How many cells it can run at a time.
+        name: The address of the node and the first digits of its id, for messages.
+        room: How many cells the node can run at a time.
     """
 
     id: str
@@ -52,7 +52,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Done:
-    """Hold the result of a task.
+    """Hold the result of a Ray task, which ran one cell.
 
     Attributes:
         error: Why the run failed; empty: it succeeded.
@@ -65,7 +65,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Task:
-    """Describe a running task: the cell, its node, and the time (``time.monotonic``) at which it began."""
+    """Describe a running Ray task: its cell, its node, and the time at which it began, in seconds of ``time.monotonic``."""
 
     cell: Cell
     node: Node
@@ -81,7 +81,7 @@ def run_cells(
     address: str = "",
     gpus: float = 0.0,
 ) -> dict[str, str]:
-    """Run the cells that are not finished on the nodes of a Ray cluster.
+    """Run the cells (runs of a sweep) that are not finished on the nodes of a Ray cluster.
 
     A cell whose node is lost is run on another node: from its checkpoint if the folder is shared, else anew. A cell
     whose process dies twice on living nodes has failed.
@@ -94,8 +94,8 @@ def run_cells(
         progress: Called about twice a second with the number of finished rounds and of all rounds. The rounds of
             running cells are known only if the folder is shared.
         running: Called about twice a second with the cells that run.
-        address: The address of the cluster's head node, HOST:PORT; empty: the one in RAY_ADDRESS, else the cluster of
-            this machine, else a new cluster of this machine only.
+        address: The address of the cluster's head node, HOST:PORT; empty: the address in RAY_ADDRESS, else the running
+            cluster of this machine, else a new cluster of this machine only.
         gpus: The share of a GPU that each run gets.
 
     Returns:
@@ -123,7 +123,7 @@ def _connected(address: str, folder: Path) -> Iterator[Path]:
     """Connect to the cluster, and log to ``folder``, inside the ``with`` block.
 
     Yields:
-        A file in the folder. A task that can see it shares the folder.
+        The path of a file in the folder. A node on which this file exists shares the folder.
 
     Raises:
         ConfigError: The cluster cannot be reached.
@@ -132,7 +132,7 @@ def _connected(address: str, folder: Path) -> Iterator[Path]:
         _connect(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"there is no Ray cluster at {address or 'RAY_ADDRESS'}: {error}. Start one (ray start --head), and give its --ray-address"
+            f"there is no Ray cluster at {address or 'RAY_ADDRESS'}: {error}. Start a cluster (ray start --head), and give --ray-address"
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     shared = folder / f".shared-{uuid4().hex}"
@@ -194,7 +194,7 @@ class _Sweep:
 
     def connect_again(self) -> None:
         LOGGER.warning(
-            "the node to which this command was connected is lost: the command connects to another, and begins the running cells again"
+            "the node to which this command was connected is lost: the command connects to another node, and starts the running cells again"
         )
         self.waiting[:0] = [task.cell for task in self.tasks.values()]
         self.tasks.clear()
@@ -215,7 +215,7 @@ class _Sweep:
         return nodes
 
     def submit(self) -> None:
-        """Start waiting cells wherever nodes have room, on the node with the most room first."""
+        """Start waiting cells (runs) wherever nodes have room, on the node with the most room first."""
         taken = Counter(task.node.id for task in self.tasks.values())
         free = {node: node.room - taken[node.id] for node in self.nodes()}
         while self.waiting and free and (not self.jobs or len(self.tasks) < self.jobs):
@@ -229,7 +229,7 @@ class _Sweep:
             self.tasks[self.run_on.options(scheduling_strategy=place).remote(cell, str(self.shared))] = Task(cell, node, time.monotonic())
 
     def take(self, future: Any, task: Task) -> None:
-        """Store the result of a task that has ended; if its process was lost, let its cell run again."""
+        """Store the result of a task that has ended. If the task was lost, its cell waits to run again, or has failed."""
         name, seconds = task.cell.config.name, time.monotonic() - task.begun
         try:
             done: Done = ray.get(future)
@@ -257,16 +257,16 @@ class _Sweep:
             LOGGER.warning("%s: %s; last on node %s", name, DIED, task.node.name)
             return
         why = "with its node" if gone else f"on node {task.node.name} ({type(error).__name__})"
-        LOGGER.warning("%s: its process was lost %s; it is begun again", name, why)
+        LOGGER.warning("%s: its process was lost %s; the run is begun again", name, why)
         self.waiting.insert(0, task.cell)
 
 
 def _gone(node: Node, patience: float = 10.0) -> bool:
-    """Return whether Ray counts the node as lost. It may do so some seconds after the processes of the node have died.
+    """Return whether Ray counts the node as lost. Ray may need some seconds after the processes of the node have died.
 
     Args:
         node: The node.
-        patience: For how many seconds to wait for that.
+        patience: For how many seconds to wait until Ray counts the node as lost.
     """
     end = time.monotonic() + patience
     while any(one["NodeID"] == node.id and one["Alive"] for one in ray.nodes()):
@@ -277,11 +277,11 @@ def _gone(node: Node, patience: float = 10.0) -> bool:
 
 
 def on_node(cell: Cell, shared: str) -> Done:
-    """Run a cell in a process of a node. Ray calls this.
+    """Run a cell (one run of a sweep) in a process of a node. Ray calls this function.
 
     Args:
         cell: The cell.
-        shared: The path of a file that this node can see if it shares the folder of the sweep.
+        shared: The path of a file that exists on this node if the node shares the folder of the sweep.
     """
     try:
         with cell.held(PATIENCE):

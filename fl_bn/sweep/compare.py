@@ -72,10 +72,10 @@ def comparison(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[
 
 
 def check_metric(cells: Sequence[Cell]) -> None:
-    """Check that all cells measure the same metric, so that they can be compared.
+    """Check that all cells (runs) measure the same metric, so that they can be compared.
 
     Raises:
-        ConfigError: The cells have tasks with different metrics.
+        ConfigError: The runs have tasks with different metrics.
     """
     if len(metrics := {task(cell.config).metric for cell in cells}) > 1:
         raise ConfigError(
@@ -109,7 +109,7 @@ class Curves:
 
 
 def read_curves(cells: Sequence[Cell]) -> Curves:
-    """Read the metrics of the finished cells."""
+    """Read the metrics of the finished runs among ``cells``."""
     of = task(cells[0].config)
     metric, scale = of.metric, of.scale()
     by_label: dict[str, list[dict[int, float]]] = {}
@@ -125,16 +125,16 @@ def read_curves(cells: Sequence[Cell]) -> Curves:
 
 
 def _evaluated(cell: Cell, row: Mapping[str, Any], metric: str) -> bool:
-    """Return whether the round was evaluated. A run that diverged has evaluated rounds without a value."""
+    """Return whether the round of ``row`` was evaluated. A run that diverged has evaluated rounds whose metric is None."""
     return row[metric] is not None or row["round"] % cell.config.evaluate_every == 0 or row["round"] == cell.config.rounds
 
 
 def table(curves: Curves) -> list[tuple[str, str, str, str]]:
     """Return the rows of the table: label, metric after the last round, best metric in any round, and number of runs.
 
-    A metric is written as the mean over the runs, with the standard deviation in brackets. If some runs failed, the
-    number says of how many runs it is the mean. The best variant comes first. Variants with a failed run or a value
-    that is not finite come after the others, and those without a finished run come last.
+    A metric is written as the mean over the runs, with the standard deviation in brackets. If some runs failed, the text
+    adds the number of runs in the mean. The best variant comes first. Variants with a failed run come after the others,
+    then variants with a value that is not finite, and last variants without a finished run.
     """
 
     def mean_std(values: np.ndarray) -> str:

@@ -75,7 +75,7 @@ class Where:
     """Set run-config keys for some combinations only: an entry of ``[[where]]``.
 
     Attributes:
-        at: The labels on some axes that a combination must have.
+        at: Axis -> the label that a combination must have on this axis.
         keys: The run-config keys of these combinations.
     """
 
@@ -86,28 +86,29 @@ class Where:
         """Return whether this entry applies to a combination.
 
         Args:
-            at: The labels of the combination on the axes.
-            keys: The run-config keys of the combination. An axis that is a single value in this variant is one of them.
+            at: Axis -> the label of the combination.
+            keys: The run-config keys of the combination. An axis of the file is a key here if the variant sets it to a
+                single value.
         """
         return all(at.get(axis, str(keys.get(axis))) == value for axis, value in self.at.items())
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Describe a sweep: that of a sweep file, of ``fl-bn compare`` or of ``fl-bn attack-grid``.
+    """Describe a sweep, from a sweep file, ``fl-bn compare`` or ``fl-bn attack-grid``.
 
-    Its runs are all combinations of values on the axes.
+    The runs of a sweep are all combinations of values on its axes.
 
     Attributes:
         title: The title in the report.
         keys: Run-config keys of all runs.
-        axes: For each axis, its labels, and for each label the run-config keys that it stands for.
-        skip: The combinations to leave out, each by its labels on some axes.
+        axes: Axis -> label of a value -> the run-config keys, with values, for which the label stands.
+        skip: The combinations to leave out. Each entry has the labels on some axes.
         own: Keys that must have an effect in at least one run. For a variant of a file these are the keys of the
             variant only, since the other keys of the file serve all variants.
         where: Keys for some combinations only, which override those of ``keys`` and ``axes``.
         tables: The other tables of the file, such as [report].
-        strict: Whether each key of a label must have an effect in every run with that label. If not, runs leave out
+        strict: Whether each key of a label must have an effect in every run with this label. If False, runs leave out
             keys without effect.
     """
 
@@ -121,7 +122,7 @@ class Sweep:
     strict: bool = False
 
     def points(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield every combination: its value on each axis, and its run-config keys.
+        """Yield, for every combination, axis -> its value and run-config key -> its value.
 
         All combinations with the first seed come before those with the second.
         """
@@ -138,7 +139,7 @@ class Sweep:
                 yield where, keys
 
     def used(self) -> Sweep:
-        """Return the sweep without the keys that have an effect in none of its runs. Other variants of the file may use them."""
+        """Return the sweep without keys that have no effect in any run. Other variants of the file may use these keys."""
         use = Usage()
         for _, keys in self.points():
             use.config({**keys, "method": trained_as(keys.get("method", RunConfig.method))[0]})
@@ -155,10 +156,10 @@ class Sweep:
         return tomli_w.dumps({name: table for name, table in tables.items() if table != []})
 
     def cells(self, output: Path) -> list[Cell]:
-        """Return the cells of the sweep, one for each combination. Their folders are in ``output/runs``.
+        """Return the cells (runs) of the sweep, one for each combination. Their folders are in ``output/runs``.
 
         Raises:
-            ConfigError: A key is unknown, its value is out of range, a key of ``own`` has no effect in any run, two
+            ConfigError: A key is unknown, its value is out of range, or a key of ``own`` has no effect in any run; or two
                 cells would have the same folder, a folder holds another run, or there is no cell at all.
         """
         made: list[Cell] = []
@@ -211,7 +212,7 @@ def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[s
 
 
 def maker(path: Path, variant: str) -> str:
-    """Return the function that makes the data of a variant, as ``module:function``; empty: the variant names none."""
+    """Return the function that makes the data of a variant, as ``module:function``; empty: the variant names no function."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -277,7 +278,7 @@ def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str
 
     Args:
         cases: The entries.
-        axes: The axes of the file and of the variant, each with the labels that it has in either.
+        axes: The axes of the file and of the variant, each with all labels from the file and from the variant.
         overrides: Run-config keys that override those of the entries.
         data: The folder for which ``{data}`` stands.
 
@@ -301,7 +302,7 @@ def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str
 
 
 def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]) -> None:
-    """Check [report], so that its mistakes are found before the first run, and not after the last.
+    """Check the table [report] of a sweep file, so that mistakes are found before the first run, and not after the last.
 
     Raises:
         ConfigError: [report] has an unknown key or value, or names an axis that the sweep does not have.
@@ -347,11 +348,11 @@ def refuse_decided(command: str, keys: Mapping[str, Any], instead: Mapping[str, 
 
     Args:
         command: The command, as it is typed.
-        keys: The keys that were given to it.
-        instead: Further keys that the command sets itself, each with what to do instead.
+        keys: The keys that the user gave to the command.
+        instead: Further keys that the command sets itself -> the advice for the user.
 
     Raises:
-        ConfigError: One of them is among ``keys``.
+        ConfigError: ``keys`` has a key that the command sets itself.
     """
     advice = {**INSTEAD, **instead}
     if taken := [key for key in keys if key in advice]:
@@ -363,7 +364,7 @@ def _without(keys: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any
 
 
 def _keys_in(axes: Mapping[str, Any]) -> set[str]:
-    """Return the run-config keys that the labels of the axes stand for. An axis given as a list of labels adds none."""
+    """Return the run-config keys for which the labels of the axes stand. An axis given as a list of labels adds no keys."""
     return {key for values in axes.values() if isinstance(values, dict) for keys in values.values() for key in keys}
 
 
@@ -379,7 +380,7 @@ def _overridden(axis: str, values: Axis, overrides: Mapping[str, Any]) -> Axis:
     """Return an axis without the keys that ``overrides`` sets for all runs.
 
     Raises:
-        ConfigError: The values of the axis differ in such a key, so they could not be told apart any more.
+        ConfigError: Values of the axis differ in a key of ``overrides``, so they would become equal.
     """
     remaining = {label: {key: value for key, value in keys.items() if key not in overrides} for label, keys in values.items()}
     for one, other in itertools.combinations(values, 2):
@@ -429,8 +430,8 @@ def made(maker: str, folder: Path) -> Path:
     """Make the data of a variant, unless their folder exists.
 
     Args:
-        maker: The function that makes the data, as ``module:function``. It takes the folder to make.
-        folder: The folder of the data. It appears when the data are complete.
+        maker: The function that makes the data, as ``module:function``. It takes the path of the folder to make.
+        folder: The folder of the data. It gets its name when the data are complete.
 
     Returns:
         ``folder``.

@@ -22,7 +22,7 @@ ENGINES = ("in-process", "ray")
 
 @dataclass(frozen=True)
 class Place:
-    """Say where cells run, and how many at a time.
+    """Say where the cells (runs) of a sweep run, and how many at a time.
 
     Attributes:
         engine: ``in-process`` for processes of this machine, or ``ray`` for the nodes of a Ray cluster.
@@ -43,10 +43,10 @@ class Place:
         if self.engine not in ENGINES:
             raise ConfigError(expected("engine", self.engine, ENGINES))
         if self.engine != "ray" and (self.address or self.gpus):
-            raise ConfigError("--ray-address and --gpus-per-run need --engine ray: give it, or leave them out")
+            raise ConfigError("--ray-address and --gpus-per-run need --engine ray: add --engine ray, or leave out both options")
 
     def run(self, cells: Sequence[Cell], progress: Callable[[int, int], None], running: Callable[[Sequence[Cell]], None]) -> dict[str, str]:
-        """Run the cells that are not finished.
+        """Run the cells (runs of a sweep) that are not finished.
 
         Args:
             cells: The cells.
@@ -65,7 +65,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """Say which cells of a sweep are run now.
+    """Say which cells (runs) of a sweep are run now.
 
     Attributes:
         cells: All cells of the plan, finished ones included.
@@ -79,7 +79,7 @@ class Plan:
 
 
 def plan(sweep: Sweep, output: Path, *, retry: bool = False, only: str = "", known: Collection[str] = ()) -> Plan:
-    """Plan which cells of a sweep to run.
+    """Plan which cells (runs) of a sweep to run.
 
     Args:
         sweep: The sweep.
@@ -101,9 +101,9 @@ def plan(sweep: Sweep, output: Path, *, retry: bool = False, only: str = "", kno
 
 
 def check(cells: Sequence[Cell]) -> None:
-    """Read and divide the data, and build the networks, of all cells, so that mistakes are found before the first run.
+    """Load and divide the data and build the networks of all cells (runs), so that mistakes are found before the first run.
 
-    What several cells share is checked once.
+    Data, partitions and networks that several cells share are checked once.
 
     Raises:
         ConfigError: The data or the network of a cell cannot be made. The message names the cell.

@@ -1,6 +1,6 @@
-"""Tasks, one file per kind: how to read a batch, the loss of an output, and the metrics.
+"""Tasks, one file per kind. A task defines how a batch is read, the loss of an output, and the metrics.
 
-A task's metrics are computed from sums. The sums of two sets of data add up to those of their union
+A task's metrics are computed from sums. The sums of two sets of data add up to the sums of their union
 (torchmetrics' merge rule). So an evaluation in batches, at clients, by domain, or under secure aggregation
 gives the result of one pass over all data.
 

@@ -51,7 +51,7 @@ class Classification(Task):
         return {"confusion": confusion_counts(output, targets)}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Compute the accuracy over all samples and over each class. A class without samples has NaN."""
+        """Compute the accuracy over all samples and over the samples of each class, NaN for a class without samples."""
         confusion = sums["confusion"]
         labels = int(confusion.sum())
         accuracy = int(confusion.trace()) / labels if labels else math.nan
@@ -59,15 +59,16 @@ class Classification(Task):
         return {"accuracy": accuracy} | {f"{CLASS}{index}": value for index, value in enumerate(per_class.tolist())}
 
     def samples_behind(self, targets: Tensor) -> dict[str, int]:
-        """Count the samples of each class."""
+        """Return ``accuracy-class-N`` -> the number of samples of class N."""
         return {f"{CLASS}{index}": n for index, n in enumerate(torch.bincount(targets.flatten()).tolist())}
 
 
 class Segmentation(Classification):
     """Task with one of C classes per pixel: loss and metrics of ``Classification``, over labelled pixels.
 
-    Outputs are scores (B, C, H, W) or (B, C, D, H, W), targets int64 masks (B, H, W) or (B, D, H, W), with 255 for
-    a pixel without a label. ``mean-iou`` is the mean over classes that occur (torchmetrics' macro JaccardIndex).
+    Outputs are scores (B, C, H, W) or (B, C, D, H, W), targets int64 masks (B, H, W) or (B, D, H, W). A pixel without
+    a label has 255 in the mask. The metric ``mean-iou`` is the mean intersection over union of the classes that occur
+    (torchmetrics' macro JaccardIndex).
 
     >>> from fl_bn import Segmentation
     >>> state = Segmentation().state()
@@ -93,7 +94,7 @@ class Segmentation(Classification):
         return int((targets != IGNORE).sum())
 
     def samples_behind(self, targets: Tensor) -> dict[str, int]:
-        """Count the images in which each class occurs."""
+        """Return ``accuracy-class-N`` -> the number of images in which class N occurs."""
         images = torch.zeros(IGNORE + 1, dtype=torch.int64)
         for mask in targets:
             images += mask.flatten().bincount(minlength=IGNORE + 1) > 0

@@ -25,9 +25,10 @@ SMOOTH = 1e-5
 class Dice(Segmentation):
     """Segmentation by the soft Dice loss, for images (B, C, H, W) and volumes (B, C, D, H, W).
 
-    An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus ``cross_entropy``
-    times its cross-entropy. p is a class's probability at a labelled pixel, y is 1 where it is the label.
-    The metric ``dice`` is the same mean, but p is 1 where the class is predicted, and the sums are over all data.
+    An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus the image's
+    cross-entropy times ``cross_entropy``. The sums are over labelled pixels. p is the probability of the class at a
+    pixel. y is 1 if the class is the label of the pixel, else 0. The metric ``dice`` is the same mean with sums over all
+    data, where p is 1 if the class is predicted, else 0.
 
     >>> import torch
     >>> from fl_bn import Dice

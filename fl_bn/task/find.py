@@ -19,7 +19,7 @@ TASKS: dict[str, type[Task]] = {
 
 
 def find_task(name: str, kind: str | None = None, modules: Modules | None = None) -> Task:
-    """Return the task of a name.
+    """Return the task called ``name``.
 
     Args:
         name: one of ``TASKS``, a function or class of your own as "package.module:function", which is called

@@ -1,4 +1,4 @@
-"""The sums behind a task's metrics, which add up over batches, clients and domains (torchmetrics' merge rule)."""
+"""Sums from which a task's metrics are computed. They add up over batches, clients and domains (torchmetrics' merge rule)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class MetricState:
-    """Sums from which a task's metrics over some data are computed, and the loss.
+    """Hold the sums from which the loss and a task's metrics over some data are computed.
 
-    ``update`` adds a batch. ``+`` and ``union`` add other data.
+    ``update`` adds a batch. ``+`` and ``union`` join the states of different data.
 
     Attributes:
         task: the task.
@@ -68,13 +68,13 @@ class MetricState:
         return {"loss": self.loss, **self.task.metrics({name: value.cpu() for name, value in self.sums.items()}), **self._values()}
 
     def _values(self) -> dict[str, float]:
-        """Return the values of the metric objects; of a union, means over the parts, weighted by their counts."""
+        """Return name -> value of each metric object. For a union, it is the mean over the parts, weighted by their counts."""
         if not self.objects or not self.parts:
             return compute(self.objects)
         return {name: weighted_mean([(count, values[name]) for count, values in self.parts]) for name in self.objects}
 
     def __getitem__(self, name: str) -> float:
-        """Return one entry of ``result``."""
+        """Return the loss or one metric: the entry ``name`` of ``result``."""
         return self.result()[name]
 
     def __add__(self, other: MetricState) -> MetricState:
@@ -118,7 +118,7 @@ class MetricState:
 
     @classmethod
     def from_tensors(cls, task: Task, tensors: Mapping[str, Tensor]) -> Self:
-        """Restore a state from ``tensors``."""
+        """Restore a state from the tensors that ``tensors()`` returned."""
         sums = {name.removeprefix("sums/"): value for name, value in tensors.items() if name.startswith("sums/")}
         return cls(task, float(tensors["total"]), int(tensors["count"]), sums)
 

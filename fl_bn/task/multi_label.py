@@ -17,10 +17,10 @@ from fl_bn.task.task import SHARE, Range, Task
 
 
 class MultiLabel(Task):
-    """Task with any of K labels per sample: logits (B, K), targets 0 or 1 (B, K), binary cross-entropy.
+    """Task with any of K labels per sample. Outputs are logits (B, K), targets are 0 or 1 (B, K).
 
-    The metrics are ``mean-average-precision`` (scikit-learn's, for logits rounded to ``BINS`` bins), and
-    ``f1-micro`` and ``f1-macro`` of labels with a probability above 1/2.
+    The loss is binary cross-entropy. The metrics are ``mean-average-precision`` (scikit-learn's, for logits rounded
+    to ``BINS`` bins), and ``f1-micro`` and ``f1-macro`` of labels with a probability above 1/2.
 
     >>> from fl_bn import MultiLabel
     >>> state = MultiLabel().state()
@@ -47,7 +47,7 @@ class MultiLabel(Task):
         return F.binary_cross_entropy_with_logits(output, targets.to(output.dtype))
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
-        """Count hits, misses and false alarms of each label, and make a histogram of each label's logits."""
+        """Count hits, misses and false alarms (3, K), and make histograms (K, 2, BINS) of the logits by target, 0 or 1."""
         output, y = alike(self.name, output, targets)
         y, labels = y.long(), output.shape[1]
         predicted = (output > 0).long()

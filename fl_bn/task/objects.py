@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fl_bn.task.task import Task
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*-?")
-"""The name of a metric. One that ends in "-" stands for a series."""
+"""The pattern of a metric's name. A name that ends in "-" stands for a series, such as one value per class."""
 Own = TypeVar("Own", bound="Task")
 
 
@@ -24,10 +24,10 @@ class MetricObject(Protocol):
     """Metric over any number of batches: an object of torchmetrics, or one of your own."""
 
     def update(self, preds: Any, target: Any, /) -> None:
-        """Add a batch: the prediction, as ``Task.output`` returns it, and the targets."""
+        """Add a batch, with the predictions that ``Task.output`` returns and the targets."""
 
     def compute(self) -> Any:
-        """Return the metric over all batches since the last ``reset``, one number."""
+        """Return the metric over all batches since the last ``reset``, as one number."""
 
     def reset(self) -> None:
         """Forget all batches."""
@@ -38,11 +38,12 @@ def extended(task: Own, loss: Callable[[Any, Any], torch.Tensor] | None = None, 
 
     Args:
         task: The task.
-        loss: Takes an output and the targets, and returns the mean loss over the batch. None: the task's own.
+        loss: A function that takes an output and the targets, and returns the mean loss over the batch. None: the loss
+            of ``task``.
         metrics: Further metrics by name.
 
     Raises:
-        ValueError: A metric has no valid name, or one that the task has already.
+        ValueError: The name of a metric is not valid, or the task already has a metric of this name.
     """
     made, further = copy.copy(task), {**task.objects(), **(metrics or {})}
     for name in metrics or {}:
@@ -59,7 +60,7 @@ def extended(task: Own, loss: Callable[[Any, Any], torch.Tensor] | None = None, 
 
 
 def is_ours(task: Task) -> bool:
-    """Tell whether a task is one of fl-bn's, without a loss or metrics of the user's own."""
+    """Return whether a task is one of fl-bn's, without a loss or metrics of the user's own."""
     return type(task).__module__.partition(".")[0] == "fl_bn" and not {"loss", "objects"} & vars(task).keys()
 
 
@@ -67,7 +68,7 @@ def fresh(task: Task) -> dict[str, MetricObject]:
     """Return copies of a task's metric objects, without any batch.
 
     Raises:
-        ValueError: One of them lacks a method.
+        ValueError: A metric object lacks one of the methods ``update``, ``compute`` and ``reset``.
     """
     made = {}
     for name, metric in task.objects().items():
@@ -80,7 +81,7 @@ def fresh(task: Task) -> dict[str, MetricObject]:
 
 
 def update(objects: Mapping[str, MetricObject], output: Any, targets: Any) -> None:
-    """Add a batch to every object, on the CPU."""
+    """Add a batch, copied to the CPU, to every metric object."""
     cpu = torch.device("cpu")
     output, targets = to_device(output, cpu), to_device(targets, cpu)
     for name, metric in objects.items():
@@ -92,7 +93,7 @@ def update(objects: Mapping[str, MetricObject], output: Any, targets: Any) -> No
 
 
 def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
-    """Return the value of every object.
+    """Return name -> value of every metric object.
 
     Raises:
         ValueError: A value is not one number.

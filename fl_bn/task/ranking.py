@@ -19,9 +19,9 @@ from fl_bn.task.task import SHARE, Range
 class ClassificationAUC(Classification):
     """Task with one of C classes per sample, whose metric is ``auc``, the area under the ROC curve.
 
-    With several classes it is the mean over the classes, each against all others (scikit-learn's
-    ``multi_class="ovr"``). A class without samples, or with all samples, is left out. If no class remains, there is
-    no AUC (NaN). The accuracies of ``Classification`` are further metrics.
+    The AUC is the mean over the classes of the area for this class against all others (scikit-learn's
+    ``multi_class="ovr"``). A class without samples, or with all samples, is left out. If no class remains, the AUC
+    is NaN. The accuracies of ``Classification`` are further metrics.
 
     >>> from fl_bn.task import ClassificationAUC
     >>> state = ClassificationAUC().state()
@@ -43,9 +43,9 @@ class ClassificationAUC(Classification):
     LARGEST: ClassVar[float] = 10.0  # the bins end where the inverse hyperbolic sine of the log odds is -10 and 10
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
-        """Count the confusion matrix, and make histograms (C, 2, BINS) of the log odds of each class.
+        """Count the confusion matrix (C, C), and make histograms (C, 2, BINS) of the log odds of each class.
 
-        At index 0 are the samples of other classes, at index 1 those of the class itself.
+        On the axis of length 2, index 0 has the samples of other classes, and index 1 the samples of the class.
         """
         classes = output.shape[1]
         height = log_odds(output.double()).asinh() + self.LARGEST
@@ -64,9 +64,9 @@ class ClassificationAUC(Classification):
 
 
 def log_odds(scores: Tensor) -> Tensor:
-    """Compute the log odds of every class, ``log(p / (1 - p))`` of its softmax probability ``p``.
+    """Compute the log odds of every class (B, C), ``log(p / (1 - p))`` with its softmax probability ``p``.
 
-    They are exact even where ``p`` rounds to 1.
+    The log odds are exact even where ``p`` rounds to 1.
 
     Args:
         scores: (B, C), at least two classes.

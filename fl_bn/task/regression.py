@@ -18,10 +18,10 @@ from fl_bn.task.task import Range, Task
 
 
 class Regression(Task):
-    """Task with D values per sample: outputs and targets (B, D), or (B,) for one value, mean squared error.
+    """Task with D values per sample. Outputs and targets are (B, D), or (B,) for one value.
 
-    The metrics are ``r2``, ``mse`` and ``mae``. ``r2`` is the mean over values that vary (scikit-learn's
-    uniform average). Its rounding error is about ``1e-16 (mean / sd)^2``.
+    The loss is the mean squared error. The metrics are ``r2``, ``mse`` and ``mae``. ``r2`` is the mean of R2 over the
+    values that vary (scikit-learn's uniform average). Its rounding error is about ``1e-16 (mean / sd)^2``.
 
     >>> from fl_bn import Regression
     >>> state = Regression().state()
@@ -46,7 +46,7 @@ class Regression(Task):
         return F.mse_loss(output.to(dtype), targets.to(dtype))
 
     def sums(self, output: Tensor, targets: Tensor) -> dict[str, Tensor | float]:
-        """Sum errors, targets and their squares, per value, in float64."""
+        """Sum squared errors, absolute errors, targets and squared targets over the batch: each (D,), in float64."""
         output, y = (t.double().reshape(len(t), -1) for t in alike(self.name, output, targets))
         error = output - y
         sums = {"squared-error": error.square(), "absolute-error": error.abs(), "targets": y, "squared-targets": y.square()}

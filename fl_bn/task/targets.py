@@ -22,9 +22,9 @@ def kind_of(targets: Tensor) -> str:
 
 
 def alike(task: str, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Give outputs and targets one shape: if one of them is (B, 1) and the other (B,), both become (B,).
+    """Return outputs and targets in one shape: if one of them is (B, 1) and the other (B,), both become (B,).
 
-    No other shapes are broadcast.
+    Other shapes that differ are refused, and nothing is broadcast.
 
     Args:
         task: the task's name, for the message.
@@ -32,7 +32,7 @@ def alike(task: str, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         targets: the targets.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes differ in another way.
     """
     if output.shape == targets.shape:
         return output, targets
@@ -42,7 +42,7 @@ def alike(task: str, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy a tensor, or a tuple, list or dict of tensors, to ``device``."""
+    """Copy a batch to ``device``: a tensor, or a tuple, list or dict of tensors, which may be nested."""
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
@@ -51,7 +51,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield a tensor, or the tensors in a tuple, list or dict, in order."""
+    """Yield all tensors in a batch, in order. A batch is a tensor, or a tuple, list or dict that may be nested."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping | tuple | list):

@@ -24,7 +24,7 @@ _OUTPUT_KEYS = ("logits", "out")  # of transformers' and torchvision's networks
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Purpose of a network: a loss, and metrics computed from sums.
+    """Define what a network learns: a loss, and metrics computed from sums.
 
     A task of your own takes ten lines: docs/how-to/task.md.
 
@@ -40,8 +40,8 @@ class Task(ABC):
         metric: name of the metric in tables and pictures.
         higher_is_better: whether a higher value of ``metric`` is better.
         ranges: least and greatest value of every metric. A name that ends in "-" stands for a series,
-            numbered from 0. Without an entry, the range of ``metric`` is ``ANY``. Clients send no other
-            metrics.
+            numbered from 0. Without an entry, the range of ``metric`` is ``ANY``. Clients send only ``metric``
+            and the metrics in ``ranges``.
         takes: kinds of targets that the task learns from (``kind_of``). Empty: any.
         target_key: key of the targets, if batches are dicts. Empty: see ``read``.
         input_keys: keys of the inputs, if batches are dicts. Empty: see ``read``.
@@ -77,7 +77,7 @@ class Task(ABC):
 
     @abstractmethod
     def sums(self, output: Any, targets: Any) -> Mapping[str, Tensor | float]:
-        """Compute sums over a batch, from which ``metrics`` computes.
+        """Compute sums over a batch. ``metrics`` computes the metrics from them.
 
         The sums of several batches are added up, in float64 or int64.
 
@@ -103,16 +103,16 @@ class Task(ABC):
     def objects(self) -> Mapping[str, Any]:
         """Return further metrics by name: objects with ``update``, ``compute`` and ``reset``, as torchmetrics has them.
 
-        Every evaluation makes copies of them. A copy sees all batches and computes once, so the metric is that
-        of all samples, not a mean over batches. Over several domains it is the mean, weighted by samples. By
-        default there are none.
+        Every evaluation makes copies of these objects. A copy gets all batches and computes once, so the metric is
+        computed over all samples, and is not a mean over batches. Over several domains, the metric is the mean
+        weighted by samples. By default there are no such objects.
         """
         return {}
 
     def samples_behind(self, targets: Any) -> dict[str, int]:
-        """Count the samples behind each metric that does not summarise all of ``targets``: per-class ones, say.
+        """Return the number of samples in each metric that covers only a part of ``targets``, such as one class.
 
-        A client withholds a number that summarises fewer samples than its site's ``min-samples``.
+        A client withholds a metric that covers fewer samples than its site's ``min-samples``.
         """
         return {}
 
@@ -123,10 +123,10 @@ class Task(ABC):
     def read(self, batch: Any) -> tuple[Any, Any]:
         """Split a batch into inputs and targets.
 
-        The targets of a dict are its entry ``target_key``. Without one, they are the only entry called label,
-        labels, y, target, targets or mask. The inputs are the entries ``input_keys``, or all others. A single
-        input is returned as it is, several as a dict, which ``forward`` passes to the network as keyword
-        arguments.
+        The targets of a dict are its entry ``target_key``. If the key is empty, they are the only entry called label,
+        labels, y, target, targets or mask. The inputs are the entries ``input_keys``, or all other entries. A single
+        input is returned as it is. Several inputs are returned as a dict, which ``forward`` passes to the network as
+        keyword arguments.
 
         Args:
             batch: a pair of inputs and targets, or a dict.
@@ -177,9 +177,9 @@ class Task(ABC):
     def output(self, raw: Any) -> Any:
         """Select the prediction in a network's output, for ``loss`` and ``sums``.
 
-        It is the entry ``output_key`` of a tuple or dict. Without one, it is the first entry of a tuple, the
-        only entry of a dict, or its entry called logits or out. A task whose loss needs more than the prediction
-        overrides this.
+        The prediction is the entry ``output_key`` of a tuple or dict. If ``output_key`` is None, it is the first entry
+        of a tuple or the only entry of a dict. In a larger dict, it is the entry called logits or out. A task whose
+        loss needs more than the prediction overrides this method.
 
         Args:
             raw: the network's output.
@@ -199,11 +199,11 @@ class Task(ABC):
         return raw[int(self.output_key or 0)] if isinstance(raw, tuple | list) else raw
 
     def predict(self, model: nn.Module, inputs: Any) -> Any:
-        """Return ``output(forward(model, inputs))``."""
+        """Return the network's prediction for the inputs of a batch: ``output(forward(model, inputs))``."""
         return self.output(self.forward(model, inputs))
 
     def state(self) -> MetricState:
-        """Return a state without data."""
+        """Return a ``MetricState`` of this task, without data yet."""
         return MetricState(self)
 
     @classmethod
@@ -213,7 +213,7 @@ class Task(ABC):
 
     @classmethod
     def scale(cls, metric: str = "") -> float:
-        """Return 100 for a metric between 0 and 1, which tables and pictures show in percent, else 1.
+        """Return the factor for tables and pictures: 100 (percent) for a metric whose range is 0 to 1, else 1.
 
         Args:
             metric: the metric's name. Empty: ``cls.metric``.
@@ -222,17 +222,17 @@ class Task(ABC):
 
     @classmethod
     def format_metric(cls, value: float) -> str:
-        """Format a value of ``metric`` for a log: 51.2%, or 0.3456."""
+        """Format a value of ``metric`` for a log: as ``51.2%`` if it is a share, else as ``0.3456``."""
         return f"{value:.1%}" if cls.scale() == 100 else f"{value:.4g}"
 
     @classmethod
     def worst(cls) -> str:
-        """Return how the worst client's value of ``metric`` is found: ``min``, or ``max`` if lower is better."""
+        """Return the name of the function that finds the worst of several clients' values: ``min``, or ``max`` if lower is better."""
         return "min" if cls.higher_is_better else "max"
 
 
 def _other_arguments(model: nn.Module, inputs: Mapping[Any, Any]) -> str:
-    """Return the arguments of the network's ``forward``, if ``inputs`` cannot be its keyword arguments; else nothing."""
+    """Return the names of ``forward``'s arguments if ``inputs`` do not fit as keyword arguments; empty: they fit."""
     try:
         takes = inspect.signature(model.forward)
     except (TypeError, ValueError):  # a forward written in C has no signature

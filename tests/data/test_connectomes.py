@@ -215,5 +215,5 @@ def test_no_files_and_image_size(tmp_path: Path) -> None:
     site(tmp_path, "here", x=np.zeros((10, 6)), y=Y)
     with pytest.raises(ValueError, match="names must differ, but got here.csv, here.npz"):
         load("abide", str(tmp_path))
-    with pytest.raises(ValueError, match="image-size must be 0, but is 32"):
+    with pytest.raises(ValueError, match="image-size must be 0 or 1, but is 32"):
         load("abide", str(tmp_path), 32)

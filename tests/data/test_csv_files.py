@@ -146,10 +146,10 @@ def test_what_takes_the_place_of_a_missing_cell(tmp_path: Path) -> None:
 @listed(
     ("rows", "line", "column", "problem"),
     [
-        (["6,,1,no,a,well"], 7, "age", "the cell has no value (''): give one, or set missing to 'drop', or 'fill' in columns.toml"),
+        (["6,,1,no,a,well"], 7, "age", "the cell has no value (''): give a value, or set missing to 'drop', or 'fill' in columns.toml"),
         (["6,NaN,1,no,a,well"], 7, "age", "the cell has no value ('NaN')"),
         (["6,40,1,,a,well"], 7, "smoker", "the cell has no value"),
-        (["6,40,1,no,a,"], 7, "outcome", "and none is made up for it: give one, or set missing to 'drop' in columns.toml"),
+        (["6,40,1,no,a,"], 7, "outcome", "cells of this column are not filled in: give a value, or set missing to 'drop' in columns.toml"),
         (["6,inf,1,no,a,well"], 7, "age", "expected a finite number, like -12.5 or 3e4, but got 'inf'"),
         (["6,1e999,1,no,a,well"], 7, "age", "expected a finite number"),
         (["6,40,1_0,no,a,well"], 7, "dose", "but got '1_0'"),
@@ -165,7 +165,7 @@ def test_what_takes_the_place_of_a_missing_cell(tmp_path: Path) -> None:
         (["6,40,1,no,a"], 7, "", "expected 6 cells, as the header has, but there are 5"),
         (["6,40,1,no,a,well,9"], 7, "", "expected 6 cells, as the header has, but there are 7"),
         (['"6\n6",40,1,no,a,well', "7,x,1,no,a,well"], 9, "age", "but got 'x'"),  # a cell of two lines
-        (['6,"40"1,1,no,a,well'], 7, "", "mend the quotes"),
+        (['6,"40"1,1,no,a,well'], 7, "", "check the quotes"),
     ],
 )
 def test_a_cell_is_refused_by_file_line_and_column(rows: list[str], line: int, column: str, problem: str, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_cell_is_refused_by_file_line_and_column(rows: list[str], line: int, c
             "columns.toml lists this column, but the file has 'id, age, smoker, ward, outcome'",
         ),
         (HEADER.replace("outcome", "Outcome") + "\n", 1, "outcome", "did you mean 'Outcome'?"),
-        (HEADER + ",zip\n", 1, "zip", "columns.toml does not list this column; add it to ignore there, or to a table"),
+        (HEADER + ",zip\n", 1, "zip", "columns.toml does not list this column; add it there, to ignore or to a table"),
         (HEADER + ",age\n", 1, "age", "expected every column once"),
         (HEADER.replace(",", ";") + "\n", 1, "outcome", "it looks as if cells were separated by ';': set delimiter in columns.toml"),
         (HEADER + "\n1,40,1,no,a,well\n", 0, "", "expected rows to train on and others to test on, but there is 1 row in all"),
@@ -236,9 +236,9 @@ def test_all_rows_of_one_person_cannot_be_divided(tmp_path: Path) -> None:
         ({"target": None}, 'expected the name of the target column, target = "NAME", but there is none'),
         ({"targets": "x"}, "unknown key 'targets': did you mean 'target'?"),
         ({"target": 3}, "target must be a text, but is 3"),
-        ({"classes": ["well"]}, "classes must be a list of at least 2, of texts"),
+        ({"classes": ["well"]}, "classes must be a list of at least 2 texts"),
         ({"classes": ["well", "well"]}, "classes must list every text once, but 'well' occurs more often"),
-        ({"classes": [True, False]}, "classes must be a list of at least 2, of texts as they stand in the cells"),
+        ({"classes": [True, False]}, "classes must be a list of at least 2 texts, written as in the cells"),
         ({"target-mean": 3}, "target-mean and target-std are for a target that is a number"),
         ({"numeric": {"age": 3}}, "numeric column 'age' must be {mean = NUMBER, std = NUMBER}"),
         ({"numeric": {"age": {"sd": 3}}}, "unknown key 'sd' of numeric column 'age'"),

@@ -88,7 +88,7 @@ def test_image_size_is_given_to_a_function_that_takes_it(own: Any) -> None:
     # An option of another name is left alone.
     other = own("def f(path, scale=1.0):\n    x, *rest = table()\n    return (x * scale, *rest)")
     assert load(other, image_size=1).x_train.abs().max() > 0
-    with pytest.raises(ValueError, match=re.escape(f"{other!r}: floats are not resized, so image-size must be 0 or theirs, 1, but is 7")):
+    with pytest.raises(ValueError, match=re.escape("floats are not resized, so image-size must be 0 or 1, their size, but is 7")):
         load(other, image_size=7)
 
 
@@ -104,7 +104,7 @@ def test_image_size_is_given_to_a_function_that_takes_it(own: Any) -> None:
         ("def f(path): return None", "but returned NoneType"),
         (changed("x = x.tolist()"), "x_train must be a numpy array or a torch tensor, but is list"),
         (changed("x = x.astype(int)"), "x_train must be floats, or images of uint8 (0..255), but is int64"),
-        (changed("y = y[:5]"), "y_train must have a label for each sample of x_train, but they are (5,) and (6, 5)"),
+        (changed("y = y[:5]"), "y_train needs a label for each sample of x_train, but the shapes are (5,) and (6, 5)"),
         (changed("b = b[:, None]"), "must be of one kind, but got one label per sample, torch.int64 (N) and a set of labels"),
         (changed("y = y * 1.0"), "y_train and y_test must be of one kind, but got values"),
         (changed("y = y - 1"), "y_train must count classes from 0, but holds -1"),

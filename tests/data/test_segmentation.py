@@ -47,7 +47,7 @@ def test_images_may_be_wider_than_high() -> None:
         ({"y_train": torch.zeros(3, 4, 6)}, "but got torch.float32"),
         ({"y_test": torch.full((2, 4, 6), 5)}, "y_test must lie in 0..4 or be 255 (ignored), but mask 0 does not"),
         ({"y_test": torch.full((2, 4, 6), -1)}, "mask 0 does not"),
-        ({"domains": ("a",)}, "domain_train and domains go together"),
+        ({"domains": ("a",)}, "domain_train and domains must both be given"),
         ({"x_test": torch.zeros(2, 3, 6, 4, dtype=torch.uint8), "y_test": torch.zeros(2, 6, 4, dtype=torch.int64)}, "must have one shape"),
     ],
 )

@@ -149,7 +149,7 @@ def test_data_of_ones_own(runs: Path, tmp_path: Path) -> None:
         assert [(row["how"], row["statistics_samples"]) for row in csv.DictReader(file)] == [("recompute", "30"), ("test-batch", "0")]
     refused = command("--model", run, "--data", f"npz:{tmp_path / 'grey.npz'}")
     assert refused.exit_code == 2
-    assert "the run takes 3 channels of 8 x 8 pixels, but these have 1" in said(refused)
+    assert "the run takes 3 channels of 8 x 8 pixels, but these data have 1" in said(refused)
 
 
 def test_without_the_clients_models_their_average_will_do(runs: Path, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_site_that_names_no_data_is_told_how(tmp_path: Path, sites: list[dict[
     ("wrong", "told"),
     [
         ({"classes": 5}, r"the run has 3 classes, 0..2, but these data have labels up to 4"),
-        ({"colours": 3}, "the run takes 1 channels of 4 x 4 pixels, but these have 3 of 4 x 4"),
+        ({"colours": 3}, "the run takes 1 channels of 4 x 4 pixels, but these data have 3 of 4 x 4"),
     ],
 )
 def test_data_of_another_form_are_refused_with_both(wrong: dict[str, int], told: str, tmp_path: Path, sites: list[dict[str, str]]) -> None:
@@ -158,7 +158,7 @@ def test_images_of_another_size_are_resized_to_the_runs(tmp_path: Path) -> None:
     values, file = small_run(tmp_path / "runs", **SITES), site_npz(tmp_path, 1, side=8)
     assert build_client(context(values, own(file))).site.train.x.shape == (20, 1, SIDE, SIDE)
     values = small_run(tmp_path / "runs")  # the run's own data have a size, which no key names
-    with pytest.raises(ConfigError, match="the run takes 1 channels of 4 x 4 pixels, but these have 1 of 8 x 8"):
+    with pytest.raises(ConfigError, match="the run takes 1 channels of 4 x 4 pixels, but these data have 1 of 8 x 8"):
         build_client(context(values, own(file)))
 
 

@@ -129,7 +129,7 @@ def test_a_sweep_spreads_over_two_nodes_and_finds_the_same_also_when_one_is_kill
     assert code == 0, said + log
     assert "/aaaaaa" in log
     assert "/bbbbbb is lost; nodes left: " in log
-    assert "it is begun again" in log
+    assert "the run is begun again" in log
     assert log.count("finished on node") == 4
     assert not list(tmp_path.glob("cluster/.shared-*"))
     here = [*command, "--output", str(tmp_path / "here")]

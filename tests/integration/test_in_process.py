@@ -100,7 +100,7 @@ def test_the_saved_model_loads_into_the_plain_network_and_has_the_accuracy_of_th
 def test_a_failing_run_raises_and_leaves_what_it_had(tmp_path: Path) -> None:
     values = {
         **TINY,
-        "method": "fixbn",
+        "method": "fedavg",
         "output": str(tmp_path),
         "name": "wild",
         "learning-rate": 1e30,
