@@ -1,4 +1,4 @@
-"""Compute one client's part of a round in fl-bn's application: it trains, measures and evaluates."""
+"""Compute one client's part of a round in fl-bn's application: training, measuring statistics, and evaluation."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ class LocalClient:
 
         Args:
             request: the checked content of a message.
-            pack: makes the outgoing message from the reply. Tensors are kept only after that. A client whose
-                weights do not fit the type in which they travel (``Overflow``) sits the round out.
+            pack: makes the outgoing message from the reply. The client's tensors are stored only if this succeeds. On
+                ``Overflow`` (a weight is too large for the dtype in which it is sent), the client sits the round out.
 
         Returns:
-            The result of ``pack``. The reply has no samples where the client sits out, or where its round needs
-                an answer first (an exchange by replay).
+            The result of ``pack``. Its reply has 0 samples if the client sits out; also if, in an exchange by replay,
+                the client first needs another answer of the server.
         """
         instruction, store = request.instruction, self.store(request.config)
         kept, joins = request.kept(store), request.connect(self.site.exchange)
