@@ -54,7 +54,7 @@ class OwnRounds(BatchNormStrategy):
     Args:
         model: the network, unconverted.
         method: the method.
-        rounds: the server's policy.
+        rounds: the server's settings for rounds.
         evaluators: how many clients evaluate.
         metrics: combines the clients' own metrics.
         introductions: the nodes' introductions so far.

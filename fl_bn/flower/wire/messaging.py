@@ -105,11 +105,11 @@ def _checked(reply: Message, identity: str, message: Message) -> Message:
     if reply.has_error() == reply.has_content():
         return _instead(message, "its reply has neither content nor an error")
     if m.reply_to_message_id != identity:
-        return _instead(message, f"its reply says that it answers message {excerpt(m.reply_to_message_id)}, which this is not")
+        return _instead(message, f"its reply names message {excerpt(m.reply_to_message_id)} as the one that it answers")
     if reply.has_error():  # an error that Flower made does not name the node
         return _instead(message, reply.error.reason or "", reply.error.code)
     if m.src_node_id != message.metadata.dst_node_id:
-        return _instead(message, f"its reply says that it is node {excerpt(m.src_node_id)}'s")
+        return _instead(message, f"its reply names node {excerpt(m.src_node_id)} as its sender")
     return reply
 
 
@@ -213,7 +213,7 @@ class Mailbox:
                     continue
                 who, why = self.called.node(node), reason(reply.error.reason)
                 kind = message.metadata.message_type
-                log(logging.WARNING, "%s: %s: %s; that is the second time, and the round goes on without it", kind, who, why)
+                log(logging.WARNING, "%s: %s: %s; that is the second time, and the round goes on without this client", kind, who, why)
             self.ready.append(reply)
 
     def _lose(self, message: Message, error: Message, seconds: float) -> None:
