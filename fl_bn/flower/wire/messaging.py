@@ -105,7 +105,7 @@ def _checked(reply: Message, identity: str, message: Message) -> Message:
     if reply.has_error() == reply.has_content():
         return _instead(message, "its reply has neither content nor an error")
     if m.reply_to_message_id != identity:
-        return _instead(message, f"its reply names message {excerpt(m.reply_to_message_id)} as the one that it answers")
+        return _instead(message, f"its reply says that it answers message {excerpt(m.reply_to_message_id)}, which is another one")
     if reply.has_error():  # an error that Flower made does not name the node
         return _instead(message, reply.error.reason or "", reply.error.code)
     if m.src_node_id != message.metadata.dst_node_id:
