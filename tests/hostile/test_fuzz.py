@@ -139,7 +139,7 @@ def test_a_client_names_the_field_that_an_exchange_lacks(carrier: str) -> None:
     content = RecordDict({"fl-bn/config": ConfigRecord({"exchange": carrier})})
     with listening():
         (answer,) = grid.send_and_receive([Message(content, 1, "query.rendezvous", ttl=60.0, group_id="1")])
-    assert answer.error.reason == f"WireError: config/exchange-token: expected one beside exchange='{carrier}', but it is missing"
+    assert answer.error.reason == f"WireError: config/exchange-token: missing, but exchange='{carrier}' needs it"
 
 
 def test_control_counts_and_weights_of_any_size_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

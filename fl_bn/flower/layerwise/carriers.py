@@ -102,7 +102,7 @@ class Carrier(ABC):
 class LocalCarrier(Carrier):
     """Carry the layer-wise exchange between clients that all run in this process (``InProcessGrid``).
 
-    The clients take turns: each runs until it has to wait for the others' values.
+    The clients take turns. Each computes until it has to wait for the others' values.
     """
 
     name = "local"

@@ -39,7 +39,7 @@ class Exchanges:
         settings: the carrier, the deadlines and the policy for missing clients.
         model: the converted network.
         average: the rule that combines the clients' moments.
-        believing: whether the session uses the counts that clients report, see ``Session``.
+        believing: whether the session uses the counts and batch sizes that clients report, see ``Session``.
         called: the clients' names in the log.
     """
 
@@ -124,7 +124,7 @@ class Exchanges:
         return replies, carrier.name
 
     def _lasting(self) -> str:
-        """Return why the last session failed, if later sessions would fail for the same reason. Otherwise return an empty text.
+        """Return why the last session failed, if later sessions would fail, too. Otherwise return an empty text.
 
         Later sessions would fail, too, if no client took part, or if a client could not join.
         """

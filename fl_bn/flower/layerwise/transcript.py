@@ -65,7 +65,7 @@ def _key_of(layer: object, quantity: object, call: object, count: object, batch:
 
 
 def question(pending: Unanswered, client: int = 0) -> Reply:
-    """Return the reply of a client that needs one more answer before it can go on."""
+    """Return the reply by which a client asks for one more answer: the answer to its first request that has none yet."""
     request, key = pending.request, pending.request.key
     sections = {REQUEST: {f"{key.quantity.value}/{key.call}/{key.layer}": request.values}}
     return Reply(client, sections, 0, 0, {"batch": pending.batch, "count": request.count})

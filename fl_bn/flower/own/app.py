@@ -64,9 +64,9 @@ Models = Callable[[Context], nn.Module]
 
 
 class OwnRound:
-    """Compute one round at one client: the value that ``training`` yields.
+    """Compute one round at one client. ``training`` yields this object.
 
-    Your loop trains ``model``. After the block, ``message`` makes the reply.
+    Your loop trains its ``model``. After the ``with`` block, its method ``message`` makes the reply.
 
     Args:
         message: the server's message.
@@ -369,7 +369,7 @@ def _read(message: Message, context: Context, converted: nn.Module, method: Meth
     admit_own(message, context, evaluates=form is TO_EVALUATE)
     if HEADER.name not in message.content:
         raise ValueError(
-            "expected a message of an fl-bn strategy, but this one has no header: start one of fl_bn.flower's in server_app.py (FixBN, "
+            "expected a message of an fl-bn strategy, but this one has no header: use a strategy of fl_bn.flower in server_app.py (FixBN, "
             "FedBN, HBN, FBN, FedTAN, ...)"
         )
     return read(message, Network(converted, method), form)

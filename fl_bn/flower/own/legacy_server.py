@@ -39,7 +39,7 @@ NOT_CALLED = (
     "configure_evaluate",
     "num_fit_clients",
     "num_evaluation_clients",
-)  # hooks that it must not, as nobody calls them
+)  # hooks that such a class must not override, as nobody calls them
 SERVER_METHODS = ("fit_round", "evaluate_round", "set_strategy", "client_manager", "_get_initial_parameters")
 GIVEN = {  # argument of OwnAppStrategy -> the attribute of the older FedAvg that gives its value
     "fraction_train": "fraction_fit",
@@ -210,7 +210,7 @@ def with_aggregates(strategy: FedAvg, found: dict[str, Any]) -> FedAvg:
 def with_fit(server: Server, fit: Callable[[int, float | None], tuple[History, float]]) -> Server:
     """Make ``server`` run ``fit`` in place of Flower's ``Server.fit``.
 
-    If the user's class overrides ``fit``, then ``super().fit`` runs it.
+    In a class of the user's own that overrides ``fit``, a call of ``super().fit`` runs the argument ``fit``.
 
     Args:
         server: the server that ``server_fn`` gives.
@@ -356,7 +356,7 @@ class LegacyRounds(OwnAppStrategy):
 
 
 def _said(config_fn: Callable[[int], dict[str, Any]] | None, server_round: int, config: ConfigRecord) -> ConfigRecord:
-    """Replace the content of ``config`` by what ``config_fn`` returns for the round, and return ``config``."""
+    """Replace the content of ``config`` by the values that ``config_fn`` returns for the round, and return ``config``."""
     for name in [*config]:
         del config[name]
     config.update({} if config_fn is None else config_fn(server_round))

@@ -23,11 +23,11 @@ from fl_bn.flower.population import Client, RunFailed
 from fl_bn.methods import Method, Phase, Refresh
 
 LACKING = (
-    "under %s the arrays of aggregate_train lack what every client keeps (%s, ...: %d tensors): strategy.global_model(round, arrays) has "
-    "all that your network loads"
+    "under %s the arrays of aggregate_train lack the tensors that clients keep (%s, ...: %d tensors): strategy.global_model(round, arrays) "
+    "returns all tensors of your network"
 )
 UNKNOWN = 10**9
-"""Stands for the number of rounds if nothing depends on it, so that the user need not give it."""
+"""Stands for an unknown number of rounds. The user may leave the number out if nothing depends on it."""
 
 
 @dataclass
