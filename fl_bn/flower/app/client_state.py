@@ -1,8 +1,8 @@
 """Keep the tensors of a client between its rounds, in Flower's ``context.state`` or in files.
 
 The tensors are those that stay at the client, and the optimizer's momentum. ``context.state`` is in the memory of the
-simulation or of the SuperNode. Files survive the end of both. A resumed run reads from the files the state of the round
-to which it goes back.
+simulation or of the SuperNode. Files survive the end of both. In a resumed run, each client reads from its files the
+state of the round to which the run goes back.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class MemoryState:
         return NOTHING
 
     def _of_earlier(self) -> bool:
-        """Tell whether an older fl-bn wrote the state: the names of its records had no prefix ``fl-bn/``."""
+        """Tell whether an older version of fl-bn wrote the state: it named the records without the prefix ``fl-bn/``."""
         theirs = their_records(self._state, ConfigRecord).get(KEPT_FOR.record, ConfigRecord())
         return {"signature", "round"} <= {*theirs}
 
