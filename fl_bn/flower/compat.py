@@ -105,10 +105,10 @@ def __getattr__(name: str) -> Any:
 
 
 def find(name: str) -> Any:
-    """Return the object ``name`` of ``PLACES``.
+    """Return Flower's object ``name``, from the first of the modules in ``PLACES[name]`` that has it.
 
     Raises:
-        ImportError: the installed Flower has it in none of these modules.
+        ImportError: no such module of the installed Flower has it.
     """
     for place in PLACES[name]:
         try:

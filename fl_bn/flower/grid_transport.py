@@ -134,7 +134,7 @@ class GridTransport(Transport):
         return RoundReplies([client.index for client in everyone], parts, empty, wrong, exchanges.session, carrier)
 
     def store(self, instruction: Instruction, replies: RoundReplies) -> RoundReplies:
-        """Store the measured statistics. A secure sum has stored its statistics already."""
+        """Store the measured statistics in the server, and return the replies. A secure sum has stored its statistics already."""
         return replies if self.strategy.secure is not None else super().store(instruction, replies)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
@@ -173,12 +173,12 @@ class GridTransport(Transport):
         return send_and_receive(self.grid, messages, self.timeout, rounds.retry, rounds.called)
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Ask clients after the last round for the layers that they keep, if unseen clients are to get the average of these."""
+        """After the last round, collect the average of the layers that clients keep, if ``rounds.unseen`` asks for it."""
         if number == self.server.rounds:
             self._average_kept(number)
 
     def end_early(self, number: int, tensors: Named) -> None:
-        """Finish a run that stops early: clients save their own models, and unseen clients get the average of the kept layers.
+        """Finish a run that stops early: let clients save their own models, and collect the average of the layers that they keep.
 
         Args:
             number: the last round that was run.
@@ -193,7 +193,7 @@ class GridTransport(Transport):
         self._average_kept(number)
 
     def _average_kept(self, number: int) -> None:
-        """Ask clients for the layers that they keep, if unseen clients are to get the average of these."""
+        """Collect the average of the layers that clients keep, for clients that did not train, if ``rounds.unseen`` asks for it."""
         strategy = self.strategy
         if not (strategy.rounds.unseen and strategy.method.personal):
             return
@@ -203,7 +203,7 @@ class GridTransport(Transport):
         strategy.unseen = average_kept(population.grid, who, strategy.shared, number, strategy.rounds, run_id, overheard)
 
     def _secure_round(self, messages: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Carry out a round in which the server sees only the sum over the clients."""
+        """Train for one round by a secure sum, which hides single clients. Return the same as ``aggregate_train``."""
         strategy = self.strategy
         assert strategy.secure is not None
         changed, parts = strategy.secure.train(self.grid, messages, strategy.cohort, self.timeout)

@@ -42,7 +42,7 @@ class Request:
             in which nothing is trained.
         config: the checked values of the message's config.
         rounding: the dtype in which weights are sent, in both directions.
-        transcript: the answers so far in a layer-wise exchange by replay.
+        transcript: in FedTAN's layer-wise exchange by replay, the server's answers so far.
     """
 
     header: Header

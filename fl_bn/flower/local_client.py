@@ -55,8 +55,8 @@ class Site:
         device: the device to compute on.
         folder: the folder for the model that the client saves at the end; None: it saves none.
         label_counts: the number of training samples per label, if the client reports it.
-        state: the folder for tensors that the client keeps between rounds, below a folder of the run's name.
-            None: they are kept in Flower's ``context.state``, as long as the simulation or the SuperNode lives.
+        state: the folder for tensors that the client keeps between rounds. Each run has a subfolder of its name.
+            None: the tensors are kept in Flower's ``context.state``, as long as the simulation or the SuperNode runs.
         exchange: the addresses of a layer-wise exchange to which the client may connect.
     """
 
@@ -103,7 +103,7 @@ class LocalClient:
         return self.network.original
 
     def introduce(self) -> dict[str, int | str]:
-        """Return this client's introduction. The server asks for it once, when it first sees the client."""
+        """Return the client's index, number of clients, samples, model signature and label counts. The server asks for them once."""
         return {
             "client": self.site.client,
             "clients": self.site.clients,
@@ -196,7 +196,7 @@ class LocalClient:
         save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
 
     def kept_layers(self, config: Mapping[str, Any], round: int) -> dict[str, Tensor]:
-        """Return the scales, shifts and statistics that this client keeps after ``round``, for an average for unseen clients.
+        """Return the scales, shifts and statistics that this client keeps after ``round``. New clients get their average.
 
         Raises:
             PermissionError: this client does not share them.
@@ -206,7 +206,7 @@ class LocalClient:
         return kept_layers(self.kept(config, round + 1), self.model, self.method)
 
     def requested_pass(self, config: Mapping[str, Any]) -> StatisticsPass:
-        """Return the statistics pass that the message of a statistics-only exchange asks for."""
+        """Return what to measure, and on how many samples, as the ``config`` of a statistics-only exchange asks."""
         return StatisticsPass.for_exchange(str(config.get("measured", INPUTS)), self.method.statistics_pass.samples)
 
     def meet(self, config: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ def _take(method: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class FedAvgBNStrategy(OfMethod):
-    """Run FedAvg, which averages the running statistics plainly: the baseline.
+    """Run FedAvg, the baseline: the server averages the running means and, separately, the running variances.
 
     Args:
         model: any torch network, unconverted.
@@ -104,7 +104,7 @@ class HBNStrategy(BatchNormStrategy):
 
 
 class FBNStrategy(OfMethod):
-    """Run FBN: running statistics are shared, and the variance is corrected.
+    """Run FBN: clients train with shared running statistics, corrected for the spread of the clients' means.
 
     Args:
         model: any torch network, unconverted.

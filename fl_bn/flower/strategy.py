@@ -67,7 +67,7 @@ class BatchNormStrategy(OwnNames):
     ``aggregate_evaluate``, ``summary``, ``start`` and ``save``, and call ``super()`` in them. A subclass that defines
     any other name of this class is refused with a TypeError.
 
-    The record ``arrays`` holds every shared tensor: weights, affine and running statistics, by state_dict name.
+    The hooks' argument ``arrays`` holds all shared tensors by state_dict name: weights, affine parameters and statistics.
 
     Args:
         model: any torch network, unconverted. The run starts from its tensors.

@@ -34,7 +34,7 @@ class OwnNames(Strategy):
         """Set an attribute.
 
         Raises:
-            AttributeError: a method of a user's subclass and a method of fl-bn's both set it.
+            AttributeError: a method of a user's subclass and a method of fl-bn's own classes both set this attribute.
         """
         frame = sys._getframe(1)
         ours = _ours(frame.f_globals.get("__name__", ""))

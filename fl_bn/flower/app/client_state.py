@@ -30,7 +30,7 @@ Sections = Mapping[str, Mapping[str, Tensor]]
 
 
 class StateStore(Protocol):
-    """Keep the tensors that never leave a client, by round and section."""
+    """Keep the tensors that stay at a client between its rounds, by round and section."""
 
     def read(self, before: int) -> ClientState:
         """Return the newest state from a round before ``before``; ``NOTHING`` if there is none."""
@@ -63,7 +63,7 @@ class MemoryState:
         self._state, self._signature = state, signature
 
     def read(self, before: int) -> ClientState:
-        """Return the newest state from a round before ``before``."""
+        """Return the newest state from a round before ``before``; ``NOTHING`` if this store has none."""
         try:
             owner = KEPT_FOR.of_configs(self._state)
         except WireError:

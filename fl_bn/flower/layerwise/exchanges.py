@@ -163,10 +163,10 @@ class Exchanges:
         )
 
     def _service(self, grid: Grid) -> GrpcCarrier:
-        """Return the run's gRPC carrier. In a kit's deployment it has the kit's address and TLS.
+        """Return the run's gRPC carrier. In a deployment it has the address and the TLS certificates of ``fl-bn kit``.
 
         Raises:
-            OSError: it cannot listen.
+            OSError: the carrier cannot listen on its address.
             ValueError: its certificates are wrong, or it would be unencrypted in an encrypted deployment.
         """
         if self._grpc is None:
@@ -177,7 +177,7 @@ class Exchanges:
         """Return the run's gRPC carrier.
 
         Raises:
-            RunFailed: it would be unencrypted in an encrypted deployment, or its certificates are wrong.
+            RunFailed: its certificates are wrong, or the carrier would be unencrypted in an encrypted deployment.
         """
         try:
             return self._service(grid)

@@ -1,4 +1,4 @@
-"""The messages of an exchange by replay. The server sends a transcript, and a client sends its first unanswered request."""
+"""Messages of an exchange by replay. The server sends a transcript: all answers so far. A client sends its first open request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attach(content: RecordDict, transcript: Transcript) -> int:
     """Put ``transcript`` into a train message.
 
     Returns:
-        The number of bytes of its values.
+        The number of bytes of the transcript's values.
     """
     arrays = [answer.values.numpy() for _, answer in transcript]
     keys = [[key.layer, key.quantity.value, key.call, answer.count, answer.batch] for key, answer in transcript]

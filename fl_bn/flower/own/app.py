@@ -275,8 +275,8 @@ def answer(
 ) -> None:
     """Let ``app`` answer the server's queries beside training: who the client is, and the statistics of its data.
 
-    If the app has a Flower mod that cannot work with fl-bn (``fl_bn.flower.own.mods``), its clients answer with this
-    reason and do not introduce themselves.
+    If the app has a Flower mod that cannot work with fl-bn (``fl_bn.flower.own.mods``), its clients do not introduce
+    themselves, and tell the server why.
 
     These answers pass a ``Gate``. Your own handlers do, too, where the app has one:
     ``ClientApp(mods=[Gate()])``.

@@ -85,7 +85,7 @@ def checked_client(made: Any, net: str, trainloader: str) -> Any:
 
     Raises:
         TypeError: ``made`` is no ``NumPyClient``.
-        ValueError: an attribute is missing, or an optimizer holds the parameters of the network that is replaced.
+        ValueError: an attribute is missing, or the client keeps an optimizer of the network that each round replaces.
     """
     client = getattr(made, "numpy_client", made)
     if not isinstance(client, NumPyClient):

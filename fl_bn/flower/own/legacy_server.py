@@ -70,7 +70,7 @@ def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], metho
         The app for server_app.py.
 
     Raises:
-        ValueError: one of ``options`` is given by the strategy of ``server_fn``.
+        ValueError: one of ``options`` is a setting of the strategy of ``server_fn``.
     """
     for name in options:
         if name in GIVEN:
@@ -100,7 +100,7 @@ def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], metho
 
 
 def checked_strategy(strategy: Any, method: Method) -> FedAvg:
-    """Return the older strategy if fl-bn's rounds can do all that it does.
+    """Return ``strategy`` of Flower's older API, if fl-bn's rounds can follow all its settings and hooks.
 
     Args:
         strategy: the strategy that ``server_fn`` gives.
@@ -145,7 +145,7 @@ def package(kind: type) -> str:
 
 
 def overridden(kind: type, names: Iterable[str]) -> list[str]:
-    """Return which of the methods ``names`` of the older ``FedAvg`` the class ``kind`` overrides.
+    """Return those of ``names`` that are methods of Flower's older ``FedAvg`` which the class ``kind`` overrides.
 
     Args:
         kind: a class derived from ``FedAvg``.

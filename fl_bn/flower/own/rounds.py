@@ -112,7 +112,7 @@ class OwnRounds(BatchNormStrategy):
         """Check the values that a hook, or a loop of the user's own, gave for a shared tensor.
 
         Raises:
-            RunFailed: a value is not finite, or a variance is below 0. Every client would refuse it.
+            RunFailed: a value is not finite, or a variance is below 0. Every client would refuse such a message.
         """
         advice = "add noise of your own to weights only" if self._roles[name] is Role.STATISTIC else "leave out such values"
         if not tensor.isfinite().all():

@@ -185,8 +185,8 @@ def check_setup(configs: Mapping[str, Any], node: int) -> None:
         node: this client's node.
 
     Raises:
-        Insecure: the sum could have only one client, a minority could recover a client's keys, or this client
-            is not in the cohort.
+        Insecure: the sum could have too few clients or exceed the modulus, a minority of the clients could unmask a
+            vector, or this client is not in the cohort.
     """
     clients, shares, threshold = configs["sample_num"], configs["share_num"], configs["threshold"]
     if clients < LEAST or not LEAST <= shares <= clients:
@@ -232,7 +232,8 @@ def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
         node: this client's node.
 
     Raises:
-        Insecure: there are not as many clients as shares, this client is missing, or two keys are equal.
+        Insecure: there are not as many clients as shares, or one is not of the cohort; this client is missing; two keys
+            are equal; or the server names false keys of this client.
     """
     keys = {name: pair for name, pair in configs.items() if name != Key.STAGE}
     nodes = [int(name) for name in keys if name.isascii() and name.isdigit() and str(int(name[:24])) == name]
@@ -330,7 +331,9 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
     """Return the reply in the form that Flower's mod expects: one vector with weight 1, and the counts.
 
     Raises:
+        Insecure: the server asks for rounded weights, or for a weight in the sum that ``check_weights`` refuses.
         WireError: the instruction has no weights for the sum, or asks for noise without naming the clips.
+        ValueError: the client trained on other numbers of samples or batches than it announced.
     """
     plan = plan_of(client, message, header, context)
     if header.payload != AS_THE_MODEL:
@@ -375,7 +378,7 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
 
 
 def _as_it_is(reply: Reply) -> Reply:
-    """Return ``reply`` unchanged. It does not travel: it becomes a vector in this process."""
+    """Return ``reply`` unchanged. It is not sent: this process makes a vector of it."""
     return reply
 
 

@@ -48,10 +48,10 @@ REPEATS = 6  # the most exchanges for one measurement, if the reference is far f
 
 
 def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, defence: Defence) -> None:
-    """Check that method, policy and defence work with secure sums.
+    """Check that method, settings for rounds and defence work with secure sums.
 
     Raises:
-        ValueError: one of them needs single clients' values.
+        ValueError: one of them does not, in most cases because it needs single clients' values.
     """
     settings.check(max(rounds.min_cohort, round_half_up(rounds.fraction * rounds.clients)))
     settings.check(rounds.clients)
@@ -303,7 +303,7 @@ class SecureRounds:
 
         Raises:
             WireError: the clients' layers see different numbers of activations per sample, so they cannot be
-                weighted by samples.
+                weighted by samples; or a layer has more than ``LARGEST_COUNT`` activations.
         """
         counted = {tuple(sorted(part.activations.items())) for part in total.parts}
         if len(counted) != 1:

@@ -81,7 +81,7 @@ class Weighting:
 def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
     """Return the shapes of all summed values, by section and name.
 
-    Counts are not summed. They are public, and serve as weights.
+    Counts are not summed. Clients send them unmasked, and they serve as weights.
 
     Args:
         expected: the tensors of a plain reply.
@@ -122,7 +122,7 @@ def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], 
     Args:
         reply: the tensors of the plain reply.
         weights: the weights that were sent to the client.
-        reference: the public statistics, by layer.
+        reference: the statistics from which all clients measure deviations, by layer.
         limit: the quantiser's range is ``[-limit, limit]``.
 
     Returns:
@@ -243,7 +243,7 @@ def moments_of(
 
     Args:
         average: the average vector, by section and name.
-        reference: the public statistics, by layer.
+        reference: the statistics from which all clients measured deviations, by layer.
         samples: the count that moments made from running statistics get.
         counts: the count of activations that the other moments get, by layer.
         limit: the quantiser's range is ``[-limit, limit]``.

@@ -287,7 +287,7 @@ def _check(reply: Message, name: str, kind: Kind, limits: Limits) -> None:
     """Check that the reply to a message of type ``name`` may leave.
 
     Raises:
-        Refused: it may not.
+        Refused: the reply may not leave.
     """
     arrays = records_of(reply.content, ArrayRecord)
     if others := {*reply.content} - kind.records - {*arrays}:

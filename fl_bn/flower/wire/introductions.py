@@ -110,7 +110,7 @@ def _votes(replies: Mapping[int, Message], signature: str, called: ClientNames) 
     """Count the nodes' votes for the number of clients.
 
     Returns:
-        The number of votes by number of clients. Second, why the first node without a vote has none; empty if all vote.
+        First, number of clients -> its votes. Second, why the first node without a vote has none; empty if all vote.
     """
     votes, first = Counter[int](), ""
     for node, reply in replies.items():

@@ -217,7 +217,7 @@ class Mailbox:
             self.ready.append(reply)
 
     def _lose(self, message: Message, error: Message, seconds: float) -> None:
-        """Note that the node of a message may answer it later, within ``seconds``."""
+        """Note that the lost node of ``message`` has ``seconds`` to come back and answer it. ``error`` came in place of a reply."""
         node, code, why = message.metadata.dst_node_id, error.error.code, reason(error.error.reason)
         kind, who = message.metadata.message_type, self.called.node(node)
         self.lost.append(_Lost(message, error))

@@ -30,7 +30,7 @@ class Decoded:
         failed: the error that came instead of content, in words. Empty if there is content.
         header: the header. None if it cannot be read. Then the arrays are not decoded either.
         payload: the arrays by section and name. They share the memory of the message.
-        unreadable: the bytes of arrays that cannot be decoded, by section and name.
+        unreadable: the number of bytes of each array that cannot be decoded, by section and name.
         metrics: fl-bn's metric record. None if there is none.
         problem: the first reason why the header or an array cannot be decoded. It must be copied before it is
             raised: an exception that was raised keeps the reply's arrays in memory.
@@ -107,7 +107,7 @@ class Reading:
     Args:
         cohort: the clients to which the messages went. Each client's first reply counts.
         read: checks one reply.
-        sent: the messages that were sent. Flower's error reply for a lost node does not name the node, but the message.
+        sent: the messages that were sent. Flower's error reply for a lost node names only the message, not the node.
     """
 
     def __init__(self, cohort: Sequence[Client], read: Read, sent: Iterable[Message] = ()) -> None:

@@ -81,7 +81,7 @@ class RunId:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> RunId:
-        """Read the id from a message's config. Its ``run`` is empty if the config names none.
+        """Read the id from a message's config. The id's ``run`` is empty if the config names no run.
 
         Raises:
             ValueError: the name cannot be that of a folder, or the resumes are not TOKEN:ROUND,...
