@@ -81,7 +81,7 @@ def exchange_in(settings: ExchangeSettings, grid: object) -> ExchangeSettings:
         raise ValueError(
             f"the app's ExchangeSettings have {', '.join(f'{name}={getattr(settings, name)!r}' for name in own)} and no certificates, so "
             "the layer-wise exchange would be unencrypted, while this deployment is encrypted: leave "
-            f"{', '.join(own)} out, and the kit's address and certificate are taken, or give certificates=Certificates(...)"
+            f"{', '.join(own)} out to use the kit's address and certificate, or give certificates=Certificates(...)"
         )
     files = [Path(str(config[f"exchange-{name}"])) for name in ("certificate", "key", "authority")]
     late = float(config.get(JOIN) or 0) if settings.join_deadline == defaults["join_deadline"] else 0.0

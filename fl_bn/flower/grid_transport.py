@@ -173,7 +173,7 @@ class GridTransport(Transport):
         return send_and_receive(self.grid, messages, self.timeout, rounds.retry, rounds.called)
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """After the last round, collect the average of the layers that clients keep, if ``rounds.unseen`` asks for it."""
+        """Collect the average of the layers that clients keep, after the last round and if ``rounds.unseen`` asks for it."""
         if number == self.server.rounds:
             self._average_kept(number)
 

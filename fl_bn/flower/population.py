@@ -148,7 +148,7 @@ class Population:
         self._joined = {client.index for client in self.everyone()}
         self._first = {client.index: client.node for client in self.clients.values()}
         if self.absent:
-            log(logging.WARNING, "going on without %s: refused by policy", self.called.clients(sorted(self.absent)))
+            log(logging.WARNING, "the run goes on without %s, since the policy there refuses it", self.called.clients(sorted(self.absent)))
         if later := sorted(set(range(self.rounds.clients)) - self._joined - self.absent.keys()):
             log(logging.INFO, "starting with %d clients; %s may join later", here, self.called.clients(later))
 

@@ -209,7 +209,7 @@ def test_the_number_of_rounds_is_asked_for_where_something_depends_on_it() -> No
     result = Strategy.start(strategy, grid("fixbn"), begin(), num_rounds=4)
     assert equal(result.arrays, FixBN(net(), fraction_evaluate=0).start(grid("fixbn"), begin(), num_rounds=4).arrays)
     assert [record.phase for record in strategy.round_records] == ["train", "train", "frozen", "frozen"]
-    with pytest.raises(RunFailed, match=r"configure_train\(5, ...\): the strategy was told of 4 rounds: give the right num_rounds"):
+    with pytest.raises(RunFailed, match=r"configure_train\(5, ...\): the strategy has num_rounds=4: give it your loop's number"):
         strategy.configure_train(5, result.arrays, ConfigRecord(), grid("fixbn"))
     with pytest.raises(ValueError, match="num_rounds must be the number of rounds of your own loop, or 0"):
         FixBN(net(), num_rounds=-1)

@@ -55,9 +55,9 @@ class ExchangeAddresses:
             return cls()
         named = tuple(part.strip().lower() for part in str(node_config[KEY]).split(",") if part.strip())
         if wrong := [name for name in named if not re.fullmatch(f"{HOST}|{ADDRESS}", name)]:
-            log(logging.ERROR, "%s in this client's node config must be HOST or HOST:PORT, or several by commas, but got %r", KEY, wrong[0])
+            log(logging.ERROR, "%s in this client's node config must be a list of HOST or HOST:PORT with commas, but got %r", KEY, wrong[0])
             # the server sees this error, so the entry is only in the client's log
-            problem = "must be HOST or HOST:PORT, or several by commas; the client's log has the wrong entry"
+            problem = "must be a list of HOST or HOST:PORT with commas; the client's log has the wrong entry"
             raise ValueError(f"{KEY} in this client's node config {problem}")
         return cls(named)
 

@@ -54,7 +54,7 @@ def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answe
         problem = f"expected a list of entries and one vector for each, but reading them failed: {reason(repr(error))}"
         raise WireError(TRANSCRIPT, "", problem) from error
     if not all(vector.ndim == 1 and vector.is_floating_point() for vector in values):
-        raise WireError(TRANSCRIPT, "", "expected vectors of numbers")
+        raise WireError(TRANSCRIPT, "", "expected vectors of floating-point numbers, but an array has another dtype, or not one dimension")
     return [(key, Answer(vector, count, batch)) for (key, count, batch), vector in zip(keys, values, strict=True)]
 
 

@@ -107,7 +107,7 @@ def checked_client(made: Any, net: str, trainloader: str) -> Any:
         )
     if held := [name for name, value in own.items() if isinstance(value, Optimizer)]:
         raise ValueError(
-            f"{kind} makes its optimizer {held[0]!r} when it is made, but each round trains another network, in the attribute {net!r}: "
+            f"{kind} makes its optimizer {held[0]!r} in its constructor, but each round puts another network into {net!r}: "
             "make the optimizer in fit"
         )
     return client
@@ -175,7 +175,7 @@ def _load(model: nn.Module, returned: list[Any], kind: str) -> None:
     for (name, tensor), array in zip(state.items(), returned, strict=True):
         given = torch.as_tensor(np.asarray(array), device=tensor.device)
         if given.shape != tensor.shape:
-            raise ValueError(f"{kind}.fit returned {tuple(given.shape)} for {name}, but the network has {tuple(tensor.shape)}")
+            raise ValueError(f"{kind}.fit returned shape {tuple(given.shape)} for {name}, but the network has shape {tuple(tensor.shape)}")
         if not torch.equal(given.to(tensor.dtype), tensor):
             tensor.copy_(given)
 

@@ -207,7 +207,7 @@ class OwnLoop:
                 "higher (for another run, make a new strategy)"
             )
         if number > self.number:
-            raise RunFailed(f"configure_train({number}, ...): the strategy was told of {self.number} rounds: give the right num_rounds")
+            raise RunFailed(f"configure_train({number}, ...): the strategy has num_rounds={self.number}: give it your loop's number of rounds")
 
     def _use(self, grid: Grid) -> None:
         self._transport.grid = grid

@@ -149,7 +149,7 @@ class OwnMetrics:
             if missing := [name for name in names if name not in part.metrics]:
                 refused[part.client] = f"metrics/{missing[0]}: missing, but more than half of the clients send it"
         if few := sorted(senders.keys() - set(names)):
-            log(logging.WARNING, "not averaged, since no more than half of the clients send them: %s", ", ".join(map(printable, few[:5])))
+            log(logging.WARNING, "metrics that at most half of the clients send are not averaged: %s", ", ".join(map(printable, few[:5])))
         return [part for part in parts if part.client not in refused], names
 
     def _means(self, parts: Sequence[Reply], names: Sequence[str], by_client: Mapping[int, float]) -> dict[str, float]:
