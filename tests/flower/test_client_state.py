@@ -189,7 +189,7 @@ def test_a_file_that_is_no_use_is_set_aside_and_the_one_before_it_read(damage: s
     assert aside.read_bytes() == damaged  # kept for who wants to look
     assert not path.exists()
     assert path.name in log.text
-    assert f"The file is renamed to {aside.name}; the client goes on from an older state" in log.text
+    assert f"Set aside as {aside.name}; the client goes on from an older state" in log.text
     assert value(state.read(3)) == (1, 1.0)
     assert log.text.count("Set aside") == 1  # said once
     state.write(2, one(20))

@@ -154,7 +154,7 @@ class FileState:
         except durable.Damaged as problem:
             log(
                 logging.WARNING,
-                "%s. The file is renamed to %s; the client goes on from an older state, if it has one",
+                "%s. Set aside as %s; the client goes on from an older state, if it has one",
                 problem,
                 durable.set_aside(path).name,
             )

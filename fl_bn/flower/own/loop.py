@@ -207,7 +207,7 @@ class OwnLoop:
                 "higher (for another run, make a new strategy)"
             )
         if number > self.number:
-            raise RunFailed(f"configure_train({number}, ...): the strategy has num_rounds={self.number}: give it your loop's number of rounds")
+            raise RunFailed(f"configure_train({number}, ...): the strategy has num_rounds={self.number}: give it your loop's number")
 
     def _use(self, grid: Grid) -> None:
         self._transport.grid = grid
