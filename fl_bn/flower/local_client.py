@@ -153,7 +153,7 @@ class LocalClient:
         return Reply(self.site.client, {}, 0, 0)
 
     def test(self, request: Request) -> dict[str, float]:
-        """Return the loss and other metrics on this client's test data, with its own local tensors.
+        """Return the loss and other metrics on this client's test data. The model includes the tensors that this client keeps.
 
         Save the model, too, if the request names a folder for it.
         """

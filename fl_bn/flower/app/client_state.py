@@ -141,7 +141,7 @@ class FileState:
             needed = needed and not (on_the_line and kept <= self.run_id.durable)
 
     def _files(self) -> list[tuple[int, str, Path]]:
-        """Return round, attempt and path of every file, the newest round first."""
+        """Return round, token (``RunId.attempt``) and path of every file, the newest round first."""
         names = {path: re.fullmatch(rf"round-(\d+)\.(\w+){re.escape(durable.SUFFIX)}", path.name) for path in self.folder.glob("round-*")}
         return sorted(((int(name[1]), name[2], path) for path, name in names.items() if name), reverse=True)
 

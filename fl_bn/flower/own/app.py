@@ -214,7 +214,7 @@ def training(
         model: your network, unconverted.
         method: the method, the same as the server's.
         batches: the training batches. Only HBN needs them: it measures them before training.
-        task: reads the batches for that measurement.
+        task: splits a batch into inputs and targets for that measurement.
         objective: FedProx, SCAFFOLD or FedSAM. Then call ``round.local.backward(lambda: loss_of(x), x)`` in
             place of ``loss.backward()``.
 
@@ -286,7 +286,7 @@ def answer(
         model: makes your network, unconverted.
         method: the method, the same as the server's.
         batches: returns the training batches of the client with a given context.
-        task: reads the batches.
+        task: splits a batch into inputs and targets.
         tells: whether the client sends the BatchNorm layers that it keeps (FedBN, SiloBN), for the average that
             the server's ``evaluate_fn`` gets. These layers summarise the client's data.
     """
@@ -301,7 +301,7 @@ def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, 
         model: returns the network of the client with a given context, unconverted.
         method: the method.
         batches: returns the training batches of the client with a given context.
-        task: reads the batches.
+        task: splits a batch into inputs and targets.
         tells: whether the client sends the BatchNorm layers that it keeps.
     """
     check_handlers(app)
@@ -365,7 +365,7 @@ def _measure(message: Message, context: Context, converted: nn.Module, method: M
 
 
 def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Form) -> Request:
-    """Check that ``message`` may enter, and return its request. ``form`` is the form of its config."""
+    """Check that ``message`` may enter, and return its checked content. ``form`` declares the fields of its config."""
     admit_own(message, context, evaluates=form is TO_EVALUATE)
     if HEADER.name not in message.content:
         raise ValueError(

@@ -51,7 +51,7 @@ def legacy_client_app(
         method: the method, the same as the server's.
         net: the name of the client's attribute that holds its network.
         trainloader: the name of the client's attribute that holds its training batches.
-        task: reads the batches, if the method measures them.
+        task: splits a batch into inputs and targets, if the method measures the batches.
         tells: whether the client sends the BatchNorm layers that it keeps, as in ``answer``.
         mods: Flower's mods for the app.
 

@@ -36,10 +36,9 @@ NOT_COUNTED_IN_TRAINING = "%s's own training metrics are not counted: %s"
 class OwnMetrics:
     """Combine the clients' own metrics in the rounds of one run.
 
-    A metric is averaged if more than half of the clients send it. Three faults exclude a client, and the log then names
-    the client. These are a number that is not finite or outside its range, a metric's name that cannot be printed, and
-    the lack of a metric that is averaged. No client gets a larger weight than all others together. Lists are not
-    averaged.
+    A metric is averaged if more than half of the clients send it. A client is left out, and the log names it, if one of
+    its numbers is not finite or outside its range. The same holds if a metric's name cannot be printed, or if an
+    averaged metric is missing. No client gets a larger weight than all others together. Lists are not averaged.
 
     Args:
         key: the name of the number by which a client is weighted.

@@ -90,8 +90,8 @@ class OwnAppStrategy(OwnNames):
         min_train_nodes: the smallest number of clients in a round.
         min_evaluate_nodes: the smallest number of clients that evaluate, unless nobody does.
         min_available_nodes: the smallest number of clients for the run to start.
-        weighted_by_key: the metric that weights a client in the means of metrics. In the average of the model, a
-            client is weighted by the ``samples`` that it passes to ``round.message``.
+        weighted_by_key: the metric by which a client is weighted in the means of metrics. In the average of the model,
+            a client is weighted by the ``samples`` that it passes to ``round.message``.
         arrayrecord_key: must be ``arrays``. It has no effect, since ``training`` loads the arrays.
         configrecord_key: the name of the record that ``train_config`` and ``evaluate_config`` become.
         train_metrics_aggr_fn: ``f(records, weighted_by_key)`` combines the clients' own training metrics.
@@ -104,7 +104,7 @@ class OwnAppStrategy(OwnNames):
             (``Method.learning_rate``).
         calibrate: the number of statistics-only exchanges before round 1. -1: as many as make all layers exact;
             -2: like -1 if the method needs exact statistics, otherwise none.
-        unit_scale: whether the weights are rescaled after this calibration.
+        unit_scale: whether the weights are rescaled after this calibration (``federation.unit_scale``).
         exchange: the settings of FedTAN's layer-wise exchange.
         payload: the dtype in which weights are sent while clients train: ``float32``, ``bfloat16`` or ``float16``.
             Default: the model's dtype.
@@ -284,7 +284,7 @@ class OwnAppStrategy(OwnNames):
         say_layers(self._given.model, convert(self._given.model, self._given.method), self._given.method)
 
     def save(self, path: str | Path) -> None:
-        """Save the model at the end of ``start`` as safetensors, as ``BatchNormStrategy.save`` does.
+        """Save the model with which ``start`` ended as safetensors, as ``BatchNormStrategy.save`` does.
 
         Args:
             path: the path of the file.

@@ -185,8 +185,8 @@ def check_setup(configs: Mapping[str, Any], node: int) -> None:
         node: this client's node.
 
     Raises:
-        Insecure: the sum could have too few clients or exceed the modulus, a minority of the clients could unmask a
-            vector, or this client is not in the cohort.
+        Insecure: the sum could have too few clients or exceed the modulus; a minority of the clients could unmask a
+            vector; or this client is not in the cohort.
     """
     clients, shares, threshold = configs["sample_num"], configs["share_num"], configs["threshold"]
     if clients < LEAST or not LEAST <= shares <= clients:
@@ -328,7 +328,7 @@ def check_weights(weighting: Weighting, sections: Iterable[str], plan: Plan, lev
 
 
 def _summand(client: LocalClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
-    """Return the reply in the form that Flower's mod expects: one vector with weight 1, and the counts.
+    """Train or measure, and return the reply in the form that Flower's mod expects: one vector with weight 1, and the counts.
 
     Raises:
         Insecure: the server asks for rounded weights, or for a weight in the sum that ``check_weights`` refuses.
@@ -383,7 +383,7 @@ def _as_it_is(reply: Reply) -> Reply:
 
 
 def _evaluated(client: LocalClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
-    """Return the evaluation in the form that Flower's mod expects: one vector with weight 1, and the counts."""
+    """Evaluate, and return the reply in the form that Flower's mod expects: one vector with weight 1, and the counts."""
     plan = plan_of(client, message, header, context)
     if not plan.samples:
         raise Insecure("after this sum began, this client used up its evaluations or lost test samples, so it can no longer take part")

@@ -244,7 +244,7 @@ class SecureRounds:
         """Compute a secure sum.
 
         Returns:
-            The sum, and its weighted averages by section and name, in the units of ``sums.layout``.
+            The sum; and the weighted averages of the clients' values by section and name, in the units of their vectors.
         """
         shared, privacy, trains = self.shared, self.settings.privacy, phase is not Phase.MEASURE
         shapes: Layout = layout(
@@ -377,9 +377,9 @@ def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
 def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], limit: float) -> dict[str, Moments]:
     """Return ``moments`` as the next reference, with larger variances for channels that were cut off.
 
-    A mean that was cut off shows where the data are, but not how far they spread. A channel near the end of
-    the range is treated in the same way. The standard deviation of such a channel is multiplied by ``limit``
-    squared. If the result is too large, the next measurement finds the right one.
+    A mean that was cut off shows where the data are, but not how far they spread. A channel near the end of the range
+    is treated in the same way. Such a channel gets at least the old reference's standard deviation times ``limit``
+    squared. If that is too large, the next measurement finds the right one.
     """
     wide = {}
     for layer, m in moments.items():

@@ -161,7 +161,7 @@ class Mailbox:
         self.looked, self.logged, self.addressees = 0.0, time.monotonic(), len(sent)
 
     def replies(self) -> Iterator[Message]:
-        """Send the messages, and yield their replies until all have come or the time is over."""
+        """Send the messages, and yield their replies until all have come or the time is over. Errors of lost nodes come last."""
         self._push(self.sent)
         while (self.waiting or self.lost) and time.monotonic() < self.end:
             before = self.count

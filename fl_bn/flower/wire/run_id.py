@@ -53,7 +53,7 @@ class RunId:
 
     @property
     def attempts(self) -> list[str]:
-        """Return the tokens of the start and of all resumes."""
+        """Return ``0``, which is the token of the start, and the tokens of all resumes in order of time."""
         return [FIRST, *(token for token, _ in self.resumes)]
 
     def resumed(self, round: int) -> RunId:
