@@ -23,7 +23,7 @@ from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
 from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP, PROGRESS, Scalar
 from fl_bn.support.registered_nodes import registered_nodes
 
-SITES = "client-nodes"  # a key that every run has which `fl-bn submit` submitted
+SITES = "client-nodes"  # a run-config key of every run that `fl-bn submit` submitted
 ADDRESS = ("host", "bind", "port", "insecure")  # settings of the exchange that a kit decides
 JOIN = "exchange-join-timeout"
 
@@ -47,7 +47,7 @@ def called_in(grid: object) -> ClientNames:
     config = submitted(grid)
     try:
         names, nodes = sites_of(str(config.get("client-names", ""))), nodes_of(str(config.get(SITES, "")))
-    except ValueError:  # the submitter gave these keys
+    except ValueError:  # `fl-bn submit` did not write these values: the submitter gave the keys
         return ClientNames()
     return ClientNames(names, nodes, registered_nodes) if len(names) == len(nodes) else ClientNames()
 

@@ -106,7 +106,7 @@ class Population:
         self._last: dict[int, int] = {}  # index -> the node that served it last
         self._rivals: dict[int, list[int]] = {}  # index -> the other nodes that claim it, as last logged
         self._order: list[Client] = []  # the connected clients, by index
-        self._online: frozenset[int] = frozenset()  # connected nodes at the last look; below, what was wrong with them
+        self._online: frozenset[int] = frozenset()  # connected nodes at the last look; ``_problem``: what was wrong with them
         self._problem, self._introductions = "", introductions
         self._clients_are_nodes = clients_are_nodes
         self._given: dict[int, tuple[int, int]] = {}  # node -> an index that was given to it, and the one that it claims

@@ -60,7 +60,7 @@ def introduced(
             messages = [Message(greeting(), node, ASK_HELLO, ttl=timeout, group_id="0") for node in new]
             for reply in receive(grid, messages, patience, called=called):
                 replies.setdefault(reply.metadata.src_node_id, reply)
-                if called.nodes and _votes({reply.metadata.src_node_id: reply}, signature, called)[1]:  # else all may still come
+                if called.nodes and _votes({reply.metadata.src_node_id: reply}, signature, called)[1]:  # else further nodes may still come
                     _check_enough(replies, least, signature, called)
         votes, wrong = _votes({node: replies[node] for node in sorted(nodes) if node in replies}, signature, called)
         agreed, usable, now = clients or _most(votes), votes.total(), time.monotonic()

@@ -1,7 +1,7 @@
 """Sending of messages and receiving of replies, in one loop for every engine.
 
-The loop polls often. It sends a message again if its node was lost and came back. It logs which replies are
-missing.
+The loop polls often. It sends a message again if the message's node was lost and came back. During a long wait it
+logs how many replies have come.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NEAR = 2.0  # seconds before the deadline; a message that expires after that onl
 POLL = 0.2  # seconds between two checks for replies; Flower's own loop over gRPC waits 3
 LOOK = 2.0  # seconds between two checks for lost nodes
 FEW = 8  # the most replies to fetch at a time if each is freed after use
-SAY = 60.0  # seconds without a reply, after which the log names the missing clients
+SAY = 60.0  # seconds between two lines of the log that say how many replies have come
 
 
 def send_and_receive(
