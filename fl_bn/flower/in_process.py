@@ -212,7 +212,8 @@ def run_in_process(
     Args:
         config: the run config (the keys of ``[tool.flwr.app.config]``). Its ``clients`` is the number of nodes. Its
             ``workers`` is the number of processes that compute clients. 1, the default: only this process. 0: one
-            process per core, started once this saves time in the remaining rounds. For a GPU, 0 starts none.
+            process per core (per ``threads`` cores, if set), started once this saves time in the remaining rounds. For
+            a GPU, 0 starts none.
         server_app: the ServerApp, or its import path ``module:name``.
         client_app: the ClientApp, or its import path ``module:name``.
         workers: worker processes that were started before. They end with the run.
