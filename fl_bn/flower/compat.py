@@ -95,7 +95,7 @@ SECAGG_SERVER = "flwr.server.workflow.secure_aggregation.secaggplus_workflow"
 
 
 class WrongFlower(ValueError):
-    """Report that the installed Flower lacks something that a caller needs. The message says which version has it."""
+    """Report that a deployment needs another version of Flower than the installed one. The message names both versions."""
 
 
 def __getattr__(name: str) -> Any:
@@ -105,10 +105,10 @@ def __getattr__(name: str) -> Any:
 
 
 def find(name: str) -> Any:
-    """Return the object ``name`` of ``PLACES``.
+    """Return Flower's object ``name``, from the first of the modules in ``PLACES[name]`` that has it.
 
     Raises:
-        ImportError: the installed Flower has it in none of these modules.
+        ImportError: no such module of the installed Flower has it.
     """
     for place in PLACES[name]:
         try:
@@ -142,12 +142,12 @@ def identify(run_id: int) -> None:
 
 
 def address(message: Any, run_id: int, message_id: str) -> None:
-    """Write the message's id and its run, which is also its sender, into an outgoing message, as Flower's own grids do."""
+    """Write id, run and sender into an outgoing message, as Flower's own grids do. The sender is ``run_id``, too."""
     message.metadata.__dict__.update(_run_id=run_id, _src_node_id=run_id, _message_id=message_id)
 
 
 def answering(reply: Any, message_id: str) -> Any:
-    """Write the id of the message that ``reply`` answers into it, and return it."""
+    """Write into ``reply`` that it answers the message ``message_id``, and return ``reply``."""
     reply.metadata.__dict__.update(_reply_to_message_id=message_id)
     return reply
 
@@ -161,7 +161,7 @@ def fill(record: Any, items: Mapping[str, Any]) -> None:
 
 
 def simulates(grid: Any) -> bool:
-    """Tell whether ``grid`` is that of Flower's simulation, whose clients share the workers of one machine."""
+    """Tell whether ``grid`` is the grid of Flower's simulation, in which clients share the workers of one machine."""
     return type(grid).__name__ == "InMemoryGrid"
 
 
@@ -171,7 +171,7 @@ def has_client_fn(app: Any) -> bool:
 
 
 def names_in_flower(thing: Any) -> list[str]:
-    """Return the names of those that Flower defines: ``thing`` itself, its class, and the base classes of its class."""
+    """Return the names of ``thing``, of its class and of its base classes. Names that Flower does not define are left out."""
     known = [one for one in (thing, *type(thing).__mro__) if str(getattr(one, "__module__", "")).startswith("flwr.")]
     return [one.__name__ for one in known if hasattr(one, "__name__")]
 
@@ -194,7 +194,7 @@ def mods_around(app: Any, name: str) -> list[Any]:
 
 @contextmanager
 def registering(app: Any, mods: list[Any]) -> Iterator[None]:
-    """Wrap functions that are registered with a ClientApp inside the block in ``mods``, in place of the app's own mods."""
+    """Replace the mods of a ClientApp by ``mods`` inside the block. Functions that are registered in it are wrapped in ``mods``."""
     before = mods_of(app)
     if before:
         app._mods = mods

@@ -1,8 +1,8 @@
-"""Read what ``fl-bn submit`` tells the ServerApp of a run, and tell ``fl-bn status`` how far an app of your own is.
+"""Read what ``fl-bn submit`` tells a run's ServerApp, and report the progress of a user's own app to ``fl-bn status``.
 
 ``fl-bn submit`` fills in keys of the run config: the run's name, its sites with their nodes, the folder of results, and
-the address and certificates of the layer-wise exchange. fl-bn's own app reads them from its run config. A strategy in an
-app of your own finds them at the grid.
+the address and certificates of the layer-wise exchange. fl-bn's own app reads them from its run config. A strategy in a
+user's own app reads them from the grid.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
 from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP, PROGRESS, Scalar
 from fl_bn.support.registered_nodes import registered_nodes
 
-SITES = "client-nodes"  # a key that every run has which `fl-bn submit` submitted
+SITES = "client-nodes"  # a run-config key of every run that `fl-bn submit` submitted
 ADDRESS = ("host", "bind", "port", "insecure")  # settings of the exchange that a kit decides
 JOIN = "exchange-join-timeout"
 
 
 def submitted(grid: object) -> Mapping[str, Scalar]:
-    """Return the run config with which ``fl-bn submit`` submitted the run; empty: it was started in another way.
+    """Return the run config with which ``fl-bn submit`` submitted the run. Empty: the run was started in another way.
 
     Args:
         grid: Flower's grid.
@@ -47,15 +47,17 @@ def called_in(grid: object) -> ClientNames:
     config = submitted(grid)
     try:
         names, nodes = sites_of(str(config.get("client-names", ""))), nodes_of(str(config.get(SITES, "")))
-    except ValueError:  # the submitter gave these keys
+    except ValueError:  # `fl-bn submit` did not write these values: the submitter gave the keys
         return ClientNames()
     return ClientNames(names, nodes, registered_nodes) if len(names) == len(nodes) else ClientNames()
 
 
 def exchange_in(settings: ExchangeSettings, grid: object) -> ExchangeSettings:
-    """Return the settings of the layer-wise exchange for this run: in a kit's deployment with the kit's address and TLS.
+    """Return the settings of the layer-wise exchange for this run.
 
-    Settings with certificates are returned as they are. So are all settings where ``fl-bn submit`` did not submit the run.
+    In a deployment, they get the address and the TLS certificates that the deployment's kit (``fl-bn kit``) has for the
+    server. Settings with certificates are returned unchanged. So are all settings if ``fl-bn submit`` did not submit
+    the run.
 
     Args:
         settings: The settings that the app gives.
@@ -69,8 +71,8 @@ def exchange_in(settings: ExchangeSettings, grid: object) -> ExchangeSettings:
         return settings
     if "exchange-certificate" not in config:
         raise ValueError(
-            "the layer-wise exchange needs the kit's address and certificate, but this run's package does not ask for them, since an "
-            "earlier fl-bn packed it: submit (or sign) the run anew"
+            "the layer-wise exchange needs the kit's address and certificate, but this run's package has no keys for them, since an "
+            "older fl-bn packed it: submit (or sign) the run again"
         )
     if not config["exchange-certificate"]:  # the submitter gave an empty one
         return settings
@@ -79,7 +81,7 @@ def exchange_in(settings: ExchangeSettings, grid: object) -> ExchangeSettings:
         raise ValueError(
             f"the app's ExchangeSettings have {', '.join(f'{name}={getattr(settings, name)!r}' for name in own)} and no certificates, so "
             "the layer-wise exchange would be unencrypted, while this deployment is encrypted: leave "
-            f"{', '.join(own)} out, and the kit's address and certificate are taken, or give certificates=Certificates(...)"
+            f"{', '.join(own)} out to use the kit's address and certificate, or give certificates=Certificates(...)"
         )
     files = [Path(str(config[f"exchange-{name}"])) for name in ("certificate", "key", "authority")]
     late = float(config.get(JOIN) or 0) if settings.join_deadline == defaults["join_deadline"] else 0.0
@@ -93,12 +95,12 @@ def exchange_in(settings: ExchangeSettings, grid: object) -> ExchangeSettings:
 
 
 class Progress(Callback):
-    """Tell ``fl-bn status`` how far the run of an app of your own is: a line of JSON per round, in the run's folder.
+    """Report the progress of a user's own app to ``fl-bn status``: one line of JSON per round, in the run's folder.
 
-    A line that cannot be written costs nothing but itself: the run goes on, and the log says so once.
+    If a line cannot be written, the log says so, and the run goes on without further lines.
 
     Args:
-        file: The file; None: nobody asks, as outside a deployment and for fl-bn's own app.
+        file: The file. None: nothing is written, as outside a deployment and for fl-bn's own app.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -106,7 +108,7 @@ class Progress(Callback):
 
     @classmethod
     def of(cls, grid: object) -> Progress:
-        """Return the progress of the run that ``grid`` belongs to.
+        """Return a ``Progress`` for the run that ``grid`` serves.
 
         Args:
             grid: Flower's grid.
@@ -117,7 +119,7 @@ class Progress(Callback):
         return cls(None if ours or not name or not output else Path(output) / name / PROGRESS)
 
     def begin(self, rounds: int) -> None:
-        """Tell that the run begins.
+        """Write the line that the run begins.
 
         Args:
             rounds: The number of rounds; 0: unknown.
@@ -125,7 +127,7 @@ class Progress(Callback):
         self._write({"round": 0, "rounds": rounds})
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Tell that a round is done. ``rounds`` is 0 where their number is unknown."""
+        """Write the line of a finished round. ``rounds`` is the number of rounds of the run; 0: unknown."""
         evaluation = {name: value for name, value in record.evaluation.items() if name not in ("loss", "num-examples")}
         metric = "accuracy" if "accuracy" in evaluation else next(iter(evaluation), "accuracy")
         refused = [{"client": client.client, "refused": client.refused} for client in record.clients if client.refused]

@@ -1,4 +1,4 @@
-"""Combine the clients' own evaluations, in the clear or as a secure sum."""
+"""Combine the metrics that clients compute on their own test data. They arrive as plain numbers, or as a secure sum."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class LogOnce:
 
 
 class EvaluationsAtClients:
-    """Combine the evaluations of one run, by the metrics of its task.
+    """Combine the clients' evaluations in one run.
 
     Args:
-        task: declares the metrics.
+        task: the run's task, which declares the metrics.
         called: the clients' names in the log.
     """
 
@@ -57,15 +57,15 @@ class EvaluationsAtClients:
         self.task, self._called, self._say = task, called, LogOnce("%s did not evaluate: %s", called)
 
     def in_the_clear(self, replies: Iterable[Decoded], reading: Reading) -> tuple[MetricRecord | None, dict[int, dict[str, float]]]:
-        """Combine the replies of an evaluation in the clear.
+        """Combine the replies of an evaluation without secure aggregation.
 
         Args:
             replies: the clients' replies.
             reading: checks the replies.
 
         Returns:
-            The metrics over all clients (``over_clients``; None if there are none), and each client's own loss
-                and metric.
+            First, the metrics over all clients (``over_clients``); None if no client has a valid metric. Second, each
+                client's own loss and task metric, by client index.
         """
         checked, refused, _ = read_replies(replies, reading)
         self._say(refused)
@@ -80,7 +80,7 @@ class EvaluationsAtClients:
         """Ask clients to save their own models.
 
         Args:
-            messages: the messages, of kind ``SAVE``.
+            messages: one message per client, of Flower's message type ``SAVE``.
             send: sends messages, and returns the replies.
         """
         for reply in send(messages):
@@ -91,10 +91,10 @@ class EvaluationsAtClients:
     def as_a_sum(
         self, secure: SecureRounds, grid: Grid, instructions: Sequence[Message], clients: Sequence[Client], timeout: float, send: Send
     ) -> MetricRecord | None:
-        """Return the mean metrics over ``clients`` from a secure sum, which hides single clients; None if there is none.
+        """Return the mean metrics over ``clients`` from a secure sum, which hides single clients. None: there is no such sum.
 
-        If clients are to save their models, separate messages ask for it. So clients outside the sum save theirs,
-        too.
+        If clients are to save their models, separate messages ask them to. So clients outside the sum save their
+        models, too.
 
         Args:
             secure: makes the sum.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NO_MODEL = (
     "evaluate_fn is not called from round %d on: under %s every client keeps its BatchNorm, so there is no global model. %s. Clients may "
-    "tell their BatchNorm layers for an average: answer(..., tells=True) in client_app.py (in fl-bn's application: unseen-client = true)"
+    "send their BatchNorm layers for an average: answer(..., tells=True) in client_app.py (in fl-bn's application: unseen-client = true)"
 )
 AVERAGED = "evaluate_fn gets a model with the average of the clients' BatchNorm (%s), since every client keeps its own under %s"
 NOTHING_SHARED = "evaluate_fn is not called from round %d on: under %s clients share no weights, so there is no global model"
@@ -29,7 +29,7 @@ KEPT = "evaluate_fn gets the server's own values of %s (%d tensors), since every
 
 
 class GlobalModel:
-    """Make the arrays of the global model of one run, and say once in the log what they are.
+    """Make the arrays of one run's global model, and log once what they contain.
 
     Args:
         strategy: the run's strategy.
@@ -44,7 +44,7 @@ class GlobalModel:
         Args:
             number: the round. 0: before round 1, when every client starts with these tensors.
             tensors: the shared tensors, by name.
-            counted: whether the strategy has counted the batches of this round already.
+            counted: whether the strategy's ``batches_trained`` includes this round already.
         """
         shared, method = self._strategy.shared, self._strategy.method
         state, role = shared.model.state_dict(), roles(shared.model)
@@ -77,13 +77,13 @@ class GlobalModel:
         if not average:
             self._none = True
             why = (
-                "A secure sum shows the layers of nobody"
+                "Secure aggregation hides each client's layers"
                 if strategy.secure
-                else next((f"{rounds.called.client(index)}: {reason}" for index, reason in sorted(refused.items())), "No client is here")
+                else next((f"{rounds.called.client(index)}: {reason}" for index, reason in sorted(refused.items())), "No client is online")
             )
             log(logging.WARNING, NO_MODEL, number, strategy.method.name, why)
             return None
-        told = f"{len(clients) - len(refused)} of {len(clients)} clients tell theirs"
+        told = f"{len(clients) - len(refused)} of {len(clients)} clients sent theirs"
         self._say(AVERAGED % (told, strategy.method.name))
         return average
 

@@ -1,4 +1,4 @@
-"""Carry a run over a Flower grid: send messages to clients, read their replies, and call the strategy's hooks in between."""
+"""Run rounds over a Flower grid: send messages to clients, read their replies, and call the strategy's hooks in between."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class GridTransport(Transport):
-    """Carry one run of a strategy over a grid.
+    """Run the rounds of one strategy over a Flower grid.
 
     Args:
         strategy: makes the messages, and reads the replies.
@@ -61,7 +61,7 @@ class GridTransport(Transport):
         self._global_model = GlobalModel(strategy)
 
     def round(self, number: int) -> bool:
-        """Carry out a round by the strategy's hooks: ``configure_train``, then ``aggregate_train``."""
+        """Run a round by the strategy's hooks ``configure_train`` and ``aggregate_train``. Return False if the round failed."""
         strategy, shared, hooks, called = self.strategy, self.server.shared, self.hooks, self.strategy.rounds.called
         before = shared.tensors()
         returned = hooks.configure_train(number, strategy.outward(before), self._train_config, self.grid)
@@ -94,11 +94,11 @@ class GridTransport(Transport):
         return True
 
     def train(self, instruction: Instruction) -> RoundReplies:
-        """Raise NotImplementedError: a strategy concludes its rounds itself, in ``aggregate_train``."""
+        """Raise NotImplementedError. Nobody calls this, since a strategy combines the replies in ``aggregate_train``."""
         raise NotImplementedError
 
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Return the measurements of all connected clients, or of the round's cohort, whichever the method needs."""
+        """Measure statistics at all connected clients, or at the round's cohort, as the method says. Return the checked replies."""
         strategy, everyone = self.strategy, self._measuring(instruction)
         sent = strategy.messages(STATISTICS, instruction, everyone, {"measured": instruction.measured})
         who = [client.index for client in everyone]
@@ -110,8 +110,8 @@ class GridTransport(Transport):
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
         """Measure the clients' statistics layer by layer, with one message per client and one exchange per layer.
 
-        Returns None if the settings or the engine do not allow such an exchange, or if a client with data left it before
-        the end.
+        Returns None if the settings or the engine do not allow such an exchange, or if a client with data dropped out of
+        the exchange.
         """
         strategy = self.strategy
         policy, exchanges = strategy.rounds, strategy.exchanges
@@ -134,11 +134,11 @@ class GridTransport(Transport):
         return RoundReplies([client.index for client in everyone], parts, empty, wrong, exchanges.session, carrier)
 
     def store(self, instruction: Instruction, replies: RoundReplies) -> RoundReplies:
-        """Store the measured statistics. A secure sum has stored its statistics already."""
+        """Store the measured statistics in the server, and return the replies. A secure sum has stored its statistics already."""
         return replies if self.strategy.secure is not None else super().store(instruction, replies)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate at the clients by the strategy's hooks, or at the server, and note both in the result."""
+        """Evaluate at the clients by the strategy's hooks, or at the server. Store the metrics in the result, and return the numbers."""
         strategy, metrics = self.strategy, dict[str, float]()
         returned = self.hooks.configure_evaluate(number, strategy.outward(tensors), self._evaluate_config, self.grid)
         messages, reached = addressed(returned, strategy.told, "configure_evaluate", strategy.rounds.called)
@@ -173,12 +173,12 @@ class GridTransport(Transport):
         return send_and_receive(self.grid, messages, self.timeout, rounds.retry, rounds.called)
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Ask clients after the last round for the layers that they keep, if unseen clients are to get the average of these."""
+        """Collect the average of the layers that clients keep, after the last round and if ``rounds.unseen`` asks for it."""
         if number == self.server.rounds:
             self._average_kept(number)
 
     def end_early(self, number: int, tensors: Named) -> None:
-        """Do what follows the last round: clients save their own models, and unseen clients get the average of kept layers.
+        """Finish a run that stops early: let clients save their own models, and collect the average of the layers that they keep.
 
         Args:
             number: the last round that was run.
@@ -193,7 +193,7 @@ class GridTransport(Transport):
         self._average_kept(number)
 
     def _average_kept(self, number: int) -> None:
-        """Ask clients for the layers that they keep, if unseen clients are to get the average of these."""
+        """Collect the average of the layers that clients keep, for clients that did not train, if ``rounds.unseen`` asks for it."""
         strategy = self.strategy
         if not (strategy.rounds.unseen and strategy.method.personal):
             return
@@ -203,7 +203,7 @@ class GridTransport(Transport):
         strategy.unseen = average_kept(population.grid, who, strategy.shared, number, strategy.rounds, run_id, overheard)
 
     def _secure_round(self, messages: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Carry out a round in which the server sees only the sum over the clients."""
+        """Train for one round by a secure sum, which hides single clients. Return the same as ``aggregate_train``."""
         strategy = self.strategy
         assert strategy.secure is not None
         changed, parts = strategy.secure.train(self.grid, messages, strategy.cohort, self.timeout)

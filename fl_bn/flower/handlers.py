@@ -1,6 +1,6 @@
-"""Translate between Flower's messages and the values of a round: read an instruction, and make a reply.
+"""Translate Flower's messages at the client: read the server's instruction, and make a message from the client's reply.
 
-fl-bn's own application, a Flower app of your own and secure aggregation all use these functions.
+fl-bn's own application, users' own Flower apps and secure aggregation all use these functions.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Request:
         instruction: the instruction for the client's round. For an evaluation, its phase is ``Phase.MEASURE``,
             in which nothing is trained.
         config: the checked values of the message's config.
-        rounding: the type in which weights travel, in both directions.
-        transcript: the answers so far in a layer-wise exchange by replay.
+        rounding: the dtype in which weights are sent, in both directions.
+        transcript: in FedTAN's layer-wise exchange by replay, the server's answers so far.
     """
 
     header: Header
@@ -57,10 +57,11 @@ class Request:
         return self.instruction.phase is not Phase.MEASURE
 
     def kept(self, store: StateStore) -> ClientState:
-        """Return the state with which the client begins.
+        """Return the stored state from which the client starts.
 
-        A client that trains begins with its newest state from before this round. Otherwise a state that it
-        stored in this round counts, too.
+        A client that trains starts from its newest state before this round. The field ``counted`` says whether the
+        server used the reply of that state's round. A client that measures or evaluates may also start from a state
+        that it stored in this round.
         """
         kept = store.read(before=self.instruction.round + (not self.trains))
         if not self.trains:
@@ -99,9 +100,9 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
 
     Args:
         header: the instruction's header.
-        payload: its arrays as they travel. Removed from it is the transcript: the averages of this round's layer-wise exchange
-            so far, which the server repeats.
-        config: its checked values. Their form says whether the client is to train, to measure or to evaluate.
+        payload: the instruction's arrays, in the dtype in which they were sent. The transcript is removed from them. It
+            holds the averages so far of this round's layer-wise exchange by replay.
+        config: the instruction's checked config. Its form says whether the client is to train, to measure or to evaluate.
         network: the client's network.
 
     Raises:
@@ -131,16 +132,16 @@ def _instruction(round: int, phase: Phase, sections: dict[str, Any], config: Val
 
 
 def reply_to(message: Message, header: Header, reply: Reply, rounding: PayloadDtype = EXACT) -> Message:
-    """Return the message that answers ``message`` by ``reply``.
+    """Return ``reply`` as a Flower message that answers ``message``.
 
     Args:
         message: the instruction.
         header: the instruction's header, which the answer repeats.
         reply: the client's reply. A reply without tensors and samples says that the client sat out.
-        rounding: the type in which weights travel.
+        rounding: the dtype in which weights are sent.
 
     Raises:
-        Overflow: a weight is too large for that type.
+        Overflow: a weight is too large for that dtype.
     """
     arrays = {section: to_numpy(tensors) for section, tensors in reply.sections.items()}
     content = to_records(rounding.narrow(arrays), header)
@@ -162,5 +163,5 @@ def kept_layers(kept: ClientState, model: nn.Module, method: Method) -> dict[str
 
 
 def metrics_of(reply: Reply) -> Mapping[str, int | float]:
-    """Return the metrics of ``reply``, with counts as whole numbers."""
+    """Return the metrics of ``reply`` by name: counts (``COUNTS``) as int, all others as float."""
     return {name: int(value) if name in COUNTS else float(value) for name, value in reply.metrics.items()}

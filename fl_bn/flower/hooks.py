@@ -48,7 +48,7 @@ class RunResult(Result):
 
 
 def overrides(strategy: Strategy, hook: str) -> bool:
-    """Tell whether a class outside fl-bn defines ``hook`` for ``strategy``, or an instance attribute does."""
+    """Tell whether user code defines the method ``hook`` of ``strategy``: in a class outside fl-bn, or as an instance attribute."""
     if hook in vars(strategy):
         return True
     owner = next(kind for kind in type(strategy).__mro__ if hook in vars(kind))
@@ -119,5 +119,5 @@ def addressed(messages: Iterable[Message], clients: Sequence[Client], hook: str,
 
 
 def replies_for(strategy: Strategy, hook: str, replies: Iterable[Message]) -> Iterable[Message]:
-    """Return ``replies``, as a list if ``hook`` is overridden, because the user's code may read them twice."""
+    """Return ``replies``. If the user's code overrides ``hook``, they become a list, which that code may read twice."""
     return list(replies) if overrides(strategy, hook) else replies

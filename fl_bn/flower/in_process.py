@@ -44,13 +44,13 @@ App = TypeVar("App")
 
 @dataclass(frozen=True)
 class Run:
-    """Describe a run to Flower."""
+    """Hold the id of a run. Flower reads it as ``grid.run.run_id``."""
 
     run_id: int
 
 
 class InProcessGrid(Grid):
-    """Serve nodes that live in this process. A message is answered when it is pushed.
+    """Serve nodes that live in this process. A message is answered as soon as it is pushed.
 
     Args:
         app: the ClientApp, or its import path ``module:name``.
@@ -92,12 +92,12 @@ class InProcessGrid(Grid):
         return self._fallback is not None
 
     def set_run(self, run_id: Any) -> None:
-        """Serve the run with this number. Newer versions of Flower pass the run itself."""
+        """Store the id of the run to serve. ``run_id`` is a number or, in newer versions of Flower, the run itself."""
         self._run = Run(int(getattr(run_id, "run_id", run_id)))
 
     @property
     def run(self) -> Any:
-        """Return the run."""
+        """Return the run that this grid serves, with its ``run_id``."""
         return self._run
 
     def create_message(self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None) -> Message:
@@ -120,11 +120,11 @@ class InProcessGrid(Grid):
         return [self._answers.pop(identity) for identity in list(message_ids) if identity in self._answers]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
-        """Yield the replies in the order of ``messages``, each computed when the caller asks for it.
+        """Yield the replies in the order of ``messages``. Each is computed when the caller asks for it.
 
-        So a reply that the caller has released is out of memory before the next one exists. Clients that are
-        computed together, or exchange vectors with each other, reply together. ``workers`` compute the next
-        replies while the caller uses one.
+        So the caller can free one reply before the next one is computed. Clients that are computed together, or
+        exchange vectors with each other, reply together. Worker processes compute the next replies while the caller
+        uses one. ``timeout`` has no effect.
         """
         messages = list(messages)
         exchanging = any(_exchange_token(message) for message in messages)
@@ -138,7 +138,7 @@ class InProcessGrid(Grid):
             yield from self.pull_messages(self.push_messages(messages[begin : begin + size]))
 
     def _start_workers(self, messages: list[Message]) -> None:
-        """Start worker processes if this saves time from the round of ``messages`` on."""
+        """Start worker processes if they would save time, counted from the round of ``messages`` to the end of the run."""
         if self._workers is None and self._pace is not None:
             rounds = [_round(message) for message in messages if _trains(message)]
             if rounds and self._pace.worth_it(rounds[0]):
@@ -178,7 +178,7 @@ class InProcessGrid(Grid):
         return answer
 
     def _answered_by(self, workers: Workers, messages: list[Message]) -> Iterator[Message]:
-        """Yield the answers that ``workers`` compute. They compute the next ones meanwhile.
+        """Yield the answers that ``workers`` compute. While the caller uses one answer, they compute the next ones.
 
         A client's state travels with its message, and comes back with the reply.
         """
@@ -207,18 +207,19 @@ def run_in_process(
 ) -> Path | None:
     """Run the ServerApp and ClientApp in this process.
 
-    torch's number of threads is the same afterwards.
+    Afterwards, torch's number of threads is restored.
 
     Args:
-        config: the run config (the keys of ``[tool.flwr.app.config]``). ``clients`` in it is the number of
-            nodes, and ``workers`` the number of processes that compute clients. 0: one per core, as soon as they
-            save time in the remaining rounds, but none for a GPU. Without the key, this process computes all.
+        config: the run config (the keys of ``[tool.flwr.app.config]``). Its ``clients`` is the number of nodes. Its
+            ``workers`` is the number of processes that compute clients. 1, the default: only this process. 0: one
+            process per core (per ``threads`` cores, if set), started once this saves time in the remaining rounds. For
+            a GPU, 0 starts none.
         server_app: the ServerApp, or its import path ``module:name``.
         client_app: the ClientApp, or its import path ``module:name``.
-        workers: processes that were started before. They end with the run.
+        workers: worker processes that were started before. They end with the run.
 
     Returns:
-        The run directory that the ServerApp names, if any.
+        The run directory, if the ServerApp names it in the record ``result`` of its context; else None.
 
     Raises:
         Exception: whatever the ServerApp raises.

@@ -1,4 +1,4 @@
-"""Compute one client's part of a round in fl-bn's application: it trains, measures and evaluates."""
+"""Compute one client's part of a round in fl-bn's application: training, measuring statistics, and evaluation."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Site:
         device: the device to compute on.
         folder: the folder for the model that the client saves at the end; None: it saves none.
         label_counts: the number of training samples per label, if the client reports it.
-        state: the folder for tensors that the client keeps between rounds, below a folder of the run's name.
-            None: they are kept in Flower's ``context.state``, as long as the simulation or the SuperNode lives.
+        state: the folder for tensors that the client keeps between rounds. Each run has a subfolder of its name.
+            None: the tensors are kept in Flower's ``context.state``, as long as the simulation or the SuperNode runs.
         exchange: the addresses of a layer-wise exchange to which the client may connect.
     """
 
@@ -103,7 +103,7 @@ class LocalClient:
         return self.network.original
 
     def introduce(self) -> dict[str, int | str]:
-        """Return this client's introduction. The server asks for it once, when it first sees the client."""
+        """Return the client's index, number of clients, samples, model signature and label counts. The server asks for them once."""
         return {
             "client": self.site.client,
             "clients": self.site.clients,
@@ -117,12 +117,12 @@ class LocalClient:
 
         Args:
             request: the checked content of a message.
-            pack: makes the outgoing message from the reply. Tensors are kept only after that. A client whose
-                weights do not fit the type in which they travel (``Overflow``) sits the round out.
+            pack: makes the outgoing message from the reply. The client's tensors are stored only if this succeeds. On
+                ``Overflow`` (a weight is too large for the dtype in which it is sent), the client sits the round out.
 
         Returns:
-            The result of ``pack``. The reply has no samples where the client sits out, or where its round needs
-                an answer first (an exchange by replay).
+            The result of ``pack``. Its reply has 0 samples if the client sits out; also if, in an exchange by replay,
+                the client first needs another answer of the server.
         """
         instruction, store = request.instruction, self.store(request.config)
         kept, joins = request.kept(store), request.connect(self.site.exchange)
@@ -153,7 +153,7 @@ class LocalClient:
         return Reply(self.site.client, {}, 0, 0)
 
     def test(self, request: Request) -> dict[str, float]:
-        """Return the loss and other metrics on this client's test data, with its own local tensors.
+        """Return the loss and other metrics on this client's test data. The model includes the tensors that this client keeps.
 
         Save the model, too, if the request names a folder for it.
         """
@@ -196,7 +196,7 @@ class LocalClient:
         save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
 
     def kept_layers(self, config: Mapping[str, Any], round: int) -> dict[str, Tensor]:
-        """Return the scales, shifts and statistics that this client keeps after ``round``, for an average for unseen clients.
+        """Return the scales, shifts and statistics that this client keeps after ``round``. New clients get their average.
 
         Raises:
             PermissionError: this client does not share them.
@@ -206,7 +206,7 @@ class LocalClient:
         return kept_layers(self.kept(config, round + 1), self.model, self.method)
 
     def requested_pass(self, config: Mapping[str, Any]) -> StatisticsPass:
-        """Return the statistics pass that the message of a statistics-only exchange asks for."""
+        """Return what to measure, and on how many samples, as the ``config`` of a statistics-only exchange asks."""
         return StatisticsPass.for_exchange(str(config.get("measured", INPUTS)), self.method.statistics_pass.samples)
 
     def meet(self, config: Mapping[str, Any]) -> None:

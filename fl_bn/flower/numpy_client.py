@@ -39,7 +39,7 @@ class BatchNormClient(LocalClient, NumPyClient):
         seed: the run's seed.
         tells: whether the client sends the layers that it keeps, for the average that unseen clients get.
         shares_drift: whether the client reports how far the statistics that it keeps have moved in a round. One
-            of the reported numbers is an element of these statistics.
+            of the reported numbers is the value of one channel in these statistics.
         task: the model's task.
 
     Raises:
@@ -54,7 +54,7 @@ class BatchNormClient(LocalClient, NumPyClient):
         """Return the scales, shifts and statistics that this client keeps, in the order of ``schema.kept_layers``.
 
         Args:
-            config: the number of the round as ``round``, and the run's name.
+            config: ``round`` is the number of the round, and ``run`` the run's name (NAME/state-XXXXXXXX).
 
         Raises:
             PermissionError: this client does not share them.

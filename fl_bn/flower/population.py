@@ -1,4 +1,4 @@
-"""Keep track of the clients of a run: wait for them, match Flower's nodes to clients, and sample cohorts, which depend only on the seed."""
+"""Keep track of the clients of a run: wait for them, match Flower's nodes to clients, and draw each round's cohort from the seed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the r
 class RunFailed(Exception):
     """Report that the run cannot go on; the message advises what to do.
 
-    It is no RuntimeError: Flower 1.25 takes a RuntimeError for its own, reports the run as rejected, and leaves
-    it running.
+    It is not derived from RuntimeError. Flower 1.25 would take such an error for one of its own, report the run as
+    rejected, and leave it running.
     """
 
 
@@ -66,24 +66,24 @@ NOBODY = Introductions()
 
 
 def sample_cohort(population: Sequence[int], size: int, rng: random.Random) -> list[int]:
-    """Draw ``size`` of the indices in ``population``, and return them sorted."""
+    """Draw ``size`` different indices from ``population``, and return them sorted."""
     return sorted(rng.sample(sorted(population), size))
 
 
 class Population:
     """Track all clients of a run, by index. Flower's node ids are random, so only an index is reproducible.
 
-    ``clients`` holds the clients that have introduced themselves. ``everyone`` returns those of them whose first
-    round has come.
+    ``clients`` holds the clients that have introduced themselves. ``everyone`` leaves out those that may not train
+    yet (``rounds.joining``).
 
-    An index is a node's own claim. Where the operator names the node of each client (``rounds.nodes``), no
-    other node has that index. Elsewhere the first node of an index serves it whenever it is online. While it is
-    offline, another node may serve the index. If several nodes claim an index that none of them served before,
-    none gets it. With ``clients_are_nodes``, each of them gets an index of its own (``seats``).
+    Each node says itself which index its client has. Where the operator lists the node of each client
+    (``rounds.nodes``), no other node can have that index. Elsewhere the first node of an index serves it whenever
+    that node is online. While it is offline, another node may serve the index. If several nodes claim an index that
+    none of them served before, none gets it. With ``clients_are_nodes``, each of them gets its own index (``seats``).
 
     Args:
         grid: Flower's grid.
-        rounds: the server's policy.
+        rounds: the server's settings for rounds.
         signature: the signature of the server's model and method. Clients must have the same.
         round: the next round, with which the run starts or goes on.
         introductions: the introductions of the nodes that were asked already.
@@ -106,7 +106,7 @@ class Population:
         self._last: dict[int, int] = {}  # index -> the node that served it last
         self._rivals: dict[int, list[int]] = {}  # index -> the other nodes that claim it, as last logged
         self._order: list[Client] = []  # the connected clients, by index
-        self._online: frozenset[int] = frozenset()  # connected nodes at the last look; below, what was wrong with them
+        self._online: frozenset[int] = frozenset()  # connected nodes at the last look; ``_problem``: what was wrong with them
         self._problem, self._introductions = "", introductions
         self._clients_are_nodes = clients_are_nodes
         self._given: dict[int, tuple[int, int]] = {}  # node -> an index that was given to it, and the one that it claims
@@ -120,8 +120,8 @@ class Population:
         """Wait for all clients that may take part in the next round, or for as many as are enough for a start.
 
         Raises:
-            RunFailed: too few clients came within ``wait`` seconds, or too few are connected and one node says why
-                it cannot take part.
+            RunFailed: too few clients came within ``rounds.wait`` seconds; or too few are connected, and one node cannot
+                take part.
         """
         wait, starting = self.rounds.wait, self.rounds.starting(self.round)
         end, logged = time.monotonic() + wait, -1
@@ -148,12 +148,12 @@ class Population:
         self._joined = {client.index for client in self.everyone()}
         self._first = {client.index: client.node for client in self.clients.values()}
         if self.absent:
-            log(logging.WARNING, "going on without %s: refused by policy", self.called.clients(sorted(self.absent)))
+            log(logging.WARNING, "the run goes on without %s, since the policy there refuses it", self.called.clients(sorted(self.absent)))
         if later := sorted(set(range(self.rounds.clients)) - self._joined - self.absent.keys()):
             log(logging.INFO, "starting with %d clients; %s may join later", here, self.called.clients(later))
 
     def wait_for(self, least: int, round: int) -> None:
-        """Wait up to ``wait`` seconds for ``least`` clients before ``round``, and log who joins in it."""
+        """Wait up to ``rounds.wait`` seconds for ``least`` clients before ``round``, and log which clients join in this round."""
         self.round, wait = round, self.rounds.wait
         self.greet()
         end = time.monotonic() + wait
@@ -213,7 +213,7 @@ class Population:
         return self._problem or problem
 
     def _refusal(self, node: int, why: str) -> str:
-        """Return why the run cannot go on after a node has refused it; empty if it can go on without the node's client.
+        """Return why the run cannot go on after a node refused to take part. Empty: the run goes on without the node's client.
 
         Args:
             node: The node.
@@ -233,16 +233,16 @@ class Population:
         )
 
     def _ask_known_strangers(self) -> None:
-        """Let refused nodes be asked again if they now belong to a client, because the key of its site was renewed."""
+        """Allow refused nodes to be asked again if they now belong to a client. This happens when a site's key was renewed."""
         known = {node for node in self._strangers if self.called.client_of(node) is not None}
         self._refused -= known
         self._strangers -= known
 
     def _assign(self) -> str:
-        """Let one of the nodes that claim an index serve it.
+        """Choose, for each index, one of the nodes that claim it.
 
         Returns:
-            The problem if several nodes claim an index and none has precedence; else empty.
+            A problem if several nodes claim an index and none has precedence; else empty.
         """
         claims: dict[int, list[int]] = {}
         seats = self._seats()
@@ -256,7 +256,7 @@ class Population:
             if holder is None:
                 problem = (
                     f"nodes {' and '.join(map(str, nodes))} call themselves {self.called.client(index)}, so none of them takes part: "
-                    "give every SuperNode a partition-id of its own, and end those that are not that client"
+                    "give every SuperNode a partition-id of its own, and stop those that are not that client"
                 )
             else:
                 self._serve(seats[holder])
@@ -271,7 +271,7 @@ class Population:
         return problem
 
     def _seats(self) -> dict[int, Client]:
-        """Return the clients by node, each with its claimed index, or with a reassigned one."""
+        """Return node -> client. The client has the index that its node claims, or the one that the server gave it instead."""
         claims = {node: client.index for node, client in self._claims.items()}
         if not self._clients_are_nodes:
             return self._claims
@@ -298,7 +298,7 @@ class Population:
             elif client.node not in (last, self._first[index]):
                 log(
                     logging.WARNING,
-                    "%s is now served by node %s, and was by node %s: if that is not the same client, restarted, stop the run",
+                    "%s is now served by node %s instead of node %s: if this is not the same client after a restart, stop the run",
                     self.called.client(index),
                     client.node,
                     last,
@@ -313,7 +313,7 @@ class Population:
         """Note which client a node claims to be, or refuse the node.
 
         Returns:
-            Advice if the whole run may have been set up wrongly; else empty.
+            The problem, with advice, if the whole run may have been set up wrongly; else empty.
         """
         try:
             introduction = introduction_of(reply.content)
@@ -325,7 +325,7 @@ class Population:
             self._refuse(node, other)
             return f"{self.called.node(node)} cannot take part: {other}"
         if clients != expected:
-            other = f"the run is for {expected} clients, but {self.called.node(node)} counts {clients}"
+            other = f"the run is for {expected} clients, but {self.called.node(node)} says that there are {clients} (num-partitions)"
             self._refuse(node, other)
             return (
                 f"{other}: set `clients` and the number of SuperNodes alike, e.g. "
@@ -340,9 +340,9 @@ class Population:
                 f"{self.signature}; a strategy takes the model as it is, a client convert(model, method)). {COMPARE}",
             )
         elif self.rounds.nodes and (owner := self.called.client_of(node)) != index:
-            theirs = "no client's" if owner is None else f"{self.called.client(owner)}'s"
+            theirs = "no client" if owner is None else self.called.client(owner)
             self._strangers |= {node} if owner is None else set()
-            other = f"it calls itself {self.called.client(index)}, but its key is {theirs}: correct its partition-id"
+            other = f"it calls itself {self.called.client(index)}, but its key belongs to {theirs}: correct its partition-id"
             self._refuse(node, other)
             return f"{self.called.node(node)} cannot take part: {other}"
         else:
@@ -354,7 +354,7 @@ class Population:
         log(logging.WARNING, "%s refused: %s", self.called.node(node), reason)
 
     def cohort(self, fraction: float, seed: int, round: int, least: int = 1) -> list[Client]:
-        """Draw the clients of ``round``, and return them by index. The same seed draws the same clients, whatever the node ids.
+        """Draw the clients of ``round``, sorted by index. The same seed draws the same clients, whatever the node ids.
 
         Args:
             fraction: the share of the connected clients, 0..1.
@@ -368,7 +368,7 @@ class Population:
         return [self.clients[index] for index in chosen]
 
     def everyone(self) -> list[Client]:
-        """Return the connected clients whose first round has come, by index."""
+        """Return the connected clients that may already train (``rounds.joining``), sorted by index."""
         joining = self.rounds.joining
         return [client for client in self._order if joining.get(client.index, 1) <= self.round] if joining else list(self._order)
 

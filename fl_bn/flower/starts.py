@@ -1,4 +1,4 @@
-"""Send clients the initial values of the tensors that they keep, so that their BatchNorm starts as the server's does."""
+"""Send clients the initial values of the tensors that they keep, so that their BatchNorm layers start from the server's values."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fl_bn.support.wire import printable
 
 
 class Starts:
-    """Send the initial values of kept tensors in one run.
+    """Send clients the initial values of the tensors that stay at the clients, in one run.
 
-    In an app of the user's own, a client builds a new network, which does not have the initial weights of the server.
-    The same holds in fl-bn's application if a run starts from other arrays than those of its model.
+    In a user's own Flower app, a client builds a new network, whose initial weights differ from the server's.
+    The same happens in fl-bn's application if a run starts from other arrays than those of its model.
 
     Args:
         shared: the shared model.
-        sends: whether initial values are sent.
+        sends: whether initial values are sent. False: only after a call of ``begin_with``.
     """
 
     def __init__(self, shared: SharedModel, sends: bool = False) -> None:
@@ -36,7 +36,7 @@ class Starts:
         """Let the run start from ``arrays``, which have the names of the network's state_dict.
 
         Raises:
-            ValueError: an array is missing, or of another network.
+            ValueError: an array is missing, or the network has no tensor of its name and shape.
         """
         own, tensors = self._shared.model.state_dict(), tensors_of(arrays)
         for name, tensor in tensors.items():
@@ -57,7 +57,7 @@ class Starts:
         Args:
             messages: one message for each of ``clients``.
             clients: the addressees.
-            keeps: tells for a client's index whether this client keeps tensors already.
+            keeps: returns, for a client's index, whether this client has stored tensors of its own already.
         """
         start = self._shared.start() if self._sends else {}
         self._bytes = {client.index: nbytes(start) for client in clients if start and not keeps(client.index)}
@@ -66,7 +66,7 @@ class Starts:
                 message.content[OURS + START] = to_record(to_numpy(start[START]))
 
     def counted(self, record: RoundRecord) -> RoundRecord:
-        """Return the round's ``record`` with the bytes of the initial values that were sent in it."""
+        """Return ``record`` with the bytes of this round's initial values added to the bytes that went to the clients."""
         if not self._bytes:
             return record
         down = {**record.bytes_down, START: max(self._bytes.values())}

@@ -15,11 +15,11 @@ from fl_bn.options import options_by_key
 
 
 class OfMethod(BatchNormStrategy):
-    """Run a method with its own options and defaults, beside the options of ``BatchNormStrategy``.
+    """Run one method. Its options are arguments of the strategy, beside those of ``BatchNormStrategy``.
 
     Args:
         model: any torch network, unconverted.
-        rounds: the server's policy.
+        rounds: the server's settings for rounds.
         options: the options of the method and of ``BatchNormStrategy``, by name.
     """
 
@@ -36,11 +36,11 @@ def _take(method: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class FedAvgBNStrategy(OfMethod):
-    """Run FedAvg, which averages the running statistics plainly: the baseline.
+    """Run FedAvg, the baseline: the server averages the running means and, separately, the running variances.
 
     Args:
         model: any torch network, unconverted.
-        rounds: the server's policy.
+        rounds: the server's settings for rounds.
         options: as in ``methods.fedavg`` and ``BatchNormStrategy``, by name.
     """
 
@@ -52,7 +52,7 @@ class FixBNStrategy(OfMethod):
 
     Args:
         model: any torch network, unconverted.
-        rounds: the server's policy.
+        rounds: the server's settings for rounds.
         options: as in ``methods.fixbn`` and ``BatchNormStrategy``, by name.
     """
 
@@ -64,7 +64,7 @@ class FedBNStrategy(OfMethod):
 
     Args:
         model: any torch network, unconverted.
-        rounds: the server's policy.
+        rounds: the server's settings for rounds.
         options: as in ``methods.fedbn`` and ``BatchNormStrategy``, by name.
     """
 
@@ -76,7 +76,7 @@ class SiloBNStrategy(OfMethod):
 
     Args:
         model: any torch network, unconverted.
-        rounds: the server's policy.
+        rounds: the server's settings for rounds.
         options: as in ``methods.silobn`` and ``BatchNormStrategy``, by name.
     """
 
@@ -88,9 +88,9 @@ class HBNStrategy(BatchNormStrategy):
 
     Args:
         model: any torch network, unconverted.
-        rounds: the server's policy. Its ``fraction`` is the method's, too.
-        evaluate: maps the global model to metrics, as in ``BatchNormStrategy``. The method's own option of this
-            name is ``evaluate_with`` here.
+        rounds: the server's settings for rounds. Its ``fraction`` is also the method's ``fraction``.
+        evaluate: maps the global model to metrics, as in ``BatchNormStrategy``. The method's option ``evaluate`` is
+            called ``evaluate_with`` here.
         options: as in ``methods.hbn`` and ``BatchNormStrategy``, by name.
     """
 
@@ -104,11 +104,11 @@ class HBNStrategy(BatchNormStrategy):
 
 
 class FBNStrategy(OfMethod):
-    """Run FBN: running statistics are shared, and the variance is corrected.
+    """Run FBN: clients train with shared running statistics, corrected for the spread of the clients' means.
 
     Args:
         model: any torch network, unconverted.
-        rounds: the server's policy.
+        rounds: the server's settings for rounds.
         options: as in ``methods.fbn`` and ``BatchNormStrategy``, by name.
     """
 
@@ -118,11 +118,11 @@ class FBNStrategy(OfMethod):
 class RobustFBNStrategy(FBNStrategy):
     """Run FBN against Byzantine clients (FBN, section 5), with robust rules for the statistics and for the updates.
 
-    The default rules are NNM, then the coordinate-wise median.
+    The default rules are nearest-neighbour mixing (NNM), then the coordinate-wise median.
 
     Args:
         model: any torch network, unconverted.
-        rounds: the server's policy.
+        rounds: the server's settings for rounds.
         f: the number of Byzantine clients that the rules withstand, 0 or more.
         statistics_rule: the rule for statistics, as ``robust.rule_named`` takes it, such as
             ``"nnm+trimmed-mean"``.
@@ -148,7 +148,7 @@ class FedTANStrategy(OfMethod):
 
     Args:
         model: any torch network, unconverted.
-        rounds: the server's policy.
+        rounds: the server's settings for rounds.
         options: as in ``methods.fedtan`` and ``BatchNormStrategy``, by name.
     """
 
@@ -160,7 +160,7 @@ class FedTAN2Strategy(OfMethod):
 
     Args:
         model: any torch network, unconverted.
-        rounds: the server's policy.
+        rounds: the server's settings for rounds.
         options: as in ``methods.fedtan2`` and ``BatchNormStrategy``, by name.
     """
 
@@ -168,11 +168,11 @@ class FedTAN2Strategy(OfMethod):
 
 
 class FedAvgAlg2Strategy(OfMethod):
-    """Run FedAvg with only the forward half of FedTAN's exchange.
+    """Run FedAvg with only the forward half of FedTAN's exchange: clients exchange moments, but not their gradients.
 
     Args:
         model: any torch network, unconverted.
-        rounds: the server's policy.
+        rounds: the server's settings for rounds.
         options: as in ``methods.fedavg_alg2`` and ``BatchNormStrategy``, by name.
     """
 

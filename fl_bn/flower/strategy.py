@@ -64,18 +64,18 @@ class BatchNormStrategy(OwnNames):
     """Train a model by a method over the clients of a grid.
 
     A subclass may override the hooks ``configure_train``, ``aggregate_train``, ``configure_evaluate``,
-    ``aggregate_evaluate``, ``summary``, ``start`` and ``save``, and call ``super()`` in them. Any other name of this
-    class is refused in a subclass.
+    ``aggregate_evaluate``, ``summary``, ``start`` and ``save``, and call ``super()`` in them. A subclass that defines
+    any other name of this class is refused with a TypeError.
 
-    The record ``arrays`` holds every shared tensor: weights, affine and running statistics, by state_dict name.
+    The hooks' argument ``arrays`` holds all shared tensors by state_dict name: weights, affine parameters and statistics.
 
     Args:
         model: any torch network, unconverted. The run starts from its tensors.
         method: the method, the same as the clients'.
-        rounds: the server's policy.
-        optimizer: steps on the pseudo-gradient of the shared weights. Default: the average itself.
+        rounds: the server's settings for rounds.
+        optimizer: steps on the pseudo-gradient of the shared weights. Default: the average becomes the new model.
         evaluate: maps the global model to metrics, at the server.
-        callbacks: called after every round and at the end.
+        callbacks: called at the start, after every round and at the end.
         save_clients: the name of the run's folder, in which clients with models of their own save these at the
             end. Empty: they save none.
         defence: the robust rules for statistics and updates. The statistics' rule serves the layer-wise
@@ -175,14 +175,14 @@ class BatchNormStrategy(OwnNames):
         return {**config}
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Read the replies, and combine them by the server's half of the round.
+        """Read the replies, and combine them into the new shared model, as the method says.
 
         Args:
             server_round: the round's number.
             replies: the replies to the train messages.
 
         Returns:
-            The shared tensors and the metrics, or ``(None, None)`` where too few replies are usable.
+            The shared tensors, and the metrics ``loss`` and ``samples``; ``(None, None)`` if too few replies are usable.
         """
         phase = Phase(self.record.phase)
         expected = self.server.expects(server_round, phase, {client.index: client.samples for client in self.cohort})
@@ -201,9 +201,9 @@ class BatchNormStrategy(OwnNames):
         return self.outward(self.shared.tensors()), MetricRecord({"loss": self.record.loss, "samples": samples})
 
     def _read_replies(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
-        """Read the replies to train messages.
+        """Check the replies to train messages.
 
-        If the replies are not all needed at once, add each to the average immediately, and free it.
+        If the method does not need all replies at once, add each to the average immediately, and free its memory.
         """
         who = [client.index for client in self.cohort]
         if (intake := streaming(self.server, {client.index: client.samples for client in self.cohort})) is None:
@@ -418,7 +418,7 @@ class BatchNormStrategy(OwnNames):
             raise RunFailed(f"none of the {failed} rounds had enough usable replies, so nothing was trained. {why_failed(self.record)}")
 
     def clients_of(self, grid: Grid) -> Population:
-        """Return the population. The first call waits for the clients with which the run starts."""
+        """Return the run's ``Population`` of clients. The first call waits for the clients with which the run starts."""
         if self.population is None:
             self.population = self._population(grid)
             self.population.gather()
@@ -447,10 +447,10 @@ class BatchNormStrategy(OwnNames):
             clients: the addressees.
             values: further values for fl-bn's config in the messages.
             config: the user's config, to which the round's number is added. None: the messages have no such config.
-            steps: a factor: the messages live ``steps`` times as long as the round's timeout.
+            steps: a factor for the messages' time to live, which is ``steps`` times the round's timeout.
 
         Raises:
-            RunFailed: the weights do not fit the type in which they are to travel.
+            RunFailed: a weight is too large for the dtype in which weights are sent.
         """
         self._rounding = self.server.rounding if kind == "train" else EXACT
         try:
@@ -466,10 +466,10 @@ class BatchNormStrategy(OwnNames):
         return self.sent
 
     def overheard(self, replies: Iterable[Message], without_training: bool = False) -> Iterable[Decoded]:
-        """Decode the replies and record what they disclose.
+        """Decode the replies, and record for the disclosure report which data they reveal.
 
-        If the method simulates attackers that send forged values, the replies of its Byzantine clients are forged
-        here, where all other replies are known.
+        If the method simulates attackers that send forged values, the replies of the simulated Byzantine clients are
+        forged here, where all other replies are known.
 
         Args:
             replies: the clients' replies.

@@ -1,4 +1,4 @@
-"""Keep the names of a user's subclass of a strategy apart from the names that fl-bn's own classes use."""
+"""Stop a user's subclass of a strategy from overwriting names that fl-bn's own classes use."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ HOOKS = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_
 
 
 class OwnNames(Strategy):
-    """Refuse a subclass outside fl-bn that uses a name which fl-bn's own classes use for something else. Abstract.
+    """Refuse a user's subclass that defines or sets a name of fl-bn's own classes. Abstract.
 
-    Without this, ``self.cohort = ...`` in a user's hook would silently replace the clients of the round.
+    Otherwise ``self.cohort = ...`` in a user's hook would silently replace the clients of the round.
 
     Attributes:
-        open_names: names that such a subclass may define or set.
+        open_names: names of fl-bn's classes that a user's subclass may define or set all the same.
     """
 
     open_names: ClassVar[tuple[str, ...]] = HOOKS
@@ -34,7 +34,7 @@ class OwnNames(Strategy):
         """Set an attribute.
 
         Raises:
-            AttributeError: a method of a user's subclass and a method of fl-bn's both set it.
+            AttributeError: a method of a user's subclass and a method of fl-bn's own classes both set this attribute.
         """
         frame = sys._getframe(1)
         ours = _ours(frame.f_globals.get("__name__", ""))

@@ -101,7 +101,7 @@ def test_a_process_that_dies_again_costs_its_site_the_round_and_no_more(federati
     wait_until("the round ends", lambda: run.done() > rounds, 250)
     print(f"round done {time.monotonic() - begin:.1f} s after the first death was known")
     out = run.end()
-    assert "site west: its process was killed by SIGKILL; that is the second time, and the round goes on without it" in out
+    assert "site west: its process was killed by SIGKILL; that is the second time, and the round goes on without this client" in out
     assert (out.count("1/2 clients"), out.count("2/2 clients")) == (1, 3), out
 
 

@@ -159,7 +159,7 @@ def test_a_site_that_claims_another_s_place_is_refused_by_its_key(federation: Fe
             before = federation.log("sites/b", "supernode").count("SuperNode ID")
             federation.start("sites/b")  # the server still counts the liar as site b for a minute
     wait_until("site b is back", lambda: federation.log("sites/b", "supernode").count("SuperNode ID") > before, 180)
-    assert "it calls itself site a, but its key is site b's: correct its partition-id" in log
+    assert "it calls itself site a, but its key belongs to site b: correct its partition-id" in log
     assert "2/2 clients" in log
 
 

@@ -112,7 +112,7 @@ def test_an_exchange_without_tls_is_refused_in_a_sentence(federation: Federation
     with_fedtan(own_app, ", exchange=ExchangeSettings(host='example.org', insecure=True)")
     out = submitted(federation, own_app, 1, code=1)
     assert "the app's ExchangeSettings have host='example.org', insecure=True and no certificates, so the layer-wise" in out
-    assert "leave host, insecure out, and the kit's address and certificate are taken" in out
+    assert "leave host, insecure out to use the kit's address and certificate" in out
     assert "listening" not in out
 
 

@@ -115,5 +115,5 @@ def test_a_client_that_must_be_aggregated_securely_answers_nothing_in_the_clear(
     grid = InProcessGrid(app, len(SIZES), {"secure-aggregation": True})
     with pytest.raises(RunFailed):
         strategy.start(grid, num_rounds=1)
-    assert "secure-aggregation is on, but an app of your own answers in the clear" in caplog.text
+    assert "secure-aggregation is on, but a user's own app replies unmasked" in caplog.text
     assert trained(app, FBN(make_net(), fraction_evaluate=0), rounds=1)  # control: where nobody asks for it, it answers

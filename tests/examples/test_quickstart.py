@@ -106,7 +106,7 @@ def test_another_strategy_s_message_is_named(written: Any, capsys: pytest.Captur
     folder = written("fixbn")
     (folder / PACKAGE / "server_app.py").write_text(source("before", "server_app.py"))
     assert ran(folder, capsys) == {}  # Flower's own strategies go on without replies
-    assert "start one of fl_bn.flower's in server_app.py" in caplog.text
+    assert "use a strategy of fl_bn.flower in server_app.py" in caplog.text
 
 
 def moved_in_frozen_rounds(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[bool]:

@@ -49,7 +49,7 @@ def test_what_differs_in_the_number_of_batches_alone_is_one_line() -> None:
 
     found = kinds(
         [
-            record(1, weights(0, "58 batches"), weights(1, "101 batches"), weights(2, "1 batch, whose gradient can be computed back")),
+            record(1, weights(0, "58 batches"), weights(1, "101 batches"), weights(2, "1 batch, from which its gradient can be computed")),
             record(2, weights(0, "58 batches"), weights(1, "7 batches")),
         ],
         {},
@@ -58,7 +58,7 @@ def test_what_differs_in_the_number_of_batches_alone_is_one_line() -> None:
     lines = [line for line in disclosure_table(found) if line.startswith("| weights")]
     assert lines == [
         "| weights | the model's weights after 7 to 101 batches | 2 | 3 | 20 B | 2 |  |",
-        "| weights | the model's weights after 1 batch, whose gradient can be computed back | 1 | 3 | 10 B | 1 |  |",
+        "| weights | the model's weights after 1 batch, from which its gradient can be computed | 1 | 3 | 10 B | 1 |  |",
     ]
 
 

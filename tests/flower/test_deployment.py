@@ -72,7 +72,7 @@ def test_an_exchange_without_encryption_is_refused_in_a_deployment(given: dict[s
     with pytest.raises(ValueError, match="this deployment is encrypted: leave") as told:
         exchange_in(ExchangeSettings(**given), grid(KIT))
     assert all(f"{name}={value!r}" in str(told.value) for name, value in given.items())
-    with pytest.raises(ValueError, match="submit .or sign. the run anew"):
+    with pytest.raises(ValueError, match="submit .or sign. the run again"):
         exchange_in(ExchangeSettings(), grid({name: KIT[name] for name in ("name", "client-nodes", "client-names")}))
 
 

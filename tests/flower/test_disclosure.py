@@ -50,7 +50,7 @@ def test_of_one_batch_the_running_statistics_can_be_computed_back(clients: list[
     ran = run(METHODS["fedavg"](), clients, 2, settings=ONE_STEP)
     (disclosure,) = of(ran, 1, "statistics")
     assert disclosure == Disclosure(
-        1, "statistics", "running means and variances after 1 batch, whose own can be computed back", 4, 2 * (4 + 6) * 4, 4
+        1, "statistics", "running means and variances after 1 batch, from which the batch's own can be computed", 4, 2 * (4 + 6) * 4, 4
     )
     assert of(ran, 1, "weights")[0].samples == 4
     sent, reply = ran.grid.train(1)[1]["statistics"], ran.grid.train(1, replies=True)[1]["statistics"]

@@ -57,7 +57,7 @@ def test_batch_norm_that_stays_at_home_is_the_clients_average(log: pytest.LogCap
         mean = sum(torch.from_numpy(record[key].numpy().copy()) for record in own) / CLIENTS  # type: ignore[union-attr,index,arg-type]
         assert torch.allclose(seen[2][key], mean)
         assert not torch.allclose(seen[2][key], torch.from_numpy(own[0][key].numpy().copy()))  # control  # type: ignore[union-attr,index,arg-type]
-    assert log.text.count("evaluate_fn gets a model with the average of the clients' BatchNorm (3 of 3 clients tell theirs)") == 1
+    assert log.text.count("evaluate_fn gets a model with the average of the clients' BatchNorm (3 of 3 clients sent theirs)") == 1
     assert any(m.metadata.message_type == "query.kept" for m in grid.sent)
 
 

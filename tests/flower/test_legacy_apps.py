@@ -342,7 +342,7 @@ class Pair(Client):
     [
         (Renamed, r"Renamed has no network in its attribute 'net' \(networks are in: model\)"),
         (Unloaded, "Unloaded has no attribute 'trainloader'"),
-        (Holds, "Holds makes its optimizer 'optimizer' when it is made"),
+        (Holds, "Holds makes its optimizer 'optimizer' in its constructor"),
         (lambda context: object(), "client_fn must return a NumPyClient"),
         (Short, "Short.fit returned 4 arrays, but its network has 9 tensors"),
         (Pair, r"fit must return \(list, number of samples as int, dict of metrics\)"),

@@ -228,7 +228,7 @@ def test_a_process_that_dies_again_is_given_up_at_once(clock: Clock, answering: 
     assert outcome(send_and_receive(grid, trains(grid), 600.0, patience=300.0)) == {"reply": 2, "error": 1}
     assert clock.now - 1000 <= 2 + LOOK + 4 * POLL
     assert [node for _, node in grid.kinds].count(2) == 2
-    assert "node 2: it died; that is the second time, and the round goes on without it" in log.text
+    assert "node 2: it died; that is the second time, and the round goes on without this client" in log.text
     assert outcome(send_and_receive(Lossy(answering, clock, {2: 2}), trains(grid), 600.0, patience=300.0)) == {"reply": 3}
 
 

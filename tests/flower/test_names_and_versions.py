@@ -81,7 +81,7 @@ def test_who_is_missing_goes_and_comes_back_by_name(
     assert "offline: sites north, south" in log.text
     assert "site south is back" in log.text
     swapped = {**NAMED, "nodes": (2, 1, 3)}
-    with pytest.raises(RunFailed, match=r"site south cannot take part: it calls itself site north, but its key is site south's"):
+    with pytest.raises(RunFailed, match=r"site south cannot take part: it calls itself site north, but its key belongs to site south"):
         run(FBN, clients, 2, policy=swapped)
 
 

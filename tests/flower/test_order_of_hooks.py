@@ -162,6 +162,6 @@ def test_noise_of_one_s_own_on_a_variance_is_refused_before_any_client_sees_it()
     state = arrays.to_torch_state_dict()
     state["1.running_var"] -= 9.0
     with pytest.raises(
-        RunFailed, match=r"a hook gave 1.running_var with a variance below 0 \(-.*\): noise of your own is for the weights alone"
+        RunFailed, match=r"a hook gave 1.running_var with a variance below 0 \(-.*\): add noise of your own to weights only"
     ):
         strategy.configure_train(2, ArrayRecord(state), ConfigRecord(), over)

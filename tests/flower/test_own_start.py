@@ -200,16 +200,16 @@ def test_what_the_hooks_alone_cannot_do_is_refused_in_one_sentence() -> None:
 
 def test_the_number_of_rounds_is_asked_for_where_something_depends_on_it() -> None:
     with pytest.raises(
-        RunFailed, match=r"^fixbn freezes after half of the rounds, whose number no hook is told: give FixBN\(..., num_rounds=20\)"
+        RunFailed, match=r"^fixbn freezes after half of the rounds, but your loop gave no number: give FixBN\(..., num_rounds=20\)"
     ):
         Strategy.start(FixBN(net()), grid("fixbn"), begin(), num_rounds=4)
-    with pytest.raises(RunFailed, match=r"^the learning rate is a function of \(round, rounds\), whose number no hook is told"):
+    with pytest.raises(RunFailed, match=r"^the learning rate is a function of \(round, rounds\), but your loop gave no number"):
         Strategy.start(FedBN(net(), rate=lambda round, rounds: 0.1), grid("fedbn"), begin(), num_rounds=4)
     strategy = FixBN(net(), num_rounds=4, fraction_evaluate=0)
     result = Strategy.start(strategy, grid("fixbn"), begin(), num_rounds=4)
     assert equal(result.arrays, FixBN(net(), fraction_evaluate=0).start(grid("fixbn"), begin(), num_rounds=4).arrays)
     assert [record.phase for record in strategy.round_records] == ["train", "train", "frozen", "frozen"]
-    with pytest.raises(RunFailed, match=r"configure_train\(5, ...\): the strategy was told of 4 rounds: give the right num_rounds"):
+    with pytest.raises(RunFailed, match=r"configure_train\(5, ...\): the strategy has num_rounds=4: give it your loop's number"):
         strategy.configure_train(5, result.arrays, ConfigRecord(), grid("fixbn"))
     with pytest.raises(ValueError, match="num_rounds must be the number of rounds of your own loop, or 0"):
         FixBN(net(), num_rounds=-1)
@@ -257,11 +257,11 @@ def test_the_message_of_a_loop_has_the_user_s_config_and_the_round() -> None:
 
 def test_what_the_arrays_of_a_loop_lack_is_said_once(log: pytest.LogCaptureFixture) -> None:
     list(rounds(FedBN(net(), fraction_evaluate=0), grid("fedbn"), 2))
-    says = "under fedbn the arrays of aggregate_train lack what every client keeps (1.bias, ...: 5 tensors): strategy.global_model("
+    says = "under fedbn the arrays of aggregate_train lack the tensors that clients keep (1.bias, ...: 5 tensors): strategy.global_model("
     assert log.text.count(says) == 1
     log.clear()
     list(rounds(FBN(net(), fraction_evaluate=0), grid("fbn"), 1))
-    assert "lack what every client keeps" not in log.text  # control
+    assert "lack the tensors that clients keep" not in log.text  # control
 
 
 def test_there_is_no_global_model_before_a_round_nor_where_nobody_tells() -> None:

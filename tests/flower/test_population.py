@@ -86,7 +86,7 @@ def test_missing_clients_are_named_when_the_wait_is_over(clients: list[Samples])
 
 def test_a_client_of_a_larger_run_is_refused_with_what_to_do(clients: list[Samples]) -> None:
     grid = WatchedGrid(client_app(FBN, clients, counted=4), 3)
-    with pytest.raises(RunFailed, match=r"the run is for 3 clients, but node 1 counts 4: .*\"clients=4\".*num-supernodes=3"):
+    with pytest.raises(RunFailed, match=r"the run is for 3 clients, but node 1 says that there are 4 .*\"clients=4\".*num-supernodes=3"):
         run(FBN, clients, 1, grid=grid)
 
 
@@ -154,7 +154,7 @@ def test_a_restarted_client_takes_its_place_again_once_the_old_node_is_gone(clie
     ran = run(FBN, clients, 3, grid=grid, evaluate=None, policy={"rate": grid.rate})
     assert [[c.client for c in record.accepted] for record in ran.records] == [[0, 1, 2]] * 3
     assert grid.trained() == {"1": 2, "2": 77, "3": 77}  # at once: who is there is asked before every round
-    assert log.text.count("client 1 is now served by node 77, and was by node 2: if that is not the same client, restarted, stop") == 1
+    assert log.text.count("client 1 is now served by node 77 instead of node 2: if this is not the same client after a restart, stop") == 1
 
 
 def test_the_node_that_served_a_client_first_gets_its_place_back(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
@@ -219,11 +219,11 @@ def test_where_the_operator_names_the_nodes_no_other_is_believed(clients: list[S
         ran = run(FBN, clients, 3, grid=grid, policy={"at_start": 2, "nodes": (1, 2, 3)})
         assert accepted(ran) == rounds
         assert 77 not in grid.trained().values()
-    assert "node 77 refused: it calls itself client 1, but its key is no client's: correct its partition-id" in log.text
+    assert "node 77 refused: it calls itself client 1, but its key belongs to no client: correct its partition-id" in log.text
     swapped = {"at_start": 1, "nodes": (2, 1, 3)}
     assert accepted(run(FBN, clients, 2, policy=swapped)) == [[2]] * 2
-    assert "node 1 refused: it calls itself client 0, but its key is client 1's" in log.text
-    with pytest.raises(RunFailed, match="node 1 cannot take part: it calls itself client 0, but its key is client 1's"):
+    assert "node 1 refused: it calls itself client 0, but its key belongs to client 1" in log.text
+    with pytest.raises(RunFailed, match="node 1 cannot take part: it calls itself client 0, but its key belongs to client 1"):
         run(FBN, clients, 2, policy={**swapped, "at_start": 0})
 
 

@@ -97,7 +97,7 @@ def test_a_reference_far_away_is_replaced_until_the_statistics_are_right(
     method = METHODS[name]()
     secure, plain = (run(method, clients, 1, policy={"calibrate": 3}, secure=s).grid for s in (SecureAggregation(), None))
     found, expected = (next(s["statistics"] for s in grid.train(1) if s) for grid in (secure, plain))
-    assert "they are measured again, with these as reference" in log.text
+    assert "they are measured again, with the new statistics as reference" in log.text
     assert all(np.allclose(found[k], expected[k], rtol=2e-3, atol=1e-5) for k in expected)
     once, _ = measured(method, clients, SecureAggregation(quantization_range=8))
     assert not np.allclose(once["1.running_var"], expected["1.running_var"], rtol=2e-3)  # control

@@ -59,7 +59,7 @@ def test_a_client_that_calls_itself_another_is_refused_and_the_other_takes_part(
     ran = lied(lie, "ln", policy={"nodes": tuple(range(1, CLIENTS + 1))})
     others = [client for client in range(CLIENTS) if client != LIAR]
     assert [[c.client for c in record.accepted] for record in ran.records] == [others] * 2
-    assert "node 2 refused: it calls itself client 3, but its key is client 1's: correct its partition-id" in caplog.messages
+    assert "node 2 refused: it calls itself client 3, but its key belongs to client 1: correct its partition-id" in caplog.messages
     with pytest.raises(RunFailed, match="nodes 2 and 4 call themselves client 3, so none of them takes part"):  # control
         lied(lie, "ln")
 
@@ -139,7 +139,7 @@ def test_a_client_names_the_field_that_an_exchange_lacks(carrier: str) -> None:
     content = RecordDict({"fl-bn/config": ConfigRecord({"exchange": carrier})})
     with listening():
         (answer,) = grid.send_and_receive([Message(content, 1, "query.rendezvous", ttl=60.0, group_id="1")])
-    assert answer.error.reason == f"WireError: config/exchange-token: expected one beside exchange='{carrier}', but it is missing"
+    assert answer.error.reason == f"WireError: config/exchange-token: missing, but exchange='{carrier}' needs it"
 
 
 def test_control_counts_and_weights_of_any_size_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_an_evaluation_of_few_samples_does_not_leave(door: str) -> None:
     attacker = Bisecting(DOORS[door](min_samples=13))
     attacker.bisect(1, "accuracy", (1.0,))
     assert attacker.answers == 0
-    assert "this site has min-samples = 13, but the evaluation is of" in attacker.refusals[0]
+    assert "this site has min-samples = 13, but the evaluation summarises only" in attacker.refusals[0]
 
 
 def test_samples_behind_metrics() -> None:

@@ -211,7 +211,7 @@ def test_a_message_that_flower_s_mod_lets_pass_gets_no_vector(kind: str) -> None
     """Flower's mod masks the replies to train messages alone: to any other the vector would leave as it is."""
     spy = Spy("collect_masked_vectors", sets(), kind)
     run(METHODS["fbn"](), people(), 1, grid=spy, secure=SecureAggregation(), policy={"min_replies": 0.2})
-    assert f"SecAgg+ serves only train messages, but this is a {kind} message" in str(spy.answers[0].error.reason)
+    assert f"SecAgg+ masks only replies to train messages, but this message has the type {kind}" in str(spy.answers[0].error.reason)
 
 
 def test_a_refused_unmasking_can_be_asked_for_rightly_and_then_never_again() -> None:

@@ -102,7 +102,7 @@ def test_a_reply_that_says_it_is_another_node_s_is_not_taken_for_that_one_s(aske
     others = [client for client in range(CLIENTS) if client != LIAR]
     assert [c.client for c in run.record.accepted if c.client != LIAR] == others
     assert [c.client for c in run.record.clients if c.refused and c.client != LIAR] == []
-    assert any(f"it is node {OTHER}'s" in line for line in said.lines), said.lines
+    assert any(f"names node {OTHER} as its sender" in line for line in said.lines), said.lines
 
 
 def test_a_reply_to_another_message_is_nobody_s() -> None:

@@ -1,7 +1,7 @@
 """Simulate Byzantine clients in an experiment, by rewriting their replies when all replies have arrived.
 
-The attackers know the honest replies. Replies are rewritten before every check, so the server refuses a rewritten
-reply as it would refuse the reply of a real attacker.
+The simulated attackers know the honest replies. Replies are rewritten before the server's checks. So the server treats
+a rewritten reply like the reply of a real attacker.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def corrupt(
         adversary: The attack.
         defence: The robust rules of the server, which the attackers know.
         sent: The tensors that the server sent to all clients.
-        rounding: The type in which weights and gradients travel.
+        rounding: The dtype in which weights and gradients are sent.
 
     Returns:
         All replies, in their order.
@@ -97,7 +97,7 @@ def _updates(
 ) -> None:
     """Rewrite the updates in ``lies`` in place.
 
-    An update is one vector of all its tensors. These are gradients, or differences from the weights that were sent.
+    An update is one vector of all gradients, or of all differences from the weights that were sent.
 
     Args:
         section: The section of the payload: ``gradients`` or ``weights``.
@@ -163,7 +163,7 @@ def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Comb
     Means are compared in standard deviations, variances by the log of their ratio.
 
     Args:
-        honest: The statistics of the honest clients, one row each.
+        honest: The statistics of one layer at the honest clients, (clients, 2 * channels): means, then variances.
         f: The number of attackers. All of them send the same lie.
         truth: Combines the honest statistics without attackers.
         combine: Combines all statistics by the robust rule.

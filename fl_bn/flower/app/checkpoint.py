@@ -18,8 +18,8 @@ from fl_bn.support import durable
 class Checkpoint:
     """Hold the state of a run after a round.
 
-    It needs no schedules, cohorts or batches, since these depend only on the round and the seed. It has the states of
-    the global random generators for the case that the user's own code draws random numbers.
+    Schedules, cohorts and batches are not part of it, since they depend only on the round and the seed. It has the states
+    of the global random generators, since the user's own code may draw random numbers.
 
     Attributes:
         round: The last complete round.
@@ -28,9 +28,9 @@ class Checkpoint:
         optimizer: The buffers of the server optimizer.
         failed: The number of failed rounds in a row.
         kept: For each client, the last round in which it kept tensors of its own.
-        history: For each file that grows with the run, its length in bytes.
+        history: For each file of results to which every round adds lines, its length in bytes.
         generators: The states of the generators of Python, NumPy and torch, as JSON.
-        auxiliary: The tensors that travel beside the weights, by section and name.
+        auxiliary: The tensors that are sent beside the weights, such as control variates, by section and name.
         counted: For each client, the last round in which its reply changed the model.
         releases: The number of releases that the privacy accountant has counted.
     """

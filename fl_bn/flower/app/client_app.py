@@ -85,8 +85,8 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
 def _within_its_time(handle: Handler) -> Handler:
     """Return ``handle`` with a time limit, which is the time to live of the message. In a simulation, return it unchanged.
 
-    In a deployment, each message is answered in a process of its own. A process that hangs, for example on a dead
-    network drive, would keep its client from every later round. At the limit, the process prints its traceback to
+    In a deployment, each message is answered in a process of its own. If a process hangs, for example on a dead
+    network drive, its client could join no later round. At the time limit, the process prints its traceback to
     stderr and ends.
     """
     if not deployed():

@@ -1,8 +1,8 @@
 """Keep the tensors of a client between its rounds, in Flower's ``context.state`` or in files.
 
 The tensors are those that stay at the client, and the optimizer's momentum. ``context.state`` is in the memory of the
-simulation or of the SuperNode. Files survive the end of both. A resumed run reads from the files the state of the round
-to which it goes back.
+simulation or of the SuperNode. Files survive the end of both. In a resumed run, each client reads from its files the
+state of the round to which the run goes back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Sections = Mapping[str, Mapping[str, Tensor]]
 
 
 class StateStore(Protocol):
-    """Keep the tensors that never leave a client, by round and section."""
+    """Keep the tensors that stay at a client between its rounds, by round and section."""
 
     def read(self, before: int) -> ClientState:
         """Return the newest state from a round before ``before``; ``NOTHING`` if there is none."""
@@ -63,7 +63,7 @@ class MemoryState:
         self._state, self._signature = state, signature
 
     def read(self, before: int) -> ClientState:
-        """Return the newest state from a round before ``before``."""
+        """Return the newest state from a round before ``before``; ``NOTHING`` if this store has none."""
         try:
             owner = KEPT_FOR.of_configs(self._state)
         except WireError:
@@ -84,7 +84,7 @@ class MemoryState:
         return NOTHING
 
     def _of_earlier(self) -> bool:
-        """Tell whether an older fl-bn wrote the state: the names of its records had no prefix ``fl-bn/``."""
+        """Tell whether an older version of fl-bn wrote the state: it named the records without the prefix ``fl-bn/``."""
         theirs = their_records(self._state, ConfigRecord).get(KEPT_FOR.record, ConfigRecord())
         return {"signature", "round"} <= {*theirs}
 
@@ -141,7 +141,7 @@ class FileState:
             needed = needed and not (on_the_line and kept <= self.run_id.durable)
 
     def _files(self) -> list[tuple[int, str, Path]]:
-        """Return round, attempt and path of every file, the newest round first."""
+        """Return round, token (``RunId.attempt``) and path of every file, the newest round first."""
         names = {path: re.fullmatch(rf"round-(\d+)\.(\w+){re.escape(durable.SUFFIX)}", path.name) for path in self.folder.glob("round-*")}
         return sorted(((int(name[1]), name[2], path) for path, name in names.items() if name), reverse=True)
 

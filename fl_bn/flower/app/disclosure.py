@@ -1,9 +1,9 @@
 """Report which data leave each client, as they arrive at the server, before any check or average.
 
-The report counts every reply of a training round or of an exchange that only measures statistics, all vectors of a
-layer-wise exchange, and the numbers of every evaluation, even if the server does not use them. It does not count replies
-that cannot be read or name no phase, exchanged vectors whose round ended before their average was made, and Flower's
-own headers.
+The report counts every reply of a training round or of an exchange that only measures statistics. It counts all vectors
+of a layer-wise exchange, and the numbers of every evaluation, even if the server does not use them. It does not count
+replies that cannot be read or name no phase, and Flower's own headers. Nor does it count exchanged vectors of a round
+that ended before they were averaged.
 
 A statistic summarises samples, and a statistic of few samples reveals them. ``samples`` of a ``Disclosure`` is the
 number of different samples behind a statistic, among which a person is hidden. ``values`` is the number of activations
@@ -50,7 +50,7 @@ sample is among far more than eight (Homer et al., Resolving Individuals Contrib
 Complex Mixtures, PLoS Genetics 2008).
 """
 NAMED = 10  # the most clients that the warnings of a round name
-DRIFT = ("drift", "drift-layer", "growth", "min-var")  # sent with share-drift; min-var is an element of a local statistic
+DRIFT = ("drift", "drift-layer", "growth", "min-var")  # sent with share-drift; min-var is one channel's variance at the client
 MOST_SECTIONS = 20  # the most sections of a reply that the report lists one by one; the others are added up
 SUMMARIES = ("statistics", "moments", "exchange")
 EVALUATION = "evaluation"
@@ -68,7 +68,8 @@ OTHERS = {
 class DisclosureReport:
     """Record the disclosures of one run.
 
-    ``note``, ``evaluations`` and ``masked`` record disclosures. ``enter`` adds the new ones to the record of a round.
+    A disclosure is one kind of data that left one client. ``note``, ``evaluations`` and ``masked`` record disclosures.
+    ``enter`` adds the new ones to the record of a round.
 
     Args:
         model: The converted network.
@@ -148,7 +149,7 @@ class DisclosureReport:
             parts: The replies of the clients.
             evaluates: Whether the replies are evaluations.
         """
-        what = "a masked evaluation: the mean of all can be read" if evaluates else "a masked vector: of all of them the sum can be read"
+        what = "a masked evaluation: only the mean of all can be read" if evaluates else "a masked vector: only the sum of all can be read"
         for part in parts:
             self._add([Disclosure(part.client, "masked", what, 1, nbytes(part.sections))])
 
@@ -229,7 +230,7 @@ class DisclosureReport:
         if section == "statistics":
             words = f"running means and variances after {batches}"
             if steps == 1:
-                return f"{words}, whose own can be computed back", samples
+                return f"{words}, from which the batch's own can be computed", samples
             if not self._last_counts:
                 return words, samples
             return f"{words}, of which the last alone counts", math.ceil(samples / max(steps, 1))
@@ -237,7 +238,7 @@ class DisclosureReport:
             return "the optimiser's step counts", 0
         name = OTHERS.get(section, f"section {printable(section)}")
         if steps == 1:
-            return (name if section == "gradients" else f"{name} after 1 batch, whose gradient can be computed back"), samples
+            return (name if section == "gradients" else f"{name} after 1 batch, from which its gradient can be computed"), samples
         return f"{name} after {batches}" if steps else name, 0
 
 

@@ -1,11 +1,11 @@
-"""Send the message of a client again if the Ray actor that works on it dies, in Flower's simulation.
+"""Send a client's message again if the Ray actor that answers it dies, in Flower's simulation.
 
 Flower 1.25 returns an actor to its pool after any error, even if the process or the node of the actor is gone. A dead
 actor fails every message at once, so it gets more messages than the living ones, and the run ends. With the
 functions of this module, a dead actor leaves the pool, and another actor gets its message.
 
-The answer has the same bits, since it depends only on the message and on the state of the client, which the driver
-holds. Ray starts a new actor on a node with room, also on one that joins later.
+The new answer is the same, bit for bit. It depends only on the message and on the client's state, which the main process
+of the simulation holds. Ray starts a new actor on any node with free resources, also on a node that joins later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _named: set[str] = set()  # lost nodes that the log has named
 
 
 class NoProcess(Exception):
-    """Signal that all processes for clients are gone. The message says what to do."""
+    """Signal that all Ray actors for clients are gone. The message says what to do."""
 
 
 def repair(pool: Any = None) -> None:

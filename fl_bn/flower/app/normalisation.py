@@ -29,7 +29,8 @@ def layers_by_type(model: nn.Module) -> str:
 def describe_layers(source: nn.Module, model: nn.Module, method: Method) -> Iterator[str]:
     """Yield log lines about what a method does with a network.
 
-    They name the layers before and after conversion, what happens to the tensors of each role, and what clients report.
+    They name the layers before and after conversion, what happens to the tensors of each role (weights, statistics, ...),
+    and what clients report.
 
     Args:
         source: The network before conversion.

@@ -78,7 +78,7 @@ class Recovery:
             self.run_id = replace(self.run_id, durable=self._store(state))
 
     def keeps(self, client: int) -> bool:
-        """Return whether a client keeps tensors of its own, from a round of this run that no resume has undone."""
+        """Return whether a client keeps tensors of its own. Tensors from a round that a resume has undone do not count."""
         return client in self._kept
 
     def tell(self, messages: list[Message], clients: Sequence[Client]) -> list[Message]:
@@ -128,7 +128,7 @@ class Recovery:
         log(logging.INFO, "going on after round %s of %s", checkpoint.round, rounds)
 
     def check(self, round: int, replies: Sequence[Reply]) -> None:
-        """Log a warning for each client that trained from older tensors of its own than it had kept.
+        """Log a warning for each client that did not start from the tensors that it had kept last, but from older ones.
 
         Args:
             round: The number of the round.

@@ -46,9 +46,9 @@ def average_kept(
         clients: The clients that have trained.
         shared: The shared model.
         round: The number of the last round.
-        rounds: The server's settings of rounds.
+        rounds: The server's settings for rounds.
         run_id: The id of the run.
-        overheard: Decodes the replies, and records their disclosures.
+        overheard: Decodes the replies, and records for the disclosure report which data they reveal.
         note: Called with the reasons why clients are not in the average, by client index. Default: they are logged.
 
     Returns:

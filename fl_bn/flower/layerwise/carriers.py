@@ -102,7 +102,7 @@ class Carrier(ABC):
 class LocalCarrier(Carrier):
     """Carry the layer-wise exchange between clients that all run in this process (``InProcessGrid``).
 
-    The clients take turns: each runs until it has to wait for the others' values.
+    The clients take turns. Each computes until it has to wait for the others' values.
     """
 
     name = "local"
@@ -240,9 +240,9 @@ class ReplayCarrier(Carrier):
     def _requests(
         self, grid: Grid, sent: Mapping[int, Message], session: Session, timeout: float, final: dict[int, Message]
     ) -> dict[int, tuple[int, Local]]:
-        """Return the request of each client that needs an answer.
+        """Return client -> its batch size and request, for each client that needs an answer.
 
-        The reply of a client that needs none is added to ``final``, and the client leaves the session.
+        If a client needs no further answer, its reply is added to ``final``, and the client leaves the session.
         """
         requests: dict[int, tuple[int, Local]] = {}
         replies: dict[int, Message] = {}

@@ -55,9 +55,9 @@ class ExchangeAddresses:
             return cls()
         named = tuple(part.strip().lower() for part in str(node_config[KEY]).split(",") if part.strip())
         if wrong := [name for name in named if not re.fullmatch(f"{HOST}|{ADDRESS}", name)]:
-            log(logging.ERROR, "%s in this client's node config must be HOST or HOST:PORT, or several by commas, but got %r", KEY, wrong[0])
+            log(logging.ERROR, "%s in this client's node config must be a list of HOST or HOST:PORT with commas, but got %r", KEY, wrong[0])
             # the server sees this error, so the entry is only in the client's log
-            problem = "must be HOST or HOST:PORT, or several by commas; the client's log has the wrong entry"
+            problem = "must be a list of HOST or HOST:PORT with commas; the client's log has the wrong entry"
             raise ValueError(f"{KEY} in this client's node config {problem}")
         return cls(named)
 
@@ -111,8 +111,8 @@ def connect(addresses: ExchangeAddresses, config: Mapping[str, Any], transcript:
         batch: the number of samples in this client's batch.
 
     Raises:
-        ExchangeFailed: the address is none of ``addresses``, or the exchange cannot be joined. The error tells
-            nothing of this client's network.
+        ExchangeFailed: ``addresses`` does not allow the address, or the client cannot join the exchange. The error reveals
+            nothing about this client's network.
         WireError: the message lacks a field that this carrier needs.
     """
     carrier = config.get("exchange")
@@ -120,7 +120,7 @@ def connect(addresses: ExchangeAddresses, config: Mapping[str, Any], transcript:
         return ReplayExchange(transcript, batch)
     for field in ("exchange-token",) if carrier == "local" else GRPC_FIELDS:
         if field not in config:
-            raise WireError("config", field, f"expected one beside exchange={carrier!r}, but it is missing")
+            raise WireError("config", field, f"missing, but exchange={carrier!r} needs it")
     token = str(config["exchange-token"])
     if carrier == "local":
         return LocalExchange(token, batch)

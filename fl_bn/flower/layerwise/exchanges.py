@@ -39,7 +39,7 @@ class Exchanges:
         settings: the carrier, the deadlines and the policy for missing clients.
         model: the converted network.
         average: the rule that combines the clients' moments.
-        believing: whether the session uses the counts that clients report, see ``Session``.
+        believing: whether the session uses the counts and batch sizes that clients report, see ``Session``.
         called: the clients' names in the log.
     """
 
@@ -124,7 +124,7 @@ class Exchanges:
         return replies, carrier.name
 
     def _lasting(self) -> str:
-        """Return why the last session failed, if later sessions would fail for the same reason. Otherwise return an empty text.
+        """Return why the last session failed, if later sessions would fail, too. Otherwise return an empty text.
 
         Later sessions would fail, too, if no client took part, or if a client could not join.
         """
@@ -163,10 +163,10 @@ class Exchanges:
         )
 
     def _service(self, grid: Grid) -> GrpcCarrier:
-        """Return the run's gRPC carrier. In a kit's deployment it has the kit's address and TLS.
+        """Return the run's gRPC carrier. In a deployment it has the address and the TLS certificates of ``fl-bn kit``.
 
         Raises:
-            OSError: it cannot listen.
+            OSError: the carrier cannot listen on its address.
             ValueError: its certificates are wrong, or it would be unencrypted in an encrypted deployment.
         """
         if self._grpc is None:
@@ -177,7 +177,7 @@ class Exchanges:
         """Return the run's gRPC carrier.
 
         Raises:
-            RunFailed: it would be unencrypted in an encrypted deployment, or its certificates are wrong.
+            RunFailed: its certificates are wrong, or the carrier would be unencrypted in an encrypted deployment.
         """
         try:
             return self._service(grid)

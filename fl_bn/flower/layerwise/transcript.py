@@ -1,4 +1,4 @@
-"""The messages of an exchange by replay. The server sends a transcript, and a client sends its first unanswered request."""
+"""Messages of an exchange by replay. The server sends a transcript: all answers so far. A client sends its first open request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attach(content: RecordDict, transcript: Transcript) -> int:
     """Put ``transcript`` into a train message.
 
     Returns:
-        The number of bytes of its values.
+        The number of bytes of the transcript's values.
     """
     arrays = [answer.values.numpy() for _, answer in transcript]
     keys = [[key.layer, key.quantity.value, key.call, answer.count, answer.batch] for key, answer in transcript]
@@ -54,7 +54,7 @@ def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answe
         problem = f"expected a list of entries and one vector for each, but reading them failed: {reason(repr(error))}"
         raise WireError(TRANSCRIPT, "", problem) from error
     if not all(vector.ndim == 1 and vector.is_floating_point() for vector in values):
-        raise WireError(TRANSCRIPT, "", "expected vectors of numbers")
+        raise WireError(TRANSCRIPT, "", "expected vectors of floating-point numbers, but an array has another dtype, or not one dimension")
     return [(key, Answer(vector, count, batch)) for (key, count, batch), vector in zip(keys, values, strict=True)]
 
 
@@ -65,7 +65,7 @@ def _key_of(layer: object, quantity: object, call: object, count: object, batch:
 
 
 def question(pending: Unanswered, client: int = 0) -> Reply:
-    """Return the reply of a client that needs one more answer before it can go on."""
+    """Return the reply by which a client asks for one more answer: the answer to its first request that has none yet."""
     request, key = pending.request, pending.request.key
     sections = {REQUEST: {f"{key.quantity.value}/{key.call}/{key.layer}": request.values}}
     return Reply(client, sections, 0, 0, {"batch": pending.batch, "count": request.count})

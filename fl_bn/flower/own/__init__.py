@@ -1,1 +1,1 @@
-"""Join a Flower app of your own to fl-bn: strategies for its server, handlers for its clients."""
+"""Use fl-bn in a Flower app of your own: strategies for its server, handlers for its clients."""

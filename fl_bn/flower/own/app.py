@@ -64,9 +64,9 @@ Models = Callable[[Context], nn.Module]
 
 
 class OwnRound:
-    """Compute one round at one client: the value that ``training`` yields.
+    """Compute one round at one client. ``training`` yields this object.
 
-    Your loop trains ``model``. After the block, ``message`` makes the reply.
+    Your loop trains its ``model``. After the ``with`` block, its method ``message`` makes the reply.
 
     Args:
         message: the server's message.
@@ -214,7 +214,7 @@ def training(
         model: your network, unconverted.
         method: the method, the same as the server's.
         batches: the training batches. Only HBN needs them: it measures them before training.
-        task: reads the batches for that measurement.
+        task: splits a batch into inputs and targets for that measurement.
         objective: FedProx, SCAFFOLD or FedSAM. Then call ``round.local.backward(lambda: loss_of(x), x)`` in
             place of ``loss.backward()``.
 
@@ -275,8 +275,8 @@ def answer(
 ) -> None:
     """Let ``app`` answer the server's queries beside training: who the client is, and the statistics of its data.
 
-    If the app has a Flower mod that cannot work with fl-bn (``fl_bn.flower.own.mods``), its clients answer with this
-    reason and do not introduce themselves.
+    If the app has a Flower mod that cannot work with fl-bn (``fl_bn.flower.own.mods``), its clients do not introduce
+    themselves, and tell the server why.
 
     These answers pass a ``Gate``. Your own handlers do, too, where the app has one:
     ``ClientApp(mods=[Gate()])``.
@@ -286,7 +286,7 @@ def answer(
         model: makes your network, unconverted.
         method: the method, the same as the server's.
         batches: returns the training batches of the client with a given context.
-        task: reads the batches.
+        task: splits a batch into inputs and targets.
         tells: whether the client sends the BatchNorm layers that it keeps (FedBN, SiloBN), for the average that
             the server's ``evaluate_fn`` gets. These layers summarise the client's data.
     """
@@ -301,7 +301,7 @@ def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, 
         model: returns the network of the client with a given context, unconverted.
         method: the method.
         batches: returns the training batches of the client with a given context.
-        task: reads the batches.
+        task: splits a batch into inputs and targets.
         tells: whether the client sends the BatchNorm layers that it keeps.
     """
     check_handlers(app)
@@ -365,11 +365,11 @@ def _measure(message: Message, context: Context, converted: nn.Module, method: M
 
 
 def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Form) -> Request:
-    """Check that ``message`` may enter, and return its request. ``form`` is the form of its config."""
+    """Check that ``message`` may enter, and return its checked content. ``form`` declares the fields of its config."""
     admit_own(message, context, evaluates=form is TO_EVALUATE)
     if HEADER.name not in message.content:
         raise ValueError(
-            "expected a message of an fl-bn strategy, but this one has no header: start one of fl_bn.flower's in server_app.py (FixBN, "
+            "expected a message of an fl-bn strategy, but this one has no header: use a strategy of fl_bn.flower in server_app.py (FixBN, "
             "FedBN, HBN, FBN, FedTAN, ...)"
         )
     return read(message, Network(converted, method), form)

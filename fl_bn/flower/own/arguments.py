@@ -25,7 +25,7 @@ class FlowerArguments:
         evaluate_metrics_aggr_fn: combines evaluations.
 
     Raises:
-        ValueError: an argument is out of its range, or fl-bn cannot do what it says.
+        ValueError: an argument is out of its range, or asks for something that fl-bn cannot do.
     """
 
     fraction_train: float = 1.0

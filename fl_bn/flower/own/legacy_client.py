@@ -49,9 +49,9 @@ def legacy_client_app(
     Args:
         client_fn: makes a ``NumPyClient`` from Flower's context, with or without ``.to_client()``.
         method: the method, the same as the server's.
-        net: the client's attribute with its network.
-        trainloader: the client's attribute with its training batches.
-        task: reads the batches, if the method measures them.
+        net: the name of the client's attribute that holds its network.
+        trainloader: the name of the client's attribute that holds its training batches.
+        task: splits a batch into inputs and targets, if the method measures the batches.
         tells: whether the client sends the BatchNorm layers that it keeps, as in ``answer``.
         mods: Flower's mods for the app.
 
@@ -80,12 +80,12 @@ def checked_client(made: Any, net: str, trainloader: str) -> Any:
 
     Args:
         made: what ``client_fn`` returned.
-        net: the attribute with the network.
-        trainloader: the attribute with the training batches.
+        net: the name of the attribute that holds the network.
+        trainloader: the name of the attribute that holds the training batches.
 
     Raises:
         TypeError: ``made`` is no ``NumPyClient``.
-        ValueError: an attribute is missing, or an optimizer holds the parameters of the network that is replaced.
+        ValueError: an attribute is missing, or the client keeps an optimizer of the network that each round replaces.
     """
     client = getattr(made, "numpy_client", made)
     if not isinstance(client, NumPyClient):
@@ -107,14 +107,14 @@ def checked_client(made: Any, net: str, trainloader: str) -> Any:
         )
     if held := [name for name, value in own.items() if isinstance(value, Optimizer)]:
         raise ValueError(
-            f"{kind} makes its optimizer {held[0]!r} when it is made, but each round trains another network, in the attribute {net!r}: "
+            f"{kind} makes its optimizer {held[0]!r} in its constructor, but each round puts another network into {net!r}: "
             "make the optimizer in fit"
         )
     return client
 
 
 def _fit(message: Message, context: Context, client: Any, net: str, trainloader: str, method: Method, task: Task) -> Message:
-    """Answer a train message. This is a function of the module, since ``run_simulation`` pickles inner ones with all they use."""
+    """Answer a train message. The function is at module level: ``run_simulation`` pickles inner functions with all they use."""
     with training(message, context, getattr(client, net), method, getattr(client, trainloader), task=task) as round:
         setattr(client, net, round.model)
         returned, samples, metrics = _returned("fit", client.fit(_arrays(round.model), _config(message)), list)
@@ -143,10 +143,15 @@ def _config(message: Message) -> dict[str, Any]:
 
 
 def _returned(what: str, value: Any, first: type) -> tuple[Any, int, Mapping[str, Any]]:
-    """Return the three parts of what a client's ``fit`` or ``evaluate`` returned.
+    """Check the type of ``value``, which a client's ``fit`` or ``evaluate`` returned, and return it.
+
+    Args:
+        what: ``fit`` or ``evaluate``, for the error message.
+        value: the returned value. Flower expects a tuple of three: arrays or loss, number of samples, metrics.
+        first: the type of the first part.
 
     Raises:
-        TypeError: the client did not return what Flower expects.
+        TypeError: the value is no such tuple.
     """
     if not (isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], first) and isinstance(value[1], int)):
         raise TypeError(f"{what} must return ({first.__name__}, number of samples as int, dict of metrics), but returned {value!r:.200}")
@@ -156,7 +161,7 @@ def _returned(what: str, value: Any, first: type) -> tuple[Any, int, Mapping[str
 
 
 def _load(model: nn.Module, returned: list[Any], kind: str) -> None:
-    """Load those arrays that ``fit`` returned and that differ from the model's: the user's code may clip or add noise.
+    """Load the arrays that ``fit`` returned, if they differ from the model's tensors: user code may clip or add noise.
 
     Raises:
         ValueError: number or shapes of the arrays are not those of the model.
@@ -170,7 +175,7 @@ def _load(model: nn.Module, returned: list[Any], kind: str) -> None:
     for (name, tensor), array in zip(state.items(), returned, strict=True):
         given = torch.as_tensor(np.asarray(array), device=tensor.device)
         if given.shape != tensor.shape:
-            raise ValueError(f"{kind}.fit returned {tuple(given.shape)} for {name}, but the network has {tuple(tensor.shape)}")
+            raise ValueError(f"{kind}.fit returned shape {tuple(given.shape)} for {name}, but the network has shape {tuple(tensor.shape)}")
         if not torch.equal(given.to(tensor.dtype), tensor):
             tensor.copy_(given)
 

@@ -39,7 +39,7 @@ NOT_CALLED = (
     "configure_evaluate",
     "num_fit_clients",
     "num_evaluation_clients",
-)  # hooks that it must not, as nobody calls them
+)  # hooks that such a class must not override, as nobody calls them
 SERVER_METHODS = ("fit_round", "evaluate_round", "set_strategy", "client_manager", "_get_initial_parameters")
 GIVEN = {  # argument of OwnAppStrategy -> the attribute of the older FedAvg that gives its value
     "fraction_train": "fraction_fit",
@@ -70,7 +70,7 @@ def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], metho
         The app for server_app.py.
 
     Raises:
-        ValueError: one of ``options`` is given by the strategy of ``server_fn``.
+        ValueError: one of ``options`` is a setting of the strategy of ``server_fn``.
     """
     for name in options:
         if name in GIVEN:
@@ -100,7 +100,7 @@ def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], metho
 
 
 def checked_strategy(strategy: Any, method: Method) -> FedAvg:
-    """Return the older strategy if fl-bn's rounds can do all that it does.
+    """Return ``strategy`` of Flower's older API, if fl-bn's rounds can follow all its settings and hooks.
 
     Args:
         strategy: the strategy that ``server_fn`` gives.
@@ -145,7 +145,7 @@ def package(kind: type) -> str:
 
 
 def overridden(kind: type, names: Iterable[str]) -> list[str]:
-    """Return which of the methods ``names`` of the older ``FedAvg`` the class ``kind`` overrides.
+    """Return those of ``names`` that are methods of Flower's older ``FedAvg`` which the class ``kind`` overrides.
 
     Args:
         kind: a class derived from ``FedAvg``.
@@ -210,7 +210,7 @@ def with_aggregates(strategy: FedAvg, found: dict[str, Any]) -> FedAvg:
 def with_fit(server: Server, fit: Callable[[int, float | None], tuple[History, float]]) -> Server:
     """Make ``server`` run ``fit`` in place of Flower's ``Server.fit``.
 
-    If the user's class overrides ``fit``, then ``super().fit`` runs it.
+    In a class of the user's own that overrides ``fit``, a call of ``super().fit`` runs the argument ``fit``.
 
     Args:
         server: the server that ``server_fn`` gives.
@@ -356,7 +356,7 @@ class LegacyRounds(OwnAppStrategy):
 
 
 def _said(config_fn: Callable[[int], dict[str, Any]] | None, server_round: int, config: ConfigRecord) -> ConfigRecord:
-    """Replace the content of ``config`` by what ``config_fn`` returns for the round, and return ``config``."""
+    """Replace the content of ``config`` by the values that ``config_fn`` returns for the round, and return ``config``."""
     for name in [*config]:
         del config[name]
     config.update({} if config_fn is None else config_fn(server_round))

@@ -23,11 +23,11 @@ from fl_bn.flower.population import Client, RunFailed
 from fl_bn.methods import Method, Phase, Refresh
 
 LACKING = (
-    "under %s the arrays of aggregate_train lack what every client keeps (%s, ...: %d tensors): strategy.global_model(round, arrays) has "
-    "all that your network loads"
+    "under %s the arrays of aggregate_train lack the tensors that clients keep (%s, ...: %d tensors): strategy.global_model(round, arrays) "
+    "returns all tensors of your network"
 )
 UNKNOWN = 10**9
-"""Stands for the number of rounds if nothing depends on it, so that the user need not give it."""
+"""Stands for an unknown number of rounds. The user may leave the number out if nothing depends on it."""
 
 
 @dataclass
@@ -56,12 +56,12 @@ class Asked:
 class OwnLoop:
     """Do the work that ``Strategy.start`` does between the hooks, for a user's own loop that calls the hooks.
 
-    The results are those of ``start``. If the method needs it, the statistics are measured before round 1, and
-    renewed before an evaluation. So ``configure_train`` and ``aggregate_train`` may send messages of their own over
-    the grid.
+    The results are the same as those of ``start``. If the method needs it, the statistics are measured before round 1,
+    and again before an evaluation. So ``configure_train`` and ``aggregate_train`` may send messages of their own
+    over the grid.
 
     Args:
-        rounds: the strategy of the rounds.
+        rounds: the strategy that runs the rounds.
         grid: Flower's grid.
         arrays: the tensors to start from. Empty: those of the strategy's model.
         number: the number of rounds; ``UNKNOWN`` if nothing depends on it.
@@ -187,7 +187,7 @@ class OwnLoop:
         return metrics
 
     def global_model(self, number: int, arrays: ArrayRecord) -> ArrayRecord | None:
-        """Return the global model of some shared tensors, as ``evaluate_fn`` of ``start`` gets it.
+        """Return the arrays of the global model with the given shared tensors, as ``evaluate_fn`` of ``start`` gets them.
 
         Args:
             number: the round. 0: before round 1.
@@ -207,7 +207,7 @@ class OwnLoop:
                 "higher (for another run, make a new strategy)"
             )
         if number > self.number:
-            raise RunFailed(f"configure_train({number}, ...): the strategy was told of {self.number} rounds: give the right num_rounds")
+            raise RunFailed(f"configure_train({number}, ...): the strategy has num_rounds={self.number}: give it your loop's number")
 
     def _use(self, grid: Grid) -> None:
         self._transport.grid = grid
@@ -224,7 +224,7 @@ class OwnLoop:
                 shared.was_at_unit_scale()
 
     def _renewed(self, number: int) -> Named:
-        """Return the shared tensors after a round, with statistics renewed for an evaluation if the method needs it."""
+        """Return the shared tensors after a round. Their statistics are measured again for an evaluation, if the method needs it."""
         rounds = self.rounds
         if rounds.method.refresh is Refresh.NOTHING or rounds.record.phase == Phase.FROZEN.value:
             return self._trained

@@ -36,16 +36,17 @@ NOT_COUNTED_IN_TRAINING = "%s's own training metrics are not counted: %s"
 class OwnMetrics:
     """Combine the clients' own metrics in the rounds of one run.
 
-    A metric counts if more than half of the clients send it. Three faults exclude a client, and the log names
-    it: a number that is not finite or outside its range, a metric's name that cannot be printed, or the lack of
-    a metric that counts. No client weighs more than all others together. Lists are not averaged.
+    A metric is averaged if more than half of the clients send it. A client is left out, and the log names it, if one of
+    its numbers is not finite or outside its range. The same holds if a metric's name cannot be printed, or if an
+    averaged metric is missing. No client gets a larger weight than all others together. Lists are not averaged.
 
     Args:
         key: the name of the number by which a client is weighted.
         ranges: the smallest and the largest value of a metric, by name.
         train_fn: combines training metrics in place of the mean, as Flower's ``train_metrics_aggr_fn``.
         evaluate_fn: combines evaluations in place of the mean, as Flower's ``evaluate_metrics_aggr_fn``.
-        alike: whether all clients have the same weight, whatever weight they report. A defence needs that.
+        alike: whether all clients have the same weight, whatever weight they report. A defence against Byzantine
+            clients needs that.
         called: the clients' names in the log.
     """
 
@@ -79,7 +80,7 @@ class OwnMetrics:
             sent: the evaluate messages.
 
         Returns:
-            The combined metrics (None if there is nothing to combine), and the numbers of each client.
+            The combined metrics (None if there is nothing to combine), and each client's metrics, by client index.
         """
         records, weights = dict[int, RecordDict](), dict[int, float]()
 
@@ -136,9 +137,10 @@ class OwnMetrics:
         return combined
 
     def _counted(self, parts: Sequence[Reply], refused: dict[int, str], averages: bool) -> tuple[list[Reply], list[str]]:
-        """Return the replies that count, and the metrics that more than half of the clients send.
+        """Return the replies that count, and the names of the metrics to average: those that more than half of the clients send.
 
-        Add to ``refused`` the reasons why other replies do not count.
+        Add to ``refused``, by client index, the reasons why other replies do not count. With ``averages=False``, all
+        metrics of all other replies count.
         """
         senders = Counter(name for part in parts for name in part.metrics)
         names = [name for name, count in senders.items() if 2 * count > len(parts)] if averages else list(senders)
@@ -146,7 +148,7 @@ class OwnMetrics:
             if missing := [name for name in names if name not in part.metrics]:
                 refused[part.client] = f"metrics/{missing[0]}: missing, but more than half of the clients send it"
         if few := sorted(senders.keys() - set(names)):
-            log(logging.WARNING, "not averaged, since no more than half of the clients send them: %s", ", ".join(map(printable, few[:5])))
+            log(logging.WARNING, "metrics that at most half of the clients send are not averaged: %s", ", ".join(map(printable, few[:5])))
         return [part for part in parts if part.client not in refused], names
 
     def _means(self, parts: Sequence[Reply], names: Sequence[str], by_client: Mapping[int, float]) -> dict[str, float]:
@@ -185,7 +187,7 @@ class OwnMetrics:
                 continue
             wanted = number(*self._ranges.get(name, (-math.inf, math.inf)))
             if not wanted.fits(value):
-                hint = f" (another range: the strategy's ranges={{{name!r}: (0, 100)}})" if name in self._ranges else ""
+                hint = f" (for another range, give the strategy ranges={{{name!r}: (0, 100)}})" if name in self._ranges else ""
                 raise WireError("metrics", name, f"expected {wanted.wanted}, but got {excerpt(value)}{hint}")
             numbers[name] = float(value)
         return numbers, weight
@@ -212,6 +214,6 @@ class OwnMetrics:
             if len(clients) > 1 and given[client] > (others := total - given[client]):
                 weights[i] = others
                 what = "examples" if self._key == EXAMPLES else f"as its {self._key}"
-                more = "%s reports %s %s, more than all others together (%s): it weighs as much as these"
+                more = "%s reports %s %s, more than all others together (%s): its weight is lowered to their sum"
                 log(logging.WARNING, more, self._called.client(client), given[client], what, others)
         return weights

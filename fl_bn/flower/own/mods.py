@@ -64,12 +64,12 @@ def check_mods(app: ClientApp) -> None:
 
 
 def about(name: str) -> str:
-    """Return the sentence that refuses the mod ``name``."""
+    """Return the error message that refuses the mod called ``name``."""
     return f"{name} {CANNOT}: {REFUSED[name]}"
 
 
 def named_in(why: str) -> str:
-    """Return the sentence that refuses a mod or a ``client_fn`` if a client's error ``why`` comes from it; else empty.
+    """Return why a mod or a ``client_fn`` is refused, if a client's error ``why`` comes from it; else empty.
 
     ``check_mods`` does not see a mod inside a mod of the user's own. Such a mod is recognised by its own error.
     """

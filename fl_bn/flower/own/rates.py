@@ -12,26 +12,27 @@ RATES = ("lr", "learning_rate", "learning-rate")
 
 
 def named_rate(config: Mapping[str, Any]) -> float | None:
-    """Return the learning rate that ``config`` names; None if it names none."""
+    """Return the first positive number in ``config`` under one of the names ``RATES``; None if there is none."""
     values = [config[name] for name in RATES if name in config]
     return next((float(value) for value in values if type(value) in (int, float) and value > 0), None)
 
 
 class NamedRates:
-    """Serve as the schedule of the learning rates that were named so far. A rate holds until the next one is named."""
+    """Map rounds to learning rates. A rate that the config of some round names holds until a later round names another."""
 
     def __init__(self) -> None:
         self._rates: dict[int, float] = {}
 
     def note(self, round: int, config: Mapping[str, Any]) -> None:
-        """Note the rate that ``config`` names in ``round``, if it names one."""
+        """Store the rate that the train config of ``round`` names, if it names one."""
         if (rate := named_rate(config)) is not None:
             self._rates[round] = rate
 
     def __call__(self, round: int, rounds: int) -> float:
         """Return the rate of ``round``: the latest rate named for this or an earlier round.
 
-        If there is none, return the first rate named for a later round; without any rate, ``constant_rate``.
+        If there is none, return the first rate named for a later round. If no round has a rate, return that of
+        ``constant_rate``.
         """
         if not self._rates:
             return constant_rate(round, rounds)

@@ -1,4 +1,4 @@
-"""Run the rounds of a Flower app of your own: its clients are nodes, and evaluate and report whatever metrics they have."""
+"""Run the rounds of a Flower app of your own, whose clients report metrics of any name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fl_bn.support.wire import printable
 
 @dataclass(frozen=True)
 class Evaluators:
-    """Say how many clients evaluate in a round.
+    """Choose the clients that evaluate in a round.
 
     Attributes:
         fraction: the share of the clients that evaluate, 0..1. 0: nobody evaluates.
@@ -40,7 +40,7 @@ class Evaluators:
     least: int = 1
 
     def sample(self, clients: list[Client], population: int, seed: int, round: int) -> list[Client]:
-        """Return those of ``clients`` that evaluate in ``round``, by index. ``population`` is the number of all clients."""
+        """Return those of ``clients`` that evaluate in ``round``, sorted by index. ``population`` is the number of all clients."""
         size = min(len(clients), max(self.least, round_half_up(self.fraction * population)))
         if size >= len(clients):
             return clients
@@ -54,12 +54,12 @@ class OwnRounds(BatchNormStrategy):
     Args:
         model: the network, unconverted.
         method: the method.
-        rounds: the server's policy.
-        evaluators: how many clients evaluate.
+        rounds: the server's settings for rounds.
+        evaluators: chooses the clients that evaluate.
         metrics: combines the clients' own metrics.
         introductions: the nodes' introductions so far.
         configrecord_key: the name of the user's config in a message.
-        options: as ``BatchNormStrategy``.
+        options: further arguments of ``BatchNormStrategy``, by name.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class OwnRounds(BatchNormStrategy):
         self._own = dict[int, Mapping[str, MetricRecord]]()  # own metrics of the clients that replied in this round
 
     def outward(self, tensors: Mapping[str, Tensor]) -> ArrayRecord:
-        """Convert shared tensors for the hooks: to arrays for the network's ``load_state_dict``, without those that clients keep."""
+        """Convert shared tensors to arrays for the hooks, by state_dict name. Tensors that clients keep are left out."""
         return arrays_of(self.shared.whole(tensors, self.batches_trained))
 
     def inward(self, arrays: ArrayRecord) -> dict[str, Tensor]:
         """Return the shared tensors among ``arrays``, which a hook may have changed.
 
         Raises:
-            RunFailed: an array has another shape or invalid values, or all are of another network.
+            RunFailed: an array has another shape or invalid values, or no array has a name of this network.
         """
         own, given = self.shared.tensors(), tensors_of(arrays)
         plain = plain_names(self.shared.model)
@@ -98,7 +98,7 @@ class OwnRounds(BatchNormStrategy):
             if tensor.shape != own[name].shape:
                 raise RunFailed(
                     f"a hook gave {printable(name)} with shape {tuple(tensor.shape)}, but the network has {tuple(own[name].shape)}: return "
-                    "arrays by the names and shapes of those that the hook got"
+                    "arrays with the names and shapes of those that the hook got"
                 )
             if not torch.equal(tensor, own[name]):
                 self._check_values(name, tensor)
@@ -112,22 +112,22 @@ class OwnRounds(BatchNormStrategy):
         """Check the values that a hook, or a loop of the user's own, gave for a shared tensor.
 
         Raises:
-            RunFailed: a value is not finite, or a variance is below 0. Every client would refuse it.
+            RunFailed: a value is not finite, or a variance is below 0. Every client would refuse such a message.
         """
-        advice = "noise of your own is for the weights alone" if self._roles[name] is Role.STATISTIC else "leave what is wrong out"
+        advice = "add noise of your own to weights only" if self._roles[name] is Role.STATISTIC else "leave out such values"
         if not tensor.isfinite().all():
             raise RunFailed(f"a hook gave {printable(name)} with values that are not finite: {advice}")
         if self._roles[name] is Role.STATISTIC and name.endswith("var") and (tensor < 0).any():
             raise RunFailed(f"a hook gave {printable(name)} with a variance below 0 ({float(tensor.min()):.3g}): {advice}")
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """Make one train message per client of the cohort, at the rate that ``config`` names."""
+        """Make one train message per client of the cohort, with the learning rate that ``config`` names."""
         if isinstance(self.rounds.rate, NamedRates):
             self.rounds.rate.note(server_round, config)
         return super().configure_train(server_round, arrays, config, grid)
 
     def _their_config(self, config: Mapping[str, Any], instruction: Instruction) -> dict[str, Any]:
-        """Multiply the learning rates in ``config``, which the clients' loops read, by the method's factor for frozen rounds."""
+        """Return ``config`` with its learning rates, which clients read, times ``rate_share`` (below 1 if statistics are frozen)."""
         values = super()._their_config(config, instruction)
         for name in RATES:
             if instruction.rate_share != 1 and type(values.get(name)) in (int, float):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 
 def seated(claims: Mapping[int, int], clients: int) -> dict[int, int]:
-    """Return new numbers for the nodes whose claimed number belongs to another node, by node.
+    """Return node -> new number, for each node whose claimed number belongs to another node.
 
     Of several nodes that claim one number, the node with the smallest id gets it, since Flower draws these ids at
     random. The others get, in order, the smallest numbers that nobody claims. The result is empty if there are
@@ -35,9 +35,9 @@ def seat_of_newcomer(
 ) -> int:
     """Return the number of a node that comes after the start.
 
-    It gets the ``number`` that it claims, if no online node has it. Otherwise it may be a restarted node, so
-    it gets the number of an offline node that claimed the same. Where there is none, and its ``number`` was
-    reassigned, it gets a number that was never used. Otherwise it keeps its ``number``, which is then disputed.
+    The node gets the ``number`` that it claims, if no online node has that number. Otherwise it may be a restarted node,
+    so it gets the number of an offline node that claimed the same. If there is no such node, and the server gave
+    ``number`` to a node with another claim, it gets a number that was never used. Otherwise two nodes claim ``number``.
 
     Args:
         number: the number that the node claims.

@@ -34,7 +34,7 @@ class OwnOfMethod(OwnAppStrategy):
 
 
 class FedAvgBN(OwnOfMethod):
-    """Run FedAvg, which averages the running statistics plainly: the baseline.
+    """Run FedAvg, the baseline: the server averages the running means and, separately, the running variances.
 
     Args:
         model: your network, unconverted.
@@ -89,7 +89,7 @@ class HBN(OwnOfMethod):
 
 
 class FBN(OwnOfMethod):
-    """Run FBN: running statistics are shared, and the variance is corrected.
+    """Run FBN: clients train with shared running statistics, corrected for the spread of the clients' means.
 
     Args:
         model: your network, unconverted.

@@ -51,7 +51,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class _Given(NamedTuple):
     """Hold the arguments of ``OwnAppStrategy`` that are not Flower's.
 
-    They are together, so that an attribute of a user's subclass (``self.model``, ``self.rounds``, ...) replaces none of them.
+    They are in one object, so that a user's subclass may set attributes such as ``self.model`` without replacing them.
     """
 
     model: nn.Module
@@ -90,29 +90,29 @@ class OwnAppStrategy(OwnNames):
         min_train_nodes: the smallest number of clients in a round.
         min_evaluate_nodes: the smallest number of clients that evaluate, unless nobody does.
         min_available_nodes: the smallest number of clients for the run to start.
-        weighted_by_key: the metric that weights a client in the means of metrics. In the average of the model, a
-            client is weighted by the ``samples`` that it passes to ``round.message``.
+        weighted_by_key: the metric by which a client is weighted in the means of metrics. In the average of the model,
+            a client is weighted by the ``samples`` that it passes to ``round.message``.
         arrayrecord_key: must be ``arrays``. It has no effect, since ``training`` loads the arrays.
         configrecord_key: the name of the record that ``train_config`` and ``evaluate_config`` become.
         train_metrics_aggr_fn: ``f(records, weighted_by_key)`` combines the clients' own training metrics.
             Default: means. The records hold only metrics.
         evaluate_metrics_aggr_fn: combines the clients' evaluations in the same way.
         seed: the seed that decides the cohorts.
-        rate: maps ``(round, rounds)`` to the learning rate, which FBN's tracking follows. Default: the rate
-            that ``train_config`` names (``RATES``), which your clients read, too. A hook may change it in the
-            config in any round. In rounds with frozen statistics, the clients get a lower rate
+        rate: maps ``(round, rounds)`` to the learning rate. FBN's shared statistics move more slowly as this rate falls.
+            Default: the rate that ``train_config`` names (``RATES``), which your clients read, too. A hook may change
+            this rate in the config of any round. In rounds with frozen statistics, the clients get a lower rate
             (``Method.learning_rate``).
         calibrate: the number of statistics-only exchanges before round 1. -1: as many as make all layers exact;
-            -2: as the method wants.
-        unit_scale: whether the weights are rescaled after this calibration.
-        exchange: how FedTAN's exchange is carried.
-        payload: the type in which weights travel while clients train: ``float32``, ``bfloat16`` or ``float16``.
-            Default: the model's type.
-        optimizer: steps on the average at the server. Default: the average itself.
+            -2: like -1 if the method needs exact statistics, otherwise none.
+        unit_scale: whether the weights are rescaled after this calibration (``federation.unit_scale``).
+        exchange: the settings of FedTAN's layer-wise exchange.
+        payload: the dtype in which weights are sent while clients train: ``float32``, ``bfloat16`` or ``float16``.
+            Default: the model's dtype.
+        optimizer: steps on the pseudo-gradient at the server. Default: the average becomes the new model.
         defence: the robust rules against Byzantine clients.
         objective: the objective that your ``training`` uses. The server must know it, because SCAFFOLD also sends
             control variates.
-        callbacks: called after every round and at the end.
+        callbacks: called at the start, after every round and at the end of ``start``.
         clients: the number of clients, 0..100000. 0: the number that most nodes name (``num-partitions``).
         ranges: the smallest and the largest value of a client's metric, by name.
         num_rounds: the number of rounds of a loop of your own, which calls the hooks itself. 0: unknown. FixBN
@@ -180,10 +180,10 @@ class OwnAppStrategy(OwnNames):
         self._loop: OwnLoop | None = None
 
     def _flower_arguments(self) -> FlowerArguments:
-        """Return Flower's arguments as they are now: a subclass may have set them after this constructor.
+        """Check and return the current values of Flower's arguments. A subclass may have set them after this constructor.
 
         Raises:
-            ValueError: one is out of its range, or is not supported.
+            ValueError: an argument is out of its range, or is not supported.
         """
         return FlowerArguments(
             self.fraction_train,
@@ -284,7 +284,7 @@ class OwnAppStrategy(OwnNames):
         say_layers(self._given.model, convert(self._given.model, self._given.method), self._given.method)
 
     def save(self, path: str | Path) -> None:
-        """Save the model at the end of ``start`` as safetensors, as ``BatchNormStrategy.save`` does.
+        """Save the model with which ``start`` ended as safetensors, as ``BatchNormStrategy.save`` does.
 
         Args:
             path: the path of the file.
@@ -366,7 +366,7 @@ class OwnAppStrategy(OwnNames):
 
     def _begun(self, needs: str) -> OwnLoop:
         if self._loop is None:
-            raise RunFailed(f"{needs}(...) before it: no round was begun yet (or call strategy.start(grid, ...))")
+            raise RunFailed(f"{needs}(...) before it, but that was not called yet (or call strategy.start(grid, ...))")
         return self._loop
 
     def _check_own_loop(self) -> None:
@@ -384,7 +384,7 @@ class OwnAppStrategy(OwnNames):
             )
         depends = needs_number(self._given.method, None if self._given.rate is constant_rate else self._given.rate)
         if depends and not self.num_rounds:
-            raise RunFailed(f"{depends}, whose number no hook is told: give {name}(..., num_rounds=20), or set strategy.num_rounds")
+            raise RunFailed(f"{depends}, but your loop gave no number: give {name}(..., num_rounds=20), or set strategy.num_rounds")
 
     def _meet(self, grid: Grid, timeout: float, train_config: Mapping[str, Any]) -> OwnRounds:
         """Wait for the clients, and return the strategy of their rounds."""

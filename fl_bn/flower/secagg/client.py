@@ -79,8 +79,8 @@ ROUNDING = 100  # stands for this random generator in its seed; federation/sourc
 def secured(build: Callable[[Context], LocalClient]) -> Handler:
     """Return the handler of train messages that belong to a stage of a secure sum.
 
-    The ``Gate`` has admitted these messages. The handler raises ``Insecure`` if the protocol's parameters, or
-    the requested shares, would remove the masks of one client's vector.
+    The ``Gate`` has admitted these messages. The handler raises ``Insecure`` if the protocol's parameters or the
+    requested shares would reveal a single client's vector.
 
     Args:
         build: makes the client from Flower's context of a message.
@@ -131,7 +131,7 @@ def _no_vector(message: Message, context: Context) -> Message:
 
 
 def plan_of(client: LocalClient, message: Message, header: Header, context: Context) -> Plan:
-    """Return the counts of what this client will do in the round of ``message``.
+    """Count the samples and batches that this client will use in the round of ``message``.
 
     The run's seed decides the batches, so the client can count them before it trains. An evaluation counts
     the test samples. The count is 0 if they are too few, or if this site allows no further evaluation.
@@ -146,7 +146,7 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
         tested, limits = len(client.site.test), Limits.of(context)
         if tested >= max(limits.min_samples, 1) and evaluations_left(context, limits):
             return Plan(tested, 0, 0)
-        log(logging.WARNING, "client %s has no part in the evaluation: %d test samples, %s", client.site.client, tested, limits)
+        log(logging.WARNING, "client %s takes no part in the evaluation: %d test samples, %s", client.site.client, tested, limits)
         return Plan(0, 0, 0)
     phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
     if phase is Phase.MEASURE:
@@ -185,8 +185,8 @@ def check_setup(configs: Mapping[str, Any], node: int) -> None:
         node: this client's node.
 
     Raises:
-        Insecure: the sum could have only one client, a minority could recover a client's keys, or this client
-            is not in the cohort.
+        Insecure: the sum could have too few clients or exceed the modulus; a minority of the clients could unmask a
+            vector; or this client is not in the cohort.
     """
     clients, shares, threshold = configs["sample_num"], configs["share_num"], configs["threshold"]
     if clients < LEAST or not LEAST <= shares <= clients:
@@ -232,7 +232,8 @@ def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
         node: this client's node.
 
     Raises:
-        Insecure: there are not as many clients as shares, this client is missing, or two keys are equal.
+        Insecure: there are not as many clients as shares, or one is not of the cohort; this client is missing; two keys
+            are equal; or the server names false keys of this client.
     """
     keys = {name: pair for name, pair in configs.items() if name != Key.STAGE}
     nodes = [int(name) for name in keys if name.isascii() and name.isdigit() and str(int(name[:24])) == name]
@@ -279,9 +280,9 @@ def _readable(sealed: bytes, key: bytes, source: int, node: int) -> bool:
 def check_unmask(configs: Mapping[str, Any], state: Any, node: int) -> None:
     """Check that the requested shares can only remove the masks of this sum.
 
-    For each client in the sum there are two secrets. This client gives a share of at most one of them, and
-    none for clients outside the sum. Shares of both secrets of a client would remove all masks of its vector.
-    So would shares of one secret for too many of its neighbours. Flower's own mod answers such requests.
+    For each client in the sum there are two secrets. This client gives a share of at most one of them, and no share
+    for clients outside the sum. Shares of both secrets of a client would remove all masks of its vector. So would
+    shares of one secret for too many of its neighbours. Flower's own mod does not refuse such requests.
 
     Args:
         configs: the nodes whose shares are requested.
@@ -297,7 +298,7 @@ def check_unmask(configs: Mapping[str, Any], state: Any, node: int) -> None:
     if len(set(active)) != len(active) or len(set(dead)) != len(dead):
         raise Insecure("the server asks for the shares of one node more than once")
     if node not in active:
-        raise Insecure("the server counts this client among the lost ones, although it sent its masked vector")
+        raise Insecure("the server counts this client among the lost clients, although this client sent its masked vector")
     if (requested := {*active, *dead}) != (held := set(state.rd_seed_share_dict)):
         nodes = f"nodes {excerpt(sorted(held))}, but the server asks for those of nodes {excerpt(sorted(requested))}"
         raise Insecure(f"expected a request for the shares of {nodes}")
@@ -327,10 +328,12 @@ def check_weights(weighting: Weighting, sections: Iterable[str], plan: Plan, lev
 
 
 def _summand(client: LocalClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
-    """Return the reply in the form that Flower's mod expects: one vector with weight 1, and the counts.
+    """Train or measure, and return the reply in the form that Flower's mod expects: one vector with weight 1, and the counts.
 
     Raises:
+        Insecure: the server asks for rounded weights, or for a weight in the sum that ``check_weights`` refuses.
         WireError: the instruction has no weights for the sum, or asks for noise without naming the clips.
+        ValueError: the client trained on other numbers of samples or batches than it announced.
     """
     plan = plan_of(client, message, header, context)
     if header.payload != AS_THE_MODEL:
@@ -375,12 +378,12 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
 
 
 def _as_it_is(reply: Reply) -> Reply:
-    """Return ``reply`` unchanged. It does not travel: it becomes a vector in this process."""
+    """Return ``reply`` unchanged. It is not sent: this process makes a vector of it."""
     return reply
 
 
 def _evaluated(client: LocalClient, header: Header, digest: bytes, message: Message, context: Context) -> Message:
-    """Return the evaluation in the form that Flower's mod expects: one vector with weight 1, and the counts."""
+    """Evaluate, and return the reply in the form that Flower's mod expects: one vector with weight 1, and the counts."""
     plan = plan_of(client, message, header, context)
     if not plan.samples:
         raise Insecure("after this sum began, this client used up its evaluations or lost test samples, so it can no longer take part")
@@ -405,7 +408,13 @@ def _vector_reply(message: Message, vector: np.ndarray, counts: Mapping[str, Any
 
 
 def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> Sections:
-    """Clip the update and the statistics, each as one vector, and add this client's share of the noise."""
+    """Clip the update and the statistics, each as one vector, and add this client's share of the noise.
+
+    Args:
+        parts: the values to sum, by section and name.
+        config: the instruction's clips and noise (``NOISE``).
+        contributors: the smallest number of clients in a sum. Together, their shares are the promised noise.
+    """
     noised: Sections = {section: {} for section in parts}
     for statistics, key in ((False, "dp-clip"), (True, "dp-statistics-clip")):
         vector = {f"{s}/{k}": t for s, part in parts.items() if (s in STATISTICS) == statistics for k, t in part.items()}

@@ -23,7 +23,7 @@ SECTION, LOSS = "evaluation", "loss"
 
 
 def layout(task: type[Task] | Task) -> Layout:
-    """Return the shapes of the values in a sum of evaluations, by section and name."""
+    """Return section -> name -> shape of the values in a secure sum of evaluations."""
     return {SECTION: {LOSS: (1,), task.metric: (1,)}, "check": {"check": (len(CHECK),)}}
 
 

@@ -1,9 +1,9 @@
 """A hash of a client's instruction. The keys of the client's masks depend on it.
 
-A dishonest server could give one client another instruction than the others. For example, it could send all
-others weights of 2^53. Then their vectors vanish from the sum by rounding, and the sum reveals the one
-client's vector. With the hash in the keys, the masks of clients with different instructions do not cancel.
-The sum is then random numbers.
+A dishonest server could give one client another instruction than the others. For example, it could send weights of
+2^53 to all others. Their vectors would then vanish from the sum by rounding, and the sum would reveal the one
+client's vector. With the hash in the keys, the masks of clients with different instructions do not cancel. The sum
+then consists of random numbers.
 
 The hash covers:
 
@@ -101,5 +101,5 @@ def _text(values: Mapping[str, Any]) -> bytes:
 
 
 def _written(value: Any) -> dict[str, str]:
-    """Return a text for a value that JSON cannot represent. Different values have different texts."""
+    """Return {type name: text} for a value that JSON cannot represent. Different values have different texts."""
     return {type(value).__name__: value.hex() if isinstance(value, bytes) else repr(value)}

@@ -1,4 +1,4 @@
-"""A client's record of its earlier instructions. In a secure sum, all clients must have had the same ones in each common round.
+"""A client's record of its earlier instructions. For a secure sum, all clients of an earlier round must have had the same instruction.
 
 The masks of a sum depend on the instruction of that round (``instruction_digest``). But a client's state,
 such as its BatchNorm layers under FedBN, comes from earlier rounds. A dishonest server could have sent all
@@ -119,7 +119,7 @@ def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, i
 
 
 def problem(kept: ClientState, together: History, most_unknown: int | None = None) -> str:
-    """Return why a client must not take part in a sum. Empty if it may.
+    """Return why a client must not take part in a secure sum. Empty: the client may take part.
 
     Args:
         kept: the client's state.

@@ -7,9 +7,9 @@ removes the private masks, as the protocol requires. It can then find the pairwi
 Here a mask is the key stream of AES-256 in counter mode. Its key is the SHA-256 of the whole seed and of the
 client's instruction (``instruction_digest``). Keys, shares, encryption and stages are Flower's.
 
-The two modules are loaded a second time under other names. So Flower's own modules stay unchanged for
-everyone else. Other code calls the client's half by ``secagg_mod``: a pickled handler is found again by its
-module's name, and that name must not be Flower's.
+Flower's two modules are loaded a second time under other names. So Flower's own modules stay unchanged for
+everyone else. Other code calls the client's half by ``secagg_mod``, which is defined here. So a pickled handler
+is found again in this module, and not in Flower's.
 
 References:
     Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, CCS 2020.
@@ -56,7 +56,7 @@ def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...
         dimensions_list: the shapes.
 
     Raises:
-        ValueError: ``num_range`` is no such power. The masks would not be uniform.
+        ValueError: ``num_range`` is not a power of 2 up to 2**32, so the masks would not be uniform.
         LookupError: ``bound_to`` has not set a digest.
     """
     if num_range.bit_count() != 1 or num_range > 2**32:

@@ -1,4 +1,4 @@
-"""Rounds and statistics exchanges in which the server sees only the sum over the clients."""
+"""Training rounds, statistics exchanges and evaluations in which the server sees only the sum over the clients."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ REPEATS = 6  # the most exchanges for one measurement, if the reference is far f
 
 
 def check_secure(settings: SecureAggregation, method: Method, rounds: Rounds, defence: Defence) -> None:
-    """Check that method, policy and defence work with secure sums.
+    """Check that method, settings for rounds and defence work with secure sums.
 
     Raises:
-        ValueError: one of them needs single clients' values.
+        ValueError: one of them does not, in most cases because it needs single clients' values.
     """
     settings.check(max(rounds.min_cohort, round_half_up(rounds.fraction * rounds.clients)))
     settings.check(rounds.clients)
@@ -86,7 +86,7 @@ class SecureRounds:
 
     Args:
         settings: the settings of secure aggregation.
-        server: the server's half of a round.
+        server: the server of the run, which holds the shared model and the settings for rounds.
         note: records the clients in a sum, and whether it is a sum of evaluations.
     """
 
@@ -113,9 +113,9 @@ class SecureRounds:
             timeout: seconds for the replies.
 
         Returns:
-            The clients in the sum, as replies that have each client's counts but no results of its own; and, by
-                index, the reasons why other clients are not in the sum. If the exchange fails, no client is in the
-                sum, and the log has a warning.
+            First, one reply for each client in the sum, with the client's counts but no statistics of its own. Second,
+                client index -> why this client is not in the sum. If the exchange fails, no client is in the sum, and
+                the log has a warning.
         """
         shared, before, messages = self.shared, self.shared.statistics(), list(messages)
         reference = references(shared.sections().get("statistics", {}))
@@ -130,7 +130,7 @@ class SecureRounds:
             if self.settings.privacy is not None or not (problem := self._imprecise(total, average, moments, reference)):
                 break
             again = (
-                "they are measured again, with these as reference"
+                "they are measured again, with the new statistics as reference"
                 if repeat < REPEATS
                 else "measure them again, or raise secagg-clipping-range"
             )
@@ -163,8 +163,8 @@ class SecureRounds:
             timeout: seconds for the replies.
 
         Returns:
-            Whether the round changed the model; and the clients in the sum, as replies that have each client's
-                counts and the cohort's mean loss. If the model did not change, the log has a warning.
+            Whether the round changed the model; and one reply for each client in the sum, with the client's counts and
+                the cohort's mean loss. If the model did not change, the log has a warning.
         """
         shared, server, record = self.shared, self.server, self.server.record
         phase, who = Phase(record.phase), [client.index for client in cohort]
@@ -203,7 +203,7 @@ class SecureRounds:
     def evaluate(
         self, grid: Grid, messages: Iterable[Message], clients: Sequence[Client], timeout: float, task: Task
     ) -> tuple[dict[str, float], dict[int, str]]:
-        """Return the mean loss and metric of ``task`` over the clients. Each client counts once.
+        """Return the means of the loss and of the task's metric over the clients. Each client counts once.
 
         Args:
             grid: Flower's grid.
@@ -213,7 +213,7 @@ class SecureRounds:
             task: the task.
 
         Returns:
-            The means by name (empty if the sum fails); and, by index, the reasons why clients do not count in the means.
+            The means by name (empty if the sum fails); and client index -> why this client is not in the means.
         """
         messages, shapes = list(messages), secure_evaluation.layout(task)
         if self.settings.privacy is not None:
@@ -244,7 +244,7 @@ class SecureRounds:
         """Compute a secure sum.
 
         Returns:
-            The sum, and its weighted averages by section and name, in the units of ``sums.layout``.
+            The sum; and the weighted averages of the clients' values by section and name, in the units of their vectors.
         """
         shared, privacy, trains = self.shared, self.settings.privacy, phase is not Phase.MEASURE
         shapes: Layout = layout(
@@ -303,7 +303,7 @@ class SecureRounds:
 
         Raises:
             WireError: the clients' layers see different numbers of activations per sample, so they cannot be
-                weighted by samples.
+                weighted by samples; or a layer has more than ``LARGEST_COUNT`` activations.
         """
         counted = {tuple(sorted(part.activations.items())) for part in total.parts}
         if len(counted) != 1:
@@ -328,7 +328,7 @@ class SecureRounds:
     def _imprecise(self, total: Sum, average: Sections, moments: Mapping[str, Moments], reference: Mapping[str, Running]) -> str:
         """Return why measured statistics should be measured once more. Empty if they are precise enough."""
         if cut := _clients(total, average, "statistics", self.settings.clipping_range):
-            return f"{cut} of {len(total.parts)} clients had to cut theirs to the quantiser's range"
+            return f"{cut} of {len(total.parts)} clients had to cut their statistics to the quantiser's range"
         error, limit = total.error("moments", self.settings), self.settings.clipping_range
         firsts = {layer: average["moments"][tensor_name(layer, "mean")] for layer in moments}
         far = sum(lost(m, firsts[layer], reference[layer], error, limit) for layer, m in moments.items() if m.count)
@@ -341,7 +341,7 @@ class SecureRounds:
                 log(logging.WARNING, f"round %s: {what}", round, cut, len(total.parts), key, self.settings.clipping_range)
 
     def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
-        """Return the shared statistics after the round. The method's own rule combines one report, that of all clients together."""
+        """Return the shared statistics after the round, by layer. The method's rule gets one report: that of all clients together."""
         shared, method = self.shared.statistics(), self.shared.method
         new, by_passes = dict(shared), method.report is not StatisticsReport.RUNNING
         weights = [float(part.plan.passes if by_passes else part.plan.samples) for part in total.parts]
@@ -370,16 +370,16 @@ def _entry(part: Summand, loss: float, size: int) -> Reply:
 
 
 def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
-    """Return how many clients cut off values. The sum of the clients' flags shows it."""
+    """Return how many clients cut off values of ``key`` (``statistics`` or ``update``). The sum of the clients' flags shows it."""
     return round(float(average["cut"][key][0]) / limit * len(total.parts))
 
 
 def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], limit: float) -> dict[str, Moments]:
     """Return ``moments`` as the next reference, with larger variances for channels that were cut off.
 
-    A mean that was cut off shows where the data are, but not how far they spread. A channel near the end of
-    the range is treated in the same way. The standard deviation of such a channel is multiplied by ``limit``
-    squared. If the result is too large, the next measurement finds the right one.
+    A mean that was cut off shows where the data are, but not how far they spread. A channel near the end of the range
+    is treated in the same way. Such a channel gets at least the old reference's standard deviation times ``limit``
+    squared. If that is too large, the next measurement finds the right one.
     """
     wide = {}
     for layer, m in moments.items():

@@ -57,8 +57,8 @@ CURVE = "secp384r1"  # the elliptic curve of Flower's keys
 class Stages:
     """Stand between the clients and Flower's workflow, which uses this object as its grid.
 
-    Messages to clients get this project's records and time limit. Every reply is checked, so that Flower's
-    stages see valid values only.
+    Messages to clients get fl-bn's records and time limit. Every reply is checked, so that Flower's workflow sees
+    valid values only.
 
     Attributes:
         grid: Flower's grid.
@@ -75,7 +75,7 @@ class Stages:
         plans: the clients' counts for this round, by node.
         activations: activations per sample, by node and layer.
         refused: the reasons why clients are refused, by client index.
-        complaints: pairs of nodes. The first node reports that it cannot read the shares of the second node.
+        complaints: pairs of nodes. One node of a pair reports that it cannot read the other node's shares.
         shares: the replies of the last stage, by node.
         without: the node whose reply is left out in the last stage. -1: none.
         histories: for each node, the hashes of earlier instructions that its client reports at the start.
@@ -149,9 +149,10 @@ class Stages:
         self.refused.setdefault(client, why)
 
     def _ours(self, message: Message, everyone: list[int]) -> Message:
-        """Return a message with records of its own. Flower's messages of a stage share one record, and its mod changes it.
+        """Return a copy of Flower's ``message`` with fl-bn's records and with records that no other message shares.
 
-        The set-up message also lists all nodes to which it goes (``everyone``).
+        Flower's messages of one stage share a record, which Flower's client mod changes. In the set-up stage, the copy
+        also lists all nodes that get this message (``everyone``).
         """
         node = message.metadata.dst_node_id
         m, content = self.instructions[node], RecordDict()
@@ -288,11 +289,10 @@ class Stages:
         return {node: f"told/{HISTORY_HASHES}: {why.format(round)}" for node, round in at_odds.items()}
 
     def _other_instructions(self, nodes: Collection[int]) -> dict[int, str]:
-        """Return the nodes whose instruction differs from that of most nodes.
+        """Return the nodes whose instruction differs from that of most nodes, each with the reason.
 
-        Masks depend on the instruction, so the masks of these nodes would not cancel.
-
-        If no majority has the same instruction, all nodes are returned.
+        Masks depend on the instruction, so the masks of these nodes would not cancel. If no instruction has a majority,
+        all nodes are returned.
         """
         (self.digest, votes), *_ = Counter(self.digests[node] for node in nodes).most_common()
         usual = self.digest if 2 * votes > len(nodes) else ""
@@ -300,9 +300,9 @@ class Stages:
         return {node: why for node in nodes if self.digests[node] != usual}
 
     def _of_other_sizes(self, nodes: Collection[int]) -> dict[int, str]:
-        """Return the nodes whose inputs have another size than most clients'.
+        """Return the nodes whose inputs have another size than those of most clients, each with the reason.
 
-        If no majority has one size, none is returned, and ``_moments`` raises the error.
+        If no size has a majority, no node is returned. ``SecureRounds._moments`` then raises an error.
         """
         counted = {node: tuple(sorted(self.activations[node].items())) for node in nodes}
         (usual, votes), *_ = Counter(counted.values()).most_common() or [((), 0)]

@@ -3,7 +3,7 @@
 The vector (d,) holds these parts in the order of ``layout``:
 
 * the weights minus those that were sent, or the gradients,
-* the statistics as standardised deviations from a public reference (``additive``),
+* the statistics as standardised deviations from a reference that all clients know (``secure.additive``),
 * the training loss,
 * two flags: whether statistics, and whether values of the update, were cut off to fit the quantiser,
 * two constants (``CHECK``).
@@ -53,9 +53,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Weighting:
-    """Hold, by section, the count at which a client's weight in a sum is 1: the largest of any client in the cohort.
+    """Hold, for each part of the vector, the count of samples at which a client's weight is 1.
 
-    Differential privacy needs weight 1 in all sections for every client.
+    This is the largest count in the cohort, so no weight is above 1. With differential privacy, all weights are 1.
 
     Attributes:
         update: the number of samples at which an update has weight 1. 0: all updates have weight 1.
@@ -68,7 +68,7 @@ class Weighting:
     samples: int
 
     def of(self, section: str, plan: Plan) -> float:
-        """Return the weight in (0, 1] of a client with the counts ``plan`` in ``section``."""
+        """Return the weight that a client with the counts ``plan`` has in ``section``, in (0, 1]."""
         if section in ("cut", "check"):
             return 1.0
         if section in STATISTICS:
@@ -81,7 +81,7 @@ class Weighting:
 def layout(expected: Schema, loss: bool, cut: bool = True) -> Layout:
     """Return the shapes of all summed values, by section and name.
 
-    Counts are not summed. They are public, and serve as weights.
+    Counts are not summed. Clients send them unmasked, and they serve as weights.
 
     Args:
         expected: the tensors of a plain reply.
@@ -122,12 +122,12 @@ def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], 
     Args:
         reply: the tensors of the plain reply.
         weights: the weights that were sent to the client.
-        reference: the public statistics, by layer.
+        reference: the statistics from which all clients measure deviations, by layer.
         limit: the quantiser's range is ``[-limit, limit]``.
 
     Returns:
-        The deviations from ``weights`` and from ``reference`` in float64, by section of ``layout``, and, by layer,
-            the number of channels whose statistics were cut off to fit the range.
+        First, the deviations from ``weights`` and from ``reference`` in float64, by section of ``layout`` and name.
+            Second, layer -> the number of channels whose statistics were cut off to fit the range.
 
     Raises:
         WireError: a value is not finite, or the server sent no reference for a layer.
@@ -168,7 +168,7 @@ def _reference(section: str, layer: str, reference: Mapping[str, Running]) -> Ru
 
 
 def activations(reply: Sections, plan: Plan) -> dict[str, int]:
-    """Return each layer's activations per channel and sample, from a client's moments. 0: the layer did not run.
+    """Return layer -> number of activations per channel and sample, from a client's moments. 0: the layer did not run.
 
     Raises:
         WireError: a count is no multiple of the number of samples.
@@ -186,9 +186,8 @@ def activations(reply: Sections, plan: Plan) -> dict[str, int]:
 def flags(loss: float, weight: float, statistics: bool, update: bool, limit: float) -> Sections:
     """Return the numbers that each client adds to a secure sum beside its tensors.
 
-    They are the loss, whether values were cut off to fit the quantiser, and the constants ``CHECK``. The mean
-    of the constants shows whether the masks cancelled. All are scaled to the quantiser's range, ``[-limit,
-    limit]``.
+    They are the loss, two flags (whether values were cut off to fit the quantiser), and the constants ``CHECK``. The
+    mean of the constants shows whether the masks cancelled. All numbers are scaled to the quantiser's range.
 
     Args:
         loss: the training loss.
@@ -244,9 +243,9 @@ def moments_of(
 
     Args:
         average: the average vector, by section and name.
-        reference: the public statistics, by layer.
-        samples: the count to give to running statistics.
-        counts: the counts to give to moments, by layer.
+        reference: the statistics from which all clients measured deviations, by layer.
+        samples: the count that moments made from running statistics get.
+        counts: the count of activations that the other moments get, by layer.
         limit: the quantiser's range is ``[-limit, limit]``.
 
     Returns:
@@ -269,5 +268,5 @@ def moments_of(
 
 
 def dump(counts: Mapping[str, int]) -> str:
-    """Return ``counts`` as JSON."""
+    """Return ``counts`` as JSON, since a metric of Flower's ``FitRes`` is a single value."""
     return json.dumps(counts)

@@ -1,10 +1,10 @@
-"""The server's half of secure aggregation: Flower's SecAgg+ workflow, over this project's messages.
+"""The server's half of secure aggregation: Flower's SecAgg+ workflow, over fl-bn's messages.
 
-A sum takes four messages per client. ``setup`` exchanges keys and the client's counts. ``share keys`` gives
-shares of each client's secrets to other clients. Only ``collect masked vectors`` has the model.
-``unmask`` removes the masks from the sum. If a client is lost in the first two stages, the others begin again
-without it. If it is lost later, the others' shares remove its masks from the sum. With shares from fewer than
-``threshold`` clients, nothing is revealed.
+A sum takes four messages per client, one in each stage. ``setup`` collects keys and the client's counts. ``share keys``
+gives shares of each client's secrets to other clients. ``collect masked vectors`` sends the model and collects the
+vectors. ``unmask`` removes the masks from the sum. If a client is lost in the first two stages, the others begin
+again without it. If a client is lost later, the others' shares remove its masks from the sum. With shares from fewer
+than ``threshold`` clients, nothing is revealed.
 
 The server learns the sum of the vectors, and each client's counts. The protocol protects against a server
 that is curious. It does not protect against a server that invents clients.
@@ -40,7 +40,7 @@ MASKED_STILL = "the masks did not cancel (server and clients with different vers
 
 
 class SumFailed(Exception):
-    """Signal that there is no sum, and that nothing was revealed.
+    """Signal that a secure sum failed, so that the server has no result.
 
     Args:
         reason: why the sum failed.
@@ -86,7 +86,7 @@ class Sum:
     refused: dict[int, str]
 
     def weight(self, section: str) -> float:
-        """Return the mean of the clients' weights in ``section``. Dividing ``mean`` by it gives the weighted average."""
+        """Return the mean of the clients' weights in ``section``. ``mean``, divided by this number, is the weighted average."""
         return sum(self.weighting.of(section, part.plan) for part in self.parts) / len(self.parts)
 
     def error(self, section: str, settings: SecureAggregation) -> float:
@@ -96,10 +96,10 @@ class Sum:
 
 
 def _workflow(settings: SecureAggregation, clients: int, timeout: float) -> Any:
-    """Return Flower's own workflow with equal weights. A client multiplies its vector by its weight itself.
+    """Return Flower's workflow, with equal weights: each client multiplies its vector by its weight itself.
 
     Raises:
-        ValueError: the settings do not suit so many clients, see ``check``.
+        ValueError: the settings do not suit this number of clients, see ``SecureAggregation.check``.
     """
     settings.check(clients)
     shares, threshold = settings.shares_of(clients), settings.threshold_of(clients)
@@ -115,7 +115,7 @@ def _workflow(settings: SecureAggregation, clients: int, timeout: float) -> Any:
 
 
 class _Legacy(FedAvg):
-    """Stand in for the strategy that Flower's workflow expects: list the nodes, and store the average."""
+    """Serve as the strategy that Flower's workflow expects. It lists the nodes, and stores the mean of the vectors."""
 
     def __init__(self, grid: Grid, nodes: Sequence[int]) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def secure_sum(
         The sum.
 
     Raises:
-        SumFailed: too few clients joined, answered in time, or kept the others' shares.
+        SumFailed: too few clients joined, answered in time, or sent shares; or the masks did not cancel.
     """
     by_node = {client.node: client for client in cohort}
     instructions = {m.metadata.dst_node_id: m for m in messages}
@@ -232,7 +232,7 @@ def secure_sum(
 
 
 def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[bool, bool], by_passes: bool) -> Weighting:
-    """Return the counts at which a client's weight in this sum is 1, and add them to all clients' instructions."""
+    """Choose the counts at which a client's weight in this sum is 1, add them to all clients' instructions, and return them."""
     plans = [stages.plans[node] for node in nodes]
     passes = max(p.passes if by_passes else p.samples for p in plans)
     most = max(p.samples for p in plans)

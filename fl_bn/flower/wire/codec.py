@@ -1,8 +1,8 @@
-"""Conversion of named arrays to Flower's messages and back. No other module knows their order.
+"""Conversion of named arrays to Flower's messages and back.
 
 Other code has ``{section: {name: array}}``. In a message each section is an ``ArrayRecord`` with the arrays
-by name. A record ``header`` says what the message is for. ``NumPyClient`` has lists of arrays: ``flatten``
-and ``unflatten`` convert them, with the names as JSON.
+by name. A record ``header`` says what the message is for. ``NumPyClient`` needs lists of arrays without names.
+``flatten`` makes such a list, with the names as JSON, and ``unflatten`` reads it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Header:
         round: the round's number, from 1.
         signature: a hash of the model's tensors and the method.
         format: the version of the message format.
-        payload: the dtype in which weights travel.
+        payload: the dtype in which weights are sent; ``AS_THE_MODEL``: the model's own.
     """
 
     method: str
@@ -81,8 +81,8 @@ def check_header(expected: Header, actual: Header, ours: Schema, payload: Payloa
         payload: the message's tensors.
 
     Raises:
-        WireError: a field differs. If the signature differs, but not method and format, the error names the first tensor
-            that differs.
+        WireError: a field differs. If only the signature differs, and not the method or the format, the error names the
+            first tensor that differs.
     """
     if actual.signature != expected.signature and actual.method == expected.method and actual.format == expected.format:
         problem = difference(ours, payload, dtypes=actual.payload == AS_THE_MODEL)
@@ -97,15 +97,15 @@ def header_for(shared: SharedModel, round: int, phase: Phase, payload: str = AS_
         shared: the shared model, with its method and signature.
         round: the round's number.
         phase: the round's phase.
-        payload: the dtype in which weights travel.
+        payload: the dtype in which weights are sent.
     """
     return Header(shared.method.name, phase.value, round, shared.signature, payload=payload)
 
 
 class LazyArray(Array):
-    """Encode an array only when its bytes are read. Within a process nobody reads them.
+    """Hold an array, and encode it only when its bytes are read. Messages within one process never need the bytes.
 
-    For Flower it is an ``Array`` like any other.
+    Flower uses it like any other ``Array``.
 
     Args:
         array: the values. They must not change any more.
@@ -194,7 +194,7 @@ def header_of(content: RecordDict) -> Header:
 
 
 def header_from(values: Mapping[str, Any]) -> Header:
-    """Return the header whose fields are among the checked ``values``."""
+    """Return the header with the fields in the checked ``values``. Entries of other names are ignored."""
     return Header(**{field.name: values[field.name] for field in fields(Header) if field.name in values})
 
 
@@ -226,7 +226,7 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     """Read the head of an array in version 1.0 of NumPy's format.
 
     Returns:
-        Shape, whether the order is Fortran's, dtype, and the length of the head in bytes.
+        Shape; whether the values are in Fortran order; dtype; the length of the head in bytes.
 
     Raises:
         Exception: any that NumPy's parsers raise.

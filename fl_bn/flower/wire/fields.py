@@ -1,8 +1,8 @@
 """Name fl-bn's records in a message and in a client's state, find them by kind, and read one by a ``Form``.
 
-Flower's records belong to the user: ``config``, ``arrays`` and ``metrics`` are theirs, with any field in them.
-fl-bn's records have names that begin with ``OURS``, so their names never clash. Errors name a record without
-this prefix.
+The records that Flower's examples use, ``config``, ``arrays`` and ``metrics``, belong to the user. They may have any
+fields. The names of fl-bn's records begin with ``OURS``, so they never clash with the user's. Errors name a record
+without this prefix.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The gate of a client's app. Every message enters, and every reply leaves, through its checks.
 
-The gate is a Flower mod around all handlers of an app, so that no handler can send without it. It knows the
+The gate is a Flower mod around all handlers of an app, so every reply of a handler passes it. The gate knows the
 kinds of messages, the node config with the site's policy, and how often this client has evaluated. It refuses
-unknown kinds. A new handler must declare here what its replies may hold.
+messages of unknown kinds. For a new handler, declare here what its replies may hold.
 
 ``secure-aggregation`` in the node config or the run config means that this client sends no summary of its
 data unmasked. It introduces itself, reports its number of samples, saves its model, and takes part in secure
@@ -61,8 +61,8 @@ class Kind:
     Attributes:
         records: the names of the config and metric records that the reply may have.
         arrays: whether the reply may hold arrays.
-        open: whether a client that requires secure aggregation answers, too. It does if nothing in the reply
-            summarises its data.
+        open: whether a client that requires secure aggregation also answers. It answers only kinds whose replies hold no
+            unmasked summary of its data.
     """
 
     records: frozenset[str] = frozenset()
@@ -94,8 +94,8 @@ class Limits:
         secure: whether the site requires secure aggregation.
         min_samples: the smallest number of samples that a metric of an evaluation may summarise.
         max_evaluations: the largest number of evaluations in a run. None: any number.
-        unknown_rounds: how many rounds without this client may have formed the other clients' states in a
-            secure sum. None: any number.
+        unknown_rounds: for a secure sum, the largest number of rounds in which this client took no part, but which
+            formed the other clients' states. None: any number.
     """
 
     secure: bool
@@ -188,7 +188,7 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
         )
     kind = SUM if RECORD_KEY_CONFIGS in message.content else kinds[name]
     if kind is SUM and name != "train":  # Flower's mod would let this pass, and the vector would leave unmasked
-        raise Insecure(f"SecAgg+ serves only train messages, but this is a {name} message: its vector would not be masked")
+        raise Insecure(f"SecAgg+ masks only replies to train messages, but this message has the type {name}: its reply would not be masked")
     if limits.secure and not kind.open:
         raise Insecure(f"{REQUIRED} is on, so this client answers no {name} message in the clear")
     if kind is SUM and limits.secure and _failures(context) >= MOST_FAILURES:
@@ -196,12 +196,12 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
             f"this client failed in {MOST_FAILURES} secure sums of this run, and takes part in no more: its failures may depend on its data"
         )
     if (kind is SUM or limits.secure) and (exchange := _exchange(message)):
-        raise Insecure(f"{exchange} would show this client's moments to the server: no secure sum has one")
+        raise Insecure(f"{exchange} would show this client's moments to the server, and no secure sum needs such an exchange")
     return kind
 
 
 def admit_own(message: Message, context: Context, evaluates: bool) -> None:
-    """Check that a message may enter a handler of your own (``training``, ``evaluating``). Its reply leaves unmasked.
+    """Check that a message may enter a user's own handler (``training``, ``evaluating``), whose reply leaves unmasked.
 
     Without a ``Gate`` around the app, nothing checks the reply. So an evaluation is counted here, before it
     is made.
@@ -212,12 +212,12 @@ def admit_own(message: Message, context: Context, evaluates: bool) -> None:
         evaluates: whether the handler evaluates.
 
     Raises:
-        Refused: as ``admit``, and if this client requires secure aggregation.
-        OtherVersion: as ``admit``.
+        Refused: this client requires secure aggregation, or its site allows no further evaluation in this run.
+        OtherVersion: the server has another version of fl-bn.
     """
     check_server(message)
     if (limits := Limits.of(context)).secure:
-        raise Insecure(f"{REQUIRED} is on, but an app of your own answers in the clear: use fl-bn's application, or set it to false")
+        raise Insecure(f"{REQUIRED} is on, but a user's own app replies unmasked: use fl-bn's application, or set {REQUIRED} to false")
     if evaluates and not _entered.get():
         spend(context, limits)
 
@@ -260,7 +260,7 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
         least: the smallest number of samples that a metric may summarise.
 
     Returns:
-        The metrics, with NaN in place of withheld ones, and the smallest number of samples behind the others.
+        The metrics, with NaN in place of withheld ones; and the smallest number of samples behind any other metric.
     """
     counts = {name: behind.get(name, samples) for name in metrics}
     kept = {name: value if counts[name] >= least else math.nan for name, value in metrics.items()}
@@ -268,7 +268,7 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
 
 
 def _exchange(message: Message) -> str:
-    """Return the layer-wise exchange that a message starts, in words. Empty without one."""
+    """Return the layer-wise exchange that a message starts, in words. Empty: the message starts none."""
     if (carrier := _config(message.content, EXCHANGE.name).get("exchange")) is not None:
         return f"a layer-wise exchange ({excerpt(carrier)})"
     return "a round with a layer-wise exchange" if _config(message.content, f"{OURS}header").get("phase") == Phase.EXCHANGE.value else ""
@@ -287,7 +287,7 @@ def _check(reply: Message, name: str, kind: Kind, limits: Limits) -> None:
     """Check that the reply to a message of type ``name`` may leave.
 
     Raises:
-        Refused: it may not.
+        Refused: the reply may not leave.
     """
     arrays = records_of(reply.content, ArrayRecord)
     if others := {*reply.content} - kind.records - {*arrays}:
@@ -308,7 +308,7 @@ def _tells_labels(reply: Message) -> bool:
 def _check_samples(records: Iterable[Mapping[str, Any]], limits: Limits) -> None:
     counts = [count for metrics in records for name in COUNTS if isinstance(count := metrics.get(name), int | float)]
     if not counts or min(counts) < limits.min_samples:
-        behind = f"is of {min(counts):g} samples" if counts else f"does not say of how many samples (in a metric {' or '.join(COUNTS)})"
+        behind = f"summarises only {min(counts):g} samples" if counts else f"has no number of samples (a metric {' or '.join(COUNTS)})"
         raise Refused(f"this site has min-samples = {limits.min_samples}, but the evaluation {behind}")
 
 
@@ -323,9 +323,9 @@ def _spent(context: Context) -> int:
 
 
 def _file(context: Context) -> Path | None:
-    """Return the file that counts this client's evaluations in this run of Flower's.
+    """Return the file that counts this client's evaluations in this Flower run.
 
-    None: the client has no ``state-dir``, and the count is in ``context.state`` only.
+    None: the node config has no ``state-dir``, and the count is in ``context.state`` only.
     """
     node = context.node_config
     if "state-dir" not in node:

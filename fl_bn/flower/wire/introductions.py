@@ -1,4 +1,4 @@
-"""Introductions of the nodes at the start of a run. The server finds the number of clients by a vote among them."""
+"""Introductions of the nodes at the start of a run. The server finds the number of clients by a vote among the nodes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def introduced(
 ) -> tuple[int, Introductions]:
     """Ask every node to introduce itself, until all clients have done so.
 
-    ``least`` clients are enough if no other one comes within ``PATIENCE`` seconds. Where the sites of the run are known,
-    nobody is waited for once so many sites have refused, or cannot take part, that ``least`` can never come.
+    ``least`` clients are enough if no other one comes within ``PATIENCE`` seconds. If the run's sites are known, the wait
+    ends with an error as soon as fewer than ``least`` of them can still take part.
 
     Args:
         grid: Flower's grid.
@@ -46,8 +46,8 @@ def introduced(
         The number of clients, and the nodes' introductions.
 
     Raises:
-        RunFailed: too few nodes may take part, or two numbers have equally many votes. The message names a
-            node and says what to do.
+        RunFailed: too few nodes may take part, or no number of clients has the most votes. The message says what
+            to do.
     """
     begin, replies, addressees = time.monotonic(), dict[int, Message](), set[int]()
     complete = isinstance(grid, InProcessGrid)  # no further node will ever come
@@ -60,7 +60,7 @@ def introduced(
             messages = [Message(greeting(), node, ASK_HELLO, ttl=timeout, group_id="0") for node in new]
             for reply in receive(grid, messages, patience, called=called):
                 replies.setdefault(reply.metadata.src_node_id, reply)
-                if called.nodes and _votes({reply.metadata.src_node_id: reply}, signature, called)[1]:  # else all may still come
+                if called.nodes and _votes({reply.metadata.src_node_id: reply}, signature, called)[1]:  # else further nodes may still come
                     _check_enough(replies, least, signature, called)
         votes, wrong = _votes({node: replies[node] for node in sorted(nodes) if node in replies}, signature, called)
         agreed, usable, now = clients or _most(votes), votes.total(), time.monotonic()
@@ -94,7 +94,7 @@ def _check_enough(replies: Mapping[int, Message], least: int, signature: str, ca
     """Check that ``least`` sites of the run may still take part.
 
     Raises:
-        RunFailed: too many of them have refused, or cannot take part. A site is asked once, so waiting would not help.
+        RunFailed: too many sites have refused or cannot take part. Each site is asked once, so waiting would not help.
     """
     votes, wrong = _votes({node: replies[node] for node in sorted(replies)}, signature, called)
     unheard = set(called.nodes) - replies.keys()
@@ -110,7 +110,7 @@ def _votes(replies: Mapping[int, Message], signature: str, called: ClientNames) 
     """Count the nodes' votes for the number of clients.
 
     Returns:
-        The votes, and the problem of the first node without a vote. Empty if all have one.
+        First, number of clients -> its votes. Second, why the first node without a vote has none; empty if all vote.
     """
     votes, first = Counter[int](), ""
     for node, reply in replies.items():
@@ -122,7 +122,7 @@ def _votes(replies: Mapping[int, Message], signature: str, called: ClientNames) 
 
 
 def _most(votes: Counter[int]) -> int:
-    """Return the number with more votes than any other. 0 if there is none."""
+    """Return the number of clients that has more votes than any other. 0 if there is no such number."""
     (number, count), (_, next_count) = [*votes.most_common(2), (0, 0), (0, 0)][:2]
     return number if count > next_count else 0
 

@@ -1,7 +1,7 @@
 """Sending of messages and receiving of replies, in one loop for every engine.
 
-The loop polls often. It sends a message again if its node was lost and came back. It logs which replies are
-missing.
+The loop polls often. It sends a message again if the message's node was lost and came back. During a long wait it
+logs how many replies have come.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NEAR = 2.0  # seconds before the deadline; a message that expires after that onl
 POLL = 0.2  # seconds between two checks for replies; Flower's own loop over gRPC waits 3
 LOOK = 2.0  # seconds between two checks for lost nodes
 FEW = 8  # the most replies to fetch at a time if each is freed after use
-SAY = 60.0  # seconds without a reply, after which the log names the missing clients
+SAY = 60.0  # seconds between two lines of the log that say how many replies have come
 
 
 def send_and_receive(
@@ -105,11 +105,11 @@ def _checked(reply: Message, identity: str, message: Message) -> Message:
     if reply.has_error() == reply.has_content():
         return _instead(message, "its reply has neither content nor an error")
     if m.reply_to_message_id != identity:
-        return _instead(message, f"its reply says that it answers message {excerpt(m.reply_to_message_id)}, which this is not")
+        return _instead(message, f"its reply says that it answers message {excerpt(m.reply_to_message_id)}, which is another one")
     if reply.has_error():  # an error that Flower made does not name the node
         return _instead(message, reply.error.reason or "", reply.error.code)
     if m.src_node_id != message.metadata.dst_node_id:
-        return _instead(message, f"its reply says that it is node {excerpt(m.src_node_id)}'s")
+        return _instead(message, f"its reply names node {excerpt(m.src_node_id)} as its sender")
     return reply
 
 
@@ -161,7 +161,7 @@ class Mailbox:
         self.looked, self.logged, self.addressees = 0.0, time.monotonic(), len(sent)
 
     def replies(self) -> Iterator[Message]:
-        """Send the messages, and yield their replies until all have come or the time is over."""
+        """Send the messages, and yield their replies until all have come or the time is over. Errors of lost nodes come last."""
         self._push(self.sent)
         while (self.waiting or self.lost) and time.monotonic() < self.end:
             before = self.count
@@ -213,11 +213,11 @@ class Mailbox:
                     continue
                 who, why = self.called.node(node), reason(reply.error.reason)
                 kind = message.metadata.message_type
-                log(logging.WARNING, "%s: %s: %s; that is the second time, and the round goes on without it", kind, who, why)
+                log(logging.WARNING, "%s: %s: %s; that is the second time, and the round goes on without this client", kind, who, why)
             self.ready.append(reply)
 
     def _lose(self, message: Message, error: Message, seconds: float) -> None:
-        """Note that the node of a message may answer it later, within ``seconds``."""
+        """Note that the lost node of ``message`` has ``seconds`` to come back and answer it. ``error`` came in place of a reply."""
         node, code, why = message.metadata.dst_node_id, error.error.code, reason(error.error.reason)
         kind, who = message.metadata.message_type, self.called.node(node)
         self.lost.append(_Lost(message, error))

@@ -30,7 +30,7 @@ class Decoded:
         failed: the error that came instead of content, in words. Empty if there is content.
         header: the header. None if it cannot be read. Then the arrays are not decoded either.
         payload: the arrays by section and name. They share the memory of the message.
-        unreadable: the bytes of arrays that cannot be decoded, by section and name.
+        unreadable: the number of bytes of each array that cannot be decoded, by section and name.
         metrics: fl-bn's metric record. None if there is none.
         problem: the first reason why the header or an array cannot be decoded. It must be copied before it is
             raised: an exception that was raised keeps the reply's arrays in memory.
@@ -78,12 +78,12 @@ Read = Callable[[Decoded, Client], Reply]
 
 
 def with_header(header: Header, expected: Expected, rounding: PayloadDtype = EXACT) -> Read:
-    """Return a function that checks replies with ``header``.
+    """Return a function that checks one client's reply, and returns the checked reply.
 
     Args:
         header: the header of the instruction, which a reply repeats.
         expected: the tensors and numbers of a valid reply.
-        rounding: the dtype in which weights and gradients travel.
+        rounding: the dtype in which weights and gradients are sent.
     """
     return partial(_read, header, expected, rounding)
 
@@ -100,14 +100,14 @@ def _read(header: Header, expected: Expected, rounding: PayloadDtype, reply: Dec
 class Reading:
     """Check a round's replies, one by one.
 
-    A client is refused if its reply has no samples (it took no part), is an error, is late, or is missing.
-    ``refused`` holds the reasons by client. ``wrong`` holds the refused clients whose reply breaks the protocol, so
-    they are faulty or Byzantine.
+    A client is refused if its reply has no samples (the client took no part), is an error, is invalid, is late, or is
+    missing. ``refused`` holds the reasons by client index. ``wrong`` holds the refused clients whose reply breaks the
+    protocol. These clients are faulty or Byzantine.
 
     Args:
         cohort: the clients to which the messages went. Each client's first reply counts.
         read: checks one reply.
-        sent: the messages. Flower itself answers for a lost node, without naming the node.
+        sent: the messages that were sent. Flower's error reply for a lost node names only the message, not the node.
     """
 
     def __init__(self, cohort: Sequence[Client], read: Read, sent: Iterable[Message] = ()) -> None:
@@ -120,8 +120,8 @@ class Reading:
         """Check one reply.
 
         Returns:
-            The checked reply, or the index of a client whose reply is refused. None: the reply answers no
-                message, or is not the client's first.
+            The checked reply, or the index of a client whose reply is refused. None: the reply comes from no client of
+                the cohort, or is not the client's first.
         """
         node = reply.node
         if node not in self._by_node and reply.failed:
@@ -150,8 +150,8 @@ def read_replies(replies: Iterable[Decoded], reading: Reading) -> tuple[list[Rep
     """Read all replies of a round.
 
     Returns:
-        The valid replies in client order, the reasons for refusing other clients by client index, and those
-            of these clients whose reply was wrong.
+        First, the valid replies in client order. Second, client index -> why the client is refused. Third, the refused
+            clients whose reply breaks the protocol.
     """
     parts = [checked for reply in replies if isinstance(checked := reading.read(reply), Reply)]
     reading.end()

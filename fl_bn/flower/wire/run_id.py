@@ -27,8 +27,8 @@ class RunId:
     Attributes:
         run: NAME/state-XXXXXXXX, unique to the run.
         resumes: a unique token and the round to which the run went back, for each resume, in order of time.
-        durable: the last round to which every later resume can still go back. Among states up to it, only the
-            newest is needed.
+        durable: no later resume goes back to a round before this one. So a client needs only the newest of its states
+            up to this round.
     """
 
     run: str
@@ -53,7 +53,7 @@ class RunId:
 
     @property
     def attempts(self) -> list[str]:
-        """Return the tokens of the start and of all resumes."""
+        """Return ``0``, which is the token of the start, and the tokens of all resumes in order of time."""
         return [FIRST, *(token for token, _ in self.resumes)]
 
     def resumed(self, round: int) -> RunId:
@@ -64,19 +64,24 @@ class RunId:
         return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 
     def counts(self, round: int, attempt: str) -> bool:
-        """Return whether a client's state from ``round`` of ``attempt`` still counts."""
+        """Return whether a client's state still counts, so that no resume has undone its round.
+
+        Args:
+            round: the round in which the state was stored.
+            attempt: the token of the last resume at that time. ``0``: the run had not been resumed.
+        """
         if attempt not in self.attempts:
             return False
         return all(round <= resumed for _, resumed in self.resumes[self.attempts.index(attempt) :])
 
     def to_config(self) -> dict[str, str | int]:
-        """Return the fields of a message's config that ``of`` reads. None is empty: Flower's ``message_size_mod`` cannot count that."""
+        """Return this id as fields of a message's config. No field is empty, since Flower's ``message_size_mod`` fails on these."""
         resumes = ",".join(f"{token}:{round}" for token, round in self.resumes)
         return {"run": self.run, **({"resumes": resumes} if resumes else {}), "durable": self.durable}
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> RunId:
-        """Read the id from a message's config. Its ``run`` is empty if the config names none.
+        """Read the id from a message's config. The id's ``run`` is empty if the config names no run.
 
         Raises:
             ValueError: the name cannot be that of a folder, or the resumes are not TOKEN:ROUND,...

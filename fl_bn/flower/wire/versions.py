@@ -1,9 +1,8 @@
 """A comparison of versions: server and clients with different versions of fl-bn refuse each other, naming both versions.
 
-Versions are compared when a client introduces itself, and with every later message, because a site may return
-with another version in the middle of a run. The version is that of the installed package. In a deployment
-Flower sends the server's app to the sites, but a site uses its own installed package for its SuperNode, its
-commands and its libraries.
+Versions are compared when a client introduces itself, and with every later message. A site may return with
+another version in the middle of a run. The version is that of the installed package. In a deployment Flower sends
+the server's app to the sites. But a site's SuperNode, commands and libraries come from its own installed package.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class OtherVersion(RuntimeError):
 
 @cache
 def here() -> str:
-    """Return the version of fl-bn that is installed here. It is read once per process, which takes milliseconds."""
+    """Return the version of fl-bn that is installed here. It is read once per process, since reading takes milliseconds."""
     return version_of("fl-bn")
 
 
@@ -62,7 +61,7 @@ def introduction_of(content: RecordDict) -> Values:
     """Read a client's introduction, at the server.
 
     Raises:
-        WireError: there is none, or a field is not as expected.
+        WireError: there is no introduction, or one of its fields is not as expected.
     """
     if HELLO.name not in content and HELLO.record in content:
         raise WireError(HELLO.record, "", f"the client has {EARLIER}, and the server fl-bn {here()}: {ADVICE}")
