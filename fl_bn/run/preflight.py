@@ -80,8 +80,8 @@ def _warn_of_an_early_freeze(config: RunConfig, method: Method, model: nn.Module
     left = start_left(method, config, [layer.momentum for layer in batch_norms(model).values() if layer.momentum is not None])
     if left > MUCH and config.round_policy().calibrate in (0, AS_METHOD):
         LOGGER.warning(
-            "%s: the statistics freeze early: %.0f %% of each running mean and variance then still comes from the initial values 0 and 1, so "
-            "the run may end below fedavg. Take more local steps, freeze later (freeze-after), or measure the statistics before round 1 "
+            "%s: the statistics freeze early: %.0f %% of each running mean and variance then still comes from the initial values 0 and 1, "
+            "so the run may end below fedavg. Take more local steps, freeze later (freeze-after), or measure the statistics before round 1 "
             "(calibrate=-1)",
             config.method,
             100 * left,
