@@ -43,6 +43,7 @@ class Measurements(Dataset):
                 "fill missing values, or drop the sample"
             )
         self._check_targets(f"y_{split}", y, x.shape[0])
+        self._check_domain(split, domain, x.shape[0])
 
 
 def load_function(name: str, path: str, image_size: int, modules: Modules | None = None) -> Dataset:

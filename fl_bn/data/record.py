@@ -116,7 +116,7 @@ class Dataset:
     def _check_indices(self, what: str, indices: Tensor, samples: int, limit: int) -> None:
         if indices.dtype != torch.int64 or indices.shape != (samples,):
             raise ValueError(
-                f"dataset {self.name!r}: {what} must be int64 ({samples},), one for each image, "
+                f"dataset {self.name!r}: {what} must be int64 ({samples},), one for each sample, "
                 f"but got {indices.dtype} {tuple(indices.shape)}"
             )
         low, high = int(indices.min()), int(indices.max())

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fl_bn.data.dataset import DataNotFound, load, to_input
+from fl_bn.data.function import Measurements
 from fl_bn.models import build
 
 HEADER = """
@@ -136,3 +137,12 @@ def test_names_and_missing_files(own: Any, tmp_path: Path) -> None:
     missing = own("def f(path):\n    open(path)")
     with pytest.raises(DataNotFound, match=f"{missing}' found no file for path .*gone"):
         load(missing, str(tmp_path / "gone"))
+
+
+def test_domains_of_samples_that_are_no_images_are_checked() -> None:
+    x, y, given = torch.rand(4, 3), torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    assert Measurements("t", x, y, x, y, 1, given, given, ("a",)).domains == ("a",)
+    with pytest.raises(ValueError, match=r"domain_test must lie in 0\.\.0, but spans 7\.\.7"):
+        Measurements("t", x, y, x, y, 1, given, given + 7, ("a",))
+    with pytest.raises(ValueError, match="domain_train is absent"):
+        Measurements("t", x, y, x, y, 1, domains=("a",))

@@ -43,7 +43,7 @@ def test_a_good_record_knows_its_shape() -> None:
             {"x_test": torch.zeros(2, 1, 8, 8, dtype=torch.uint8)},
             "one shape (C, H, W), but got (3, 8, 8) and (1, 8, 8)",
         ),
-        ({"y_train": torch.tensor([0, 1, 2])}, "y_train must be int64 (4,), one for each image"),
+        ({"y_train": torch.tensor([0, 1, 2])}, "y_train must be int64 (4,), one for each sample"),
         ({"y_test": torch.tensor([0, 1], dtype=torch.int32)}, "y_test must be int64 (2,)"),
         ({"y_train": torch.tensor([0, 1, 3, 1])}, "y_train must lie in 0..2, but spans 0..3"),
         ({"y_test": torch.tensor([-1, 1])}, "y_test must lie in 0..2, but spans -1..1"),
