@@ -127,7 +127,7 @@ def test_statistics_that_are_set_in_a_frozen_round_are_an_error() -> None:
     method = methods.fixbn(freeze_after=0)
     model, asked = convert(net(), method), server_state(net(), method, rounds=2).instruction()
     with (
-        pytest.raises(ValueError, match="BatchNorm layer '1' normalises with fixed statistics in round 1, but they changed"),
+        pytest.raises(ValueError, match="BatchNorm layer '1' normalises with fixed statistics in round 1, but these changed"),
         local_round(model, method, asked),
     ):
         model[1].running_mean.add_(1)
@@ -156,7 +156,7 @@ def test_shared_statistics_that_the_loop_sets_are_an_error(method: Method, chang
     if change == "nothing":
         loop()
         return
-    with pytest.raises(ValueError, match="BatchNorm layer '1' normalises with fixed statistics in round 1, but they changed: .*update_bn"):
+    with pytest.raises(ValueError, match="BatchNorm layer '1' normalises with fixed statistics in round 1, but these changed: .*update_bn"):
         loop()
 
 

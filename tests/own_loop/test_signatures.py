@@ -36,7 +36,7 @@ OTHERS = {
 def test_in_one_process(other: str) -> None:
     model, reason = OTHERS[other]
     asked = server_state(net(), FEDAVG, rounds=1).instruction()
-    said = rf"the server's model has signature \w+, but this one \w+: {reason}"
+    said = rf"the server's model has signature \w+, but this client's has \w+: {reason}"
     with pytest.raises(ValueError, match=said), local_round(convert(model, FEDAVG), FEDAVG, asked):
         pass
     with local_round(convert(net(), FEDAVG), FEDAVG, asked):  # control
