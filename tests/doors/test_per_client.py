@@ -68,7 +68,7 @@ def test_each_client_has_its_own_optimiser(engine: str, caplog: pytest.LogCaptur
 
     assert [alike(0, slow), alike(1, fast), alike(2, slow)] == [True] * 3
     assert [alike(0, fast), alike(1, slow)] == [False] * 2  # control
-    fallback = [record.message for record in caplog.records if "work one by one" in record.message]
+    fallback = [record.message for record in caplog.records if "computed one by one" in record.message]
     assert len(fallback) == (engine == "vectorised")  # one line, and why
     assert all("need the same task, loss, optimiser and scheduler, but theirs differ" in line for line in fallback)
 
