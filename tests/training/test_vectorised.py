@@ -354,7 +354,7 @@ def test_options_of_a_federation(options: dict[str, Any], caplog: pytest.LogCapt
 
 FALLS_BACK: dict[str, tuple[Method, dict[str, Any], str]] = {
     "first batches of several sizes": (fedtan(), {"sizes": (16, 5, 20)}, "same size at all clients here, but they have 5 to 6 samples"),
-    "a robust exchange": (fedtan(), {"defence": Defence(1, "median", "median")}, "averages robustly within a step"),
+    "a robust exchange": (fedtan(), {"defence": Defence(1, "median", "median")}, "by a robust rule within a step"),
     "an optimizer of whole tensors": (fedavg(), {"optimizer": partial(torch.optim.Adafactor, lr=0.01)}, "optimizer Adafactor may mix"),
     "an objective": (fedavg(), {"objective": FedSAM(), "optimizer": partial(SGD, lr=0.05)}, "objective fedsam"),
 }
