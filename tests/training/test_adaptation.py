@@ -262,7 +262,7 @@ def test_no_method_is_missed() -> None:
 
 
 def test_other_refusals() -> None:
-    with pytest.raises(NotAdaptable, match="single shares nothing"):
+    with pytest.raises(NotAdaptable, match="single shares no tensor"):
         Adaptation(network(), METHODS["single"](), Known({}))
     with pytest.raises(NotAdaptable, match="nearest: fedavg shares all tensors of BatchNorm, so no client has its own ones"):
         adaptation("fedavg").adapt(NEAREST, OWN.x)
