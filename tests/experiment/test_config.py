@@ -191,7 +191,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"learning-rate-schedule": "milestones"}, "needs milestones: set learning-rate-milestones"),
         ({"learning-rate-schedule": "milestones", "learning-rate-milestones": "0.6"}, "like 0.6:0.1"),
         ({"learning-rate-schedule": "milestones", "learning-rate-milestones": "0.8:0.1,0.6:0.1"}, "rising shares"),
-        ({"optimizer": "adam", "momentum": 0.5}, "optimizer='adam' has momentum parameters of its own \(betas\)"),
+        ({"optimizer": "adam", "momentum": 0.5}, "optimizer='adam' has momentum parameters of its own"),
         ({"update": "gradients", "local_steps": 9}, r"update='gradients' sends the gradient of one batch .* but got steps=9"),
         ({"method": "fixbn", "freeze_after": 99, "rounds": 60}, "freeze-after must not exceed rounds=60, but got 99"),
         ({"method": "fedtan2", "freeze_after": 99, "rounds": 60}, "freeze-after must not exceed rounds=60, but got 99"),
