@@ -181,7 +181,7 @@ def test_a_client_tests_its_network_before_and_after_local_training() -> None:
     off = federation(test=per_client(mine))
     weights(off, 1)
     assert all(math.isnan(client.before) and math.isnan(client.after) for client in off.history[0].clients)
-    with pytest.raises(ValueError, match=r"local_evaluation tests each client's network before and after .* give it batches, test="):
+    with pytest.raises(ValueError, match=r"local_evaluation needs the clients' test batches, but test is None: give test="):
         federation(local_evaluation=True)
 
 
