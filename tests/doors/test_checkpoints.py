@@ -138,7 +138,7 @@ OTHER: dict[str, tuple[str, dict[str, Any], str]] = {
     "network": ("fixbn", {"model": net(9)}, "the network was .* there, but is"),
     "clients": ("fixbn", {"clients": CLIENTS[:3]}, "the number of clients was 4 there, but is 3 here"),
     "seed": ("fixbn", {"seed": 1}, "seed was 0 there, but is 1 here"),
-    "rate": ("fixbn", {"optimizer": lambda parameters: SGD(parameters, lr=0.1)}, "calendar, a hash of .*, was"),
+    "rate": ("fixbn", {"optimizer": lambda parameters: SGD(parameters, lr=0.1)}, r"calendar \(a hash of .*\) was"),
 }
 
 

@@ -73,7 +73,7 @@ def test_a_diverged_loss_is_warned_about() -> None:
 
 
 def test_a_loss_that_nobody_told_is_not_called_diverged_for_sure() -> None:
-    said = "no loop told it (round.reply(samples, loss)), or"
+    said = "no training loop gave it to round.reply(samples, loss), or"
     assert said in "".join(watch(record(loss=float("nan"))))
     assert said in at_the_end(record(loss=float("nan")), 2.0)
     assert said not in "".join(watch(record(loss=float("inf"))))
