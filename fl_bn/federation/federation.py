@@ -335,9 +335,10 @@ class Federation:
         mine = self._decides | {"calendar": self._calendar(state.rounds)}
         if other := [name for name in mine if state.decides.get(name) != mine[name]]:
             theirs, ours = state.decides.get(other[0], "nothing"), mine[other[0]]
-            what = "calendar, a hash of all rounds' phases and learning rates," if other[0] == "calendar" else other[0]
-            raise ValueError(
             what = "calendar (a hash of all phases and learning rates)" if other[0] == "calendar" else other[0]
+            raise ValueError(
+                f"{path} is of another federation: {what} was {theirs} there, but is {ours} here: make the federation with the same "
+                "arguments"
             )
         own = [generators(loader) for loader in self.clients]
         if [len(of) for of in own] != [len(of) for of in state.loaders]:

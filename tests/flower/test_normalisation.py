@@ -56,8 +56,8 @@ def test_the_short_line_of_a_round() -> None:
 def test_runaway_moments_are_warned_about(drift: Drift) -> None:
     (warning,) = watch(record(drift))
     assert "round 2: runaway moments" in warning
-    assert "(norm)" in warning
-    assert "lower the learning rate or the local steps" in warning
+    assert "in layer norm moved" in warning
+    assert "lower the learning rate or the number of local steps" in warning
     assert not list(watch(record(drift, round=1)))  # the first round leaves the initial 0 and 1 behind
     assert not list(watch(record(Drift(9.0, "norm", 1.0, 9.0))))  # control
 
