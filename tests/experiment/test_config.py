@@ -167,7 +167,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"objective": "scaffold"}, "it needs optimizer='sgd', momentum=0"),
         ({"objective": "scaffold", "momentum": 0.0, "clip": "norm"}, "and clip='none', but got"),
         ({"objective": "scaffold", "momentum": 0.0, "method": "fedtan"}, "take another objective"),
-        ({"objective": "fedsam", "method": "fedtan2"}, "exchanges the statistics of its first batch once"),
+        ({"objective": "fedsam", "method": "fedtan2"}, "exchanges the statistics of the first batch only once"),
         ({"clip": "norm", "method": "fedtan"}, "set clip='none'"),
         ({"objective": "fedprox", "method": "single"}, "single shares no weights"),
         ({"objective": "fedprox", "update": "gradients", "local-steps": 1}, "sends one gradient"),

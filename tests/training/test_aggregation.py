@@ -47,7 +47,7 @@ def test_a_part_of_weight_0_counts_for_nothing_and_order_is_the_callers(rng: np.
 
 @pytest.mark.parametrize(("n", "weights"), [(0, []), (2, [0.0, 0.0])])
 def test_nothing_to_average(n: int, weights: list[float], rng: np.random.Generator) -> None:
-    with pytest.raises(ValueError, match="nothing to average"):
+    with pytest.raises(ValueError, match="an average needs at least 1 reply"):
         average(replies(rng, n), weights)
 
 
