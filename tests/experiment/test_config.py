@@ -176,7 +176,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"maintain-momentum": "local", "momentum": 0.0}, "needs momentum > 0"),
         ({"maintain-momentum": "local", "update": "gradients", "local-steps": 1}, "clients keep their momentum anyway"),
         ({"server-optimizer": "fedacg", "update": "gradients", "local-steps": 1}, "take fedavgm"),
-        ({"server-optimizer": "fedacg", "server-learning-rate": 0.5}, "clients' average as it is"),
+        ({"server-optimizer": "fedacg", "server-learning-rate": 0.5}, "fedacg sets the weights to the clients' average"),
         ({"dp-noise": 1.0}, "dp-noise=1 has no effect with secure-aggregation=false"),
         ({"secure-aggregation": True, "unseen-client": True, "method": "fedbn"}, "clients send their own layers without encryption"),
         ({"secure-aggregation": True, "clients": 2}, "needs at least 3 clients in a sum"),

@@ -119,7 +119,7 @@ def test_the_rate_factor_is_the_rounds_own(rng: np.random.Generator) -> None:
         (("fedavg", 0.0), "fedavg's learning_rate must be > 0, but got 0.0"),
         (("fedavgm", 1.0, 1.0), r"fedavgm's momentum must be in \[0, 1\), but got 1.0"),
         (("fedavg", 1.0, 0.5), "fedavg has no server momentum, but got server-momentum=0.5"),
-        (("fedacg", 0.5), "takes the clients' average as it is"),
+        (("fedacg", 0.5), "sets the weights to the clients' average"),
         (("fedadam", 1.0, 0.9, 1.0), r"fedadam's beta2 must be in \[0, 1\), but got 1.0"),
         (("fedyogi", 1.0, 0.9, 0.99, 0.0), "fedyogi's adaptivity must be > 0, but got 0.0"),
     ],
