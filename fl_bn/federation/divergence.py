@@ -47,8 +47,8 @@ def why_failed(record: RoundRecord) -> str:
 def watch(record: RoundRecord, first_loss: float = math.nan) -> Iterator[str]:
     """Yield warnings if the statistics or the training loss of a round show that training diverges.
 
-    Statistics may change more and more from round to round, where training normalises with shared constants and clients
-    make many steps at a high learning rate. A loss shows divergence if it is not finite, or far above that of round 1.
+    Where training normalises with shared constants, too many steps at too high a learning rate let statistics change more
+    and more from round to round. A loss shows divergence if it is not finite, or far above that of round 1.
 
     Args:
         record: The record of a round.

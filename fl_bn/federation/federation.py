@@ -226,7 +226,7 @@ class Federation:
     def model(self) -> nn.Module:
         """Return a copy of the shared network as evaluated last, in evaluation mode.
 
-        It has the layers of the network that the method trains: with gn, for example, group normalisation.
+        Its layers are those that the method trains. With the method gn, for example, they are group normalisation.
         """
         return self._transport.model(self._evaluated, batches_trained(self.history))
 

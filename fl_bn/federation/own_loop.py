@@ -74,7 +74,8 @@ def local_round(
         connect: Joins FedTAN's layer-wise exchange, see ``first_batch.Connect``. Other methods do not need it.
 
     Raises:
-        ValueError: Method, objective and instruction do not fit together, or the loop changed what it must not change.
+        ValueError: Method, objective and instruction do not fit together. Or the loop replaced a BatchNorm layer, or
+            changed frozen parameters or statistics.
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
@@ -284,7 +285,7 @@ class _FirstBatch:
                     "samples is unclear: call round.batch(n) before the first forward pass"
                 )
             if not self._sizes:
-                LOGGER.info("the first BatchNorm layer gets %d rows, taken as the number of samples; if it is n, call round.batch(n)", rows)
+                LOGGER.info("the first BatchNorm layer gets %d rows, taken as the number of samples. If wrong, call round.batch(n)", rows)
             round.begin_batch(rows)
         elif not self._explicit and rows != round.batch and self._passes:
             raise ValueError(

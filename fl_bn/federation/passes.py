@@ -83,8 +83,8 @@ class Passes:
     def rescales(self, rounds: int) -> bool:
         """Tell whether the weights are rescaled before round 1, see ``federation.unit_scale``.
 
-        They are rescaled if three conditions hold: the option ``unit_scale`` is on, statistics are measured before
-        round 1 (the calibration), and the method normalises the first batch with these statistics.
+        There are three conditions. The option ``unit_scale`` is on. Statistics are measured before round 1 (the
+        calibration). The method normalises the first batch with these statistics.
 
         Args:
             rounds: The number of rounds of the run.

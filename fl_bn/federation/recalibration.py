@@ -6,7 +6,7 @@ same constants. The pooled moments of a layer's input are then those of the unio
 layers below. A layer becomes exact if the layers below were exact before the pass. So pass p makes layers 1..p exact, and
 L passes make all L layers exact. If a pass changes no statistic, all layers are exact. If the number of passes is not
 given, each pass changes only the lower layers (``unreached``). If it is given and smaller than L, each pass changes all
-layers, because higher layers would otherwise keep their old statistics, which are known to be wrong.
+layers. Otherwise the highest layers would keep their old statistics, which are known to be wrong.
 
 The functions work for any torch network, converted or not, trained in a federation or not. They never change weights.
 """

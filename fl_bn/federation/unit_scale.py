@@ -2,10 +2,10 @@
 
 If training normalises with constants, these constants scale every step of the weights. A new network's activations have a
 small standard deviation. Normalisation divides by this deviation, so the gradient of the weights is large. With BatchNorm
-this does little harm, because the gradient is orthogonal to the weights. With constants the first rounds diverge. If the
-weights, means and standard deviations are divided by the same number, the network computes the same function (up to
-``eps``), but its gradients become smaller. This is the initialisation LSUV, with statistics measured over all clients (All
-You Need Is a Good Init, Mishkin and Matas, ICLR 2016). In the paper the deviation is 1.
+this does little harm, because the gradient is orthogonal to the weights. With constants the first rounds diverge. So this
+module divides the weights, means and standard deviations by the same number. The network then computes the same function
+(up to ``eps``), but its gradients are smaller. This is the initialisation LSUV, with statistics measured over all clients
+(All You Need Is a Good Init, Mishkin and Matas, ICLR 2016). In the paper the deviation is 1.
 
 Symbols: s -> deviation.
 """

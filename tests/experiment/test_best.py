@@ -129,7 +129,7 @@ def test_by_another_metric_and_where_less_is_better() -> None:
     assert told(EarlyStop(1, "mae", higher_is_better=False), "mae", 0.5, 0.6, task=Regression())
     assert told(EarlyStop(1, least=0.1), "accuracy", 0.5, 0.55)
     assert not told(EarlyStop(1, least=0.01), "accuracy", 0.5, 0.55)
-    with pytest.raises(ValueError, match="EarlyStop needs the metric 'auc', but the metrics of round 1 are accuracy: set metric to one of them"):
+    with pytest.raises(ValueError, match="EarlyStop needs the metric 'auc', .* of round 1 are accuracy: set metric"):
         told(EarlyStop(1, "auc"), "accuracy", 0.5)
     with pytest.raises(ValueError, match="must be >= 1"):
         EarlyStop(0)

@@ -26,7 +26,7 @@ class Pace:
     seconds: dict[int, float] = field(default_factory=dict)
 
     def note(self, round: int, seconds: float) -> None:
-        """Add ``seconds`` of training to ``round``."""
+        """Add ``seconds`` to the training time of ``round``."""
         self.seconds[round] = self.seconds.get(round, 0.0) + seconds
 
     def worth_it(self, round: int) -> bool:
