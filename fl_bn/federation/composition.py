@@ -24,8 +24,8 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
     objective, exchanges = settings.objective, Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2))
     if exchanges and objective.corrects:
         raise ValueError(
-            f"the first local step of {method.name} must be that of training on all clients' batches together, but {objective.name} "
-            "changes each client's gradient by itself: take another objective"
+            f"the first local step of {method.name} must equal a step on all clients' batches together, but {objective.name} changes each "
+            "client's gradient by itself: take another objective"
         )
     if exchanges and objective.repeats:
         raise ValueError(
@@ -34,8 +34,8 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
         )
     if exchanges and settings.clip != "none":
         raise ValueError(
-            f"the first local step of {method.name} must be that of training on all clients' batches together, but clipping changes each "
-            "client's gradient by itself: set clip='none'"
+            f"the first local step of {method.name} must equal a step on all clients' batches together, but clipping changes each client's "
+            "gradient by itself: set clip='none'"
         )
     if objective.anchored and not method.shares(Role.WEIGHT):
         raise ValueError(

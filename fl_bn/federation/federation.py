@@ -343,8 +343,8 @@ class Federation:
         own = [generators(loader) for loader in self.clients]
         if [len(of) for of in own] != [len(of) for of in state.loaders]:
             raise ValueError(
-                f"{path} is of another federation: the loaders here and there differ in their number of random generators "
-                "(torch.Generator): make the federation with loaders that have generators where those of the saved run had them"
+                f"{path} is of another federation, whose loaders had other numbers of random generators (torch.Generator): make the "
+                "federation with loaders of the same kind as in the saved run"
             )
         server.shared.restore(state.arrays, state.auxiliary)
         server.optimizer.restore(state.optimizer)

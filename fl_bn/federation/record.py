@@ -93,11 +93,11 @@ class RoundRecord:
         bytes_down: Section -> bytes of arrays that a client received.
         bytes_up: Section -> bytes of arrays that a client sent.
         exchanges: The number of layer-wise exchanges.
-        carrier: How these exchanges were carried, see ``exchange.settings``; empty without any.
+        carrier: The transport of these exchanges' messages, see ``exchange.settings``; empty without exchanges.
         aggregated: Whether the round changed the model.
-        seconds: The round's seconds of wall-clock time.
+        seconds: The duration of the round in seconds.
         evaluation: Metrics by name; empty without an evaluation. A callback's ``on_evaluation`` may add others.
-        client_evaluation: Client -> metrics by name.
+        client_evaluation: Client -> metrics by name of its own evaluation.
         own_metrics: Name -> mean over the clients, for the training metrics of your own Flower app.
         client_metrics: Client -> its own training metrics by name.
         disclosures: The contents that left the clients, including statistics-only exchanges.

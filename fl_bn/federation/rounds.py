@@ -303,7 +303,7 @@ class Rounds(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_cohort > self.clients:
-            raise ValueError(f"min_cohort must be 1..{self.clients}, the clients that there are, but got {self.min_cohort}")
+            raise ValueError(f"min_cohort must be 1..{self.clients}, the number of clients, but got {self.min_cohort}")
         if self.memory < 0:
             raise ValueError(f"memory must be >= 0 bytes, but got {self.memory}")
         check_name("client_weights", self.client_weights, ("samples", "uniform"))
@@ -315,7 +315,7 @@ class Rounds(Options):
                 f"{self.at_start}"
             )
         if self.min_sites > self.clients:
-            raise ValueError(f"min_sites must be 0..{self.clients}, the clients that there are, but got {self.min_sites}")
+            raise ValueError(f"min_sites must be 0..{self.clients}, the number of clients, but got {self.min_sites}")
         if self.nodes and not len(set(self.nodes)) == len(self.nodes) == self.clients:
             raise ValueError(f"nodes must name one node for each of {self.clients} clients, no node twice, but got {self.nodes}")
         if self.names and not len(set(self.names)) == len(self.names) == self.clients:

@@ -85,7 +85,7 @@ class Server:
         """Return the instruction to the next round's clients.
 
         Section ``start`` holds the initial values of the tensors that clients keep. Only a client without kept
-        tensors reads this section. You may leave it out for other clients. The record's bytes do not include
+        tensors needs this section. You may leave it out for other clients. The record's bytes do not include
         this section.
         """
         instruction = self.begin(self.round + 1)

@@ -101,7 +101,7 @@ class SharedModel:
         signature: The signature of model and method.
         layers: Name -> BatchNorm layer of the converted network.
         auxiliary: Section -> name -> the server's auxiliary tensor.
-        buffers: The names of the network's buffers that are neither statistics nor counters of norm layers.
+        buffers: The names of the floating-point buffers outside of norm layers. They are averaged like weights.
         personal: Whether every client evaluates a model of its own, because clients keep tensors.
         scales: Layer -> the standard deviation of its input to which the server scaled it before round 1. 1 if missing.
         reported: The statistics that ``Method.renew`` made from the last round's replies. Only for ``Refresh.REPORTED``.

@@ -70,7 +70,7 @@ def check_loaders(clients: Clients, count: int) -> None:
             if number := getattr(loader, "num_workers", 0):
                 raise ValueError(
                     f"workers={count} computes clients in worker processes, which cannot start further ones, but client {client}'s "
-                    f"DataLoader has num_workers={number}: give it num_workers=0, or Federation workers=1"
+                    f"DataLoader has num_workers={number}: give the DataLoader num_workers=0, or Federation workers=1"
                 )
 
 
