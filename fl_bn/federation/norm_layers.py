@@ -31,7 +31,7 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
     if without_subject(method):
         sentence = (
             f"method {method.name} is about the statistics of BatchNorm, but this model has no BatchNorm layer, so the method would be "
-            "plain federated averaging. Take method fedavg, or a network with BatchNorm"
+            "plain federated averaging. Take fedavg, or a network with BatchNorm"
         )
     else:
         sentence = f"this model has no BatchNorm layer: method {method.name} is plain federated averaging here"

@@ -151,5 +151,5 @@ def test_loaders_with_processes_of_their_own_stay_in_this_process() -> None:
     plain = Federation(net(), methods.fedavg(), shuffled(), progress=False)
     assert can_move(plain._transport.clients)  # control
     assert not can_move(Federation(net(), methods.fedavg(), own, progress=False)._transport.clients)
-    with pytest.raises(ValueError, match="client 0's DataLoader has num_workers=2: give the DataLoader num_workers=0, or Federation workers=1"):
+    with pytest.raises(ValueError, match="DataLoader has num_workers=2: give the DataLoader num_workers=0, or Federation workers=1"):
         next(Federation(net(), methods.fedavg(), own, workers=2, progress=False).run(1))
