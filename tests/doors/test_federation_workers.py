@@ -142,7 +142,7 @@ def test_what_a_script_or_a_notebook_defines_works_without_a_guard(tmp_path: Pat
 def test_wrong_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="workers must be 0..1024"):
         Federation(net(), methods.fixbn(), seeded(), workers=-1)
-    with pytest.raises(ValueError, match="1 with engine='vectorised'"):
+    with pytest.raises(ValueError, match="with engine='vectorised' it must be 0 or 1"):
         Federation(net(), methods.fixbn(), seeded(), workers=2, engine="vectorised")
 
 

@@ -373,7 +373,7 @@ def test_falls_back_and_says_so(case: str, caplog: pytest.LogCaptureFixture) -> 
 def test_loaders_of_other_kinds_fall_back(caplog: pytest.LogCaptureFixture) -> None:
     x, y = torch.randn(12, 3, 8, 8).double(), torch.arange(12) % 4
     list(Federation(resnet(), fedavg(), [[(x, y)]], engine="vectorised", progress=False).run(1))
-    assert "give SeededBatches" in caplog.text
+    assert "batches must be SeededBatches" in caplog.text
 
 
 def test_an_engine_that_is_none() -> None:
