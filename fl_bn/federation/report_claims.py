@@ -31,7 +31,7 @@ def behind(reply: Reply, report: StatisticsReport) -> tuple[int, str]:
 
 
 def far_claims(parts: Sequence[Reply], report: StatisticsReport, steps_are_known: bool = True) -> dict[int, str]:
-    """Find the clients that claim too many activations or steps.
+    """Find the clients that claim far more activations (per sample or step) or far more steps than the median client.
 
     Args:
         parts: Checked replies of one cohort.

@@ -153,7 +153,7 @@ class LoaderSource:
 
     @property
     def test(self) -> Loader | None:
-        """Return the client's test batches."""
+        """Return the client's test batches; None if it has none."""
         return self.own.test
 
     @property
