@@ -1,27 +1,27 @@
 """Adapt a trained model to a new client, with its unlabelled samples and the tensors of the clients that trained.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix
-G: the affine is the average over the known clients, the statistics are the new client's own. For comparison there are
-other ways:
+There are four ways to choose BatchNorm's affine parameters and statistics. "Known" clients are those that trained:
 
-    average-affine   appendix G
-    recompute        the affine of the shared model (the initial affine, if clients keep theirs), and the new client's
-                     own statistics
-    nearest          all tensors that one known client keeps, also its statistics: the client whose data are most similar
-    test-batch       the affine of average-affine, and the statistics of each test batch: no other samples are needed. Nado et
-                     al., Evaluating Prediction-Time Batch Normalization for Robustness under Covariate Shift, 2020;
-                     Schneider et al., NeurIPS 2020
+    average-affine   the mean affine parameters of the known clients, and the new client's own statistics. FedBN: Federated
+                     Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix G
+    recompute        the affine parameters of the shared model (the initial ones, if clients keep theirs), and the new
+                     client's own statistics
+    nearest          all tensors that one known client keeps, including its statistics. It is the client with the most
+                     similar data
+    test-batch       the affine parameters of average-affine, and the statistics of each test batch: no other samples are
+                     needed. Nado et al., Evaluating Prediction-Time Batch Normalization for Robustness under Covariate
+                     Shift, 2020; Schneider et al., NeurIPS 2020
 
-If a method shares the affine, ``average-affine`` and ``recompute`` both take the shared affine, so they are the same.
+If a method shares the affine parameters, ``average-affine`` and ``recompute`` both take the shared ones, and are the same.
 
 **The similarity** of two clients' data is measured at the input of the first BatchNorm layer. The distribution of this
 input depends only on the data and on the shared weights below the layer. So the statistics that a known client keeps
 for this layer can be compared with those that the new client measures. Deeper layers cannot be compared: their inputs
-went through BatchNorm layers with each client's own affine and statistics. The distance is the symmetric
+went through BatchNorm layers with each client's own affine parameters and statistics. The distance is the symmetric
 Kullback-Leibler divergence of Gaussians, averaged over channels. Scaling a channel changes neither this distance nor
-BatchNorm's output. It would change the 2-Wasserstein distance, in which the channels of large variance would decide.
-Running statistics from training differ a little from statistics measured afterwards on the same data, because they lag
-behind the weights.
+BatchNorm's output. Scaling would change the 2-Wasserstein distance, in which channels of large variance dominate.
+Running statistics from training are a little older than the weights. So they differ a little from statistics that are
+measured afterwards on the same data.
 
 Legend: N samples, C channels.
 """
@@ -52,7 +52,7 @@ HOW = (AVERAGE_AFFINE, RECOMPUTE, NEAREST, TEST_BATCH)
 
 
 class NotAdaptable(ValueError):
-    """Report that a model cannot be adapted. The message says what is missing."""
+    """Report that a model cannot be adapted to a new client. The message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Adapted:
 
     Attributes:
         model: The model.
-        distances: With ``nearest``: name of a known client -> the distance of its data. The model has the tensors of
-            the client with the smallest distance. Empty for other ways.
+        distances: With ``nearest``: name of a known client -> the distance between its data and the new client's. The
+            model has the tensors of the client with the smallest distance. Empty for other ways.
     """
 
     model: nn.Module
@@ -94,15 +94,15 @@ class Adaptation:
         known: The run's tensors.
 
     Raises:
-        NotAdaptable: The method shares nothing or normalises without statistics, or ``known`` belongs to another
-            network or method.
+        NotAdaptable: The method shares no tensor, the network has no statistics, or ``known`` belongs to another network
+            or method.
     """
 
     def __init__(self, network: nn.Module, method: Method, known: Known) -> None:
         converted = convert(network, method)
         role = roles(converted)
         if not any(map(method.shares, Role)):
-            raise NotAdaptable(f"{method.name} shares nothing, so a run has no model for a client that it did not train")
+            raise NotAdaptable(f"{method.name} shares no tensor, so a run has no model for a client that did not take part in it")
         if not batch_norms(converted):
             raise NotAdaptable(
                 f"with {method.name} the network has no BatchNorm layer, so there are no statistics to adapt: a new client takes the model "
@@ -124,39 +124,40 @@ class Adaptation:
             self._average = {name: known.average[name] for name in names if name in known.average}
 
     def before(self) -> nn.Module | None:
-        """Return the model for a new client before it adapts: the shared tensors, and the average of those that clients keep.
+        """Return the model of a new client before adaptation: the shared tensors, and the average of the clients' own tensors.
 
-        None if that average is unknown.
+        Return None if this average is unknown.
         """
         names = [name for part in self._kept.values() for name in part]
         return None if any(name not in self._average for name in names) else self._with(self._average)
 
     def refusal(self, how: str) -> str:
-        """Return the reason why the way ``how`` is impossible for this run; empty if it is possible.
+        """Return the reason why this run's model cannot be adapted in the way ``how``; empty if it can.
 
         Raises:
             ValueError: ``how`` is not in ``HOW``.
         """
         check_name("how to adapt", how, HOW)
         if how == NEAREST and not self._kept[Role.STATISTIC]:
-            return f"nearest: {self.method.name} shares all of BatchNorm, so no client has a BatchNorm of its own to take over"
+            return f"nearest: {self.method.name} shares all tensors of BatchNorm, so no client has its own ones for a new client to take"
         if how == NEAREST and not self.known.clients:
-            return "nearest: the known clients' models are not at hand"
+            return "nearest: the models of the clients that trained are needed, but not given"
         if how in (AVERAGE_AFFINE, TEST_BATCH) and any(name not in self._average for name in self._kept[Role.AFFINE]):
-            return f"{how}: {self.method.name} keeps the affine at the clients, and neither their models nor their average is at hand"
+            return f"{how}: the affine parameters that {self.method.name} keeps at the clients, or their average, are needed, but not given"
         return ""
 
     def adapt(self, how: str, x: Tensor) -> Adapted:
         """Adapt the model in the way ``how``.
 
-        With ``test-batch`` the model has the clients' average statistics: evaluate it ``with_batch_statistics``.
+        With ``test-batch``, the returned model has the clients' average statistics. To evaluate it, pass it to
+        ``with_batch_statistics`` first.
 
         Args:
-            how: The way of adapting.
+            how: One of ``HOW``.
             x: The new client's samples (N, ...), without labels. ``test-batch`` does not use them.
 
         Raises:
-            NotAdaptable: The way is impossible (see ``refusal``), or there are too few samples for a variance.
+            NotAdaptable: The way is impossible (see ``refusal``), or a layer gets fewer than two values per channel.
         """
         if reason := self.refusal(how):
             raise NotAdaptable(reason)
@@ -189,7 +190,7 @@ class Adaptation:
 def recompute_statistics(model: nn.Module, x: Tensor) -> None:
     """Set the statistics of ``model``, in place, to the mean and the unbiased variance over all of ``x`` (N, ...).
 
-    Each layer is measured after the layers below it have their new statistics. This is re-calibration with one client.
+    A layer is measured after all layers before it have their new statistics. This is ``recalibrate`` with one client.
 
     Raises:
         NotAdaptable: A layer sees fewer than two values per channel.
@@ -207,7 +208,7 @@ def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
     by_layer = statistics_pass(model, _unlabelled(x), StatisticsPass.for_exchange(INPUTS), seeded(0))
     if few := [name for name, moments in by_layer.items() if moments.count < 2]:
         raise NotAdaptable(
-            f"{few[0]}: a variance needs at least 2 values per channel, but {len(x)} sample gives 1: adapt with more samples"
+            f"layer {few[0]}: a variance needs at least 2 values per channel, but got {len(x)} sample(s): adapt with more samples"
         )
     return {name: Running(moments.mean.cpu(), moments.bessel().cpu()) for name, moments in by_layer.items()}
 
@@ -232,7 +233,7 @@ def first_layer(model: nn.Module, x: Tensor) -> tuple[str, float]:
 
 
 def divergence(a: Running, b: Running, eps: float = 0.0) -> float:
-    """Return KL(a || b) + KL(b || a) of two Gaussians per channel, averaged over the channels (C,).
+    """Return the mean over channels (C,) of KL(a || b) + KL(b || a), where each channel is a Gaussian.
 
     Args:
         a: The statistics of one client.
@@ -260,7 +261,9 @@ def _check(whose: str, state: Named, model: nn.Module, names: Sequence[str]) -> 
     for name in names:
         problem = f"is {tuple(state[name].shape)}" if name in state else "is missing"
         if name not in state or state[name].shape != own[name].shape:
-            raise NotAdaptable(f"{whose}: {name} should be {tuple(own[name].shape)}, but {problem}: use a run of this network and method")
+            raise NotAdaptable(
+                f"{whose}: expected {name} of shape {tuple(own[name].shape)}, but it {problem}: use a run of this network and method"
+            )
 
 
 def _unlabelled(x: Tensor) -> Samples:

@@ -1,4 +1,4 @@
-"""Compute the server's half of a round in plain torch: average weights, combine statistics, and make the pseudo-gradient."""
+"""Compute what a server needs for a round, in plain torch: average weights, combine statistics, make the pseudo-gradient."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fl_bn.roles import batch_norms
 
 
 def average(parts: Sequence[Named], weights: Sequence[float]) -> dict[str, Tensor]:
-    """Return the weighted mean of named tensors, accumulated in float64 in the given order; the result stays float64.
+    """Return name -> the weighted mean of the clients' tensors, in float64. Clients are added in the given order.
 
     Raises:
         ValueError: There are no parts, or their total weight is not positive.
     """
     total = float(sum(weights))
     if not parts or total <= 0:
-        raise ValueError(f"nothing to average: {len(parts)} parts with total weight {total}")
+        raise ValueError(f"an average needs at least 1 reply and a total weight > 0, but got {len(parts)} replies of total weight {total}")
     mean = WeightedSum()
     mean.add(parts, [float(weight) / total for weight in weights])
     return mean.tensors
@@ -55,10 +55,10 @@ def combine(
         shared: Layer -> the shared statistics before the round.
         reports: Each client's moments by layer, in the order of the clients.
         steps: Each client's number of training batches, in the same order.
-        layers: Layer -> its module, which has the momentum of the statistics.
+        layers: Layer -> its module, whose momentum the rule may use.
         defence: The defence against Byzantine clients.
-        pace: See ``LayerReports``.
-        scales: Layer -> scale, see ``LayerReports``.
+        pace: The round's learning rate divided by that of round 1.
+        scales: Layer -> the standard deviation to which the server scaled its input before round 1; 1 if missing.
     """
     new = dict(shared)
     if defence.active:
@@ -79,19 +79,19 @@ def pseudo_gradient(weights: Named, mean: Named) -> dict[str, Tensor]:
     """Return ``weights - average`` in float64, with the average rounded to the dtype of the weights.
 
     So the difference is exact, and a step of size 1 along it gives the rounded average bit for bit. With the unrounded
-    average, the result could be rounded to the other neighbour in float32. This happens to one tensor value in 40 if two
-    clients are averaged in the ratio 3 to 7.
+    average, the step could end at the neighbouring float32 number. This happens to one value in 40 if two clients are
+    averaged in the ratio 3 to 7.
     """
     return {name: difference(weights[name].double(), mean[name].clone(), weights[name].dtype) for name in mean}
 
 
 def difference(weight: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the pseudo-gradient of one tensor or of a piece of it, and store it in the memory of ``mean``.
+    """Return ``weight - mean``, the pseudo-gradient of one tensor or of a block of it, in the memory of ``mean``.
 
     Args:
         weight: The weight before the round, in float64.
         mean: The average, in float64. It is overwritten.
-        dtype: The dtype of the stored weights.
+        dtype: The dtype of the stored weights, to which the average is rounded first.
     """
     return torch.sub(weight, mean.copy_(mean.to(dtype)), out=mean)
 
@@ -104,7 +104,7 @@ class Drift:
         largest: The largest change of a mean, in standard deviations of the old statistics.
         layer: The layer of that change.
         min_var: The smallest of the new running variances.
-        growth: The largest factor by which a layer's mean variance grew.
+        growth: The largest factor by which the running variance of a layer, averaged over its channels, grew.
     """
 
     largest: float
@@ -114,7 +114,7 @@ class Drift:
 
     @classmethod
     def between(cls, old: Mapping[str, Running], new: Mapping[str, Running], eps: float = 1e-5) -> Drift | None:
-        """Compare ``old`` and ``new`` statistics, by layer. Return None if there are none."""
+        """Compare ``old`` and ``new`` statistics (layer -> statistics). Return None if ``new`` is empty."""
         if not new:
             return None
         moved = {k: float(((new[k].mean - old[k].mean).abs() / (old[k].var + eps).sqrt()).max()) for k in new}
@@ -129,7 +129,7 @@ def _extent(value: float) -> tuple[bool, float]:
 
 
 def merge_drifts(drifts: Iterable[Drift]) -> Drift | None:
-    """Merge the drifts of clients that keep their statistics: each number is the most extreme one. None without drifts."""
+    """Merge the drifts of several clients into one with the most extreme value of each number. None without drifts."""
     drifts = list(drifts)
     if not drifts:
         return None

@@ -1,6 +1,6 @@
 """Describe auxiliary tensors, which are sent with the weights: control variates and optimiser buffers.
 
-Each shared parameter that is trained has one.
+Each section of auxiliary tensors has one tensor for every parameter that is both shared and trained.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fl_bn.roles import roles
 class Auxiliary:
     """Describe one section of auxiliary tensors. Instructions and replies both have it.
 
-    The server's tensors start as zeros. With ``added`` a round adds the mean of the clients' tensors to them, times the
-    share of all clients that sent some (SCAFFOLD's control variate). Otherwise the average of the clients' tensors
-    replaces the server's tensors (momentum). Clients have the same weights in it as in the average of the model.
+    The server's tensors start as zeros. With ``added``, a round adds to them the sum of the clients' tensors divided by the
+    number of all clients (SCAFFOLD's control variate). Otherwise the average of the clients' tensors replaces the server's
+    tensors (momentum). This average uses the same weights as the average of the model.
 
     Attributes:
         section: The section's name.
         added: Whether the clients' tensors are added to the server's.
-        scalar: True: one number per parameter. False: a tensor of the parameter's shape.
-        at_least: The smallest allowed value.
+        scalar: True: one number per parameter, such as Adam's step count. False: a tensor of the parameter's shape.
+        at_least: The smallest allowed value in replies.
     """
 
     section: str
@@ -50,7 +50,10 @@ class Auxiliary:
             before: The server's tensors before the round.
             parts: The clients' tensors of this round.
             weights: The clients' weights.
-            clients: The number of all clients, also those outside the round.
+            clients: The number of all clients of the run, including those outside this round.
+
+        Returns:
+            Name -> tensor, in the dtypes of ``before``.
         """
         new, total = {}, float(sum(weights))
         for name, old in before.items():

@@ -29,12 +29,12 @@ class Bar(Callback):
         self._progress.console.print(Text(text, style), soft_wrap=True)
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """Remember the metric, which ``on_round`` shows."""
+        """Store the value of the task's metric, which ``on_round`` shows."""
         if (metric := self.task.metric) in record.evaluation:
             self._metric = f"  {metric} {self.task.format_metric(record.evaluation[metric])}"
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Move the bar, and show the round's numbers."""
+        """Move the bar, and show the round's loss, the last metric, and the remaining time."""
         now = time.monotonic()
         if not self._first:
             self._first, self._begin = record.round, now - record.seconds
@@ -57,7 +57,7 @@ class _RemainingTime(TextColumn):
         super().__init__("")
 
     def render(self, task: object) -> Text:
-        """Return the text of the column."""
+        """Return the remaining time as text; empty before the first round is over."""
         if (end := getattr(task, "fields", {}).get("end")) is None:
             return Text("")
         remaining = max(0, round(end - time.monotonic()))

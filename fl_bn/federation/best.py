@@ -1,4 +1,4 @@
-"""Callbacks that follow evaluations: one keeps the best model, one ends a run that no longer improves."""
+"""Define callbacks that compare a run's evaluations: one saves the best model, one ends a run that no longer improves."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ class Best(Callback):
 
     Args:
         metric: The metric. Default: the task's own, such as ``accuracy``.
-        higher_is_better: Whether a higher value is better. Default: as the task says; a loss should be low.
-        least: An evaluation counts as better only if it improves the best value by more than this; at least 0.
+        higher_is_better: Whether a higher value is better. Default: as the task declares; for ``loss``, lower is better.
+        least: An evaluation counts as better only if it improves the best value by more than ``least``, at least 0.
 
     Attributes:
         best: The best value so far; NaN before the first evaluation.
         round: The round of the best value; 0 before the first evaluation.
+        since: The number of evaluations since the best one.
     """
 
     def __init__(self, metric: str = "", higher_is_better: bool | None = None, least: float = 0.0) -> None:
@@ -51,7 +52,7 @@ class Best(Callback):
                 self._better(record)
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """Compare an evaluation with the best one."""
+        """Compare an evaluation with the best one so far, and call ``improved`` or ``did_not``."""
         if self._better(record):
             self.improved(record)
         else:
@@ -60,7 +61,7 @@ class Best(Callback):
     def on_end(self, error: BaseException | None) -> None:
         """Warn if no round was evaluated."""
         if not self.round and not self.since:
-            LOGGER.warning("%s had nothing to choose by: no round was evaluated", type(self).__name__)
+            LOGGER.warning("%s had no effect, because no round was evaluated", type(self).__name__)
 
     def improved(self, record: RoundRecord) -> None:
         """Handle an evaluation that is the best so far."""
@@ -69,11 +70,11 @@ class Best(Callback):
         """Handle an evaluation that is not better than the best one."""
 
     def _better(self, record: RoundRecord) -> bool:
-        """Tell whether an evaluation is the best so far, and remember it if so. NaN and infinite values never are."""
+        """Tell whether an evaluation is the best so far, and store it if so. NaN and infinite values are not better."""
         if self.name not in record.evaluation:
             raise ValueError(
-                f"{type(self).__name__} follows {self.name!r}, but round {record.round} evaluated {', '.join(record.evaluation)}: name one "
-                "of them"
+                f"{type(self).__name__} needs the metric {self.name!r}, but the metrics of round {record.round} are "
+                f"{', '.join(record.evaluation)}: set metric to one of them"
             )
         value = record.evaluation[self.name]
         ahead = value - self.best if self.higher else self.best - value
@@ -92,11 +93,10 @@ class EarlyStop(Best):
     >>> stop = EarlyStop(patience=3, metric="loss")  # Federation(..., callbacks=[stop])
 
     Args:
-        patience: The number of evaluations in a row that are not better than the best one, after which the
-            run ends; at least 1.
+        patience: The run ends after this number of evaluations in a row without a better value; at least 1.
         metric: The metric. Default: the task's own.
-        higher_is_better: Whether a higher value is better. Default: as the task says; a loss should be low.
-        least: An evaluation counts as better only if it improves the best value by more than this; at least 0.
+        higher_is_better: Whether a higher value is better. Default: as the task declares; for ``loss``, lower is better.
+        least: An evaluation counts as better only if it improves the best value by more than ``least``, at least 0.
     """
 
     def __init__(self, patience: int, metric: str = "", higher_is_better: bool | None = None, least: float = 0.0) -> None:
@@ -126,7 +126,7 @@ class KeepBest(Best):
     Args:
         path: The file.
         metric: The metric. Default: the task's own.
-        higher_is_better: Whether a higher value is better. Default: as the task says; a loss should be low.
+        higher_is_better: Whether a higher value is better. Default: as the task declares; for ``loss``, lower is better.
     """
 
     def __init__(self, path: str | Path, metric: str = "", higher_is_better: bool | None = None) -> None:
@@ -134,7 +134,7 @@ class KeepBest(Best):
         self.path = Path(path)
 
     def improved(self, record: RoundRecord) -> None:
-        """Write the model."""
+        """Write the model of this evaluation to the file, in place of an earlier one."""
         about = {"round": str(record.round), self.name: repr(self.best)}
         _write(self.path, self.running.arrays(), about)
         for client, arrays in self.running.clients().items():
@@ -142,13 +142,13 @@ class KeepBest(Best):
             _write(own, arrays, {**about, "client": str(client)})
 
     def on_end(self, error: BaseException | None) -> None:
-        """Log which evaluation was kept."""
+        """Log the best value, its round, and the file."""
         super().on_end(error)
         if self.round:
             LOGGER.info("best %s: %.4g in round %s, kept in %s", self.name, self.best, self.round, self.path)
 
 
 def _write(path: Path, arrays: Mapping[str, Tensor], about: dict[str, str]) -> None:
-    """Write tensors to a safetensors file, in row-major order whatever their memory format is."""
+    """Write tensors to a safetensors file, in row-major order, even if their memory format is another one."""
     rows = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in arrays.items()}
     durable.write(path, durable.in_order(save(rows, about)), mode=0o666)

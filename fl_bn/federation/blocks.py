@@ -1,4 +1,4 @@
-"""Process large tensors block by block: a block stays in the processor's cache, and no whole tensor is copied."""
+"""Process large tensors block by block. A block fits into the processor's cache, and no whole tensor is copied."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ dtype_name = lru_cache(str)  # NumPy computes the name anew each time
 
 
 def blocks(size: int) -> Iterator[slice]:
-    """Return slices of at most ``BLOCK`` that cover ``size`` values."""
+    """Return slices of at most ``BLOCK`` values each, which together cover 0..``size``."""
     return (slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
 
 
@@ -57,7 +57,7 @@ def fits(tensor: Tensor, dtype: torch.dtype, before: Tensor | None = None) -> bo
     Args:
         tensor: The values.
         dtype: The dtype to store them in.
-        before: Earlier values. A value may be infinite or NaN if ``before`` has the same at its place.
+        before: Earlier values, in the shape of ``tensor``. A value may be infinite or NaN if it was so before.
     """
     if not dtype.is_floating_point:
         return True
@@ -76,7 +76,7 @@ def views(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 def _zeros(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return zeros in float64, in the shapes of ``like``, in one large piece of memory.
 
-    The system gets one large piece back as soon as it is freed, but not many small ones.
+    Freed memory returns to the operating system at once if it is one large piece, but not if it is many small ones.
     """
     whole = torch.from_numpy(np.zeros(sum(tensor.numel() for tensor in like.values())))
     pieces = whole.split([tensor.numel() for tensor in like.values()])
@@ -102,7 +102,7 @@ class WeightedSum:
         return other
 
     def add(self, parts: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> None:
-        """Add several parts, which is faster than adding one after the other. The very first part defines the names."""
+        """Add ``weight * part`` for several parts (name -> tensor), faster than one by one. The first part sets the names."""
         if not self.tensors:
             self.tensors = _zeros(parts[0])
         for name, total in self.tensors.items():

@@ -1,8 +1,8 @@
 """Bound the values in a reply, relative to the model that the server sent. Larger values would spoil a plain average.
 
-If one client sends a finite value of 3e38, it dominates the average. The new model is then finite, but no client can
-train it any more, and nobody can tell who sent the value. Honest training multiplies no weight by ten thousand in one
-round, not even in the first steps of an untrained deep network.
+If one client sends a finite value of 3e38, this value dominates the average. The new model is then finite, but no client
+can train it any more, and the average does not show who sent the value. The limit for a weight is ten thousand times the
+largest weight of the model. Honest training stays below it, even in the first steps of an untrained deep network.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from fl_bn.federation.payload import Sections, tensor_name
 from fl_bn.federation.values import Reply
 from fl_bn.support.stated_sizes import FEWEST
 
-WIDEST_WEIGHT = 1e4  # the largest allowed weight in a reply, as a multiple of the server's largest weight (or of 1, if that is smaller)
-WIDEST = 1e3  # the largest allowed auxiliary value or running mean, as a multiple of the median client's largest
+WIDEST_WEIGHT = 1e4  # the largest allowed weight in a reply, as a multiple of the server's largest weight, or of 1 if 1 is larger
+WIDEST = 1e3  # the largest allowed auxiliary value or running mean, as a multiple of the median client's largest value
 
 
 def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dict[str, float]:
-    """Return section -> the largest absolute value that a reply may have. Other sections have no bound here.
+    """Return section -> the largest absolute value that a reply may have, for weights and for gradients.
 
     A gradient times the learning rate may be as large as the largest allowed weight.
 
     Args:
         sent: The sections of the instruction.
         rate: The learning rate of the instruction.
-        buffers: Names of buffers in the section of the weights. The bound neither applies to them nor depends on them.
+        buffers: Names of buffers in the section of the weights, which do not count for the server's largest weight.
     """
     weight = WIDEST_WEIGHT * max([1.0, *(size for name, size in sizes(sent.get("weights", {})).items() if name not in buffers)])
     return {"weights": weight, "gradients": weight / rate if rate > 0 else math.inf}
@@ -37,15 +37,15 @@ def bounds_of(sent: Sections, rate: float, buffers: Collection[str] = ()) -> dic
 def far_numbers(parts: Sequence[Reply], sections: Sequence[str]) -> dict[int, str]:
     """Find the clients whose auxiliary tensors have far larger values than the other clients' tensors.
 
-    Control variates and optimiser buffers are sums and squares of gradients. So their size depends on the loss and on
-    the clients' own learning rates, and only a comparison between clients can bound them.
+    Control variates and optimiser buffers are sums and squares of gradients. Their size depends on the loss and on the
+    clients' own learning rates. So only a comparison between clients gives a limit.
 
     Args:
         parts: Checked replies of one cohort.
-        sections: The auxiliary sections.
+        sections: The names of the sections with auxiliary tensors.
 
     Returns:
-        Client -> the reason.
+        Client -> the reason to refuse its reply.
     """
     reasons: dict[int, str] = {}
     for section in sections:
@@ -54,8 +54,8 @@ def far_numbers(parts: Sequence[Reply], sections: Sequence[str]) -> dict[int, st
         for client, size in largest.items():
             if size > limit:
                 reasons[client] = (
-                    f"{section}: expected values within +-{limit:.3g} ({WIDEST:g} times the median client's largest, and at least "
-                    f"{WIDEST:g}), but the largest is {size:.3g}"
+                    f"{section}: expected values within +-{limit:.3g} ({WIDEST:g} times the largest value of the median client, and at "
+                    f"least {WIDEST:g}), but the largest is {size:.3g}"
                 )
     return reasons
 
@@ -63,15 +63,15 @@ def far_numbers(parts: Sequence[Reply], sections: Sequence[str]) -> dict[int, st
 def far_statistics(parts: Sequence[Reply], sent: Mapping[str, float]) -> dict[int, str]:
     """Find the clients whose running means are far larger than the other clients' means.
 
-    A frozen layer would normalise with such a mean. Moments need no such bound: when they are pooled, a mean that is far
-    from the others also enlarges the common variance.
+    A frozen layer would normalise with such a mean. Moments need no such bound: when the server pools moments, a mean
+    that is far from the others also enlarges the pooled variance.
 
     Args:
         parts: Checked replies of one cohort.
         sent: Name -> the largest absolute value of a tensor in the statistics of the instruction (``sizes``).
 
     Returns:
-        Client -> the reason.
+        Client -> the reason to refuse its reply.
     """
     reasons: dict[int, str] = {}
     for name in sent:
@@ -84,7 +84,7 @@ def far_statistics(parts: Sequence[Reply], sent: Mapping[str, float]) -> dict[in
         limit = WIDEST * max(1.0, sent[name], math.sqrt(sent[variance]), median_high(usual))
         for client, found in own.items():
             if (mean := found[name]) > limit:
-                what = f"{WIDEST:g} times the larger of the server's and the median client's largest, and at least {WIDEST:g}"
+                what = f"{WIDEST:g} times the largest mean or deviation of the server or the median client, and at least {WIDEST:g}"
                 found_one = f"expected means within +-{limit:.3g} ({what}), but the largest is {mean:.3g}"
                 reasons.setdefault(client, f"statistics/{name}: {found_one}")
     return reasons

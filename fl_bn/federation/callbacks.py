@@ -1,4 +1,4 @@
-"""Callbacks: objects whose methods are called during a run. Displays, result files and trackers use them."""
+"""Define callbacks, whose methods a run calls at its start and end, and after rounds and evaluations."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Running:
     Attributes:
         task: The task whose metrics are evaluated.
         arrays: Returns a copy of the shared tensors as evaluated last, by their names in your network's
-            state_dict. ``load_state_dict`` takes it. Tensors that clients keep are missing, so if there are any,
-            load with ``strict=False``.
+            state_dict. Load it with ``load_state_dict``. Tensors that clients keep are missing. If there are such
+            tensors, load with ``strict=False``.
         clients: Returns client -> all tensors of its own network, if clients keep tensors and are in this
-            process. Otherwise it returns an empty dict: a client of a Flower app keeps its tensors to itself.
+            process. Otherwise it returns an empty dict. Clients of a Flower app do not send their own tensors.
         history: The records of earlier rounds, if the run continues an earlier one.
         reason: The reason why the run ends early; empty if it does not.
     """
@@ -59,38 +59,38 @@ class Callback:
         """Handle the start of the run, before its first round.
 
         Args:
-            running: gives the run's model at any later time, and can end the run.
+            running: Gives the run's model now and at any later time, and can end the run.
         """
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
         """Handle an evaluation, before ``on_round`` of the same round.
 
         Args:
-            record: the round's record. Its ``evaluation`` has the metrics by name.
-            rounds: the number of rounds of the whole run.
+            record: The round's record. Its ``evaluation`` has the metrics by name.
+            rounds: The number of rounds of the whole run.
         """
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Handle the end of a round, also of a failed one.
+        """Handle the end of a round, even if the round failed.
 
         Args:
-            record: the round's record.
-            rounds: the number of rounds of the whole run.
+            record: The round's record.
+            rounds: The number of rounds of the whole run.
         """
 
     def on_end(self, error: BaseException | None) -> None:
         """Handle the end of the run, once.
 
         Args:
-            error: the error that ended the run early, ``KeyboardInterrupt`` for Ctrl-C. None: the run is
-                complete.
+            error: The error that ended the run early, such as ``KeyboardInterrupt`` for Ctrl-C. None: the run
+                ended without an error.
         """
 
 
 class Callbacks(Callback):
-    """Combine several callbacks into one, which calls them in order.
+    """Combine several callbacks into one, which calls each of them in order.
 
-    At the end of the run every callback is called, even if another one raises.
+    ``on_end`` calls them in the opposite order, and calls every callback even if another one raises an error.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
@@ -114,11 +114,11 @@ class Callbacks(Callback):
             callback.on_round(record, rounds)
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Call ``on_end`` of every callback. It has the arguments of ``__exit__``, for an ``ExitStack``."""
+        """Call ``on_end`` of every callback. This method takes the arguments of ``__exit__``, for an ``ExitStack``."""
         self.on_end(error)
 
     def on_end(self, error: BaseException | None) -> None:
-        """Call ``on_end`` of every callback."""
+        """Call ``on_end`` of every callback, the last callback first."""
         with ExitStack() as stack:
             for callback in reversed(self.all):
                 stack.callback(callback.on_end, error)

@@ -1,13 +1,14 @@
-"""Centre gradients: the gradient of a weight loses its mean over the inputs of each output.
+"""Centre gradients: subtract from a weight's gradient its mean over all inputs of an output unit, for each unit.
 
 BatchNorm subtracts the batch's mean from its input. So the mean input of the layer before BatchNorm contributes nothing
-to that layer's gradient. If training normalises with constants, it contributes the largest part: inputs that come out of
-a ReLU are positive, and their mean points in nearly the same direction for every output. This one direction then limits
-the learning rate, and clients with different classes drift apart along it. Without it FBN learns as fast as BatchNorm on
-IID clients: docs/methods/fbn.md.
+to that layer's gradient. If training normalises with constants, the mean input contributes the largest part. The reason:
+inputs that come out of a ReLU are positive, so their mean has nearly the same direction for every output unit. This
+direction limits the learning rate, and clients with different classes drift apart along it. With centred gradients FBN
+learns as fast as BatchNorm on IID clients: docs/methods/fbn.md.
 
 Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et al., ECCV 2020 (equation 1).
-The paper centres every weight. This module leaves out the head, and weights with fewer than ``FEWEST`` inputs per output.
+The paper centres every weight. This module leaves out the network's last layer (``head_of``), and weights with fewer
+than ``FEWEST`` inputs per output unit.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from fl_bn.models.head import head_of
 CENTRED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose first axis of ``weight`` is the output, and whose other axes are the inputs."""
 FEWEST = 8
-"""The smallest number of inputs per output. With two inputs, a linear layer would lose half of its directions."""
+"""The smallest number of inputs per output unit. With two inputs, a centred gradient could move a unit in one direction only."""
 
 
 def centred_weights(model: nn.Module) -> list[str]:
-    """Return the names of the weights whose gradients are centred: those of linear layers and convolutions, without the head.
+    """Return the names of the weights to centre: those of linear layers and convolutions, without the network's last layer.
 
-    A weight that is derived from others (spectral norm, parametrizations) is no parameter, and is left out.
+    A weight that is computed from other parameters (spectral norm, parametrizations) is left out, as it is no parameter.
     """
     head = head_of(model)
     names = {
@@ -43,12 +44,12 @@ def centred_weights(model: nn.Module) -> list[str]:
 
 @contextmanager
 def centring(parameters: Mapping[str, Tensor], names: list[str], stacked: bool = False) -> Iterator[None]:
-    """Centre gradients inside the ``with`` block, as soon as autograd has computed them. Any training loop can be inside.
+    """Centre each gradient as soon as autograd has computed it, inside the ``with`` block.
 
     Args:
-        parameters: Name -> parameter. Those without a gradient (``requires_grad`` is False) are skipped.
+        parameters: Name -> parameter. Parameters with ``requires_grad=False`` are skipped.
         names: The names of the weights to centre, see ``centred_weights``.
-        stacked: Whether the tensors have a first axis over clients.
+        stacked: Whether axis 0 of each parameter is the client, as in the vectorised engine.
     """
     with ExitStack() as hooks:
         for name in names:

@@ -1,7 +1,7 @@
-"""Store the state of a run in one file, which is complete or absent at any moment.
+"""Store the state of a run in one file. A crash never leaves an incomplete file.
 
-The format is safetensors, which cannot run code, with JSON in the metadata. Runs over Flower and ``Federation`` both use
-it. ``flower.app.checkpoint`` and ``FederationState`` below say what each of them stores.
+The format is safetensors, with JSON in the metadata. Loading such a file cannot run code. Runs over Flower and
+``Federation`` both use this format. ``flower.app.checkpoint`` and ``FederationState`` list what each of them stores.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def write(path: Path, parts: Parts, about: Mapping[str, str]) -> None:
 
     Args:
         path: The file.
-        parts: Part -> name -> tensor. A part's name has no slash.
-        about: Texts by name.
+        parts: Part -> name -> tensor. A part is a group of tensors; its name has no slash.
+        about: Texts by name, for the file's metadata.
 
     Raises:
-        OSError: The file cannot be written. The old file is unchanged then.
+        OSError: The file cannot be written. An older file at ``path`` is then unchanged.
     """
     tensors = {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
     durable.save_tensors(path, tensors, {"format": FORMAT, **about})
@@ -49,11 +49,11 @@ def read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
         Part -> name -> tensor, and the texts by name.
 
     Raises:
-        Damaged: The file is not whole, or it is no checkpoint.
+        Damaged: The file is incomplete, or it is no checkpoint.
     """
     tensors, about = durable.load_tensors(path)
     if about.get("format") != FORMAT:
-        raise durable.Damaged(f"{path}: expected {FORMAT}, but got {about.get('format', 'a file without a format')!r}")
+        raise durable.Damaged(f"{path}: expected the format {FORMAT!r}, but got {about.get('format', 'a file without a format')!r}")
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         part, _, key = name.partition("/")
@@ -75,7 +75,7 @@ def generators() -> str:
 
 
 def set_generators(states: str) -> None:
-    """Set the global generators to ``states``, as ``generators`` returned them; an empty text changes nothing."""
+    """Set the global generators of Python, NumPy and torch to ``states``, a result of ``generators``. Empty: change nothing."""
     if not states:
         return
     loaded = json.loads(states)
@@ -91,19 +91,19 @@ class FederationState:
     """Hold the state of a ``Federation`` after a round.
 
     Attributes:
-        round: The last round that this state includes.
+        round: The last finished round.
         rounds: The number of rounds of the run.
-        failed: The number of failed rounds in a row.
-        decides: Name -> value, as text, of everything that determines the run's results. A run that continues
-            must have the same values.
+        failed: The number of failed rounds in a row up to this round.
+        decides: Name -> value, as text, of every setting that determines the run's results. A federation that
+            continues the run must have the same values.
         arrays: Name -> shared tensor.
         evaluated: Name -> shared tensor of the model that was evaluated last.
         optimizer: The server optimizer's buffers.
         auxiliary: ``section/name`` -> auxiliary tensor.
         clients: The state that each client keeps, in order.
-        loaders: The states of the generators of each client's DataLoader.
+        loaders: For each client, the states of its loader's generators, as ``loaders.generators`` returns them.
         history: The records of all rounds so far.
-        keeps: Whether the server keeps all replies of a round until the last one has come.
+        keeps: Whether the server waits for all replies of a round before it adds any to the average.
         generators: The states of the global generators, see ``generators``.
     """
 
@@ -125,7 +125,7 @@ class FederationState:
         """Write this state to ``path``, in place of the file that was there.
 
         Raises:
-            OSError: The file cannot be written. The old file is unchanged then.
+            OSError: The file cannot be written. An older file at ``path`` is then unchanged.
         """
         named = {
             f"{client}/{section}/{name}": tensor
@@ -158,15 +158,15 @@ class FederationState:
         """Read a state from ``path``.
 
         Raises:
-            Damaged: The file is not whole, or it is no checkpoint of a ``Federation``.
+            Damaged: The file is incomplete, or it is no checkpoint of a ``Federation``.
         """
         parts, about = read(path)
         if "federation" not in about:
-            raise durable.Damaged(f"{path}: expected a checkpoint of a Federation, but this one is of a run's folder: use fl-bn resume")
+            raise durable.Damaged(f"{path}: expected a checkpoint of a Federation, but this is a checkpoint of fl-bn run: use fl-bn resume")
         try:
             return cls._read(parts, about)
         except UNREADABLE as error:
-            raise durable.Damaged(f"{path}: expected {FORMAT} of a Federation, but cannot read it: {error!r}") from error
+            raise durable.Damaged(f"{path}: expected a checkpoint of a Federation, but the file cannot be read: {error!r}") from error
 
     @classmethod
     def _read(cls, parts: Mapping[str, dict[str, Tensor]], about: Mapping[str, str]) -> FederationState:
@@ -197,7 +197,7 @@ class FederationState:
 
 
 def _record(fields: dict[str, Any]) -> RoundRecord:
-    """Rebuild a record from its fields in JSON."""
+    """Rebuild a record from ``fields``, which were read from JSON."""
     return RoundRecord(
         **{
             **fields,

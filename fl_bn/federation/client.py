@@ -82,12 +82,12 @@ class LocalRound:
         kept: The state that the client kept after its last round. Default: nothing, as before its first
             round.
         settings: The settings of fl-bn's training loop. Default: those for a user's own loop.
-        connect: Joins the layer-wise exchange, see ``Connect``. Phase EXCHANGE (FedTAN) needs it. In phase
-            MEASURE it makes the client measure one layer after the other, with the cohort.
+        connect: Joins the layer-wise exchange with the cohort, see ``Connect``. Phase EXCHANGE (FedTAN) needs
+            this function. In phase MEASURE, the client then measures one layer after the other.
 
     Raises:
         ValueError: The server's model differs from ``model``, or ``connect`` does not fit the phase.
-        WireError: The instruction lacks a tensor, or has one that is unexpected or of a wrong shape or type.
+        WireError: A tensor of the instruction is missing, unexpected, or of a wrong shape or dtype.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class LocalRound:
         self._load()
         if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
             raise ValueError(
-                f"phase exchange needs a layer-wise exchange (connect), and other phases that train have none, but got {self.phase} and "
-                f"connect={connect}"
+                f"connect (the layer-wise exchange) must be given in phase exchange, and must be None in other training phases, but got "
+                f"phase {self.phase} and connect={connect}"
             )
 
     @property
@@ -141,8 +141,9 @@ class LocalRound:
         arrays = {section: to_numpy(tensors) for section, tensors in instruction.sections.items()}
         if instruction.signature and (mine := self.network.signature) != instruction.signature:
             raise ValueError(
-                f"the server's model has signature {instruction.signature}, but this one {mine}: {schema.difference(expected, arrays)}. "
-                f"Give the server's network, converted for its method: convert(model, method). Here the method is {self.method.name}"
+                f"the server's model has signature {instruction.signature}, but this client's has {mine}: "
+                f"{schema.difference(expected, arrays)}. Give the server's network, converted for its method: convert(model, method). Here "
+                f"the method is {self.method.name}"
             )
         expected.check(arrays)
         beside = {extra.section for extra in self.auxiliary}
@@ -151,20 +152,21 @@ class LocalRound:
         self._before = {} if self.method.shares(Role.STATISTIC) else running_statistics(model)
 
     def _unmixed(self) -> dict[str, Tensor]:
-        """Return HBN's mixing logits at their start, 0. ``model`` may have those of another client that it served before."""
+        """Return zeros for HBN's mixing logits, by name; empty if they are shared. ``model`` may hold another client's logits."""
         if Role.MIXING not in self.method.local:
             return {}
         return {name: torch.zeros_like(p) for name, p in self.parameters.items() if self.network.role[name] is Role.MIXING}
 
     @contextmanager
     def open(self, full_gradient: Callable[[], dict[str, Tensor]] | None = None) -> Iterator[LocalRound]:
-        """Prepare the model for training inside the ``with`` block.
+        """Prepare the model for training inside the ``with`` block, and yield this round.
 
-        It is in training mode, frozen layers are frozen, and its BatchNorm layers are observed.
+        The model is in training mode, and layers that this round freezes are frozen. If the method reports
+        statistics of training batches, the moments of the BatchNorm layers are recorded.
 
         Args:
-            full_gradient: Computes the gradient of the loss over all of the client's samples, for SCAFFOLD's
-                option 1.
+            full_gradient: Computes the gradient of the loss over all of the client's samples. SCAFFOLD's
+                option 1 needs it.
 
         Raises:
             ValueError: The training loop replaced a BatchNorm layer, changed frozen statistics, or trained a
@@ -196,7 +198,7 @@ class LocalRound:
 
     @property
     def centred(self) -> list[str]:
-        """Return the names of the weights whose gradients are centred in this round (see ``centring``)."""
+        """Return the names of the weights whose gradients lose their mean in this round (see ``centring``)."""
         return self.network.centred if self.method.centres(self.phase) else []
 
     @property
@@ -206,7 +208,7 @@ class LocalRound:
 
     @property
     def observes(self) -> bool:
-        """Tell whether the moments of training batches are reported."""
+        """Tell whether the client reports the moments of training batches to the server in this round."""
         return self.method.reports(self.phase) in (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.MOVING)
 
     def set_modes(self, model: nn.Module) -> None:
@@ -218,7 +220,7 @@ class LocalRound:
         train_mode(model)
 
     def adopt_observations(self, observed: dict[str, list[Moments]], batch: int) -> None:
-        """Store the moments of a client that trained in a stack with others (``federation.engines.vectorised``).
+        """Store the moments that ``federation.engines.vectorised`` measured while it trained this client together with others.
 
         Args:
             observed: Layer -> the moments of each training batch.
@@ -235,15 +237,15 @@ class LocalRound:
     def batch(self) -> Batch:
         """Return the number of samples of the first batch; 0 as long as it is unknown.
 
-        fl-bn usually finds it by itself. If it cannot, set it before the first forward pass: the returned
-        integer can be called, as ``round.batch(32)``.
+        fl-bn usually finds this number by itself. If it cannot, set the number before the first forward pass by
+        ``round.batch(32)``: the returned integer can be called.
         """
         return Batch.of(self._first.samples or self.passes.samples or self._first.inputs, self.begin_batch)
 
     def begin_batch(self, samples: int) -> None:
         """Begin the first batch, of ``samples`` samples.
 
-        In phase EXCHANGE the layers exchange with the cohort from now on.
+        In phase EXCHANGE the layers exchange their statistics with the cohort from now on.
 
         Raises:
             ValueError: The number is below 1, the first step is over, or the client has joined the exchange
@@ -252,19 +254,19 @@ class LocalRound:
         self._first.begin(samples, self.steps)
 
     def inputs_seen(self, samples: int) -> None:
-        """Add ``samples`` samples of an input before the first step. They are used if nothing else counts the batch."""
+        """Add ``samples`` to the count of input samples before the first step, which ``batch`` uses if no other count is known."""
         self._first.inputs += samples
 
     def gradient_ready(self) -> None:
-        """End the exchange once the gradient of the first batch is complete. Later batches do not exchange."""
+        """End the layer-wise exchange, if the gradient of the first batch is complete now. Later batches do not exchange."""
         if self.steps == 0:
             self._first.end(self.method.name)
 
     def step_done(self) -> None:
-        """Count a step of the weights.
+        """Count one local step.
 
-        A loop that makes its steps without a torch optimiser (``p -= lr * p.grad``) calls this after each
-        one.
+        A loop that makes its steps without a torch optimiser (``p -= lr * p.grad``) calls this method after
+        each step.
         """
         self.gradient_ready()
         if self.steps == 0:
@@ -278,7 +280,7 @@ class LocalRound:
         """Record the learning rate of a step that a user's own ``optimizer`` made.
 
         Raises:
-            ValueError: The objective needs another optimiser.
+            ValueError: The objective needs plain SGD, but this is another optimiser.
         """
         check_optimizer(self.settings.objective, optimizer)
         restart(optimizer, self.method, self.phase, self.steps)
@@ -320,18 +322,21 @@ class LocalRound:
     def measure(self, batches: Iterable[Any], task: Task = CLASSIFICATION) -> None:
         """Measure the moments of every BatchNorm layer over ``batches``; the model stays unchanged.
 
-        This is HBN's pass before training, or all that a statistics-only exchange needs.
+        HBN needs this pass before training. In a statistics-only exchange, the pass is all that a client does.
 
         Args:
-            batches: Batches, in a form that ``task`` reads. In a round that trains they must not be an
-                iterator.
+            batches: Batches, in a form that ``task`` reads. In a training round an iterator is refused, since it
+                would be empty afterwards.
             task: Reads the inputs of a batch.
 
         Raises:
-            ValueError: A step was made already, or ``batches`` would be used up before training.
+            ValueError: A local step was made already, or ``batches`` is an iterator in a training round.
         """
         if self.steps:
-            raise ValueError("round.measure is for the shared weights: measure before the first step")
+            raise ValueError(
+                f"round.measure measures with the weights that the server sent, but this round has made {self.steps} local steps: "
+                "measure before the first step"
+            )
         if self.trains and isinstance(batches, Iterator):
             raise ValueError(
                 f"round.measure got a {type(batches).__name__}, which it would use up before training: give a list of batches or a "
@@ -342,10 +347,10 @@ class LocalRound:
         self.moments = self.measured(partial(self.inputs, batches, task), task.forward)
 
     def measured(self, inputs: Inputs, forward: Forward = called) -> dict[str, Moments]:
-        """Return the moments that this round needs, of every BatchNorm layer over all batches of ``inputs()``.
+        """Return layer -> the moments of each BatchNorm layer that this round needs, over all batches of ``inputs()``.
 
         In a statistics-only exchange that goes layer by layer, the client exchanges the statistics of each layer with
-        the cohort. If its network has no fixed order of layers, it leaves the exchange and measures alone.
+        the cohort. If the network has no fixed order of layers, the client leaves the exchange and measures alone.
 
         Args:
             inputs: Returns the batches of inputs, the same in every call.
@@ -358,11 +363,11 @@ class LocalRound:
             if not order.problem:
                 return layer_by_layer(self.model, lambda: noted(inputs()), order, exchange, self.instruction.memory, forward)
             exchange.close()
-            LOGGER.warning("the layers cannot be measured one after the other: %s", order.problem)
+            LOGGER.warning("this client cannot measure its BatchNorm layers one after the other: %s", order.problem)
         return measured(self.model, noted(inputs()), self.statistics_pass, forward)
 
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
-        """Yield the inputs of whole batches, until there are as many samples as the pass needs.
+        """Yield the inputs of each batch, until the batches have as many samples as the statistics pass needs.
 
         Args:
             batches: Batches, in a form that ``task`` reads.
@@ -379,18 +384,18 @@ class LocalRound:
 
     @property
     def statistics_pass(self) -> StatisticsPass:
-        """Return the statistics pass of this round."""
+        """Return what this round's statistics pass measures, and on how many samples."""
         own = self.method.statistics_pass
         return own if self.trains else StatisticsPass.for_exchange(self.instruction.measured, own.samples)
 
     def load_momentum(self, optimizer: Optimizer) -> None:
-        """Load maintained buffers into ``optimizer``: those that the server sent, otherwise those that the client kept."""
+        """Load the momentum buffers of earlier rounds into ``optimizer``, from the server or the client's state (see ``maintain``)."""
         if self.settings.maintain != "reset":
             load_buffers(optimizer, self.parameters, self.maintained)
 
     @property
     def maintained(self) -> Buffers:
-        """Return the optimiser's buffers at the start of the round, if momentum is maintained."""
+        """Return the optimiser's buffers at the start of the round. They are empty if every round starts without momentum."""
         buffers = from_kept(self.kept.get("optimizer"))
         if self.settings.maintain == "global":
             for key, section in SECTIONS[self.settings.optimizer].items():
@@ -398,12 +403,12 @@ class LocalRound:
         return buffers
 
     def keep_momentum(self, optimizer: Optimizer) -> None:
-        """Store the buffers of ``optimizer``, if momentum is maintained."""
+        """Store the buffers of ``optimizer``, unless every round starts without momentum (``maintain="reset"``)."""
         if self.settings.maintain != "reset":
             self.buffers = buffers_of(optimizer, self.parameters, SECTIONS[self.settings.optimizer])
 
     def report(self) -> dict[str, Moments]:
-        """Return the moments measured or observed so far, by BatchNorm layer."""
+        """Return layer -> the moments that a statistics pass or the training batches gave so far."""
         if self.moments is not None:
             return self.moments
         if self.method.reports(self.phase) is not StatisticsReport.MOVING:
@@ -423,18 +428,19 @@ class LocalRound:
         """Make the reply to the server, and the state that the client keeps for its next round.
 
         Args:
-            samples: The number of different samples that it trained on: the client's weight in averages.
+            samples: The number of different samples that the client trained on. It is the client's weight in
+                averages, except in phase EXCHANGE, where the size of the first batch is.
             loss: The mean loss over the training batches.
             client: The client's number.
             metrics: Further numbers for the record, by name.
-            tells_drift: Whether the reply says how far the statistics moved, if the client keeps them.
+            tells_drift: Whether the reply says how far the client's own running statistics moved (FedBN).
 
         Returns:
             The reply, and the state.
 
         Raises:
-            ValueError: The first batch has more than ``samples`` samples, or the pass before training is
-                missing.
+            ValueError: The first batch has more than ``samples`` samples, or the method needs the call
+                ``round.measure`` before training and it is missing.
         """
         samples, client, weight = index(samples), index(client), samples
         if self.trains:
@@ -460,15 +466,18 @@ class LocalRound:
         reports = self.method.reports(self.phase)
         if reports is StatisticsReport.FIRST and self.batch > samples:
             raise ValueError(
-                f"the first batch had {int(self.batch)} samples, but samples={samples}: give the number of different samples that this "
-                "round trained on, and make forward passes that do not train in evaluation mode"
+                f"the first batch had {int(self.batch)} samples, but round.reply got samples={samples}: give the number of different "
+                "samples that this round trained on, and make forward passes that do not train in evaluation mode"
             )
         gradients = ema_gradients(self) if self.settings.update == "gradients" else {}
         finish = self._objective.finish(self.steps, self._learning_rate())
         if gradients:
             step_at_home(self, gradients)
         if reports is StatisticsReport.PASS and self.moments is None:
-            raise ValueError(f"{self.method.name} reports moments of a pass before training: call round.measure(batches) first")
+            raise ValueError(
+                f"{self.method.name} reports moments that the client measures before training, but round.measure was not called: call "
+                "round.measure(batches) before the first step"
+            )
         numbers: dict[str, float] = {"steps": self.steps, "waited": self._first.waited}
         numbers |= home_drift(self, self._before) if tells_drift else {}
         numbers |= {"batch": int(self.batch)} if reports is StatisticsReport.FIRST else {}
@@ -478,7 +487,7 @@ class LocalRound:
         return sections_to_send(self, gradients, finish, self.report()), numbers, kept
 
     def sit_out(self, client: int, metrics: Mapping[str, float]) -> tuple[Reply, ClientState]:
-        """Leave the round, and the cohort's exchange, without training.
+        """Leave the round, and the cohort's layer-wise exchange if there is one, without training.
 
         Args:
             client: The client's number.
@@ -492,7 +501,7 @@ class LocalRound:
         return Reply(client, {}, 0, 0, dict(metrics), self.instruction.round, self.network.signature), self.kept
 
     def _learning_rate(self) -> float:
-        """Return the mean learning rate of the optimiser's steps. If no step was seen, return the rate in the instruction."""
+        """Return the mean learning rate of the optimiser's steps. Without a recorded step, return the instruction's rate."""
         seen = set(self.rates) or {self.instruction.learning_rate}
         return seen.pop() if len(seen) == 1 else sum(self.rates) / len(self.rates)
 
@@ -510,8 +519,8 @@ def check_optimizer(objective: Objective, optimizer: Optimizer) -> None:
     """
     if objective.travels and (not isinstance(optimizer, SGD) or any(group["momentum"] for group in optimizer.param_groups)):
         raise ValueError(
-            f"{objective.name}'s control variates are means of the gradients that plain SGD stepped along: take torch.optim.SGD without "
-            "momentum"
+            f"{objective.name}'s control variates are means of the gradients of plain SGD, but the optimiser is "
+            f"{type(optimizer).__name__}{' with momentum' * isinstance(optimizer, SGD)}: take torch.optim.SGD without momentum"
         )
 
 
@@ -522,4 +531,6 @@ def _finite(sections: Sections) -> bool:
 
 
 def _no_full_gradient() -> dict[str, Tensor]:
-    raise ValueError("SCAFFOLD's option 1 needs the gradient over all of a client's data: take option 2 with a loop of your own")
+    raise ValueError(
+        "SCAFFOLD's option 1 needs the gradient over all of a client's data, but your own training loop does not compute it: take option 2"
+    )

@@ -1,6 +1,6 @@
-"""Carry out the client's round: one function over a source of batches, for every engine and every transport.
+"""Carry out a client's round with fl-bn's own training loop, over batches from a ``Source``, for every engine and transport.
 
-A user's own training loop runs inside the same round, see ``own_loop.local_round``.
+A user's own training loop runs inside a ``LocalRound`` too, see ``own_loop.local_round``.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
     """Carry out the rounds of several clients: measure, train, reply.
 
     Args:
-        members: The clients' rounds and sources. All have the same method and phase.
-        engine: Computes them. Default: one client after the other.
+        members: The clients' rounds and sources of batches. All have the same method and phase.
+        engine: Computes the rounds. Default: one client after the other.
 
     Returns:
         For each member, in order, the reply to the server and the state that the client keeps.
 
     Raises:
-        ClientTooSmall: A client has fewer samples than the round's method needs (one sample has no variance),
-            or, with ``drop_last``, fewer than a batch.
+        ClientTooSmall: A client has too few samples: one, if its method needs a variance, or with ``drop_last``
+            fewer than a batch.
     """
     if not members:
         return []
@@ -72,7 +72,7 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
     if not first.trains:
         engine.measure(members)
         return [round.reply(source.outcome(round, (), ()).samples, client=source.client) for round, source in members]
-    batches = [source.batches(round) for round, source in members]  # before the statistics pass: few samples are refused first
+    batches = [source.batches(round) for round, source in members]  # before the statistics pass, to refuse small clients first
     if first.method.reports(first.phase) is StatisticsReport.PASS:
         engine.measure(members)
     before = [tested(*member) for member in members]
@@ -100,14 +100,14 @@ def train(
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
 ) -> Trained:
-    """Train ``round.model`` in place, inside ``round.open()``, as the round's settings, method and phase say.
+    """Train ``round.model`` in place by the round's settings, method and phase. Call this inside ``with round.open()``.
 
     Args:
         round: The client's round.
         batches: Batches, over which training iterates once.
         task: Reads a batch and computes its loss.
         optimizer: The optimiser. Default: a fresh one from the round's settings.
-        scheduler: A scheduler of ``optimizer``, stepped after every batch.
+        scheduler: A scheduler of ``optimizer``, stepped after every batch. Default: none.
     """
     model, settings, rate = round.model, round.settings, round.instruction.learning_rate
     like, parameters = inputs_like(model), round.parameters
@@ -140,7 +140,7 @@ def train(
 
 
 def counted(batches: Iterable[Any]) -> tuple[Iterable[Any], int]:
-    """Return ``batches`` and their number. Batches without a length are collected in a list."""
+    """Return ``batches`` and their number. If ``batches`` has no length, return a list of them."""
     try:
         return batches, len(batches)  # type: ignore[arg-type]
     except TypeError:
@@ -148,7 +148,7 @@ def counted(batches: Iterable[Any]) -> tuple[Iterable[Any], int]:
 
 
 def loss_of(model: nn.Module, task: Task, settings: LocalTraining, x: Any, y: Any) -> Tensor:
-    """Compute the loss of one batch, in the precision of ``settings``."""
+    """Compute the mean loss of one batch, in the precision that ``settings`` asks for."""
     device = inputs_like(model).device.type
     with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "mixed"):
         return task.loss(task.predict(model, x), y)

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 CLIPS = ("none", "norm", "round", "value", "adaptive")
 PATH = 20.0
-"""Limit of ``round`` for networks that normalise with constants in training (FBN, in part HBN): measured, see the guide."""
+"""Limit of ``round`` for networks that normalise with constants in training (FBN, partly HBN): chosen by experiments."""
 STEP = 1.0
-"""Limit of ``round`` for such networks in a round of one local step: measured, see docs/methods/fbn.md."""
+"""Limit of ``round`` for such networks in a round of one local step: chosen by experiments, see docs/methods/fbn.md."""
 FROZEN = 0.1
-"""Limit of ``adaptive`` for rounds with frozen statistics: measured, see docs/methods/fixbn.md."""
+"""Limit of ``adaptive`` for rounds with frozen statistics: chosen by experiments, see docs/methods/fixbn.md."""
 SMALLEST = 1e-3  # the smallest norm that weights count with; otherwise weights that start at zero could never change
 
 
 def unit_norm(x: Tensor) -> Tensor:
-    """Return the Euclidean norm of each output unit: over all axes but the first, which stay as axes of size 1.
+    """Return the Euclidean norm of each output unit of a weight (out, ...): shape (out, 1, ...).
 
-    A tensor with at most one axis has one norm over all its values.
+    For a tensor with at most one axis, return one norm over all its values.
     """
     axes = tuple(range(1, x.dim())) or None
     norm: Tensor = torch.linalg.vector_norm(x, dim=axes, keepdim=axes is not None)
@@ -51,8 +51,8 @@ def clip(
         how: ``norm`` or ``round``: limit the norm over all parameters; ``value``: limit every value; ``adaptive``: see
             ``clip_adaptive``.
         limit: The limit. For ``round``, the caller computes it by ``norm_in_round``.
-        head: Parameters that ``adaptive`` leaves unchanged.
-        norm_of: See ``unit_norm``.
+        head: Parameters whose gradients ``adaptive`` does not clip: those of the last layer.
+        norm_of: Computes the norm of each output unit, for ``adaptive``.
     """
     parameters = list(parameters)
     if how in ("norm", "round"):
@@ -65,7 +65,13 @@ def clip(
 
 
 def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
-    """Resolve ``auto``: ``round`` if nothing else keeps a client near the shared weights (``drifts``), else ``none``."""
+    """Return the way of clipping and its limit, with ``auto`` resolved: ``round`` if ``drifts``, else ``none``.
+
+    Args:
+        how: ``auto`` or one of ``CLIPS``.
+        limit: The limit, if ``how`` is not ``auto``.
+        drifts: Whether clients' weights could move far from the shared weights in a round.
+    """
     if how != "auto":
         return how, limit
     return ("round", PATH) if drifts else ("none", limit)
@@ -79,11 +85,11 @@ def bounded(
     Args:
         method: The method.
         clip: ``auto`` or ``none``.
-        optimizers: Key -> one optimiser of each kind that clients use.
+        optimizers: Key -> an example of each optimiser that clients use.
         settings: The settings of local training.
 
     Returns:
-        The method, and the settings of local training for each key of ``optimizers``.
+        The method with the scale for clipped training, and key -> settings of local training with the clipping.
     """
     check_name("clip", clip, ("auto", "none"))
     if clip == "none" or not all(isinstance(one, SGD) for one in optimizers.values()) or settings.objective.travels:
@@ -106,7 +112,7 @@ def norm_in_round(path: float, learning_rate: float, steps: int, momentum: float
 
 @torch.no_grad()
 def clip_rows(parameters: Iterable[nn.Parameter], how: str, limits: Tensor, head: Iterable[nn.Parameter] = ()) -> None:
-    """Clip the stacked gradients of K clients, each client's to its own limit in ``limits`` (K,); see ``clip``.
+    """Clip the stacked gradients (K, ...) of K clients in place. Client k's limit is ``limits[k]``; see ``clip``.
 
     For ``value`` and ``adaptive``, all limits must be the same.
     """
@@ -131,8 +137,8 @@ def clip_adaptive(parameters: Iterable[nn.Parameter], limit: float, norm_of: Cal
     """Clip each output unit's gradient to at most ``limit`` times the norm of its weights.
 
     High-Performance Large-Scale Image Recognition Without Normalization, Brock, De, Smith, Simonyan, ICML 2021, equation
-    3; the client side of FedWon. A bias or scale (one axis) counts as one unit. As in the paper, the last layer is not
-    clipped: the caller leaves it out.
+    3. Clients of FedWon clip in this way. A bias or scale (one axis) counts as one unit. As in the paper, the last layer is
+    not clipped: the caller leaves out its parameters.
     """
     for p in parameters:
         if p.grad is not None:

@@ -1,4 +1,4 @@
-"""Refuse parts of a run that do not work together, and networks with nothing to train."""
+"""Refuse combinations of method, objective and options that do not work together, and networks without trainable parameters."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
 
     Args:
         method: The method.
-        settings: The clients' training.
+        settings: The settings of the clients' training.
         robust: Whether the server has rules against Byzantine clients, or the run has such clients.
         server_optimizer: The name of the server's optimiser.
 
     Raises:
-        ValueError: They do not fit; the message has the reason and the remedy.
+        ValueError: Two parts do not fit together. The message has the reason and the remedy.
     """
     objective, exchanges = settings.objective, Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2))
     if exchanges and objective.corrects:
         raise ValueError(
-            f"the first local step of {method.name} must be that of training on all clients' batches together, but {objective.name} "
-            "changes each client's gradient by itself: take another objective"
+            f"the first local step of {method.name} must equal a step on all clients' batches together, but {objective.name} changes each "
+            "client's gradient by itself: take another objective"
         )
     if exchanges and objective.repeats:
         raise ValueError(
-            f"{objective.name} computes each batch twice, but {method.name} exchanges the statistics of its first batch once: take another "
-            "objective"
+            f"{objective.name} runs each batch twice through the network, but {method.name} exchanges the statistics of the first batch "
+            "only once: take another objective"
         )
     if exchanges and settings.clip != "none":
         raise ValueError(
-            f"the first local step of {method.name} must be that of training on all clients' batches together, but clipping changes each "
-            "client's gradient by itself: set clip='none'"
+            f"the first local step of {method.name} must equal a step on all clients' batches together, but clipping changes each client's "
+            "gradient by itself: set clip='none'"
         )
     if objective.anchored and not method.shares(Role.WEIGHT):
         raise ValueError(
-            f"{objective.name} compares a client with the server's model, but {method.name} shares no weights: set objective to none"
+            f"{objective.name} compares a client's weights with the server's, but {method.name} shares no weights: set objective to none"
         )
     if robust and (objective.travels or settings.maintain == "global"):
         what = f"{objective.name}'s control variates" if objective.travels else "maintain-momentum='global'"
@@ -50,18 +50,20 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
             "update='weights' or freeze-what='statistics'"
         )
     if settings.update == "gradients" and server_optimizer == "fedacg":
-        raise ValueError("fedacg needs the movement of the clients' weights, but update='gradients' sends one gradient: take fedavgm")
+        raise ValueError(
+            "server-optimizer fedacg needs the clients' weights after local steps, but update='gradients' sends one gradient: take fedavgm"
+        )
 
 
 def check_weights(method: Method, client_weights: str) -> None:
-    """Check that ``client_weights`` fit the method: a layer-wise exchange needs ``samples``.
+    """Check that ``client_weights`` is ``samples`` if ``method`` exchanges layer by layer in training (FedTAN).
 
     Raises:
-        ValueError: They do not fit.
+        ValueError: It is another value, and the method exchanges layer by layer.
     """
     if client_weights != "samples" and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
         raise ValueError(
-            f"{method.name} must weigh clients by the sizes of their batches, since only then its first step equals centralised training: "
+            f"{method.name}'s first step equals centralised training only if clients are weighted by the sizes of their batches: "
             f"client_weights must be 'samples', but got {client_weights!r}"
         )
 
@@ -70,10 +72,10 @@ def check_learns(model: nn.Module) -> None:
     """Check that ``model`` has a parameter that can be trained.
 
     Raises:
-        ValueError: It has none.
+        ValueError: No parameter has ``requires_grad=True``.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            f"{type(model).__name__} has no parameter that learns (requires_grad), so there is nothing to train: give a network with "
-            "parameters, or measure its statistics alone (fl-bn recalibrate)"
+            f"{type(model).__name__} has no parameter with requires_grad=True, so there is nothing to train: give a network with such "
+            "parameters, or only measure its statistics (fl-bn recalibrate)"
         )

@@ -1,6 +1,7 @@
-"""Combine the clients' messages at the server when some clients may lie.
+"""Combine the clients' replies at the server when some clients may be Byzantine (send false values).
 
-A defence holds the rules and the number of Byzantine clients, and replaces the numbers that clients claim.
+A defence holds the robust rules, and the number of Byzantine clients that these rules must withstand. It also replaces
+the counts of samples and steps that clients claim.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class TooFew(ValueError):
 class Defence:
     """Describe the rules against ``f`` Byzantine clients: one for BN statistics and one for updates.
 
-    An active defence does not believe the counts that clients claim. It uses the median client's numbers of
-    samples, activations and steps for every client, so that all clients have the same weight.
+    An active defence ignores the numbers of samples, activations and steps that clients claim. For every client it
+    uses the median client's numbers, so that all clients have the same weight.
 
     Attributes:
         f: The number of Byzantine clients that the rules withstand, at least 0.
-        statistics: The rule for statistics: a name (``robust.rule_named``) or the rule itself.
-        updates: The rule for updates, likewise.
+        statistics: The rule that combines BN statistics: a name (``robust.rule_named``) or the rule itself.
+        updates: The rule that combines updates of the weights: a name or the rule itself.
     """
 
     f: int = option(
@@ -55,33 +56,33 @@ class Defence:
 
     def __post_init__(self) -> None:
         if self.f < 0:
-            raise ValueError(f"f must be a number of clients >= 0, but got {self.f}")
+            raise ValueError(f"f, the number of Byzantine clients that the rules withstand, must be >= 0, but got {self.f}")
         _rule(self.statistics), _rule(self.updates)
 
     @property
     def active(self) -> bool:
-        """Tell whether this differs from ``NO_DEFENCE``, which has plain averages and ``f`` = 0."""
+        """Tell whether this defence differs from ``NO_DEFENCE``, which takes plain averages with ``f`` = 0."""
         return self != NO_DEFENCE
 
     def check(self, n: int) -> None:
         """Check that ``n`` replies are enough for both rules.
 
         Raises:
-            TooFew: They are not; the message names the smallest sufficient number.
+            TooFew: ``n`` is too small for a rule. The message names the smallest sufficient number.
         """
         for rule in (self.updates, self.statistics):
             if problem := _problem(rule, n, self.f):
                 raise TooFew(problem)
 
     def without(self, refused: int, n: int) -> Defence:
-        """Return the defence for the remaining replies, after other replies were refused because of their contents.
+        """Return the defence for the remaining replies, after the server refused some replies because of their contents.
 
-        A refused client may be honest (its training diverged, say). Then all Byzantine clients are still
-        there. So ``f`` stays as it is if the rules work with it. Only if ``n`` is too small, ``f`` is
-        lowered, by at most ``refused``.
+        A refused client may be honest: its training diverged, say. The remaining replies may then include those
+        of all Byzantine clients. So ``f`` stays as it is if ``n`` replies are enough for it. Otherwise the
+        result has a smaller ``f``, smaller by at most ``refused``.
 
         Args:
-            refused: The number of replies that were left out.
+            refused: The number of refused replies.
             n: The number of remaining replies.
         """
         least = max(0, self.f - refused)
@@ -99,10 +100,10 @@ class Defence:
 
     @property
     def average(self) -> Average:
-        """Return the rule for statistics.
+        """Return the rule for statistics, as a function of the clients' values (one row per client) and their counts.
 
-        If only few clients ran a layer, it may have fewer rows than the rule needs. The rule then withstands
-        as many Byzantine clients as it can.
+        If only few clients ran a layer, there may be fewer rows than the rule needs for ``f``. The rule then
+        withstands as many Byzantine clients as these rows allow.
         """
         if self.statistics == "mean":
             return _unweighted if self.active else weighted_mean
@@ -116,7 +117,7 @@ class Defence:
         return value
 
     def update(self, parts: Sequence[Named], origin: Named | None) -> tuple[dict[str, Tensor], Report]:
-        """Combine the clients' updates by the rule, in float64.
+        """Combine the clients' updates by ``update_rule``, in float64.
 
         Args:
             parts: The tensors of each client, by name.
@@ -131,11 +132,16 @@ class Defence:
         return {k: t if origin is None else origin[k].double() + t for k, t in value.items()}, report
 
     def believed(self, reports: Sequence[Mapping[str, Moments]], steps: Sequence[int]) -> tuple[list[dict[str, Moments]], list[int]]:
-        """Replace the counts and steps of all clients by those of the median client.
+        """Replace the clients' counts and steps by the median client's, for each layer.
+
+        A layer that a client did not run (count 0) keeps its count 0.
 
         Args:
             reports: The moments of each client, by layer.
-            steps: The local steps of each client.
+            steps: The number of local steps of each client.
+
+        Returns:
+            The reports with the new counts, and the new numbers of steps.
         """
         layers = {name for report in reports for name in report}
         usual = {name: int(median([r[name].count for r in reports if name in r and r[name].count > 0] or [0])) for name in layers}
@@ -158,7 +164,7 @@ def _problem(rule: str | Rule, n: int, f: int) -> str:
     if _serves(rule, n, f):
         return ""
     least = next((m for m in range(n + 1, n + 8 * f + 16) if _serves(rule, m, f)), None)
-    return f"{rule} withstands f={f} Byzantine rows among at least {least}, but got n={n}: send more rows or declare a smaller f"
+    return f"{rule} withstands f={f} Byzantine clients among at least {least}, but got n={n}: take more clients or declare a smaller f"
 
 
 def _serves(rule: str | Rule, n: int, f: int) -> bool:

@@ -23,9 +23,10 @@ LOWER = "lower the learning rate"
 
 
 def about_inputs(batches: int) -> str:
-    """Return a text that blames the client's inputs for a reply that is not finite; empty for 0 ``batches``.
+    """Return the end of an error message: the client's own inputs are not finite, and what to do. Empty for 0 ``batches``.
 
-    ``batches`` is the number of batches with inputs that are not finite.
+    Args:
+        batches: The number of the client's batches with inputs that are not finite.
     """
     if not batches:
         return ""
@@ -34,7 +35,7 @@ def about_inputs(batches: int) -> str:
 
 
 def why_failed(record: RoundRecord) -> str:
-    """Return the first reason why a reply of a failed round was not used, with advice where the reason allows it."""
+    """Return, as text, why the first refused reply of a failed round was not used, with advice if training diverged."""
     first = next((client for client in record.clients if client.refused), None)
     if first is None:
         return "The log above says why"
@@ -44,28 +45,28 @@ def why_failed(record: RoundRecord) -> str:
 
 
 def watch(record: RoundRecord, first_loss: float = math.nan) -> Iterator[str]:
-    """Yield warnings about statistics that run away, and about a loss that is not finite or far above the first round's.
+    """Yield warnings if the statistics or the training loss of a round show that training diverges.
 
-    Statistics run away if they change more and more from round to round. It happens where training normalises with
-    shared constants, and clients make many steps at a high learning rate.
+    Where training normalises with shared constants, too many steps at too high a learning rate let statistics change more
+    and more from round to round. A loss shows divergence if it is not finite, or far above that of round 1.
 
     Args:
-        record: the record of a round.
-        first_loss: the training loss of the first round. NaN: unknown.
+        record: The record of a round.
+        first_loss: The training loss of the first round. NaN: unknown.
     """
     if record.phase == Phase.MEASURE.value:  # nobody trained: a large drift means that the statistics were far off before
         return
     drift = record.drift if record.aggregated and record.round > 1 else None
     if drift and (drift.growth > RUNAWAY_GROWTH or drift.largest > RUNAWAY_DRIFT or not math.isfinite(drift.largest)):
         yield (
-            f"round {record.round}: runaway moments: a layer's variance grew {drift.growth:.3g}-fold, a mean moved {drift.largest:.3g} sd "
-            f"({drift.layer or 'model'}) in one round. The statistics no longer follow the weights: {LOWER} or the local "
-            "steps"
+            f"round {record.round}: runaway moments: in one round, a layer's variance grew {drift.growth:.3g}-fold, and a mean in layer "
+            f"{drift.layer or 'model'} moved by {drift.largest:.3g} standard deviations. The statistics no longer follow the weights: "
+            f"{LOWER} or the number of local steps"
         )
     masked = "masked" in record.bytes_up  # with masks a client that diverges sends nothing, and privacy hides the loss
     if record.aggregated and not masked and _diverged(record, first_loss):
         before = f", and was {first_loss:.4g} in the first round" if math.isfinite(record.loss) else ""
-        untold = "no loop told it (round.reply(samples, loss)), or " if math.isnan(record.loss) else ""
+        untold = "no training loop gave it to round.reply(samples, loss), or " if math.isnan(record.loss) else ""
         yield f"round {record.round}: the training loss is {record.loss:.4g}{before}: {untold}training diverged; {LOWER}"
 
 
@@ -77,15 +78,18 @@ def at_the_end(record: RoundRecord, first_loss: float, failed: int = 0) -> str:
     """Return a warning if the run ends with a diverged model or with failed rounds; otherwise an empty text.
 
     Args:
-        record: the record of the last round.
-        first_loss: the training loss of the first round.
-        failed: the number of failed rounds in a row at the end.
+        record: The record of the last round.
+        first_loss: The training loss of the first round.
+        failed: The number of failed rounds in a row at the end.
     """
     if failed:
         rounds = "the last round" if failed == 1 else f"the last {failed} rounds"
-        return f"the run ends, and {rounds} changed nothing. {why_failed(record)}"
+        return f"the run ends, and {rounds} did not change the model. {why_failed(record)}"
     if not record.aggregated or "masked" in record.bytes_up or not _diverged(record, first_loss):
         return ""
     if math.isnan(record.loss):
-        return f"the run ends with training loss nan: no loop told it (round.reply(samples, loss)), or the model diverged. Then {LOWER}"
+        return (
+            "the run ends with training loss nan: no training loop gave it to round.reply(samples, loss), or the model diverged. If the "
+            f"model diverged, {LOWER}"
+        )
     return f"the run ends with a model that diverged (training loss {record.loss:.4g}): do not use it. Train again, and {LOWER}"

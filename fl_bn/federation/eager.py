@@ -1,13 +1,12 @@
 """Provide torch's optimizers without the parts that serve ``torch.compile``.
 
-torch guards the construction, ``zero_grad`` and ``step`` of its optimizers against being compiled. The first guard imports the compiler:
-1.5 s of processor time in every process (torch 2.15), of each client, worker and cell of a sweep. These classes run the same functions
-without the guards, so they give the same bits.
+torch keeps ``torch.compile`` from compiling the construction, ``zero_grad`` and ``step`` of its optimizers. The first of these calls
+imports the compiler. This takes 1.5 s of processor time in every process (torch 2.15): in each client, worker and run of a sweep. The
+classes in this module run the same functions without that guard, so they give the same bits.
 
 A step of the default network takes 69 us, because no profiler record is made and no hook is called. ``torch.optim.SGD(foreach=True)``
-takes 87 us. No public option of torch avoids the compiler and gives the same bits: ``fused=True`` is faster (42 us), but it imports the
-compiler, too, and its bits differ.
-``torch.compile`` cannot trace these classes.
+takes 87 us. No public option of torch avoids the compiler and gives the same bits. ``fused=True`` is faster (42 us), but it imports the
+compiler, too, and its bits differ. ``torch.compile`` cannot trace these classes.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from torch import optim
 
 
 class Eager(optim.Optimizer):
-    """Replace ``add_param_group`` and ``zero_grad`` by versions without the guards of ``torch.compile``.
+    """Replace ``add_param_group`` and ``zero_grad`` of torch's optimizers by versions that do not import the compiler.
 
-    List it before an optimizer class of torch as a base class, or use it alone.
+    Derive from this class alone, or from this class first and an optimizer class of torch second.
     """
 
     add_param_group = inspect.unwrap(optim.Optimizer.add_param_group)
@@ -36,7 +35,7 @@ class Eager(optim.Optimizer):
 
 
 class SGD(Eager, optim.SGD):
-    """Step as ``torch.optim.SGD`` does."""
+    """Optimise as ``torch.optim.SGD`` does, with the same bits, but without importing the compiler."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -47,7 +46,7 @@ class SGD(Eager, optim.SGD):
 
 
 class Adam(Eager, optim.Adam):
-    """Step as ``torch.optim.Adam`` does."""
+    """Optimise as ``torch.optim.Adam`` does, with the same bits, but without importing the compiler."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -69,7 +69,8 @@ class Federation:
     >>> [record.round for record in federation.run(rounds=2)]
     [1, 2]
 
-    ``history`` has all records, ``model`` the network as evaluated last. More: docs/start/plain-torch.md.
+    ``history`` has the records of all rounds, and ``model`` is the network as evaluated last. More:
+    docs/start/plain-torch.md.
 
     Args:
         model: The network as you wrote it, not converted. It stays unchanged.
@@ -80,12 +81,12 @@ class Federation:
             ``scheduler`` may also be lists with one value for each client, or ``per_client(function)``, a function
             of the client's number.
         loss: ``loss(output, targets)`` returns the mean over a batch. Default: the task's loss.
-        metrics: Further metrics by name: objects with ``update``, ``compute`` and ``reset``, such as
-            torchmetrics has. Each sees all test samples, and computes once.
+        metrics: Further metrics by name: objects with ``update``, ``compute`` and ``reset``, such as those of
+            torchmetrics. In an evaluation, each object sees all test samples before its one call of ``compute``.
         optimizer: Makes a client's optimiser for given parameters, anew in every round. Default: SGD with
             learning rate 0.05 and momentum 0.9.
         scheduler: Makes a scheduler of that optimiser, stepped after every batch. Default: none.
-        schedule: ``schedule(round, rounds)``: a factor of the learning rate for a whole round. Default: 1.
+        schedule: ``schedule(round, rounds)`` returns a factor of the learning rate for a whole round. Default: 1.
         objective: The local objective, such as ``FedProx``. Default: the loss alone.
         local_epochs: Passes over a client's batches in a round, at least 1.
         local_evaluation: Whether each client tests its network on its test batches before and after local
@@ -95,19 +96,20 @@ class Federation:
             there is no evaluation.
         evaluate_every: Rounds between evaluations, at least 1; the last round is always evaluated.
         fraction: The share of the clients that train in a round, in (0, 1].
-        server_optimizer: Steps along the pseudo-gradient of the weights. Default: the average is the new model.
+        server_optimizer: Steps along the pseudo-gradient of the weights. Default: the new weights are the clients'
+            average.
         defence: Rules against Byzantine clients. Default: none.
         calibrate: The number of statistics-only exchanges before round 1. -1: as many as make the statistics of
             all layers exact. -2: like -1 if the method needs it, otherwise none.
         unit_scale: Whether the weights of layers before BatchNorm are rescaled after these exchanges.
-        clip: ``auto``: the gradients of SGD are clipped if the method needs it; ``none``: never.
+        clip: ``auto``: the gradients of SGD are clipped if the method needs it; ``none``: gradients are not clipped.
         seed: Decides the cohorts, the order of ``SeededBatches``, and dropout.
         device: The device on which clients train. Default: the device of ``model``.
         engine: ``sequential``: one client after the other. ``vectorised``: the clients of a cohort together, in
             one vectorised program, which needs ``SeededBatches``.
-        workers: The number of processes that compute clients. It does not change a bit of the results. 0: this
-            process at first. It starts one process per core if the remaining rounds then take less time, and
-            if all parts are fl-bn's or torch's own (see ``engines.processes.can_move``).
+        workers: The number of processes that compute clients. Every number gives the same bits. 0: this process at
+            first. Worker processes start if the remaining rounds then take less time, and if all parts are fl-bn's
+            or torch's own (see ``engines.processes.can_move``).
         progress: Whether to show a progress bar on a terminal.
         callbacks: Called after every round and at the end, see ``Callback``.
 
@@ -148,13 +150,13 @@ class Federation:
         check_name("engine", engine, ENGINES)
         if not 0 <= workers <= MOST_WORKERS or (engine == VECTORISED and workers > 1):
             raise ValueError(
-                f"workers must be 0..{MOST_WORKERS}, and 0 or 1 with engine='vectorised', which computes a cohort in one process, "
+                f"workers must be 0..{MOST_WORKERS}; with engine='vectorised' it must be 0 or 1, since one process computes the cohort; "
                 f"but got workers={workers} and engine={engine!r}"
             )
         if not clients or local_epochs < 1 or evaluate_every < 1:
             raise ValueError(
-                f"a federation needs clients, and local_epochs and evaluate_every >= 1, but got {len(clients)} clients, {local_epochs} and "
-                f"{evaluate_every}"
+                f"a federation needs at least 1 client, and local_epochs and evaluate_every >= 1, but got {len(clients)} clients, "
+                f"local_epochs={local_epochs} and evaluate_every={evaluate_every}"
             )
         for number, loader in enumerate(clients):
             check_loader(f"client {number}", loader)
@@ -162,7 +164,7 @@ class Federation:
         self.clients, self.tests = clients, own_tests(test, count)
         self.progress, self.callbacks = progress, tuple(callbacks)
         if local_evaluation and test is None:
-            raise ValueError("local_evaluation tests each client's network before and after local training: give it batches, test=...")
+            raise ValueError("local_evaluation needs the clients' test batches, but test is None: give test=per_client(...) or one loader")
         settings = LocalTraining(batch_size=2, epochs=local_epochs, objective=objective, local_evaluation=local_evaluation)
         check_composition(method, settings, robust=defence.active)
         check_learns(model)
@@ -224,7 +226,7 @@ class Federation:
     def model(self) -> nn.Module:
         """Return a copy of the shared network as evaluated last, in evaluation mode.
 
-        If the method keeps BatchNorm, its layers are BatchNorm.
+        Its layers are those that the method trains. With the method gn, for example, they are group normalisation.
         """
         return self._transport.model(self._evaluated, batches_trained(self.history))
 
@@ -237,10 +239,10 @@ class Federation:
         return self._transport.with_own(self.model, client)
 
     def save(self, path: str | Path) -> None:
-        """Save the shared model as evaluated last, as safetensors.
+        """Save the shared model as evaluated last to a safetensors file.
 
         The tensors have the names of the unconverted network's state_dict. Tensors that clients keep are left
-        out. docs/how-to/export.md says into which network each method's file can be loaded.
+        out. docs/how-to/export.md says which network can load each method's file.
 
         Args:
             path: The file.
@@ -285,8 +287,8 @@ class Federation:
     def checkpoint(self, path: str | Path) -> None:
         """Save the whole federation as it is after its last round, so that ``resume`` can continue from there.
 
-        The file has the server's and all clients' tensors, the server optimiser's buffers, the records, and the states
-        of random generators. Its format is safetensors, which cannot run code.
+        The file has the server's and all clients' tensors, the server optimiser's buffers, the records, and the states of
+        random generators. Its format is safetensors. Loading such a file cannot run code.
 
         Args:
             path: The file.
@@ -295,7 +297,7 @@ class Federation:
             ValueError: No round was run yet.
         """
         if self._last is None:
-            raise ValueError("there is no round to go on from yet: call checkpoint after the first round of federation.run(rounds)")
+            raise ValueError("a checkpoint needs a finished round, but there is none yet: call checkpoint after round 1 of run(rounds)")
         server, rounds = self.server, self.server.rounds
         own = [[one.get_state() for one in generators(loader)] for loader in self.clients]
         state = FederationState(
@@ -333,14 +335,16 @@ class Federation:
         mine = self._decides | {"calendar": self._calendar(state.rounds)}
         if other := [name for name in mine if state.decides.get(name) != mine[name]]:
             theirs, ours = state.decides.get(other[0], "nothing"), mine[other[0]]
+            what = "calendar (a hash of all phases and learning rates)" if other[0] == "calendar" else other[0]
             raise ValueError(
-                f"{path} is of another federation: {other[0]} was {theirs}, but is {ours}: make the federation with the same arguments"
+                f"{path} is of another federation: {what} was {theirs} there, but is {ours} here: make the federation with the same "
+                "arguments"
             )
         own = [generators(loader) for loader in self.clients]
         if [len(of) for of in own] != [len(of) for of in state.loaders]:
             raise ValueError(
-                f"{path} is of another federation: its loaders had other random generators (torch.Generator): make the federation with "
-                "loaders of the same kind, each with its own generator where it had one"
+                f"{path} is of another federation, whose loaders had other numbers of random generators (torch.Generator): make the "
+                "federation with loaders of the same kind as in the saved run"
             )
         server.shared.restore(state.arrays, state.auxiliary)
         server.optimizer.restore(state.optimizer)
@@ -364,7 +368,7 @@ class Federation:
         if rounds != state.rounds:
             self._resumed = state
             raise ValueError(
-                f"the checkpoint is of round {state.round} of {state.rounds}, and the schedule of a run depends on its number of rounds: "
+                f"the checkpoint is of round {state.round} of {state.rounds}, and learning rates and phases depend on this number: "
                 f"expected run({state.rounds}), but got run({rounds})"
             )
         if self.server.shared.statistics() and Passes(self.server).rescales(rounds):
@@ -373,19 +377,19 @@ class Federation:
         return Start(state.round + 1, state.failed)
 
     def _calendar(self, rounds: int) -> str:
-        """Return a short hash of the phases and the learning rates of all rounds."""
+        """Return a short hash of the phases and the learning rates of all rounds, in a run of ``rounds`` rounds."""
         method, policy = self.server.method, self.server.policy
         every = [(method.phase(n, rounds).value, policy.rate(n, rounds)) for n in range(1, rounds + 1)]
         return hashlib.sha256(repr(every).encode()).hexdigest()[:16]
 
     def _of_clients(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Return client -> the tensors of its own network; empty if clients keep none."""
+        """Return client -> the state_dict of its own network; empty if clients keep no tensors."""
         if not self.server.shared.personal:
             return {}
         return {client: self._transport.with_own(self.model, client).state_dict() for client in range(len(self.clients))}
 
     def _bar(self) -> list[Callback]:
-        """Return a progress bar, if there is a terminal and it is wanted."""
+        """Return a list with a progress bar. It is empty without a terminal, or with ``progress=False``."""
         if not (self.progress and sys.stderr.isatty()):
             return []
         from fl_bn.federation.bar import Bar  # imports rich
@@ -393,17 +397,17 @@ class Federation:
         return [Bar(sys.stderr, self.task)]
 
     def evaluate(self, batches: Loader | PerClient | None = None) -> dict[str, float]:
-        """Compute the loss and the task's metrics of the shared model.
+        """Compute the loss and the task's metrics of the shared model as evaluated last.
 
-        If clients have models, tasks or batches of their own, the result is the mean over clients, weighted by
-        their test samples. If clients have models of their own (FedBN, SiloBN), only clients that have trained so
-        far are included.
+        If clients have models, tasks or test batches of their own, the result is the mean over clients, weighted
+        by their test samples. If clients keep tensors (FedBN, SiloBN), each client's own model is evaluated, but
+        only for clients that have trained so far.
 
         Args:
             batches: The batches to evaluate on, or ``per_client(...)``. Default: ``test``.
 
         Returns:
-            Metrics by name; none without batches.
+            Metrics by name; empty if there are no batches.
         """
         tests = self.tests if batches is None else own_tests(batches, len(self.clients), again=self.method.personal)
         return {} if tests is None else self._transport.evaluate_on(tests, self.model)[0]

@@ -1,9 +1,9 @@
-"""Declare and check the fields of a message's record, whose values another side has sent.
+"""Declare and check the fields of a received record, a part of a Flower message (name -> value).
 
-A ``Form`` declares the fields of one record. ``read`` checks a record and returns ``Values``; reading a field that the
-form does not declare raises ``Undeclared``. Undeclared fields of a record are dropped, or kept unchecked if the form
-has ``others``. Sizes are checked before anything is parsed, and nothing recurses: a text has a longest length, a list
-a largest number of items.
+A ``Form`` declares the fields of one record. Its ``read`` checks a record and returns ``Values``. Code that reads a field
+of ``Values`` that the form does not declare gets the error ``Undeclared``. If a received record has undeclared fields,
+``read`` drops them, or keeps them unchecked if the form has ``others``. Sizes are limited, and are checked before any
+text is parsed. No parser is recursive, so deep nesting does no harm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NEEDED: Any = object()  # in place of a default: the field must be present
 
 
 class Undeclared(KeyError):
-    """Report that this project's own code read a field that its form does not declare: add it to the form."""
+    """Report a bug in fl-bn: its code read a field that the form does not declare. Add the field to the form."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Field:
         fits: A function that tells whether a value is allowed.
         wanted: The allowed values in words.
         turn: A function that converts an allowed value.
-        default: The value of an absent field; None: it is absent from the values, too. ``NEEDED``: it must be present.
+        default: The value of an absent field. None: the field is then absent from ``Values``, too. ``NEEDED``: the field
+            must be present.
     """
 
     fits: Callable[[Any], bool]
@@ -43,7 +44,7 @@ class Field:
 
 
 def whole(least: int = 0, most: int = LARGEST, default: Any = NEEDED) -> Field:
-    """Declare a whole number of ``least`` to ``most``; True and 1.0 are refused."""
+    """Declare a whole number of ``least`` to ``most``. The type must be int, so True and 1.0 are refused."""
     wanted = f"a whole number {least}..{most}" if most != LARGEST else f"a whole number >= {least} (and <= 2**53)"
     return Field(lambda v: type(v) is int and least <= v <= most, wanted, default)
 
@@ -59,16 +60,16 @@ def number(least: float = -math.inf, most: float = math.inf, default: Any = NEED
 
 
 def real(least: float, most: float = math.inf) -> Field:
-    """Declare a finite number of ``least`` to ``most`` that must be a float, since the Flower code that reads it refuses an int."""
+    """Declare a finite float of ``least`` to ``most``. An int is refused, because Flower's code that reads the field refuses it."""
     one = number(least, most)
     return Field(lambda v: type(v) is float and one.fits(v), f"{one.wanted} as a float", turn=float)
 
 
 def measured(least: float = -math.inf, most: float = math.inf, default: Any = NEEDED) -> Field:
-    """Declare a number that a diverging training may have made infinite or NaN.
+    """Declare a float that may be infinite or NaN, such as the loss of a client whose training diverged.
 
-    Such a value is accepted, since it is only averaged and shown, and never enters the model. A bound excludes
-    infinity on its side, but not NaN.
+    Such a value is accepted, because it is only averaged and shown, and never enters the model. A finite ``most`` refuses
+    infinity, and a finite ``least`` refuses minus infinity. NaN is always accepted.
     """
 
     def fits(value: Any) -> bool:
@@ -84,7 +85,7 @@ def text(longest: int, pattern: str = ".*", default: Any = NEEDED, wanted: str =
     Args:
         longest: The largest number of characters.
         pattern: A regular expression. Another side sends the text, so matching must take linear time for any text.
-        default: The value of an absent field; None: it is absent from the values, too. ``NEEDED``: it must be present.
+        default: The value of an absent field, see ``Field``.
         wanted: The allowed texts in words, for the error message. Empty: the message gives only the largest length.
     """
     compiled = re.compile(pattern, re.DOTALL)
@@ -121,9 +122,9 @@ def blobs(items: int, longest: int) -> Field:
 
 
 def whole_list(items: int) -> Field:
-    """Declare a text with a JSON list of whole numbers, which becomes a tuple.
+    """Declare a text with a JSON list of up to ``items`` whole numbers. The value becomes a tuple of int.
 
-    A pattern reads it, not a JSON parser, because JSON from another side may be nested deeply.
+    A regular expression reads the text. A JSON parser could fail at deeply nested lists.
     """
     pattern = re.compile(r"\[(?:\d{1,15}(?:, ?\d{1,15})*)?\]", re.ASCII)
 
@@ -134,7 +135,7 @@ def whole_list(items: int) -> Field:
 
 
 def wholes_by_name(items: int) -> Field:
-    """Declare a text with a JSON object of whole numbers by layer, ``{"stem.bn": 3}``, which becomes a dict."""
+    """Declare a text with a JSON object of up to ``items`` whole numbers by layer, ``{"stem.bn": 3}``. It becomes a dict."""
     name, digits = rf'"([^"\\]{{0,{NAME}}})"', r"(\d{1,15})"
     pattern = re.compile(rf"\{{(?:{name}: ?{digits}(?:, ?{name}: ?{digits})*)?\}}", re.ASCII)
     pair = re.compile(rf"{name}: ?{digits}", re.ASCII)
@@ -167,7 +168,7 @@ class Values(dict[str, Any]):
         return False
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a declared field, or ``default`` if it is absent."""
+        """Return the value of a declared field, or ``default`` if the field is absent."""
         return super().get(name, default) if name in self else default
 
 
@@ -178,8 +179,8 @@ class Form:
     Attributes:
         record: The record's name.
         fields: Name -> field.
-        series: Stem of a numbered name (``accuracy-class-`` for ``accuracy-class-3``) -> field.
-        others: Whether undeclared fields are kept unchecked.
+        series: Stem of numbered names -> field. ``accuracy-class-`` is the stem of ``accuracy-class-3``.
+        others: Whether undeclared fields are kept unchecked. False: they are dropped.
     """
 
     record: str
@@ -190,13 +191,16 @@ class Form:
     MOST = 10_000  # fields of a record, and numbers of a series
 
     def declared(self, name: str) -> Field:
-        """Return the field of a name.
+        """Return the declared field ``name``.
 
         Raises:
-            Undeclared: The form does not have it.
+            Undeclared: The form does not declare this name.
         """
         if (one := self._find(name)) is None:
-            raise Undeclared(f"{self.record}/{printable(name)} is no field of this message: declare it in fl_bn/flower/wire/messages.py")
+            raise Undeclared(
+                f"fl-bn reads field {self.record}/{printable(name)}, but this message does not declare it: add it in "
+                "fl_bn/flower/wire/messages.py"
+            )
         return one
 
     def read(self, record: Mapping[str, Any] | None) -> Values:
@@ -206,7 +210,7 @@ class Form:
             record: The record; None if it is missing.
 
         Raises:
-            WireError: A field is missing or has a wrong value; the first one is named.
+            WireError: A field is missing or has a wrong value. The message names the first such field.
         """
         if record is None:
             raise WireError(self.record, "", f"missing: expected a record of {', '.join(self.fields)}")
@@ -228,7 +232,7 @@ class Form:
         return Values(self, values)
 
     def and_also(self, *others: Form) -> Self:
-        """Return this form with the fields of other forms, too."""
+        """Return a copy of this form that also has the fields of ``others``."""
         fields = {name: one for other in others for name, one in other.fields.items()}
         return replace(self, fields={**self.fields, **fields})
 

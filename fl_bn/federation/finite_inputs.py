@@ -1,6 +1,6 @@
-"""Count a client's batches with inputs that are not finite.
+"""Count a client's batches with inputs that are not finite (NaN or Inf).
 
-If the client's trained weights are not finite either, the error message blames the inputs.
+If the server refuses a client's reply because values are not finite, the reason then names the inputs as the cause.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fl_bn.layers import in_backward
 
 
 class Hook:
-    """Hold a hook of one network. In copies of the network, also in pickled ones, the hook does nothing.
+    """Call a function as a forward hook of one network. In copies and pickles of the network, the hook does nothing.
 
     Args:
-        call: the function that the hook calls with its arguments.
+        call: The function. It gets the arguments of the hook.
     """
 
     def __init__(self, call: Callable[..., None]) -> None:
@@ -48,16 +48,16 @@ def _no_hook_at_all() -> Callable[..., None]:
 class InputWatch:
     """Count the batches of one round whose inputs are not finite.
 
-    The count stays on the device of the inputs until it is asked for, so a GPU does not wait.
+    The count stays on the device of the inputs until ``count`` is called, so training on a GPU need not wait for it.
     """
 
     def __init__(self) -> None:
         self._wrong: int | Tensor = 0
         self.later: Any = None
-        """Inputs of an engine that trains without forward passes of the network itself. ``count`` checks them."""
+        """All inputs of a client that the vectorised engine trains, where no hook sees them. ``count`` checks these inputs."""
 
     def note(self, inputs: Any) -> None:
-        """Check one batch of ``inputs`` (tensors, also in lists, tuples and dicts). Count it if a value is not finite."""
+        """Count one batch of ``inputs`` if it has a value that is not finite. Tensors may be in lists, tuples and dicts."""
         parts = [_not_finite(part) for part in _floats(inputs) if part.numel()]
         if any(part is True for part in parts):
             self._wrong = self._wrong + 1
@@ -66,7 +66,7 @@ class InputWatch:
             self._wrong = wrong + (self._wrong.to(wrong.device) if isinstance(self._wrong, Tensor) else self._wrong)
 
     def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield ``batches`` of inputs, and count each batch that has a value that is not finite."""
+        """Yield each of the ``batches`` of inputs, and count those with a value that is not finite."""
         for batch in batches:
             self.note(batch)
             yield batch
@@ -97,7 +97,7 @@ def _not_finite(part: Tensor) -> bool | Tensor:
     """Tell whether a value of ``part`` is not finite, in one pass that allocates no memory.
 
     Returns:
-        The answer; for a tensor that is not on the CPU, a tensor beside it.
+        A bool for a tensor on the CPU, otherwise a tensor of one bool on the device of ``part``.
     """
     least, most = torch.aminmax(part)  # both are NaN if a value is NaN
     if part.is_cpu and not torch.compiler.is_compiling():
@@ -106,7 +106,7 @@ def _not_finite(part: Tensor) -> bool | Tensor:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in ``value``, without those that ``torch.func.vmap`` has batched over clients."""
+    """Yield the floating-point tensors in ``value``, but no sparse ones and none inside ``torch.func.vmap``."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and not value.is_sparse and not torch._C._functorch.is_batchedtensor(value):
             yield value.detach()

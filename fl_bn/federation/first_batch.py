@@ -1,4 +1,4 @@
-"""Keep the size of a round's first batch, and run the layer-wise exchange that begins and ends with this batch."""
+"""Store the size of a round's first batch, and run FedTAN's layer-wise exchange, which takes place during this batch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fl_bn.exchange.call import Exchange
 from fl_bn.methods.fedtan import exchanging
 
 Connect = Callable[[int], Exchange]
-"""``connect(batch)`` joins the layer-wise exchange with a batch of that size, and returns the client's side of it."""
+"""``connect(batch)`` joins the layer-wise exchange with a batch of ``batch`` samples, and returns the client's ``Exchange``."""
 
 
 class Batch(int):
-    """Hold the number of samples of a round's first batch. Call it to set that number: ``round.batch(32)``."""
+    """Hold the number of samples of a round's first batch. Call this integer to set the number: ``round.batch(32)``."""
 
     say: Callable[[int], None]
 
     @classmethod
     def of(cls, samples: int, say: Callable[[int], None]) -> Batch:
-        """Make the number ``samples``. Calling it passes a new number to ``say``."""
+        """Return ``samples`` as a ``Batch``. A call of this ``Batch`` passes the new number to ``say``."""
         new = cls(samples)
         new.say = say
         return new
@@ -33,16 +33,16 @@ class Batch(int):
 
 
 class FirstBatch:
-    """Hold the size of a round's first batch, and the exchange of that batch. A ``with`` block ends the exchange.
+    """Hold the size of a round's first batch, and the layer-wise exchange of that batch. A ``with`` block ends the exchange.
 
     Args:
-        model: The network, whose layers exchange.
+        model: The network whose layers exchange statistics.
         connect: Joins the exchange, see ``Connect``; None: the round has no exchange.
 
     Attributes:
-        samples: The number of samples; 0 as long as it is unknown.
-        inputs: The number of samples in inputs before the first step, for use if nothing else has counted them.
-        waited: Seconds that the client waited for others in the exchange.
+        samples: The number of samples in the first batch; 0 as long as it is unknown.
+        inputs: The number of samples in the inputs before the first step. It is used if ``samples`` stays unknown.
+        waited: Seconds that the client spent in the exchange.
     """
 
     def __init__(self, model: nn.Module, connect: Connect | None) -> None:
@@ -61,11 +61,11 @@ class FirstBatch:
 
         Args:
             samples: The number of samples.
-            steps: The number of steps that were made before.
+            steps: The number of local steps before this batch.
 
         Raises:
-            ValueError: The number is below 1, the first step is over, or the client has joined the exchange
-                already.
+            ValueError: ``samples`` is below 1, the first step is over, or the client has already joined the
+                exchange.
         """
         if samples < 1:
             raise ValueError(f"a batch has at least 1 sample, but got round.batch({samples})")
@@ -79,21 +79,20 @@ class FirstBatch:
             self._exchange.enter_context(exchanging(self._model, self._live))
 
     def end(self, method: str) -> None:
-        """End the exchange, if there is one: the gradient of the batch is complete.
+        """End the exchange, if there is one. Call this when the gradient of the first batch is complete.
 
         Args:
-            method: The method's name.
+            method: The method's name, for the error message.
 
         Raises:
-            ValueError: The client has not joined the exchange, as no forward pass was seen.
+            ValueError: The client has not joined the exchange, because ``round.model`` made no training forward pass.
         """
         if self._connect is None:
             return
         if not self.samples:
             raise ValueError(
-                f"{method}'s first step is on the batches of the whole cohort, but before it there was no forward pass of "
-                "round.model in training mode with gradients: train round.model itself, not a copy, and checkpoint activations with "
-                "use_reentrant=False"
+                f"in {method}'s first step, round.model exchanges statistics with the cohort during a forward pass in training mode with "
+                "gradients, but there was none: train round.model itself, not a copy, and checkpoint activations with use_reentrant=False"
             )
         self._exchange.close()
         self.waited = self._live.seconds

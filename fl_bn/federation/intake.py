@@ -1,18 +1,17 @@
-"""Add the replies of a round to the average one by one, as they arrive, and free their weights.
+"""Add the replies of a round to the average one by one, as they arrive, and free the memory of their weights.
 
-So the server needs the memory of three models, however many clients there are: 138 MB for 50 replies of a
-ResNet-18, where a list of all replies takes 2,266 MB (``benchmarks/server.py``).
+So the server needs the memory of three models, however many clients there are. With 50 replies of a ResNet-18 it
+needs 138 MB, where a list of all replies takes 2,266 MB (``benchmarks/server.py``).
 
-Clients are added in client order, so that the order of arrival changes no bit. A reply waits until those of
-all clients before it are added. The average is the sum of the replies times ``weight / total``. The true
-total is known only with the last reply, so the sum uses the planned total of all clients of the cohort. If
-all of them count as planned, the average is bit for bit that of ``aggregation.average``. Otherwise (a client
-is lost or refused) the sum is multiplied by ``planned / total`` at the end, which rounds once more in
-float64.
+Replies are added in the order of the clients' numbers, so that the order of arrival changes no bit. A reply waits
+until the replies of all clients before it are added. The average is the sum of the replies times
+``weight / total``. The true total is known only with the last reply, so the sum uses the planned total of the
+cohort. If every client has its planned weight, the average is bit for bit that of ``aggregation.average``. If a
+client is lost or refused, the sum is multiplied by ``planned / total`` at the end. This rounds once more in float64.
 
-A reply may still be refused later if its values are so large that the server's step could overflow, or if its
-claims are far from the other clients' claims. Such a reply waits, and so do all replies after it, until every
-reply has arrived. If claims are compared, nothing is added before there are enough replies to compare.
+Some replies may still be refused after all have arrived. Their values are so large that the server's step could
+overflow, or their claimed counts are far from the other clients' counts. Such a reply waits until every reply has
+arrived, and so do all replies after it. If counts are compared, no reply is added before there are enough of them.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ if TYPE_CHECKING:
 
 FOLDED = ("weights", "gradients")
 COMPARED = 5  # how many replies a claim is compared with while replies arrive; in the end it is compared with all
-TOGETHER = 2  # how many replies are added at once: the sum is read and written half as often, and only one reply waits in memory
+TOGETHER = 2  # how many replies are added at once: with 2, the sum is read and written half as often, and one reply waits in memory
 
 
 @dataclass
 class PartialAverage:
-    """Hold the first part of an average.
+    """Hold a weighted sum of some clients' tensors, from which ``mean`` computes the average over all clients.
 
     Attributes:
-        planned: The total weight of the cohort.
+        planned: The planned total weight of the cohort.
         sum: The sum of the added clients' tensors, each times its weight / ``planned``.
     """
 
@@ -52,12 +51,12 @@ class PartialAverage:
     sum: WeightedSum = field(default_factory=WeightedSum)
 
     def mean(self, parts: Sequence[Reply], section: str, weights: Sequence[float]) -> dict[str, Tensor]:
-        """Return the average of all replies, including those that are in the sum already.
+        """Return the average of all replies: those in the sum, and those that are added now.
 
-        If all are in the sum, the result takes the sum's own memory, and the sum is empty afterwards.
+        If all replies are in the sum already, the result takes the sum's memory, and the sum is empty afterwards.
 
         Args:
-            parts: All replies of the average.
+            parts: All replies of the average. ``folded`` tells which are in the sum already.
             section: The section of the replies whose tensors are averaged.
             weights: The weight of each reply.
         """
@@ -72,13 +71,13 @@ class PartialAverage:
 
 
 class StreamingAverage:
-    """Add replies up as they arrive.
+    """Add replies to a weighted sum as they arrive, in the order of the clients' numbers.
 
     Args:
         planned: Client of the cohort -> its planned weight.
         weigh: Returns the weight of a reply.
-        waits: Takes a reply and some other replies, and tells whether the reply may still be refused.
-        least: The number of replies that must have arrived before one is added.
+        waits: Takes a reply and some other replies, and tells whether the server may still refuse the reply.
+        least: The number of replies that must have arrived before the first reply is added.
     """
 
     def __init__(
@@ -94,19 +93,19 @@ class StreamingAverage:
         self._folded = PartialAverage(float(sum(planned.values())) or 1.0)
 
     def take(self, reply: Reply) -> None:
-        """Add a checked reply, the first of its client."""
+        """Take a checked reply. Call this once per client."""
         self._replies[reply.client] = reply
         self._advance()
 
     def leave_out(self, client: int) -> None:
-        """Stop waiting for ``client``, which has no usable reply."""
+        """Stop waiting for ``client``, because its reply is missing or refused."""
         self._absent.add(client)
         self._advance()
 
     def end(self) -> tuple[list[Reply], PartialAverage]:
         """Return all replies in client order, and the sum of the replies that were added.
 
-        The weights of added replies are tensors without memory.
+        The weights of added replies are replaced by tensors of the device ``meta``, which have no values.
         """
         self._fold()
         return [self._replies[client] for client in sorted(self._replies)], self._folded
@@ -138,11 +137,11 @@ class StreamingAverage:
 
 
 def streaming(server: Server, samples: Mapping[int, int]) -> StreamingAverage | None:
-    """Make the average that takes the replies of the server's round one by one, and frees their weights.
+    """Make the average that takes the replies of the server's round one by one, and frees the memory of their weights.
 
     Args:
         server: The server; its round has begun.
-        samples: Client of the cohort -> the number of samples that it stated.
+        samples: Client of the cohort -> the number of samples that it announced.
 
     Returns:
         The average. None if all replies are needed at the same time: for robust rules, the layer-wise

@@ -1,12 +1,12 @@
 """Measure exact statistics of every BatchNorm layer in one forward pass: the clients measure one layer after the other.
 
-Passes (``federation.passes``) give the same numbers with one forward pass per layer, because each pass makes one more
-layer exact. In this module, all batches of a client stop at a layer until the cohort's statistics of the layer's input
-arrive (one exchange), and continue with these. So nothing is computed twice, as long as the activations of all batches
-fit into memory. If they do not, every layer takes a forward pass of its own, which ends at that layer.
+The module ``federation.passes`` gives the same numbers, but needs one forward pass for each layer. In this module, all
+batches of a client stop at a layer. The client sends the moments of the layer's input, and gets the cohort's statistics
+(one exchange). Its batches continue with these statistics. So nothing is computed twice, as long as the activations of
+all batches fit into memory. If they do not, the client makes a forward pass for every layer, which ends at that layer.
 
-The layers are in the order of their first use. A network has no such order if it uses a layer twice, or if its batches
-take different ways through it. Then it is measured by passes.
+The layers must run in one order in every batch, each of them once. A network that uses a layer twice has no such order.
+Neither has a network whose batches take different ways through it. For such networks, use ``federation.passes``.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ LayerMoments = tuple[str, Moments]
 
 
 def called(model: nn.Module, x: Any) -> Any:
-    """Run a network in the usual way."""
+    """Return ``model(x)``. This is the default of arguments ``forward``."""
     return model(x)
 
 
 @dataclass(frozen=True)
 class LayerOrder:
-    """Hold the order of a network's layers, from a forward pass over two samples.
+    """Tell whether a network's BatchNorm layers can be measured one after the other, and how much memory this takes.
 
     Attributes:
-        problem: The reason why its layers cannot be measured in turn; empty if they can.
-        held: Bytes that a waiting forward pass holds, per element of its input.
+        problem: The reason why the layers cannot be measured one after the other; empty if they can.
+        held: The estimated bytes that a forward pass keeps while it waits at a layer, per element of its input.
     """
 
     problem: str
@@ -60,7 +60,7 @@ class LayerOrder:
     @classmethod
     @torch.no_grad()
     def at(cls, model: nn.Module, inputs: Inputs, forward: Forward) -> LayerOrder:
-        """Find the order by a forward pass of two samples from the first batch. ``model`` stays unchanged."""
+        """Try a forward pass of two samples from the first batch. ``model`` stays unchanged."""
         batch = next(iter(inputs()), None)
         if batch is None:
             return cls("there is no batch to measure")
@@ -94,10 +94,13 @@ def layer_by_layer(
     Args:
         model: The network.
         inputs: A function that returns the batches of inputs, the same in every call.
-        order: The order of its layers.
+        order: The result of ``LayerOrder.at``, without a problem.
         exchange: The exchange with the cohort.
-        memory: Bytes of activations that may be kept.
+        memory: The largest number of bytes of activations to keep while batches wait at a layer.
         forward: A function that runs the network on a batch.
+
+    Returns:
+        Layer -> the moments of its input over this client's batches.
 
     Raises:
         ExchangeFailed: The cohort's exchange failed, or the batches take different ways through the network.
@@ -125,7 +128,7 @@ def layer_by_layer(
 
 
 Step = Callable[[Mapping[str, Moments]], LayerMoments | None]
-"""Runs all batches up to the first layer without moments. Returns this layer and its moments; None after the last layer."""
+"""Runs all batches up to the next layer, given the moments of the layers before. Returns the layer and its moments, or None."""
 
 
 @contextmanager
@@ -133,7 +136,8 @@ def _steps(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, for
     kept = _kept(model, inputs, order, memory, forward)
     if kept is None:
         LOGGER.info(
-            "the activations need more than %.3g GiB (recalibration-memory), so every layer takes a forward pass of its own", memory / 2**30
+            "the activations of all batches need more than %.3g GiB (recalibration-memory), so each layer takes a forward pass of its own",
+            memory / 2**30,
         )
         yield partial(_repeated, model, inputs, forward)
         return
@@ -146,7 +150,7 @@ def _steps(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, for
 
 
 def _kept(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, forward: Forward) -> list[_Pass] | None:
-    """Return a forward pass for each batch, not yet started. None if their activations need more than ``memory``."""
+    """Return a forward pass for each batch, not yet started. None if their activations need more than ``memory`` bytes."""
     held, kept = 0.0, list[_Pass]()
     for x in inputs():
         held += order.held * _elements(x)
@@ -157,7 +161,7 @@ def _kept(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, forw
 
 
 def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, by_layer: Mapping[str, Moments]) -> LayerMoments | None:
-    """Run every batch to the first layer that ``by_layer`` lacks, and return this layer's moments; None: no layer is left."""
+    """Run every batch up to the first layer that is not in ``by_layer``. Return it and its moments; None if no layer is left."""
     at: list[LayerMoments | None] = []
     passed: set[str] = set()
 
@@ -179,28 +183,39 @@ def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, by_layer: Mapp
 
 
 def _together(at: list[LayerMoments | None], by_layer: Mapping[str, Moments]) -> LayerMoments | None:
-    """Return the layer that all batches have reached, and its moments over all of them. None at the end of the network."""
+    """Pool the batches' moments at the layer that all of them have reached.
+
+    Args:
+        at: For each batch, the layer that it reached, and the moments there; None at the end of the network.
+        by_layer: The moments of the layers before.
+
+    Returns:
+        The layer and the pooled moments. None if all batches are at the end of the network.
+
+    Raises:
+        ExchangeFailed: The batches are at different layers, or at a layer that they reached before.
+    """
     if not any(at):
         return None
     layers = {None if one is None else one[0] for one in at}
     name = layers.pop()
     if layers or name is None:
-        raise ExchangeFailed("this network has no order of BatchNorm layers: its batches differ in which of them runs next")
+        raise ExchangeFailed("the BatchNorm layers of this network have no fixed order: its batches reach different layers next")
     if name in by_layer:
         raise _twice(name)
     return name, pool([one[1] for one in at if one is not None])
 
 
 def _twice(layer: str) -> ExchangeFailed:
-    return ExchangeFailed(f"this network has no order of BatchNorm layers: it uses layer {layer!r} more than once")
+    return ExchangeFailed(f"the BatchNorm layers of this network have no fixed order: it uses layer {layer!r} more than once")
 
 
 class _Stop(BaseException):
-    """End a forward pass early. It is not an ``Exception``, because a network's own code may catch those."""
+    """End a forward pass early. This class is no ``Exception``, since a network's own code may catch every ``Exception``."""
 
 
 class _Pass(threading.Thread):
-    """Run the forward pass of one batch in a thread. It runs only during ``go_on``, and pauses where it calls ``stop``."""
+    """Run the forward pass of one batch in a thread, which runs only while another thread waits in ``go_on``."""
 
     def __init__(self, forward: Callable[[], Any]) -> None:
         super().__init__(name="forward-pass", daemon=True)
@@ -211,7 +226,7 @@ class _Pass(threading.Thread):
         self._over = False
 
     def go_on(self) -> LayerMoments | None:
-        """Run until the next stop. Return the layer there and its moments; None at the end. Raise an error of the pass."""
+        """Run up to the next layer. Return its name and moments; None at the end. Raise an error that the pass raised."""
         self._at = None
         if not self._over:
             if self.ident is None:
@@ -223,7 +238,7 @@ class _Pass(threading.Thread):
         return self._at
 
     def stop(self, at: LayerMoments) -> None:
-        """Wait at a layer until the next ``go_on``."""
+        """Pause the pass at the layer and moments ``at`` until the next ``go_on``. The pass itself calls this."""
         self._at = at
         self._stopped.release()
         self._going.acquire()
@@ -255,13 +270,13 @@ class _Pass(threading.Thread):
 
 def _stop_thread(layer: str, x: Tensor) -> None:
     thread = threading.current_thread()
-    assert isinstance(thread, _Pass), "a forward pass of another thread"
+    assert isinstance(thread, _Pass), "the network ran its BatchNorm layer in a thread of its own"
     thread.stop((layer, Moments.of(x)))
 
 
 @contextmanager
 def _watched(model: nn.Module, reached: Reached) -> Iterator[None]:
-    """Put ``model`` into evaluation mode; call ``reached(layer, x)`` at the input ``x`` of each layer with statistics."""
+    """Put ``model`` into evaluation mode for the ``with`` block; call ``reached(layer, x)`` before each BatchNorm layer runs."""
     training = {module: module.training for module in model.modules()}
 
     def hook(name: str, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:

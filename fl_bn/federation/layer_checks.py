@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 def check_layers(round: LocalRound, layers: Mapping[str, nn.Module], frozen: Mapping[str, Running]) -> None:
-    """Check the BatchNorm layers at the end of ``round``.
+    """Check that the training loop neither replaced the BatchNorm layers of ``round`` nor changed their frozen statistics.
 
     Args:
         round: The client's round.
         layers: The BatchNorm layers at the beginning of the round, by name.
-        frozen: Layer -> statistics that must not have changed.
+        frozen: Layer -> its statistics at the beginning of the round, for layers with frozen statistics.
 
     Raises:
-        ValueError: A layer was replaced, frozen statistics changed, or the layers saw fewer batches than there
-            were steps.
+        ValueError: A layer was replaced, frozen statistics changed, or the layers ran on fewer training batches
+            than there were local steps.
     """
     now, method = batch_norms(round.model), round.method
     if replaced := [name for name, layer in layers.items() if now.get(name) is not layer]:
@@ -39,8 +39,8 @@ def check_layers(round: LocalRound, layers: Mapping[str, nn.Module], frozen: Map
     for name, before in frozen.items():
         if not all(torch.equal(was, own.to(was.device)) for was, own in zip(before, after[name], strict=True)):  # loops may move the model
             raise ValueError(
-                f"BatchNorm layer {name!r} normalises with fixed statistics in round {round.instruction.round}, but they changed: the "
-                "training loop must not set them (update_bn, reset_running_stats, load_state_dict)"
+                f"BatchNorm layer {name!r} normalises with fixed statistics in round {round.instruction.round}, but these changed: the "
+                "training loop must not set statistics (update_bn, reset_running_stats, load_state_dict)"
             )
     observed = round.passes.observed
     seen = max((len(parts) for parts in observed.values()), default=0)

@@ -1,4 +1,7 @@
-"""Refuse replies after all have arrived: of clients outside the exchange, with false claims, or with overflowing values."""
+"""Refuse replies after all have arrived.
+
+The reasons: the client took no part in the layer-wise exchange, its counts are false, or its values make a sum overflow.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +25,29 @@ LOGGER = logging.getLogger("flwr")
 
 
 def without_far(parts: Sequence[Reply], far: Collection[int]) -> list[Reply]:
-    """Return ``parts`` without the replies of the clients ``far``. Replies that are in the average already stay."""
+    """Return ``parts`` without the replies of the clients ``far``. A reply that is in the average already stays."""
     for part in (stays := [part for part in parts if part.folded and part.client in far]):
-        LOGGER.warning("client %s's claims are far from the other clients', but its reply is already in the average", part.client)
+        LOGGER.warning(
+            "client %s's counts are far from the other clients', but its reply is already in the average and stays there", part.client
+        )
     return [part for part in parts if part.client not in far or part in stays]
 
 
 def without_overflow(
     parts: Sequence[Reply], attempt: Callable[[list[Reply], int], T], called: ClientNames = UNNAMED
 ) -> tuple[list[Reply], dict[int, str], T]:
-    """Call ``attempt(parts, 0)``. While it raises NotFinite, call it again without the reply that has the largest values.
+    """Call ``attempt(parts, 0)``. While it raises NotFinite, leave out the reply with the largest values and call it again.
 
     Args:
         parts: The replies.
-        attempt: A function of the remaining replies and of the number of refused replies.
+        attempt: A function of the remaining replies and of the number of replies left out so far.
         called: The names of the clients.
 
     Returns:
-        The replies that were used, client -> the reason for each refused one, and the result.
+        The replies that were used; client -> the reason, for each refused reply; and the result of ``attempt``.
 
     Raises:
-        TooFew: ``attempt`` raised it (the message names the refused clients), or no reply can be left out.
+        TooFew: ``attempt`` raised it, and the message now names the refused clients. Or no reply can be left out.
     """
     remaining, refused = list(parts), dict[int, str]()
     while True:
@@ -53,7 +58,7 @@ def without_overflow(
             raise TooFew(f"{error} ({names})" if names else str(error)) from error
         except NotFinite as problem:
             if (farthest := problem.farthest(remaining)) is None:
-                why = "no reply can be left out any more, since all are in the average; the next rounds keep them until the last one comes"
+                why = "no reply can be left out, since all are in the average already; the next rounds wait for all replies first"
                 raise TooFew(f"nothing changes: {problem}, and {why}") from problem
             worst = remaining.pop(farthest)
             refused[worst.client] = problem.refusal(worst)
@@ -62,8 +67,8 @@ def without_overflow(
 def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:
     """Return the replies of clients that took part in the exchange, each weighted by its batch size in the exchange.
 
-    With the policy ``abort``, one missing reply makes all others unusable. The reason for each reply that is left out is
-    added to ``refused``.
+    With ``exchange-policy='abort'``, one missing reply makes all others unusable. The function adds the reason for each
+    reply that is left out to ``refused``.
     """
     usable, batches = {part.client: part for part in parts}, session.taking_part
     missing = sorted(set(batches) - set(usable))
@@ -79,14 +84,14 @@ def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str
 def far_replies(
     parts: Sequence[Reply], report: StatisticsReport, phase: Phase, policy: Rounds, sent: Mapping[str, float]
 ) -> dict[int, str]:
-    """Find the replies whose claims are far from the other clients' claims.
+    """Find the replies whose counts, auxiliary tensors or running means are far larger than the other clients'.
 
     Args:
         parts: The replies.
-        report: The kind of statistics that they report.
+        report: The kind of statistics that the replies report.
         phase: The phase of the round.
-        policy: How rounds are run.
-        sent: The largest values of the statistics in the instruction.
+        policy: The options of the server's rounds.
+        sent: Name -> the largest absolute value of a statistic in the instruction.
 
     Returns:
         Client -> the reason why its reply is not used.

@@ -1,4 +1,4 @@
-"""Iterate over batches of a client's own data, for the library's federation."""
+"""Iterate over batches of a client's own data, in a ``Federation``."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ REITERABLE = (
 
 
 def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
-    """Check that ``loader`` can be iterated over, more than once if ``again``.
+    """Check that ``loader`` can be iterated over, and more than once if ``again`` is True.
 
     Args:
-        whose: The start of the error message.
+        whose: The start of the error message, such as ``client 3``.
         loader: The batches.
-        again: Whether it is iterated over more than once.
+        again: Whether the batches are iterated over more than once.
 
     Raises:
-        ValueError: It is an iterator (a generator, ``zip``, ``map``), or not iterable at all.
+        ValueError: ``loader`` is not iterable. Or ``again`` is True, and it is an iterator (a generator, ``zip``, ``map``).
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise ValueError(f"{whose}: expected batches, but got a {type(loader).__name__}. {REITERABLE}")
@@ -41,11 +41,11 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
 
 
 class SeededBatches:
-    """Divide a client's samples into batches. Runs repeat bit for bit.
+    """Divide a client's samples into batches, in an order that is the same in every run with the same seed.
 
-    The order of the samples depends only on the seed, the client and the round. If one sample is left at the end,
-    it joins the batch before, because a single sample has no variance. A client with only one sample trains only if
-    the method needs no batch statistics.
+    The order of the samples depends only on the seed, the client and the round. If one sample is left at the end, that
+    sample joins the batch before, because a single sample has no variance. A client with only one sample trains only
+    if the method needs no batch statistics.
 
     >>> from fl_bn import SeededBatches
     >>> batches = SeededBatches(torch.randn(20, 4), torch.zeros(20, dtype=torch.int64), batch_size=8)
@@ -53,7 +53,7 @@ class SeededBatches:
     [8, 8, 4]
 
     Args:
-        x: Inputs (N, ...): floats as the network takes them, or uint8 images (N, C, H, W), which become
+        x: Inputs (N, ...): floats as the network takes them, or uint8 images (N, C, H, W), which are scaled to
             -1..1.
         y: The task's targets (N, ...).
         batch_size: The number of samples of a batch.
@@ -67,7 +67,7 @@ class SeededBatches:
         return min(1, len(self.samples)) + len(cuts(len(self.samples), self.batch_size))
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the batches in the order of the samples, for measurements and evaluation."""
+        """Yield the inputs and targets of each batch, in the order of the samples: for statistics passes and evaluation."""
         like = torch.zeros(0, dtype=self.samples.x.dtype if self.samples.x.is_floating_point() else torch.get_default_dtype())
         if not len(self.samples):
             return
@@ -75,7 +75,7 @@ class SeededBatches:
             yield self.samples.batch(index, like)
 
     def epochs(self, seed: int, client: int, round: int, epochs: int) -> IndexBatches:
-        """Return the batches of a client's round.
+        """Return the training batches of a client's round, in the order that the seed gives.
 
         Args:
             seed: The seed of the run.
@@ -90,6 +90,6 @@ class SeededBatches:
 
 
 def generators(loader: Loader) -> list[torch.Generator]:
-    """Return the torch generators of a DataLoader, whose state continues from one pass to the next."""
+    """Return the ``torch.Generator`` objects of a DataLoader and its sampler, whose states a checkpoint stores."""
     candidates = [getattr(part, "generator", None) for part in (loader, getattr(loader, "sampler", None))]
     return list({id(one): one for one in candidates if isinstance(one, torch.Generator)}.values())

@@ -36,9 +36,9 @@ class Samples:
     """Hold samples of one client.
 
     Attributes:
-        x: uint8 images (N, C, H, W), or float32 (N, ...) as the network takes them.
-        y: Classes int64 (N,); or masks (N, H, W), 255 for a pixel without label; or values float32 (N,) or (N, D);
-            or sets of labels, 0 or 1 (N, K).
+        x: Inputs: uint8 images (N, C, H, W), or float32 (N, ...) as the network takes them.
+        y: Targets: classes int64 (N,); masks (N, H, W) with 255 for pixels without label; values float32 (N,) or (N, D);
+            or sets of labels (N, K), each 0 or 1.
     """
 
     x: Tensor
@@ -51,18 +51,18 @@ class Samples:
         """Return a batch on the device of ``like``.
 
         Args:
-            index: The samples of the batch.
-            like: A tensor of the wanted dtype and device.
-            augment: Changes inputs and labels before they are scaled.
+            index: The indices of the samples of the batch (B,).
+            like: A tensor with the device for both results, and the dtype for the inputs.
+            augment: Changes inputs and targets before images are scaled. None: no changes.
 
         Returns:
-            Inputs (B, ...), images as -1..1, and labels (B, ...).
+            Inputs (B, ...), with images scaled to -1..1, and targets (B, ...).
         """
         x, y = self.rows(index, augment)
         return to_input(x.to(like.device), like.dtype), y.to(like.device)
 
     def rows(self, index: np.ndarray, augment: Augment | None = None) -> tuple[Tensor, Tensor]:
-        """Return a batch as it is stored: not scaled, and not moved to a device."""
+        """Return inputs and targets of a batch as they are stored: not scaled, and not moved to a device."""
         chosen = torch.from_numpy(index)
         x, y = self.x.index_select(0, chosen), self.y.index_select(0, chosen)
         return (x, y) if augment is None else augment(x, y)
@@ -70,7 +70,7 @@ class Samples:
 
 @contextmanager
 def torch_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators inside the ``with`` block, for dropout and the like. Afterwards they are as before."""
+    """Seed torch's generators of the CPU and of ``device`` for the ``with`` block. Restore their states afterwards."""
     cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if cuda else []):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every accelerator, forked or not
@@ -92,16 +92,19 @@ def statistics_pass(
     """Measure the moments that ``how`` describes, of every BatchNorm layer, in evaluation mode.
 
     The model stays unchanged: its gradients, its statistics and the modes of its modules. Random numbers come only from
-    ``rng``. The statistics that layers normalise with (``NORMALISERS``) depend on how the samples are divided into batches,
-    so these batches are random. They need two samples: with fewer, nothing is measured.
+    ``rng``. Moments with which training batches are normalised (``NORMALISERS``) depend on how samples are divided into
+    batches, so for these the batches are random. If there are fewer than two samples, they are not measured.
 
     Args:
         model: The network.
         samples: The samples.
-        how: What to measure, and on how many random samples.
+        how: The statistics pass: which moments to measure, and on how many random samples.
         rng: The generator of the random samples and batches.
         batch_size: The batch size. For ``NORMALISERS`` it should be the batch size of training.
-        measure: A function that measures instead of ``measured``. It gets a function that returns the batches of inputs.
+        measure: A function that replaces ``measuring.measured``. It gets a function that returns the batches of inputs.
+
+    Returns:
+        Layer -> moments over all chosen samples.
     """
     like = inputs_like(model)
     parts = pieces(len(samples), how, rng, batch_size)
@@ -113,7 +116,7 @@ def statistics_pass(
 
 
 def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: int = PASS_BATCH) -> list[np.ndarray]:
-    """Return the index arrays of a statistics pass over ``n`` samples; none if there are too few."""
+    """Return, for each batch of a statistics pass over ``n`` samples, the indices of its samples. Empty for too few samples."""
     chosen = np.arange(n)
     if 0 < how.samples < n:
         chosen = np.sort(rng.choice(n, how.samples, replace=False))
@@ -127,12 +130,12 @@ def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: in
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 0, task: Task = CLASSIFICATION) -> MetricState:
-    """Evaluate ``model`` in evaluation mode on ``data``.
+    """Evaluate ``model`` in evaluation mode on ``data``. Return the task's metrics as a ``MetricState``.
 
     Args:
-        model: The network.
-        data: Samples, or an iterable of batches as ``task.read`` takes them (a DataLoader, say).
-        batch_size: The batch size for ``Samples``. 0: 500, or 8 if the labels are masks, which are large.
+        model: The network. It stays in evaluation mode afterwards.
+        data: Samples, or an iterable of batches that ``task.read`` takes (a DataLoader, say).
+        batch_size: The batch size for ``Samples``. 0: 500, or 8 if the targets are masks, which are large.
         task: The task.
     """
     model.eval()
@@ -152,10 +155,10 @@ def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 
 def tested(round: LocalRound, source: Source) -> float | None:
     """Evaluate a client's network as it is now on the client's own test data, by the task's metric.
 
-    The network, the modes of its modules and torch's random numbers stay as they are.
+    The network, the modes of its modules and torch's random generator of the CPU stay unchanged.
 
     Returns:
-        The value. None if the settings ask for no such evaluation, or if the metric has no finite value.
+        The value of the metric. None without test data or ``local_evaluation``, or if the value is not finite.
     """
     if source.test is None or not round.settings.local_evaluation:
         return None

@@ -28,9 +28,12 @@ def measured(
     """Measure, for every BatchNorm layer, the moments that ``how`` describes, over ``batches`` of inputs.
 
     The model runs in evaluation mode and stays unchanged: its gradients, its statistics and the modes of its modules. No
-    random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers are in training mode, so they normalise with the
-    batch. Layers that the model's owner has frozen (``held_layers``) are not. A batch that gives such a layer only one value
-    per channel is left out.
+    random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers are in training mode, so they normalise with
+    the batch, unless the model's owner has frozen them (``held_layers``). A batch that gives a layer in training mode only
+    one value per channel is left out.
+
+    Returns:
+        Layer -> the moments over all batches.
     """
     with measuring(model, how) as observed:
         for x in batches:
@@ -47,7 +50,10 @@ def measured(
 
 @contextmanager
 def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[Moments]]]:
-    """Prepare ``model`` for the pass ``how`` in a ``with`` block. Each forward pass adds moments to the yielded dict."""
+    """Prepare ``model`` for the statistics pass ``how`` inside the ``with`` block.
+
+    Yield layer -> moments: each forward pass adds one ``Moments`` per layer.
+    """
     training = {module: module.training for module in model.modules()}
     held = held_layers(model)
     model.eval()

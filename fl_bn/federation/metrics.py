@@ -1,4 +1,4 @@
-"""Handle metrics by name: numbered series of metrics, and summaries over several clients."""
+"""Summarise metrics over several clients, and read numbered metrics such as ``accuracy-class-0``, ``accuracy-class-1``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fl_bn.task import Task, weighted_mean
 
 
 def series(metrics: Mapping[str, float], stem: str) -> list[float]:
-    """Return the values of the metrics ``stem`` + "0", ``stem`` + "1", ..., as long as there are any."""
+    """Return the values of the metrics ``stem`` + "0", ``stem`` + "1", ..., up to the first missing name."""
     names = (f"{stem}{index}" for index in count())
     return [metrics[name] for name in takewhile(metrics.__contains__, names)]
 
 
 def named_series(stem: str, values: Sequence[float]) -> dict[str, float]:
-    """Return name -> value for a series: the inverse of ``series``."""
+    """Return ``stem`` + "0", ``stem`` + "1", ... -> value: the inverse of ``series``."""
     return {f"{stem}{index}": value for index, value in enumerate(values)}
 
 
 def fits(task: Task, name: str, value: float) -> bool:
-    """Tell whether ``value`` is finite and in the range of the metric ``name``."""
+    """Tell whether ``value`` is finite and in the range that ``task`` declares for the metric ``name``."""
     low, high = task.declared()[name]
     return math.isfinite(value) and low <= value <= high
 
@@ -31,9 +31,14 @@ def fits(task: Task, name: str, value: float) -> bool:
 def over_clients(task: Task, measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Summarise the metrics of several clients, each client counted once.
 
-    The result has the mean, the standard deviation and the worst value of the task's own metric (``accuracy``,
-    ``accuracy-std``, ``accuracy-min``), and the mean of ``loss``. Of every other metric it has the mean over the clients
-    with a value in the metric's range; NaN if there are none.
+    Args:
+        task: The task. It declares its metrics.
+        measured: Each client's metrics by name.
+
+    Returns:
+        Name -> value. For the task's own metric: the mean, the standard deviation and the worst value (``accuracy``,
+        ``accuracy-std``, ``accuracy-min``). For ``loss``: the mean. For every other metric: the mean over the clients
+        with a value in the metric's range; NaN if there are none.
     """
     own = np.array([metrics[task.metric] for metrics in measured])
     worst = own.min() if task.higher_is_better else own.max()
@@ -50,7 +55,8 @@ def over_clients(task: Task, measured: Sequence[Mapping[str, float]]) -> dict[st
 def over_samples(measured: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """Return the mean of each metric over clients, weighted by their test samples.
 
-    The mean of a metric is over the clients that have it: a client without a sample of a class has no accuracy of it.
+    Clients without a metric are left out of its mean. For example, a client without samples of class 3 has no accuracy of
+    class 3.
 
     Args:
         measured: Each client's number of test samples, and its metrics by name.

@@ -1,8 +1,8 @@
-"""Keep momentum between rounds: load the clients' optimiser buffers by name, and read them.
+"""Keep momentum between rounds: read the buffers of a client's optimiser by name, and load them into another optimiser.
 
-Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (seed 000), appendix C.4: ``reset``
-every round, ``local`` (kept by each client), or ``global``: sent to the server, averaged like the model's weights, and
-sent back, which doubles the payload.
+Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (seed 000), appendix C.4, has three ways.
+``reset``: buffers start from zeros in every round. ``local``: each client keeps its buffers. ``global``: the server averages
+the buffers like the model's weights and sends them back, which doubles the payload.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ Buffers = dict[str, dict[str, Tensor]]  # torch's name of the buffer -> name of 
 
 
 def load_buffers(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Load ``buffers`` into ``optimizer``. Parameters that lack one of the buffers start without any."""
+    """Load ``buffers`` into ``optimizer``. A parameter for which one of the buffers is missing starts without buffers.
+
+    Args:
+        optimizer: The optimiser.
+        parameters: Name -> parameter.
+        buffers: Torch's name of the buffer -> parameter's name -> buffer.
+    """
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
         if buffers and id(parameter) in mine and all(name in of for of in buffers.values()):
@@ -40,10 +46,10 @@ def buffers_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], kin
     Args:
         optimizer: The optimiser.
         parameters: Name -> parameter.
-        kinds: Its keys are torch's names of the buffers to return, as in ``SECTIONS``.
+        kinds: A mapping whose keys are torch's names of the buffers to return, such as ``SECTIONS["sgd"]``.
 
     Returns:
-        Kind -> parameter's name -> buffer. A parameter that the optimiser never updated has no entry.
+        Torch's name of the buffer -> parameter's name -> buffer. A parameter that the optimiser never updated has no entry.
     """
     state = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
     return {
@@ -52,12 +58,12 @@ def buffers_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], kin
 
 
 def to_kept(buffers: Buffers) -> dict[str, Tensor]:
-    """Return ``buffers`` as one section of a client's kept tensors, with names ``buffer/parameter``."""
+    """Return ``buffers`` as one section of a client's kept state: ``buffer/parameter`` -> tensor."""
     return {f"{key}/{name}": tensor for key, of in buffers.items() for name, tensor in of.items()}
 
 
 def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
-    """Return the buffers of a section that ``to_kept`` made: its inverse."""
+    """Return the buffers of a section that ``to_kept`` made. It is the inverse of ``to_kept``."""
     buffers: Buffers = {}
     for entry, tensor in kept.items():
         key, _, name = entry.partition("/")
@@ -66,13 +72,13 @@ def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
 
 
 def restart(optimizer: Optimizer, method: Method, phase: Phase, steps: int) -> None:
-    """Clear the optimiser's state after the first step of a phase EXCHANGE, if ``method.restarts``. Call this after each step.
+    """Clear the optimiser's buffers after the first step of phase EXCHANGE, if ``method.restarts``. Call this after each step.
 
     Args:
         optimizer: The optimiser of one client, or of a stack of clients.
         method: The method.
         phase: The phase of the round.
-        steps: How many steps were made before this one.
+        steps: The number of local steps before this one.
     """
     if method.restarts and phase is Phase.EXCHANGE and steps == 0:
         optimizer.state.clear()

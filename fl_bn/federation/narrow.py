@@ -1,10 +1,10 @@
 """Send weights and gradients in two bytes per value instead of four.
 
 Rounding to ``bfloat16``, which has the range of float32, changes a value by at most 2^-8 of its absolute value. Rounding
-to ``float16``, whose largest value is 65504, changes it by at most 2^-11 of its absolute value. Below 2^-14 float16 has
-steps of 2^-24, so the error there is up to 2^-25. Everything else stays exact: statistics and moments, buffers, and
-auxiliary tensors (control variates, momentum). NumPy has no bfloat16, so its bit patterns are sent as uint16. The
-message's header names the type.
+to ``float16``, whose largest value is 65504, changes a value by at most 2^-11 of its absolute value. Below 2^-14, float16
+has steps of 2^-24, so the error there is up to 2^-25. All other tensors are sent exactly: statistics and moments, buffers,
+and auxiliary tensors (control variates, momentum). NumPy has no bfloat16, so the bit patterns are sent as uint16. The
+message's header names the dtype.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Overflow(ValueError):
 
 @dataclass(frozen=True)
 class PayloadDtype:
-    """Convert the sections ``ROUNDED`` of a message to the dtype in which they are sent, and back.
+    """Convert a message's weights and gradients to the dtype in which they are sent, and back.
 
     Attributes:
-        dtype: The name of the dtype on the wire.
-        tensors: The model's parameters: name -> its own dtype.
+        dtype: The name of the dtype in which they are sent.
+        tensors: Name -> the model's own dtype, of each parameter to convert.
     """
 
     dtype: str = AS_THE_MODEL
@@ -49,7 +49,7 @@ class PayloadDtype:
 
     @classmethod
     def of(cls, dtype: str, model: nn.Module) -> PayloadDtype:
-        """Make the conversion for ``model``'s parameters that are wider than two bytes."""
+        """Make the conversion to ``dtype`` for those parameters of ``model`` that have more than two bytes per value."""
         check_name("payload", dtype, PAYLOADS)
         if dtype == AS_THE_MODEL:
             return EXACT
@@ -69,10 +69,10 @@ class PayloadDtype:
         return payload if self.dtype == AS_THE_MODEL else self._each(payload, partial(self._narrowed, overflows))
 
     def widen(self, payload: Payload) -> Payload:
-        """Return ``payload`` in the model's own dtypes; the schema checks names and shapes.
+        """Return ``payload`` in the model's own dtypes. It does not check names and shapes: a ``Schema`` does so afterwards.
 
         Raises:
-            WireError: A tensor has another dtype than the one in which it should be sent.
+            WireError: A tensor does not have the dtype in which it should be sent.
         """
         return payload if self.dtype == AS_THE_MODEL else self._each(payload, self._widened)
 
@@ -98,7 +98,8 @@ class PayloadDtype:
         if not overflows and (over := int((narrow.isinf() & wide.isfinite()).sum())):
             raise Overflow(
                 f"{section}/{name}: {over} of {array.size} values are beyond {torch.finfo(narrow.dtype).max:.6g}, the largest number of "
-                f"payload-dtype={self.dtype!r}, so it was not sent: lower the learning rate, or take a payload-dtype of wider range"
+                f"payload-dtype={self.dtype!r}, so the tensor was not sent: lower the learning rate, or set payload-dtype to bfloat16 or "
+                "float32"
             )
         return narrow.view(torch.int16).numpy().view(ON_THE_WIRE[self.dtype])
 
@@ -117,10 +118,11 @@ def check_payload(dtype: str, method: Method) -> None:
     """Check that ``method`` works with a payload of ``dtype``.
 
     Raises:
-        ValueError: The method needs an exact payload.
+        ValueError: ``dtype`` rounds, but the method needs exact weights.
     """
     check_name("payload", dtype, PAYLOADS)
     if dtype != AS_THE_MODEL and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
         raise ValueError(
-            f"{method.name} makes the centralised step, which needs exact weights: payload-dtype must be {AS_THE_MODEL}, but got {dtype!r}"
+            f"{method.name}'s step equals that of centralised training only with exact weights: payload-dtype must be {AS_THE_MODEL}, but "
+            f"got {dtype!r}"
         )

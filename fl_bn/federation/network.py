@@ -1,4 +1,4 @@
-"""Lend unchanged copies of a converted network to rounds, and compute once what follows from the network."""
+"""Lend copies of a converted network to rounds, and store values that depend only on the network, such as schemas."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _TORCHS = frozenset(vars(nn.Module()))  # torch's own bookkeeping: tensors, subm
 class Network:
     """Lend copies of ``model`` for training and testing. ``model`` itself is never changed.
 
-    It must be converted for ``method`` already. A returned copy is reset and lent again, so there are only as many
-    copies as are in use at the same time. What follows from model and method, such as schemas, is computed once.
+    ``model`` must be converted for ``method`` already. A returned copy is reset and lent again, so there are only as many
+    copies as are in use at the same time. Schemas and other values that depend only on model and method are computed once.
     """
 
     def __init__(self, model: nn.Module, method: Method, device: torch.device | None = None) -> None:
@@ -45,7 +45,7 @@ class Network:
 
     @contextmanager
     def lend(self) -> Iterator[Copy]:
-        """Lend a copy of ``model`` on the device for the ``with`` block, in the original state of ``model``."""
+        """Lend a copy of ``model`` for the ``with`` block, on ``device``. Its state is that of ``model``."""
         while self._back:
             lent, pristine = self._back.pop()
             if pristine.restored():
@@ -60,7 +60,7 @@ class Network:
                 self._back.append((lent, pristine))
 
     def keep(self, most: int) -> None:
-        """Delete returned copies until at most ``most`` are left."""
+        """Delete copies that are not lent now, so that at most ``most`` of these are left."""
         del self._back[most:]
 
     @cached_property
@@ -75,28 +75,28 @@ class Network:
 
     @cached_property
     def centred(self) -> list[str]:
-        """Return the names of the weights whose gradients are centred, if the method centres any."""
+        """Return the names of the weights to centre in rounds with centred gradients (see ``centring``)."""
         return centred_weights(self.original)
 
     def instruction(self, auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
-        """Return the schema that tensors from the server must match at a client, see ``schema.instruction``.
+        """Return the schema of the server's instruction, see ``schema.instruction``.
 
         Args:
-            auxiliary: The kinds of tensors that accompany the weights.
+            auxiliary: The kinds of auxiliary tensors, which are sent with the weights.
         """
         if (key := tuple(auxiliary)) not in self._schemas:
             self._schemas[key] = schema.instruction(self.original, self.method, key)
         return self._schemas[key]
 
     def reply(self, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
-        """Return the schema of a reply, see ``schema.reply``."""
+        """Return the schema of a client's reply, see ``schema.reply``."""
         if (key := (phase, update, *auxiliary)) not in self._schemas:
             self._schemas[key] = schema.reply(self.original, self.method, phase, update, auxiliary)
         return self._schemas[key]
 
 
 class Copy:
-    """Hold a lent copy of a network, or a model that its owner manages (``Copy.of``)."""
+    """Hold a copy of a network that ``Network.lend`` lent, or a user's own model (``Copy.of``), for fast loading of tensors."""
 
     def __init__(self, model: nn.Module, network: Network) -> None:
         self.model, self.network = model, network
@@ -104,7 +104,7 @@ class Copy:
 
     @classmethod
     def of(cls, model: nn.Module, method: Method) -> Copy:
-        """Wrap a model that its owner manages."""
+        """Wrap a user's own ``model``, which is converted for ``method``. It is not copied."""
         return cls(model, Network(model, method))
 
     @property
@@ -116,7 +116,7 @@ class Copy:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load tensors as ``model.load_state_dict(tensors, strict=False)`` does. A schema must have checked them before."""
+        """Load tensors as ``model.load_state_dict(tensors, strict=False)`` does. Check them by a schema first."""
         if self._slots is None:
             load_tensors(self.model, tensors)
         elif tensors:
@@ -125,7 +125,7 @@ class Copy:
 
 
 class _Pristine:
-    """Remember a model's state: every tensor, mode and plain attribute of every module, and its number of hooks."""
+    """Store a model's state: the tensors, modes, plain attributes and numbers of hooks of all its modules."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -144,7 +144,7 @@ class _Pristine:
 
     @torch.no_grad()
     def restored(self) -> bool:
-        """Restore the state. Return False if a change cannot be undone, so that a new copy is needed."""
+        """Restore the stored state. Return False if a change cannot be undone, so that a new copy is needed."""
         for slots, names, ids in self._slots:
             if list(slots) != names or list(map(id, slots.values())) != ids:
                 return False
@@ -166,16 +166,16 @@ class _Pristine:
 
 
 def _own_state(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of ``module`` that neither torch nor a hook in a forward pass has set."""
+    """Return the attributes of ``module``, without those that torch sets and those that a hook sets in forward passes."""
     others = _TORCHS | results(module)
     return {name: value for name, value in vars(module).items() if name not in others}
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:
-    """Return name -> (the dict of a module that holds the tensor, its key there) for each tensor of the state_dict.
+    """Return name -> (the module's dict with this tensor, the tensor's key there), for each tensor of the state_dict.
 
-    ``model.to`` may replace a tensor in its dict. None if a module loads a state_dict in its own way, so that copying the
-    tensors is not enough.
+    The dicts stay valid even if ``model.to`` replaces a tensor. Return None if a module loads a state_dict in its own way,
+    so that copying the tensors is not enough.
     """
     if not all(map(_has_no_way, model.modules())):
         return None
@@ -195,7 +195,7 @@ def _has_no_way(module: nn.Module) -> bool:
 
 
 def _plain(value: Any) -> bool:
-    """Tell whether ``==`` compares the complete state of ``value``."""
+    """Tell whether ``value`` consists of plain Python values, so that ``_same`` can compare its complete state."""
     if isinstance(value, tuple | list | set | frozenset):
         return all(map(_plain, value))
     if isinstance(value, dict):

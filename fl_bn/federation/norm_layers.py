@@ -1,4 +1,4 @@
-"""Check before round 1 that a network has the layers that its method is about. Every way of starting a run uses it."""
+"""Check before round 1 that a network has BatchNorm if its method needs it. Every way of starting a run does this check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
     """Explain that ``method`` is plain federated averaging for ``model``, because it has no BatchNorm layer.
 
     Returns:
-        The explanation. Empty if the method does something else for this model, or is plain averaging for any model.
+        The explanation. Empty if the method differs from plain averaging for this model, or is ``fedavg`` itself.
     """
     if has_batch_norm(model) or method.prepare is not None or not method.shares(Role.WEIGHT) or method.name == "fedavg":
         return ""
@@ -40,31 +40,31 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
 
 
 def registering(kind: str) -> str:
-    """Return, as text, the call that registers ``kind`` as a BatchNorm class. It does not derive from torch's BatchNorm."""
+    """Return, as text, the call that registers the class named ``kind`` as BatchNorm. It does not derive from torch's BatchNorm."""
     return f"fl_bn.register_batch_norm({kind}, convert=...)"
 
 
 def without_subject(method: Method) -> bool:
-    """Tell whether ``method`` is about statistics that clients report or measure.
+    """Tell whether ``method`` has no effect without BatchNorm, because it is about statistics that clients report or measure.
 
-    Such a method is refused for a network without BatchNorm. Other methods (those that keep BatchNorm at the clients, or
-    replace it by another normaliser) are plain federated averaging for such a network, with a warning.
+    Such a method is refused for a network without BatchNorm. Other methods keep BatchNorm at the clients, or replace it by
+    another normaliser. For a network without BatchNorm they are plain federated averaging, and a warning says so.
     """
     return method.report is not StatisticsReport.NOTHING or method.refresh is not Refresh.NOTHING
 
 
 def check_layers(model: nn.Module, method: Method) -> None:
-    """Check that ``model``, converted for ``method`` or not, has BatchNorm.
+    """Check that ``model``, converted for ``method`` or not, has BatchNorm if ``method`` needs it.
 
     Raises:
-        ValueError: It has no BatchNorm, and ``method`` is only about BatchNorm.
+        ValueError: ``model`` has no BatchNorm layer, and ``method`` is about the statistics of BatchNorm.
     """
     if without_subject(method) and (reason := no_batch_norm(model, method)):
         raise ValueError(reason)
 
 
 def looks_like_norm(model: nn.Module, method: Method) -> list[str]:
-    """Return a sentence for each class of layers in ``model`` that look like norm layers, but are not known as such."""
+    """Return a sentence about each class of layers in ``model`` that looks like a norm layer, but that fl-bn does not know."""
     by_kind = defaultdict[type[nn.Module], list[str]](list)
     for name, layer in unknown_norms(model).items():
         if kind_of(layer) is None:
@@ -76,16 +76,16 @@ def looks_like_norm(model: nn.Module, method: Method) -> list[str]:
         if tracks_statistics(model.get_submodule("" if names[0] == "the model" else names[0])):
             fate = "shares its tensors" if any(map(method.shares, Role)) else "keeps its tensors"
             sentences.append(
-                f"{where}: looks like BatchNorm, but is none by type, so method {method.name} {fate} like those of any other layer. If it "
-                f"is BatchNorm, register it: {registering(kind.__name__)}"
+                f"{where}: looks like BatchNorm, but its class is not known as BatchNorm, so method {method.name} {fate} like those of any "
+                f"other layer. If it is BatchNorm, register it: {registering(kind.__name__)}"
             )
         else:
-            sentences.append(f"{where}: a norm layer by its name alone, treated like any other layer without statistics")
+            sentences.append(f"{where}: its name is that of a norm layer, but its class is not known, so it is treated as any other layer")
     return sentences
 
 
 def say_absent(model: nn.Module, method: Method) -> None:
-    """Log, once at the start of a run, that the unconverted ``model`` lacks BatchNorm, or has unknown norm layers."""
+    """Log whether the unconverted ``model`` lacks BatchNorm or has unknown norm layers. Call this at the start of a run."""
     if reason := no_batch_norm(model, method):
         LOGGER.warning("%s", reason)
     for line in looks_like_norm(model, method):

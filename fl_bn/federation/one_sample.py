@@ -1,9 +1,9 @@
-"""Handle batches of one sample, which have no variance in a BatchNorm layer with one value per channel.
+"""Handle batches of one sample: they have no variance in a BatchNorm layer that gets only one value per channel.
 
-If no layer normalises with the statistics of its batch (FBN, group and layer normalisation, frozen rounds), a batch of
-one sample needs no special care. Otherwise a loader's batch of one sample is left out if some layer would get only one
-value per channel. In such rounds fl-bn's own batches never have one sample: a single sample at the end joins the batch
-before, and a client with only one sample sits the round out.
+If no layer normalises with the statistics of its batch, a batch of one sample needs no special care. This holds for FBN,
+group and layer normalisation, and frozen rounds. In other rounds, fl-bn leaves out a loader's batch of one sample if some
+layer would get only one value per channel. The batches that fl-bn itself draws then have at least two samples. A single
+sample at the end joins the batch before, and a client with only one sample sits the round out.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ ADVICE = (
 
 
 def batch_statistics(model: nn.Module, method: Method, phase: Phase) -> dict[str, nn.Module]:
-    """Return the BatchNorm layers of ``model`` (converted) that normalise with a batch's statistics in ``phase``."""
+    """Return the BatchNorm layers of the converted ``model`` that normalise with their batch's statistics in ``phase``, by name."""
     frozen = phase is Phase.FROZEN and Role.STATISTIC in method.frozen
     return {} if method.constant or frozen else dict(batch_norms(model))
 
 
 def fewest(model: nn.Module, method: Method, phase: Phase) -> int:
-    """Return the smallest size of fl-bn's own batches: 2 if a layer normalises with the batch's statistics, else 1."""
+    """Return the least number of samples in a batch that fl-bn draws: 2 if a layer needs batch statistics, else 1."""
     return 2 if batch_statistics(model, method, phase) else 1
 
 
 class Trainable:
-    """Iterate over the ``batches`` of a loader that ``round`` can train on, inside ``round.open()``.
+    """Iterate over the ``batches`` of a loader without batches of one sample that have no variance. Use it in ``round.open()``.
 
     Attributes:
         all: The batches as the loader gives them.
-        left_out: How many batches were left out, in all passes so far.
+        left_out: The number of batches that were left out, in all passes so far.
     """
 
     def __init__(self, round: LocalRound, batches: Iterable[Any], task: Task = CLASSIFICATION, drawn: bool = False) -> None:
@@ -54,7 +54,7 @@ class Trainable:
         self._seen: dict[tuple[tuple[int, ...], ...], bool] = {}
 
     def __len__(self) -> int:
-        """Return the number of batches of one pass, also those that are left out.
+        """Return the number of batches in one pass, including those that are left out.
 
         Raises:
             TypeError: The loader does not have a length.
@@ -88,7 +88,7 @@ class Trainable:
 def without_variance(model: nn.Module, layers: Mapping[str, nn.Module], x: Any, task: Task = CLASSIFICATION) -> list[str]:
     """Return the names of the ``layers`` of ``model`` that get only one value per channel if the input is ``x``.
 
-    This runs a forward pass in evaluation mode, which leaves the model unchanged.
+    The function runs a forward pass in evaluation mode, which leaves the model unchanged.
     """
     names: list[str] = []
 
@@ -112,7 +112,7 @@ def without_variance(model: nn.Module, layers: Mapping[str, nn.Module], x: Any, 
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """Add advice to the error that a layer raises for a batch of one sample, in a user's own training loop."""
+    """Add a note with advice to the error that a layer raises for a batch of one sample, inside the ``with`` block."""
     try:
         yield
     except ValueError as error:

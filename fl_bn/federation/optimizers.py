@@ -1,12 +1,12 @@
-"""Define the server's optimisers, which step on the pseudo-gradient of the shared weights and affine parameters.
+"""Define the server's optimisers, which step along the pseudo-gradient of the shared weights and affine parameters.
 
 FedAvg: McMahan et al., AISTATS 2017. FedAvgM: Measuring the Effects of Non-Identical Data Distribution for
 Federated Visual Classification, Hsu, Qi, Brown, 2019. FedAdagrad, FedAdam, FedYogi: Adaptive Federated
 Optimization, Reddi et al., ICLR 2021, Algorithm 2. FedACG: Communication-Efficient Federated Learning with
 Accelerated Client Gradient, Kim, Kim, Han, CVPR 2024, Algorithm 1.
 
-They never change statistics, because Adam, for example, can make running variances negative. The method's rule
-combines the statistics instead.
+Server optimisers never change statistics, because Adam, for example, can make running variances negative. The method's
+rule combines the statistics instead.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from fl_bn.options import Options, option, takes
 from fl_bn.support.names import check_name
 
 Gradient = Callable[[Tensor, Tensor, torch.dtype], Tensor]
-"""A function that returns a weight's gradient in float64. Its arguments are the weight in float64, a tensor that it may
-change, and the dtype in which the weight is stored.
+"""A function that returns a weight's gradient in float64. Its arguments are the weight in float64, the clients' average
+(a tensor that the function may overwrite), and the dtype in which the weight is stored. See ``aggregation.difference``.
 """
 
 
 class FedOpt(Eager):
     """Step by Algorithm 2 of Adaptive Federated Optimization, as published.
 
-    There is no bias correction, and v starts as tau^2.
+    As in the paper, there is no bias correction, and the second moment v starts as tau^2.
 
     Symbols: Delta -> minus the gradient, m -> first, v -> second, eta -> lr, beta_1 -> beta1, beta_2 ->
     beta2, tau -> tau.
@@ -45,7 +45,7 @@ class FedOpt(Eager):
         lr: The step size.
         beta1: The weight of the old first moment.
         beta2: The weight of the old second moment.
-        tau: Keeps the step finite where gradients are small.
+        tau: The number that is added to sqrt(v), so that the step stays finite where gradients are small.
     """
 
     def __init__(self, parameters: list[nn.Parameter], kind: str, lr: float, beta1: float, beta2: float, tau: float) -> None:
@@ -72,14 +72,15 @@ class FedOpt(Eager):
 
 
 class FedACG(Eager):
-    """Set the weights to the clients' average, and remember by how much they moved: the server's half of FedACG.
+    """Set the weights to the clients' average, and store by how much they moved: the server's half of FedACG.
 
-    Clients start at ``weights + momentum * movement`` (``ServerOptimizer.lookahead``). The paper's local
-    penalty towards that point is FedProx's. Symbols: theta -> the weights, m -> movement, lambda -> momentum.
+    Clients start at ``weights + momentum * movement`` (``ServerOptimizer.lookahead``). The paper's local penalty
+    on the distance to this point is that of FedProx. Symbols: theta -> the weights, m -> movement,
+    lambda -> momentum.
 
     Args:
         parameters: The shared weights.
-        momentum: The factor of the last movement.
+        momentum: The factor of the last movement in the clients' starting point.
     """
 
     def __init__(self, parameters: list[nn.Parameter], momentum: float) -> None:
@@ -97,8 +98,8 @@ class FedACG(Eager):
 class ServerOptimizer:
     """Step the shared learnable weights by any torch optimiser, along the pseudo-gradient, tensor by tensor.
 
-    It never sees statistics. It works in float64 on the weights that the clients started from. So SGD with
-    learning rate 1 along ``pseudo_gradient`` returns the average itself.
+    It does not get statistics. It works in float64, on the server's weights before the round. So SGD with learning rate
+    1 along ``pseudo_gradient`` returns the average itself.
 
     Args:
         make: Makes the torch optimiser of a list of parameters.
@@ -115,7 +116,7 @@ class ServerOptimizer:
         Args:
             weights: Name -> weight before the step.
             gradient: Name -> gradient. Weights without a gradient are not in the result.
-            learning_rate_factor: A factor of the step size.
+            learning_rate_factor: The factor by which the step size is multiplied.
         """
         result = {name: tensor.to(torch.float64, copy=True) for name, tensor in gradient.items()}
         self.step_within(weights, result, None, learning_rate_factor)
@@ -124,13 +125,14 @@ class ServerOptimizer:
     def step_within(self, weights: Named, tensors: Named, gradient: Gradient | None = None, learning_rate_factor: float = 1.0) -> None:
         """Write the weights after one step into ``tensors``.
 
-        It copies only one tensor at a time or, if the optimiser has no buffers, only one block of a tensor.
+        The method copies only one tensor at a time. For SGD without momentum, it copies only one block of a tensor.
 
         Args:
             weights: Name -> weight before the step.
-            tensors: Name -> float64 tensor with the gradient, or with the input of ``gradient``. It is overwritten.
-            gradient: Computes the gradient, see ``Gradient``. Default: ``tensors`` are the gradient.
-            learning_rate_factor: A factor of the step size.
+            tensors: Name -> float64 tensor: the gradient, or the clients' average from which ``gradient`` computes it.
+                It is overwritten with the new weight.
+            gradient: Computes the gradient, see ``Gradient``. Default: ``tensors`` are the gradients.
+            learning_rate_factor: The factor by which the step size is multiplied.
         """
         if not tensors:  # nothing is shared
             return
@@ -153,7 +155,7 @@ class ServerOptimizer:
             parameter.data = _without_memory(tensor)
 
     def lookahead(self, weights: Named) -> dict[str, Tensor]:
-        """Return the weights with which clients start (FedACG), in float64; empty if these are ``weights`` themselves."""
+        """Return name -> the weight with which clients start (FedACG), in float64. Empty: they start with ``weights``."""
         if self._optimizer is None or not (momentum := self._optimizer.param_groups[0].get("lookahead", 0.0)):
             return {}
         state = self._optimizer.state
@@ -166,9 +168,9 @@ class ServerOptimizer:
         return self._optimizer
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the optimiser's buffers (momentum, moments, counts), by the names ``buffer/weight``.
+        """Return ``buffer/weight`` -> the optimiser's buffer (momentum, moments, step counts).
 
-        It is empty for plain SGD, and before the first step.
+        The result is empty for plain SGD, and before the first step.
         """
         if self._optimizer is None:
             return {}
@@ -181,7 +183,7 @@ class ServerOptimizer:
         }
 
     def restore(self, buffers: Named) -> None:
-        """Load the buffers that ``buffers`` of an equal optimiser returned."""
+        """Load buffers that the method ``buffers`` returned, of this optimiser or of one with the same options."""
         shapes = {entry.partition("/")[2]: tensor for entry, tensor in buffers.items()}
         if not shapes:
             self._optimizer = None
@@ -193,7 +195,7 @@ class ServerOptimizer:
 
 
 def _without_memory(like: Tensor) -> Tensor:
-    """Return float64 zeros in the shape of ``like``, which take the memory of one number."""
+    """Return float64 zeros in the shape of ``like``. They are an expanded scalar, with the memory of one number."""
     return torch.zeros((), dtype=torch.float64).expand(like.shape)
 
 
@@ -224,7 +226,7 @@ class FedAvgOptions(ServerOptions):
     """Hold the options of FedAvg.
 
     Attributes:
-        momentum: Must be 0.
+        momentum: Must be 0, since FedAvg has no server momentum.
     """
 
     name: ClassVar[str] = "fedavg"
@@ -233,10 +235,10 @@ class FedAvgOptions(ServerOptions):
 
 @takes(FedAvgOptions)
 def fedavg(options: FedAvgOptions) -> ServerOptimizer:
-    """Make FedAvg. With a learning rate of 1, the new weights are the average itself.
+    """Make FedAvg's optimiser: SGD. With a learning rate of 1, the new weights are the clients' average itself.
 
     Raises:
-        ValueError: A momentum is given.
+        ValueError: The momentum is above 0.
     """
     if options.momentum > 0:
         raise ValueError(
@@ -328,7 +330,7 @@ class FedACGOptions(ServerOptions):
     """Hold the options of FedACG.
 
     Attributes:
-        momentum: The factor of the last movement, lambda, in [0, 1).
+        momentum: lambda, in [0, 1): the factor of the last movement in the clients' starting point.
     """
 
     name: ClassVar[str] = "fedacg"
@@ -343,7 +345,7 @@ def fedacg(options: FedACGOptions) -> ServerOptimizer:
         ValueError: The learning rate is not 1.
     """
     if options.learning_rate != 1:
-        raise ValueError(f"fedacg takes the clients' average as it is: expected {RATE}=1, but got {options.learning_rate}")
+        raise ValueError(f"fedacg sets the weights to the clients' average: expected {RATE}=1, but got {options.learning_rate}")
     return ServerOptimizer(lambda parameters: FedACG(parameters, options.momentum))
 
 
@@ -358,12 +360,12 @@ SERVER_OPTIMIZERS: dict[str, Callable[..., ServerOptimizer]] = {
 
 
 def server_optimizer(name: str, *args: Any, **options: Any) -> ServerOptimizer:
-    """Make one of ``SERVER_OPTIMIZERS``.
+    """Make the server optimiser ``name``.
 
     Args:
-        name: Its name.
-        args: Its options, by position.
-        options: Its options, by name.
+        name: One of ``SERVER_OPTIMIZERS``.
+        args: Options of this optimiser, by position.
+        options: Options of this optimiser, by name, such as ``learning_rate``.
 
     Raises:
         ValueError: There is no such optimiser, or an option is out of range.

@@ -25,17 +25,23 @@ LOGGER = logging.getLogger("flwr")
 
 
 def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[str, Tensor]:
-    """Encode the moments of every layer, with count 0 for a layer that did not run."""
+    """Encode the moments of every BatchNorm layer as tensors by name. A layer that did not run gets the count 0."""
     unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(round.model).items()}
     complete = {k: moments.get(k, Moments(0, zeros, zeros)) for k, zeros in unseen.items()}
     return encode_moments(complete, inputs_like(round.model).dtype)
 
 
 def sections_to_send(round: LocalRound, gradients: Named, finish: Finish, moments: Mapping[str, Moments]) -> Sections:
-    """Return the tensors to send, by section.
+    """Return the tensors to send, on the CPU: section -> name -> tensor.
 
-    A tensor that this round did not train is returned unchanged. A control variate that it did not train is sent as
-    zeros, because clients send the changes of control variates.
+    A tensor that this round did not train is sent unchanged. If a parameter was not trained, its control variate is sent
+    as zeros, because clients send the changes of control variates.
+
+    Args:
+        round: The client's round after training.
+        gradients: Name -> gradient to send, for ``update="gradients"``. Empty otherwise.
+        finish: The objective's tensors at the end of the round.
+        moments: Layer -> the moments to report.
     """
     state, settings = round.state, round.settings
     expected = round.network.reply(round.phase, settings.update, round.auxiliary).sections
@@ -54,7 +60,13 @@ def sections_to_send(round: LocalRound, gradients: Named, finish: Finish, moment
 def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: int) -> ClientState:
     """Return the state that the client keeps: its own layers, and the buffers of its optimiser and objective.
 
-    If a tensor is not finite, the client keeps its state from before the round, so that later rounds are not spoilt.
+    If one of these tensors is not finite, return the state from before the round, so that later rounds are not spoilt.
+
+    Args:
+        round: The client's round after training.
+        gradients: Name -> averaged gradient (``ema_gradients``), for ``update="gradients"``. Empty otherwise.
+        finish: The objective's tensors at the end of the round.
+        client: The client's number, for the log.
     """
     state, settings, method, role = round.state, round.settings, round.method, round.network.role
     local = {name: state[name].clone() for name in role if method.keeps(role[name])}
@@ -72,14 +84,17 @@ def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: i
         for name, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
                 number, kept = round.instruction.round, round.kept
-                stays = f"the state kept after round {kept.round} stays" if kept.sections else "nothing is kept yet"
+                stays = f"the client keeps its state of round {kept.round}" if kept.sections else "the client keeps no state yet"
                 LOGGER.warning("client %s: %s/%s is not finite after round %s: %s", client, section, name, number, stays)
                 return kept
     return ClientState(round.instruction.round, sections)
 
 
 def home_drift(round: LocalRound, before: Mapping[str, Running]) -> dict[str, float]:
-    """Return numbers for the reply: how far the client's own statistics moved from ``before``. Empty if they are shared."""
+    """Return how far the client's own statistics moved from ``before``, as numbers for the reply (see ``Drift``).
+
+    Return an empty dict if statistics are shared.
+    """
     if round.method.shares(Role.STATISTIC):
         return {}
     after = running_statistics(round.model)
@@ -89,7 +104,10 @@ def home_drift(round: LocalRound, before: Mapping[str, Running]) -> dict[str, fl
 
 
 def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
-    """Compute ``m <- momentum * m + (1 - momentum) * g``: DSGD's client momentum (FBN, Table 2)."""
+    """Compute ``m <- momentum * m + (1 - momentum) * g``: DSGD's client momentum (FBN, Table 2).
+
+    Return name -> m, for all parameters that are trained. ``g`` is the gradient with weight decay.
+    """
     settings, momentum, gradients = round.settings, round.kept.get("momentum"), dict[str, Tensor]()
     for name, parameter in round.model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -102,7 +120,7 @@ def ema_gradients(round: LocalRound) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def step_at_home(round: LocalRound, gradients: Named) -> None:
-    """Apply ``gradients`` to the parameters that stay at the client, because the server cannot update these."""
+    """Make a gradient step on the parameters that stay at the client, because the server does not update these."""
     for name, parameter in round.model.named_parameters():
         if name in gradients and not round.method.shares(round.network.role[name]):
             parameter.sub_(gradients[name], alpha=round.instruction.learning_rate)

@@ -1,4 +1,4 @@
-"""Carry out the client's and the server's part of a round, where the user's own code trains and sends."""
+"""Carry out the client's and the server's part of a round around a user's own training loop and own messages."""
 
 from __future__ import annotations
 
@@ -64,17 +64,18 @@ def local_round(
     >>> reply, kept = round.reply(samples=16)  # send the reply, keep the state; more: docs/how-to/loop.md
 
     Args:
-        model: ``convert(net, method)``, the client's own copy. It is loaded with the server's tensors, and
-            trained.
+        model: ``convert(net, method)``, the client's own copy of the network. The server's tensors are loaded into
+            it, and the loop trains it.
         method: The method, the same as the server's.
         instruction: The server's instruction.
         kept: The state that ``round.reply`` returned in the client's last round. Default: no state, for its first
             round.
         objective: The local objective. If it is not the default, the loop must call ``round.backward``.
-        connect: Joins FedTAN's layer-wise exchange, see ``client.Connect``. Other methods do not need it.
+        connect: Joins FedTAN's layer-wise exchange, see ``first_batch.Connect``. Other methods do not need it.
 
     Raises:
-        ValueError: The parts do not fit together, or the loop did something that the method forbids.
+        ValueError: Method, objective and instruction do not fit together. Or the loop replaced a BatchNorm layer, or
+            changed frozen parameters or statistics.
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
@@ -96,13 +97,13 @@ def local_round(
             parameter.requires_grad_(True)
     if moved := [name for name, (parameter, before) in frozen.items() if not torch.equal(parameter.detach().to(before.device), before)]:
         raise ValueError(
-            f"{method.name} freezes {moved[0]} in round {round.instruction.round}, but it changed: the training loop must not call "
-            "requires_grad_(True) on it, nor set it"
+            f"{method.name} freezes parameter {moved[0]} in round {round.instruction.round}, but its values changed: the training loop "
+            "must neither call requires_grad_(True) on this parameter nor set its values"
         )
 
 
 def client_model(model: nn.Module, method: Method, instruction: Instruction, kept: ClientState = NOTHING) -> nn.Module:
-    """Return one client's network in evaluation mode: the server's tensors, and those that the client keeps (FedBN).
+    """Return one client's network in evaluation mode: with the server's tensors, and those that the client keeps (FedBN).
 
     >>> from fl_bn import client_model, methods, server_state
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
@@ -113,12 +114,12 @@ def client_model(model: nn.Module, method: Method, instruction: Instruction, kep
     Args:
         model: The network as you wrote it, not converted. It stays unchanged.
         method: The method, the same as the server's.
-        instruction: The server's newest instruction, whose tensors the network gets.
+        instruction: The server's newest instruction. Its tensors are loaded into the network.
         kept: The state that ``round.reply`` returned in the client's last round. Default: no state, as before its
             first round.
 
     Raises:
-        ValueError: The parts do not fit together.
+        ValueError: ``model`` or ``method`` differs from the server's.
     """
     sections = {name: own for name, own in instruction.sections.items() if name in ("weights", "statistics", START)}
     own = LocalRound(convert(model, method), method, replace(instruction, phase=Phase.MEASURE, sections=sections), kept)
@@ -126,22 +127,27 @@ def client_model(model: nn.Module, method: Method, instruction: Instruction, kep
 
 
 def _check_processes(round: LocalRound) -> None:
-    """Check a client that trains in several processes, each of which sees a part of every batch.
+    """Check whether the round works if the client trains in several processes (``torch.distributed``). Log a warning if needed.
 
     Raises:
-        ValueError: The method exchanges the statistics of whole batches.
+        ValueError: The method exchanges the statistics of whole batches, but each process sees a part of every batch.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
-    parts = f"this client trains in {dist.get_world_size()} processes, and this one sees a part of every batch"
+    parts = f"this client trains in {dist.get_world_size()} processes, and this process sees only a part of every batch"
     if round.phase is Phase.EXCHANGE:
         raise ValueError(f"{parts}, but {round.method.name} exchanges the statistics of whole batches: train it in one process")
     if round.observes:
-        LOGGER.warning("%s: %s reports the moments of that part; reply from one of the processes", parts, round.method.name)
+        LOGGER.warning("%s: %s reports the moments of this part; send the reply of one process only", parts, round.method.name)
 
 
 def _check_steps(round: LocalRound, before: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if weights differ from ``before``, although no step was seen."""
+    """Raise ValueError if the loop changed weights without a recorded step. Warn if it saw batches but changed no weight.
+
+    Args:
+        round: The client's round.
+        before: Name -> parameter at the start of the round.
+    """
     if round.steps:
         return
     now = dict(round.model.named_parameters())
@@ -152,18 +158,18 @@ def _check_steps(round: LocalRound, before: Mapping[str, Tensor]) -> None:
         )
     if round.batch:
         LOGGER.warning(
-            "round %d: %s saw batches, but no optimiser stepped a parameter of round.model, and no weight changed: make the optimiser of "
-            "round.model.parameters(), not of the network before convert",
+            "round %d: under %s, round.model saw batches, but no optimiser stepped its parameters, and no weight changed: make the "
+            "optimiser with round.model.parameters(), not with those of the network before convert",
             round.instruction.round,
             round.method.name,
         )
 
 
 def _per_sample(round: LocalRound) -> bool:
-    """Tell whether opacus computes the gradient of each single sample.
+    """Tell whether opacus (differential privacy) computes the gradient of each single sample.
 
-    opacus itself refuses torch's BatchNorm by type, and layers with buffers if a parameter of the layer
-    learns. It accepts other layers that mix samples, so this function refuses them.
+    opacus itself refuses torch's BatchNorm by its type, and trainable layers with buffers. It accepts other layers
+    that mix samples, so this function refuses these layers.
 
     Raises:
         ValueError: A layer mixes samples, so that a single sample has no gradient of its own; or the objective adds a
@@ -173,19 +179,20 @@ def _per_sample(round: LocalRound) -> bool:
         return False
     if mixing := [name for name, layer in batch_norms(round.model).items() if mixes_samples(layer)]:
         raise ValueError(
-            f"BatchNorm layer {mixing[0]!r} normalises every sample with the statistics of its batch, so under {round.method.name} there "
-            "is no gradient of one sample, and the epsilon of opacus does not hold: choose a method without batch statistics, such as gn"
+            f"BatchNorm layer {mixing[0]!r} normalises every sample with the statistics of its batch, so with {round.method.name} a single "
+            "sample has no gradient of its own, and opacus's epsilon does not hold: choose a method without batch statistics, such as gn"
         )
     if round.settings.objective is not PLAIN:
         raise ValueError(
-            f"opacus replaces the gradients, and with them the part that {round.settings.objective.name} adds: train without an objective"
+            f"opacus replaces the gradients, and so drops the part that {round.settings.objective.name} adds to them: train without an "
+            "objective"
         )
     return True
 
 
 @contextmanager
 def _watched(round: LocalRound) -> Iterator[None]:
-    """Report the batches and the optimiser's steps of a user's loop to ``round``."""
+    """Report the batches and the optimiser's steps of a user's loop to ``round``, inside the ``with`` block."""
     mine, batches, seen = {id(p) for p in round.parameters.values()}, _FirstBatch(round), list[Optimizer]()
     before = {name: parameter.detach().clone() for name, parameter in round.parameters.items()}
 
@@ -194,14 +201,17 @@ def _watched(round: LocalRound) -> Iterator[None]:
             return
         if not seen and _per_sample(round) and round.method.reports(round.phase) in MOMENTS:
             LOGGER.warning(
-                "%s sends the moments of a training batch, which the noise of opacus does not protect: its epsilon holds for the weights "
-                "alone",
+                "%s sends the moments of a training batch, which the noise of opacus does not protect: opacus's epsilon holds only for the "
+                "weights",
                 round.method.name,
             )
         seen.append(optimizer)
         if round.settings.objective is not PLAIN and not round.corrected:
             name = round.settings.objective.name
-            raise ValueError(f"{name} makes the gradients: call round.backward(lambda: loss_of(x), x) in place of loss.backward()")
+            raise ValueError(
+                f"{name} computes or changes the gradients, but the loop did not call round.backward: call "
+                "round.backward(lambda: loss_of(x), x) in place of loss.backward()"
+            )
         round.optimizer_stepped(optimizer)
         if round.steps == 0:
             _check_rate(round)
@@ -218,7 +228,7 @@ def _watched(round: LocalRound) -> Iterator[None]:
 
 
 def _check_rate(round: LocalRound) -> None:
-    """Warn if a loop's learning rate ignores that the method lowers the rate in rounds with frozen statistics."""
+    """Warn if the method lowers the learning rate in this round with frozen statistics, but the loop's rate is higher."""
     rate, step_rate = round.instruction.learning_rate, round.rates[-1]
     if round.instruction.rate_share < 1 and step_rate > rate * (1 + 1e-6):
         LOGGER.warning(
@@ -229,7 +239,7 @@ def _check_rate(round: LocalRound) -> None:
 
 
 class _FirstBatch:
-    """Find the size of the first batch of a user's loop from its inputs and layers, unless it calls ``round.batch``."""
+    """Find the size of the first batch from the network's inputs and layers, unless the user's loop calls ``round.batch``."""
 
     def __init__(self, round: LocalRound) -> None:
         self._round, self._explicit = round, False
@@ -264,7 +274,7 @@ class _FirstBatch:
         round.inputs_seen(next(iter(self._sizes), 0))
 
     def _layer(self, layer: nn.Module, x: Tensor) -> bool:
-        """Begin the exchange with the size of the batch, before the first layer runs. Return False, so that no moments are kept."""
+        """Begin the exchange with the batch size before the first layer runs. Return False, so that no moments are stored here."""
         round, rows = self._round, len(x)
         if round.steps or not (layer.training and torch.is_grad_enabled()) or in_backward():
             return False
@@ -275,7 +285,7 @@ class _FirstBatch:
                     "samples is unclear: call round.batch(n) before the first forward pass"
                 )
             if not self._sizes:
-                LOGGER.info("the first BatchNorm layer sees a batch of %d samples; if it has another number, call round.batch(n)", rows)
+                LOGGER.info("the first BatchNorm layer gets %d rows, taken as the number of samples. If wrong, call round.batch(n)", rows)
             round.begin_batch(rows)
         elif not self._explicit and rows != round.batch and self._passes:
             raise ValueError(
@@ -321,10 +331,10 @@ def server_state(
         method: The method. It decides what is shared, and how statistics are combined.
         rounds: The number of rounds of the run.
         clients: The number of all clients.
-        optimizer: Steps along the pseudo-gradient of the shared weights. Default: the average itself is the new
-            model.
+        optimizer: Steps along the pseudo-gradient of the shared weights. Default: the new weights are the clients'
+            average.
         defence: Rules against Byzantine clients. Default: none.
-        objective: The clients' objective.
+        objective: The clients' local objective. Default: the loss alone.
         rate: ``rate(round, rounds)`` returns the learning rate for the instructions. A loop of your own may
             ignore it. Default: 0.05 in all rounds.
 
@@ -332,7 +342,7 @@ def server_state(
         The state. Its ``instruction()`` is for the clients of the next round.
 
     Raises:
-        ValueError: The parts do not fit together, or the method needs BatchNorm, and ``model`` has none.
+        ValueError: Method, objective and defence do not fit together. Or the method needs BatchNorm, and ``model`` has none.
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings, robust=defence.active)
@@ -358,7 +368,7 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
     Args:
         state: The state before the round. It stays unchanged: the round takes place in a copy.
         replies: The replies of the clients, the first value of ``round.reply``.
-        exchange: The session of FedTAN's layer-wise exchange.
+        exchange: The session of FedTAN's layer-wise exchange. Default: there was none.
 
     Returns:
         The state after the round, and the round's record. The record names refused replies with the reasons.

@@ -1,8 +1,9 @@
 """Make statistics-only exchanges: clients measure moments with the present weights, and the server pools them.
 
-Pass p makes the statistics of layers 1..p exact. Passes take place before round 1 (``calibrate``), before evaluations
-(HBN, static BN: ``Method.refresh``), and as a run of their own (``rounds=0``: re-calibration). If all clients can take
-part at the same time, one pass that goes layer by layer makes all layers exact (``federation.layer_by_layer``).
+In a pass, every client makes one forward pass over its data, and one exchange follows. Pass p makes the statistics of
+layers 1..p exact. Passes take place before round 1 (``calibrate``), and before evaluations (HBN, static BN:
+``Method.refresh``). A run of 0 rounds consists of passes only: it is a re-calibration. If all clients can take part at the
+same time, one pass that goes layer by layer makes all layers exact (``federation.layer_by_layer``).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from fl_bn.methods import INPUTS, NORMALISERS, Phase, Refresh
 LOGGER = logging.getLogger("flwr")
 MISSING = "{client}'s statistics are missing from the exchange: {reason}"
 Ask = Callable[[Instruction], RoundReplies | None]
-"""A function that lets clients measure, and returns their replies; None if it is not possible."""
+"""A function that lets clients measure, and returns their replies. It returns None if the transport cannot do so."""
 
 
 class TooFewMeasured(Exception):
-    """Report that too few clients measured, in a run that only measures statistics."""
+    """Report that the replies of too few clients could be used, in a run that only measures statistics."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class Measured:
 
     Attributes:
         tensors: Name -> shared tensor, with the new statistics.
-        outcome: How far the statistics moved.
-        record: The record of the exchange; its ``round`` is the number of the pass.
-        last: Whether no pass follows.
+        outcome: How far the statistics moved, and how many clients were measured.
+        record: The record of the exchange. Its ``round`` is the number of the pass.
+        last: Whether this is the last pass.
     """
 
     tensors: Named
@@ -54,12 +55,15 @@ class Measured:
 
 
 class Passes:
-    """Make the statistics-only exchanges of one run. ``outcomes`` has the results of those before round 1.
+    """Make the statistics-only exchanges of one run.
 
     Args:
-        server: The server, whose statistics they change.
-        private: Whether each exchange costs privacy. If so, only the exchanges that the run config asks for are
-            made.
+        server: The server. The exchanges change its statistics.
+        private: Whether each exchange costs privacy (differential privacy). If so, there are no exchanges before round
+            1 unless the run config asks for them.
+
+    Attributes:
+        outcomes: The results of the exchanges before round 1.
     """
 
     def __init__(self, server: Server, private: bool = False) -> None:
@@ -67,7 +71,7 @@ class Passes:
         self.outcomes: list[Pass] = []
 
     def calibration(self, rounds: int) -> int:
-        """Return the number of exchanges before round 1, or ``UNTIL_STILL``.
+        """Return the number of exchanges before round 1, or ``UNTIL_STILL``: as many as make all layers exact.
 
         Args:
             rounds: The number of rounds of the run.
@@ -79,8 +83,8 @@ class Passes:
     def rescales(self, rounds: int) -> bool:
         """Tell whether the weights are rescaled before round 1, see ``federation.unit_scale``.
 
-        They are rescaled if the option is on, statistics are measured before round 1 (the calibration), and the first
-        batch is normalised with these statistics.
+        There are three conditions. The option ``unit_scale`` is on. Statistics are measured before round 1 (the
+        calibration). The method normalises the first batch with these statistics.
 
         Args:
             rounds: The number of rounds of the run.
@@ -93,11 +97,11 @@ class Passes:
     ) -> Named:
         """Make the exchanges that measure statistics before round 1.
 
-        Then rescale the weights, if ``rescales`` says so. With 0 rounds the run consists only of these exchanges,
-        and each needs as many clients as a round does.
+        Then rescale the weights, if ``rescales`` returns True. With 0 rounds the run consists only of these
+        exchanges, and each exchange needs the replies of as many clients as a round does.
 
         Args:
-            transport: The way to the clients.
+            transport: Carries instructions to the clients, and replies back.
             tensors: Name -> shared tensor.
             rounds: The number of rounds of the run.
             show: In a run of 0 rounds, called with the state before the exchanges, and after each of them.
@@ -133,11 +137,12 @@ class Passes:
     def refreshed(self, transport: Transport, round: int, tensors: Named) -> Named:
         """Renew the statistics for an evaluation, as the method requires.
 
-        ``Method.refresh`` says how. ``EXACT``: they become those of the clients' data together. ``HYBRID``: they are
-        measured in the way in which training normalises. ``REPORTED``: they are combined from the round's replies.
+        ``Method.refresh`` decides. ``EXACT``: they become the statistics of the union of the clients' data. ``HYBRID``:
+        clients measure the moments with which training normalises. ``REPORTED``: the server combines the statistics
+        of this round's replies.
 
         Args:
-            transport: The way to the clients.
+            transport: Carries instructions to the clients, and replies back.
             round: The round.
             tensors: Name -> shared tensor after the round.
 
@@ -163,10 +168,10 @@ class Passes:
     ) -> Iterator[Measured]:
         """Yield the results of ``most`` exchanges, or of as many as make all layers exact (UNTIL_STILL).
 
-        Each exchange starts with the statistics of the one before; ``tensors`` stays unchanged. The exchanges end
-        early if one changes no statistic by more than ``tolerance``. With a tolerance of 0 not one bit changed, so
-        further exchanges would change nothing. If the exchanges make all layers exact, one pass that goes layer by
-        layer replaces them, if that is possible.
+        Each exchange starts with the statistics of the exchange before; ``tensors`` stays unchanged. The exchanges
+        end early if one changes no statistic by more than ``tolerance``, since further exchanges would change none,
+        either. If the exchanges make all layers exact and the transport can measure layer by layer, one such pass
+        replaces them.
         """
         layers = len(self.server.shared.statistics())
         most = layers if most == UNTIL_STILL and self.private else most  # noise changes them every time, and each exchange costs privacy

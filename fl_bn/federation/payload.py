@@ -20,32 +20,32 @@ Payload = dict[str, dict[str, np.ndarray]]
 
 
 def signature(model: nn.Module, method: Method) -> str:
-    """Return a short digest of the method's name and of every tensor's name, role, shape and dtype."""
+    """Return a short hash of the method's name and of every tensor's name, role, shape and dtype."""
     role = roles(model)
     parts = [f"{k} {role[k].value} {tuple(t.shape)} {t.dtype}" for k, t in model.state_dict().items()]
     return hashlib.sha256("\n".join([method.name, *parts]).encode()).hexdigest()[:16]
 
 
 def nbytes(payload: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> int:
-    """Return the bytes of the tensors or arrays themselves, without Flower's framing."""
+    """Return the number of bytes of all tensors or arrays together, without headers of messages."""
     return sum(int(array.nbytes) for arrays in payload.values() for array in arrays.values())
 
 
 def count_tensors(payload: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> int:
-    """Count the tensors of all sections."""
+    """Return the number of tensors in all sections together."""
     return sum(len(arrays) for arrays in payload.values())
 
 
 def tensor_name(layer: str, key: str) -> str:
-    """Return the state_dict name of tensor ``key`` of ``layer`` ("" is the model itself)."""
+    """Return the state_dict name of tensor ``key`` of ``layer``. The layer "" is the model itself."""
     return f"{layer}.{key}" if layer else key
 
 
 def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Convert tensors to NumPy arrays.
+    """Convert tensors to NumPy arrays, by the same names.
 
     Raises:
-        WireError: NumPy does not have the dtype, so the tensor cannot be sent.
+        WireError: NumPy does not have a tensor's dtype, so the tensor cannot be sent.
     """
     arrays: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
@@ -61,14 +61,15 @@ def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
 
 
 def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Copy arrays to tensors with their own memory: received arrays are read-only."""
+    """Copy arrays to tensors with memory of their own, since received arrays are read-only."""
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 
 def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[str, Tensor]:
     """Encode moments as three tensors per layer, on the CPU.
 
-    They are ``count`` int64 (1,), and ``mean`` and ``var`` (C,) in ``dtype``. Count 0 means that the layer did not run.
+    For each layer, they are ``count`` int64 (1,), and ``mean`` and ``var`` (C,) in ``dtype``. Count 0 means that the layer
+    did not run.
     """
     tensors: dict[str, Tensor] = {}
     for layer, m in moments.items():
@@ -78,7 +79,7 @@ def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[s
 
 
 def decode_moments(tensors: Named) -> dict[str, Moments]:
-    """Decode tensors that passed a ``Schema`` to moments in float64: the inverse of ``encode_moments``."""
+    """Return layer -> moments in float64 from tensors that passed a ``Schema``. It is the inverse of ``encode_moments``."""
     layers = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "count"]
 
     def of(layer: str, key: str) -> Tensor:

@@ -50,12 +50,12 @@ def each(what: str, value: Any, clients: int, expected: str, fits: Callable[[Any
         what: The name of the argument.
         value: One value for all clients, a ``PerClient``, or a list or tuple of one value per client.
         clients: The number of clients.
-        expected: What a value must be, in words.
-        fits: Tells whether a value is as ``expected``.
-        sequences: True: a list or tuple has one value per client. False: it is itself one value for all clients.
+        expected: A description of allowed values, for the error message.
+        fits: Tells whether a value is allowed.
+        sequences: True: a list or tuple has one value per client. False: a list or tuple is one value for all clients.
 
     Raises:
-        ValueError: There are more or fewer values than clients, or a value is of another type.
+        ValueError: There are more or fewer values than clients, or a value is not allowed.
     """
     if isinstance(value, PerClient):
         several = value.values
@@ -75,7 +75,7 @@ def each(what: str, value: Any, clients: int, expected: str, fits: Callable[[Any
 
 
 def _named(value: Any) -> str:
-    """Return a value in words, for a message."""
+    """Return the type of a value in words, or the name of a class, for an error message."""
     return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
 
 
@@ -91,7 +91,7 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
         clients: The number of clients.
 
     Raises:
-        ValueError: A value is of another type, there are too few or too many, or a metric's name is not valid.
+        ValueError: A value has a wrong type, there are more or fewer values than clients, or a metric's name is not valid.
     """
     tasks = each("task", task, clients, "a Task", lambda one: isinstance(one, Task))
     losses = each("loss", loss, clients, "a function of output and targets", lambda one: one is None or _function(one))
@@ -101,23 +101,23 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
         key = (id(own[0]), id(own[1]), id(own[2]))
         if key not in made:
             made[key] = own[0] if own[1] is None and not own[2] else extended(*own)
-            made[key].state()  # an object that is no metric raises now, and not after a round
+            made[key].state()  # if an object is no metric, this raises an error before the first round
     return tuple(made[id(one), id(of), id(more)] for one, of, more in zip(tasks, losses, further, strict=True))
 
 
 def optimizers_of(optimizer: Any, clients: int) -> tuple[MakeOptimizer, ...]:
-    """Return every client's function that makes an optimiser, see ``each``."""
+    """Return, for every client, the function that makes its optimiser, see ``each``."""
     return each("optimizer", optimizer, clients, "a function that makes an optimiser of parameters", _function)
 
 
 def schedulers_of(scheduler: Any, clients: int) -> tuple[MakeScheduler | None, ...]:
-    """Return every client's function that makes a scheduler, or None, see ``each``."""
+    """Return, for every client, the function that makes its scheduler, or None, see ``each``."""
     made = "a function that makes a scheduler of an optimiser"
     return each("scheduler", scheduler, clients, made, lambda one: one is None or _function(one))
 
 
 def own_tests(test: Any, clients: int, again: bool = True) -> tuple[Loader, ...] | None:
-    """Return every client's test batches; None without any.
+    """Return every client's test batches; None if ``test`` is None.
 
     Args:
         test: Batches for all clients, or a ``PerClient``.

@@ -1,14 +1,14 @@
-"""Re-calibrate: compute the exact statistics of the union of the clients' data in every BatchNorm layer, by passes.
+"""Re-calibrate: measure the exact statistics of the union of the clients' data in every BatchNorm layer, by passes.
 
 This is PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson, 2021, section 3), federated, and without its division
-into batches. In evaluation mode every client normalises with the same constants, so the pooled moments of a layer's input
-are those of the union of all data, given the statistics of the layers below. A layer is exact if the layers below were
-exact in the pass before. So pass p makes layers 1..p exact, and L passes make all L layers exact. If a pass changes
-nothing, all layers are exact. If the number of passes is not given, each pass changes only the lower layers
-(``unreached``). If it is given and smaller than L, each pass changes all layers, so that no layer keeps statistics that
-are known to be wrong.
+into batches. In a pass, every client runs the network over its data in evaluation mode, so all clients normalise with the
+same constants. The pooled moments of a layer's input are then those of the union of all data, given the statistics of the
+layers below. A layer becomes exact if the layers below were exact before the pass. So pass p makes layers 1..p exact, and
+L passes make all L layers exact. If a pass changes no statistic, all layers are exact. If the number of passes is not
+given, each pass changes only the lower layers (``unreached``). If it is given and smaller than L, each pass changes all
+layers. Otherwise the highest layers would keep their old statistics, which are known to be wrong.
 
-It works for any torch network, converted or not, trained in a federation or not. Weights never change.
+The functions work for any torch network, converted or not, trained in a federation or not. They never change weights.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from fl_bn.moments import Moments, Running
 from fl_bn.roles import Role, batch_norms, inputs_like
 
 TOLERANCE = 32.0
-"""Largest movement that counts as none, in units of the rounding (eps) of the statistics' dtype.
+"""Largest relative change of a statistic that counts as no change, in units of the eps of the statistics' dtype.
 
-The movement of a mean is relative to its absolute value plus its standard deviation, that of a variance is relative to
-the variance. A pass repeated on the same statistics gives the same bits on a CPU. On a GPU the order of a sum is not
-fixed, and its rounding error is some eps per level of the summation tree. 32 eps are 4e-6 in float32 and 7e-15 in
-float64.
+The change of a mean is relative to its absolute value plus its standard deviation. The change of a variance is relative
+to the variance. On a CPU, a repeated pass gives the same bits. On a GPU, the order of a sum is not fixed, and its rounding
+error is some eps per level of the summation tree. 32 eps are 4e-6 in float32 and 7e-15 in float64.
 """
 
 
@@ -45,8 +44,8 @@ class Movement(NamedTuple):
 
     Attributes:
         layer: The layer's name.
-        mean: The largest move of a mean, in standard deviations of the statistics before.
-        variance: The factor of a variance that is farthest from 1.
+        mean: The largest change of a mean, in standard deviations of the statistics before.
+        variance: New variance / old variance, in the channel in which this factor is farthest from 1.
     """
 
     layer: str
@@ -62,9 +61,9 @@ class Pass:
         number: The number of the pass, from 1.
         movements: The movement of each layer.
         clients: How many clients were measured.
-        settled: Whether it moved nothing, so that another pass would move nothing, either.
-        exchanges: The number of exchanges, if the pass went layer by layer, so that all layers are exact. Otherwise 0.
-        in_order: Whether no layer moved, except perhaps the last layer that the network registers.
+        settled: Whether the pass changed no statistic by more than the tolerance. Another pass would then change none.
+        exchanges: The number of exchanges, if the pass went layer by layer and made all layers exact. Otherwise 0.
+        in_order: Whether no layer changed, except perhaps the last layer that the network registers.
     """
 
     number: int
@@ -96,9 +95,9 @@ class Pass:
             old: Layer -> the statistics before.
             new: Layer -> the measured statistics.
             eps: Layer -> its epsilon.
-            tolerance: The largest movement that counts as none, see ``TOLERANCE``.
+            tolerance: The largest change that counts as no change, see ``TOLERANCE``.
             exchanges: The number of exchanges, if the pass went layer by layer.
-            kept_layers: Layers whose statistics the pass does not change.
+            kept_layers: Layers that keep their old statistics after this pass, see ``unreached``.
         """
         settled = clients > 0 and all(_still(old[name], new[name], eps[name], tolerance) for name in new)
         in_order = all(_still(old[name], new[name], eps[name], TOLERANCE) for name in list(new)[:-1])
@@ -112,11 +111,15 @@ class Pass:
 
 
 def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
-    """Return the layers that pass ``number`` does not change, if passes go on until all layers are exact.
+    """Return the layers that keep their statistics in pass ``number``, if passes go on until all layers are exact.
 
-    A pass changes the layers that it makes exact and one more, in the order in which the network registers them. A pass
-    that changed all layers would measure each under wrong statistics of those before it. In a deep network such errors
+    A pass changes the layers that it makes exact and one more, in the order in which the network registers them. If it
+    changed all layers, each would be measured under wrong statistics of the layers before it. In a deep network such errors
     multiply: those of ResNet-50 overflow float32 within ten passes.
+
+    Args:
+        layers: The names of all layers, in the order in which the network registers them.
+        number: The number of the pass, from 1.
     """
     return layers[number + 1 :]
 
@@ -124,9 +127,9 @@ def unreached(layers: Sequence[str], number: int) -> Sequence[str]:
 def through(layers: int, outcome: Pass) -> bool:
     """Tell whether the passes may end, since every layer now has the exact statistics of all clients' data.
 
-    They may end after a pass that changes nothing. They may also end after pass number ``layers``, if at most the last layer
-    changed in it. A network may call its layers in another order than it registers them. Then other layers still change,
-    and twice as many passes are enough for any order.
+    They may end after a pass that changes no statistic. They may also end after pass number ``layers``, if only the last
+    layer changed in this pass. If other layers changed, the network calls its layers in another order than it registers
+    them. Twice as many passes are enough for any order.
 
     Args:
         layers: The number of layers whose statistics are measured.
@@ -138,17 +141,18 @@ def through(layers: int, outcome: Pass) -> bool:
 def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, tolerance: float = TOLERANCE) -> list[Pass]:
     """Set the running statistics of ``model`` to those of the union of the clients' data (variance unbiased).
 
-    Measurements are rounded to the model's dtype, as in messages. So a federated run with the same clients has the same bits.
-    A layer that the network uses at two depths depends on itself. Its statistics may converge, but are not exact.
+    Measured moments are rounded to the model's dtype, as in messages. So a federated run with the same clients gives the
+    same bits. If the network uses a layer at two depths, the layer's input depends on its own statistics. These may
+    converge, but are not exact.
 
     Args:
-        model: The network, which changes.
+        model: The network. Its statistics are set in place.
         clients: The samples of each client.
         passes: The largest number of passes; 0: as many as make all layers exact.
-        tolerance: The largest movement that counts as none, after which passes stop; see ``TOLERANCE``.
+        tolerance: The largest change that counts as no change, see ``TOLERANCE``. Passes stop when none is larger.
 
     Returns:
-        The passes.
+        The result of each pass.
 
     Raises:
         ValueError: There is no data, or a BatchNorm layer keeps no running statistics.
@@ -178,8 +182,8 @@ def why_not(model: nn.Module, method: Method) -> str:
     """Return the reason why ``method`` cannot re-calibrate the (converted) ``model``; empty if it can."""
     if not method.shares(Role.STATISTIC):
         return (
-            f"method {method.name!r} keeps running statistics at the clients, so there are no shared ones to re-calibrate. Take a method "
-            "that shares them (fedavg, fixbn, hbn, fbn, fedtan, ...)"
+            f"method {method.name!r} keeps running statistics at the clients, so there are no shared statistics to re-calibrate. Take a "
+            "method that shares its statistics (fedavg, fixbn, hbn, fbn, fedtan, ...)"
         )
     if not batch_norms(model):
         return (
@@ -190,14 +194,14 @@ def why_not(model: nn.Module, method: Method) -> str:
 
 
 def without_statistics(model: nn.Module) -> str:
-    """Name the BatchNorm layers of ``model`` without running statistics, or its lack of BatchNorm; empty if all is fine."""
+    """Return the reason why ``model`` has no running statistics to measure; empty if all BatchNorm layers have some."""
     layers = batch_norms(model)
     if not layers:
         return "this model has no BatchNorm layer, so there are no running statistics to re-calibrate"
     if missing := [name for name, layer in layers.items() if layer.running_mean is None]:
         return (
-            f"BatchNorm layer {missing[0]!r} keeps no running statistics (track_running_stats=False): it normalises with its batch in "
-            "evaluation, so the inputs of the layers above depend on how data fall into batches. Build it with track_running_stats=True"
+            f"BatchNorm layer {missing[0]!r} keeps no running statistics (track_running_stats=False). In evaluation it normalises with its "
+            "batch, so the inputs of later layers depend on how data are divided into batches. Build it with track_running_stats=True"
         )
     return ""
 

@@ -35,7 +35,7 @@ class ClientRecord:
         bytes_up: Bytes that it sent.
         exchanges: The number of its layer-wise exchanges (FedTAN).
         waited: The seconds that it spent in exchanges, including the time to send.
-        distance: The distance (L2) of its update to the result of a robust rule.
+        distance: The distance (L2) of its update to the result of a robust rule; NaN without such a rule.
         refused: The reason why its reply was not used; empty if it was used.
         before: The task's metric of its network on its own test data, before local training; NaN if unknown.
         after: The same metric after local training.
@@ -57,7 +57,7 @@ class ClientRecord:
 
 @dataclass(frozen=True, slots=True)
 class Disclosure:
-    """Record one kind of content that left one client in one message (in FedTAN's exchange: in one round).
+    """Record one section of a message that left one client. For FedTAN's exchange, record all its messages of a round together.
 
     Attributes:
         client: The client's number.
@@ -65,8 +65,8 @@ class Disclosure:
         what: The content in words.
         tensors: The number of arrays.
         nbytes: The number of bytes of these arrays.
-        samples: The number of different samples that a statistic in it summarises; 0 without statistics.
-        values: Activations per channel in the layer with the fewest; 0 if unknown.
+        samples: The number of different samples behind each statistic in this section; 0 without statistics.
+        values: The number of activations per channel behind a statistic, in the layer with the fewest; 0 if unknown.
     """
 
     client: int
@@ -87,17 +87,17 @@ class RoundRecord:
         phase: The name of the round's phase.
         learning_rate: The clients' learning rate in this round.
         clients: The records of the cohort's clients, in client order.
-        drift: How far the shared statistics moved, if there are any.
+        drift: How far the shared statistics moved in this round, or the clients' own ones. None if unknown.
         tensors_down: The number of tensors that a client received.
         tensors_up: The number of tensors that a client sent.
         bytes_down: Section -> bytes of arrays that a client received.
         bytes_up: Section -> bytes of arrays that a client sent.
         exchanges: The number of layer-wise exchanges.
-        carrier: How these exchanges were carried, see ``exchange.settings``; empty without any.
+        carrier: The transport of these exchanges' messages, see ``exchange.settings``; empty without exchanges.
         aggregated: Whether the round changed the model.
-        seconds: The round's seconds of wall-clock time.
+        seconds: The duration of the round in seconds.
         evaluation: Metrics by name; empty without an evaluation. A callback's ``on_evaluation`` may add others.
-        client_evaluation: Client -> metrics by name.
+        client_evaluation: Client -> metrics by name of its own evaluation.
         own_metrics: Name -> mean over the clients, for the training metrics of your own Flower app.
         client_metrics: Client -> its own training metrics by name.
         disclosures: The contents that left the clients, including statistics-only exchanges.
@@ -129,14 +129,14 @@ class RoundRecord:
 
     @property
     def far(self) -> list[int]:
-        """Return the clients whose update is farther from the robust update than ``FAR`` times the median distance."""
+        """Return the clients whose update is far from the robust update: more than ``FAR`` times the median distance."""
         known = [c for c in self.accepted if not math.isnan(c.distance)]
         limit = FAR * median([c.distance for c in known]) if known else 0.0
         return [c.client for c in known if c.distance > limit]
 
     @property
     def loss(self) -> float:
-        """Return the mean training loss, weighted by samples."""
+        """Return the clients' mean training loss, weighted by their samples; NaN if no reply was used."""
         total = sum(c.samples for c in self.accepted)
         return sum(c.samples * c.loss for c in self.accepted) / total if total else float("nan")
 
@@ -151,7 +151,7 @@ def with_clients(
     distances: Sequence[float] = (),
     warning: str = "round {round}: {client}'s reply is not used: {reason}",
 ) -> RoundRecord:
-    """Add every client of a cohort to ``record``, and the bytes of the round. Log a warning for each refused reply.
+    """Return ``record`` with every client of the cohort and the bytes of the round. Log a warning for each refused reply.
 
     Args:
         record: The record of the round, with the bytes of one instruction.
@@ -162,7 +162,7 @@ def with_clients(
         called: The names of the clients, for the log.
         distances: The distance of each used update to the robust update, in the order of ``parts``; empty without a
             robust rule.
-        warning: The text of the warning about a refused reply.
+        warning: The text of the warning about a refused reply, with the fields ``round``, ``client`` and ``reason``.
     """
     exchange, down = replies.exchange, record.bytes_down
     traffic = {} if exchange is None else exchange.traffic
@@ -200,7 +200,7 @@ def batches_trained(records: Iterable[RoundRecord]) -> int:
     """Count the training batches of an average client, in the rounds that changed the model.
 
     Returns:
-        The sum over these rounds. A round counts with its clients' mean number of steps, rounded, and at least 1.
+        The sum over these rounds of the clients' mean number of local steps, rounded to at least 1.
     """
     steps = [[client.steps for client in record.accepted] for record in records if record.aggregated and record.phase != "measure"]
     return sum(max(1, round(sum(own) / len(own))) for own in steps if own)

@@ -1,8 +1,8 @@
-"""Check a client's reply before it is used, by the same rules for all ways of running fl-bn.
+"""Check a client's reply before the server uses it, by the same rules for all ways of running fl-bn.
 
-In a user's own loop and in ``Federation``, replies are values (``Expected.check``). In Flower's messages they are
-records, whose header names the round and the model that they answer (``flower.replies``). Numbers and arrays of both are
-checked by the same code.
+In a user's own loop and in ``Federation``, a reply is a ``Reply`` (see ``Expected.check``). In Flower, a reply is a message
+whose header names the round and the model's signature (see ``flower.replies``). The same code checks the numbers and
+arrays of both.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Expected:
         round: The round of the instruction.
         signature: The signature of model and method (``payload.signature``).
         schema: The expected tensors.
-        form: The expected numbers.
-        samples: Client -> the number of samples that it announced, if it did.
-        most_steps: Returns the largest allowed number of local steps for a number of samples; 0: unknown.
-        bounds: Section -> its largest allowed absolute value.
-        unbounded: The names of tensors without such a bound.
+        form: The names and allowed values of the numbers in the reply.
+        samples: Client -> the number of samples that it announced. Other clients announced none.
+        most_steps: ``most_steps(samples)`` returns the largest allowed number of local steps; 0: unknown.
+        bounds: Section -> the largest allowed absolute value in it. Other sections have no bound.
+        unbounded: The names of tensors to which ``bounds`` does not apply.
     """
 
     round: int
@@ -80,11 +80,11 @@ class Expected:
     def check(self, reply: Reply) -> Reply:
         """Check ``reply``, and return it with plain tensors on the CPU and only the numbers that ``form`` declares.
 
-        Its ``largest`` is set to the largest absolute value in the arrays.
+        The field ``largest`` of the result is the largest absolute value in the arrays.
 
         Raises:
             Absent: The client took no part in the round.
-            WireError: A part of the reply is not as expected. The message names the first such part.
+            WireError: A part of the reply is not as expected. The message names the first wrong part.
         """
         if type(reply.round) is not int or reply.round != self.round:
             raise WireError("reply", "round", f"expected {self.round}, but got {excerpt(reply.round)}")
@@ -104,11 +104,11 @@ class Expected:
         return replace(self.reply(reply.client, values, arrays_of(reply.sections)), weight=reply.weight)
 
     def numbers(self, client: int, record: Mapping[str, Any] | None) -> Values:
-        """Check the numbers of a reply of ``client``.
+        """Check the numbers of a client's reply, and return those that ``form`` declares.
 
         Args:
             client: The client's number.
-            record: The received numbers; None if the record is missing.
+            record: Name -> received number; None if the record is missing.
 
         Raises:
             Absent: The client took no part in the round.
@@ -134,7 +134,7 @@ class Expected:
         """Make the reply of ``client`` from checked numbers and received arrays.
 
         Raises:
-            WireError: An array is missing, extra, or not as expected; the first one is named.
+            WireError: An array is missing, extra, or not as expected. The message names the first wrong array.
         """
         try:
             largest = self.schema.check(payload)
@@ -159,7 +159,7 @@ class Expected:
                     name,
                     f"expected values within +-{most:.3g} ({WIDEST_WEIGHT:g} times the largest weight of the server's model, and at least "
                     f"{WIDEST_WEIGHT:g}{', divided by the learning rate' if section == 'gradients' else ''}), but the largest is "
-                    f"{size:.3g}: {DIVERGED}, or it lies",
+                    f"{size:.3g}: {DIVERGED}, or the client sends false values",
                 )
 
 
@@ -172,8 +172,8 @@ def arrays_of(sections: Any) -> Payload:
     """Return the arrays of a reply's tensors, without a copy if they are plain and on the CPU.
 
     Raises:
-        WireError: They are not tensors by name and section, or have no readable values (sparse tensors, or
-            tensors of the device ``meta``).
+        WireError: ``sections`` is not section -> name -> tensor, or a tensor has no readable values (it is sparse, or on
+            the device ``meta``).
     """
     if not isinstance(sections, Mapping):
         raise WireError("reply", "sections", f"expected tensors by name and section, but got a {type(sections).__name__}")
@@ -186,11 +186,11 @@ def arrays_of(sections: Any) -> Payload:
                 raise WireError(section, printable(str(name)), f"expected a tensor, but got a {type(tensor).__name__}")
             if tensor.layout is not strided or tensor.is_meta or tensor.is_quantized:
                 kind = "without values" if tensor.is_meta else f"of layout {tensor.layout}"
-                raise WireError(section, name, f"expected a dense tensor with values, but got one {kind}, {tensor.dtype}")
+                raise WireError(section, name, f"expected a dense tensor with values, but got a tensor {kind} and dtype {tensor.dtype}")
         try:
             payload[section] = to_numpy(tensors)
         except RuntimeError as error:
-            raise WireError(section, "", f"its tensors cannot be read: {reason(str(error))}") from error
+            raise WireError(section, "", f"the tensors of this section cannot be read: {reason(str(error))}") from error
     return payload
 
 
@@ -199,18 +199,18 @@ def checked(
 ) -> RoundReplies:
     """Check the ``replies`` of clients in this process.
 
-    If several usable replies name the same client, none of them is used. A reply that names no client of the run is
-    reported in the log.
+    If several usable replies name the same client, the server uses none of them. A reply that names no client of the run
+    is left out, and the log says so.
 
     Args:
         replies: The replies to one instruction.
-        expected: Describes what a reply must be.
+        expected: Describes the expected replies.
         clients: The number of clients of the run.
-        exchange: The session of their layer-wise exchange, if there was one.
-        cohort: The clients that received the instruction. Default: all that replied.
+        exchange: The session of the clients' layer-wise exchange, if there was one.
+        cohort: The clients that received the instruction. Default: all clients that replied.
 
     Returns:
-        The usable replies, and the reasons why others are not used.
+        The usable replies, and the reasons why other replies are not used.
     """
     parts, refused, wrong = dict[int, list[Reply]](), dict[int, str](), set[int]()
     expected = replace(expected, form=LOOPED) if expected.form is TRAINED else expected
@@ -226,7 +226,7 @@ def checked(
             wrong |= set() if isinstance(error, Absent) else {reply.client}
     for client in [client for client, several in parts.items() if len(several) > 1]:
         number = len(parts.pop(client))
-        refused[client] = f"{number} replies name this client: number the clients, round.reply(samples, client=...)"
+        refused[client] = f"{number} replies name this client: give each client its own number, round.reply(samples, client=...)"
         wrong.add(client)
     refused = {client: why for client, why in refused.items() if client not in parts}
     used = [parts[client][0] for client in sorted(parts)]
@@ -235,9 +235,9 @@ def checked(
 
 
 def _stranger(reply: Reply, clients: int) -> str | None:
-    """Return the reason why ``reply`` is not from a client of the run; None if it is."""
+    """Return the reason why ``reply`` is no reply of a client of this run; None if it is one."""
     if not isinstance(reply, Reply):
-        return f"expected the first value of round.reply(...), but got a {type(reply).__name__}"
+        return f"expected a Reply, the first value that round.reply(...) returns, but got a {type(reply).__name__}"
     if type(reply.client) is not int or not 0 <= reply.client < clients:
         return f"expected client 0..{clients - 1}, as the server has {clients} clients, but the reply names client {excerpt(reply.client)}"
     return None

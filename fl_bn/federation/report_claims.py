@@ -1,9 +1,9 @@
-"""Find replies that claim more activations or steps than their samples can have, compared with the cohort's claims.
+"""Find replies that claim far more activations per sample, or far more local steps, than the rest of the cohort.
 
-Moments are weighted by their number of activations (``moments/LAYER.count``). It is the number of samples that they
-summarise, times the activations of one sample. The reply says how many samples these are: those of the first batch
-(``batch``), of a statistics pass (``measured``), or of all local steps. Activations per sample (or per step) are compared
-with those of the median client (``claims``), layer by layer.
+The server weights moments by their number of activations (``moments/LAYER.count``). This is the number of samples behind
+the moments, times the activations of one sample. The reply gives this number of samples: those of the first batch
+(``batch``), of a statistics pass (``measured``), or of all local steps. For each layer, the activations per sample (or per
+step) are compared with those of the median client.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MOMENTS = "moments"
 
 
 def behind(reply: Reply, report: StatisticsReport) -> tuple[int, str]:
-    """Return the number of samples or steps that the moments of ``reply`` summarise, and the word "sample" or "step".
+    """Return the number of samples or steps behind the moments of ``reply``, and its unit: "sample" or "step".
 
-    If the reply does not give the number, it is the number of all its samples.
+    If the reply does not give this number, return the number of all its samples.
     """
     metrics = reply.metrics
     if report is StatisticsReport.BATCHES:
@@ -31,15 +31,15 @@ def behind(reply: Reply, report: StatisticsReport) -> tuple[int, str]:
 
 
 def far_claims(parts: Sequence[Reply], report: StatisticsReport, steps_are_known: bool = True) -> dict[int, str]:
-    """Find the clients that claim too many activations or steps.
+    """Find the clients that claim far more activations (per sample or step) or far more steps than the median client.
 
     Args:
         parts: Checked replies of one cohort.
-        report: The kind of report that their moments are.
-        steps_are_known: Whether the server knows the number of steps, so that larger claims are refused already.
+        report: The kind of statistics that the replies report.
+        steps_are_known: Whether the server knows the number of local steps. If so, larger claims were refused before.
 
     Returns:
-        Client -> the reason.
+        Client -> the reason to refuse its reply.
     """
     claims = {part.client: _per_unit(part, report) for part in parts}
     reasons: dict[int, str] = {}
@@ -59,7 +59,7 @@ def far_claims(parts: Sequence[Reply], report: StatisticsReport, steps_are_known
 
 
 def _per_unit(part: Reply, report: StatisticsReport) -> dict[str, float]:
-    """Return layer -> activations per local step if the report is of all training batches, else per sample."""
+    """Return layer -> activations per local step if ``report`` is ``BATCHES`` (all training batches), else per sample."""
     of, _ = behind(part, report)
     names = {name: name.rpartition(".") for name in part.sections.get(MOMENTS, {})}
     return {layer: int(part.sections[MOMENTS][name]) / of for name, (layer, _, key) in names.items() if key == "count"}
@@ -70,9 +70,9 @@ def _layers(claims: Iterable[Mapping[str, float]]) -> list[str]:
 
 
 def _many_steps(parts: Sequence[Reply]) -> dict[int, str]:
-    """Find the clients that claim too many steps, both in total and per sample.
+    """Find the clients that claim far more local steps than the median client, both in total and per sample.
 
-    One of the two is not enough: with local epochs, a client with more samples makes more steps.
+    Return client -> the reason. A large total alone is no reason: with local epochs, more samples mean more steps.
     """
     steps = {part.client: float(part.steps) for part in parts}
     each = {part.client: part.steps / max(part.samples, 1) for part in parts}

@@ -21,9 +21,9 @@ from fl_bn.support.names import check_name, names_of
 RECALIBRATIONS = ("auto", "passes", "exchange")
 """The ways to measure exact statistics of all BatchNorm layers.
 
-``passes``: one message and one forward pass per layer. ``exchange``: one message, one forward pass, and one exchange per
-layer. This needs all clients at the same time; otherwise ``passes`` is used. ``auto``: ``passes`` in a simulation, where
-clients mostly do not run at the same time, otherwise ``exchange``.
+``passes``: for every layer, one message and one forward pass. ``exchange``: one message and one forward pass in all, with
+one exchange for every layer. The latter needs all clients at the same time; otherwise ``passes`` is used. ``auto``:
+``passes`` in a simulation, where clients mostly do not run at the same time, otherwise ``exchange``.
 """
 GIB = 2**30
 MEMORY = GIB
@@ -36,17 +36,17 @@ MOMENTUM = 0.1
 
 
 def constant_rate(round: int, rounds: int) -> float:
-    """Return the default learning rate, the same in all rounds."""
+    """Return the default learning rate, 0.05 in all rounds."""
     return LEARNING_RATE
 
 
 def all_samples(samples: int) -> int:
-    """Return ``samples``: a client trains on all samples that it has."""
+    """Return ``samples``. This is the default of ``Rounds.planned``: a client trains on all its samples."""
     return samples
 
 
 def unbounded(samples: int) -> int:
-    """Return 0: the number of local steps is unknown."""
+    """Return 0. This is the default of ``Rounds.planned_steps``: the number of local steps is unknown."""
     return 0
 
 
@@ -66,16 +66,16 @@ def joins_of(text: str) -> dict[int, int]:
 
 
 def exchanges_in_rounds(method: Method) -> bool:
-    """Tell whether clients of ``method`` exchange layer by layer while they train."""
+    """Tell whether clients of ``method`` exchange statistics layer by layer while they train (FedTAN)."""
     return Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2))
 
 
 def measures_in_the_clear(method: Method, config: Any) -> bool:
-    """Tell whether clients may measure the statistics of all layers at once: in the clear, and without attackers.
+    """Tell whether a run measures exact statistics, without secure aggregation and without simulated attackers.
 
     Args:
         method: The method that the run config describes.
-        config: The run config, whose values are read by key.
+        config: The run config: key -> value.
     """
     return _measures_exactly(method, config) and not config["secure-aggregation"] and config["attack"] == "none"
 
@@ -109,7 +109,7 @@ def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM
 
 
 def _at_server(weights: str) -> str:
-    """Return what ``client-weights`` means for the server: ``data`` is ``samples``, since clients send the right number."""
+    """Return the server's ``client_weights`` for an option's value. ``data`` becomes ``samples``: clients send the number to use."""
     return "samples" if weights == ALL_SAMPLES else weights
 
 
@@ -153,42 +153,42 @@ class Rounds(Options):
         wait: How long the server waits for all clients before round 1, and for ``min_cohort`` clients later.
         evaluate_every: The number of rounds between evaluations, at least 1. The last round is always evaluated.
         client_weights: A client's weight in averages: ``samples`` or ``uniform``.
-        update: What clients send, see ``LocalTraining``.
+        update: The tensors that clients send, see ``LocalTraining``.
         seed: Decides the cohorts.
         calibrate: The number of statistics-only exchanges before round 1, see ``UNTIL_STILL`` and ``AS_METHOD``.
         unit_scale: Whether weights are rescaled after the calibration (``federation.unit_scale``).
         rate: ``rate(round, rounds)`` returns the learning rate. Default: 0.05 in all rounds.
-        exchange: How the layer-wise exchange is carried.
+        exchange: The settings of the layer-wise exchange.
         max_steps: The number of local steps that the server asks for. No client may claim more. 0: unknown.
-        planned_steps: ``planned_steps(samples)`` returns this number for a client with so many samples. 0:
-            unknown.
+        planned_steps: ``planned_steps(samples)`` returns the largest number of local steps of a client with so many
+            samples, for ``max_steps=0``. 0: unknown.
         min_cohort: The number of clients that must be connected for a round to start, and whose replies must be
             usable.
         at_clients: Whether models are evaluated on the clients' own test data.
         retry: How long a round waits for a client whose process died to come back. FedTAN's exchange does not
             wait.
         checkpoint_every: The number of rounds between the server's checkpoints; 0: none are made.
-        auxiliary: The kinds of tensors that accompany the weights (``federation.auxiliary`` of the clients'
-            settings).
-        unseen: Whether clients send, after the last round, the BatchNorm tensors that they keep. Unseen clients get
-            the average of these tensors.
+        auxiliary: The kinds of tensors that are sent with the weights: control variates, momentum
+            (``federation.auxiliary``).
+        unseen: Whether clients send, after the last round, the BatchNorm tensors that they keep. The average of these
+            tensors serves clients that did not take part in the run.
         at_start: The number of connected clients with which the run starts; 0: all. A client that connects later
             takes part from the next round.
-        min_sites: The number of sites with which the run goes on if other sites refuse it by their policy. 0: a
+        min_sites: The number of sites with which the run goes on if the policies of other sites refuse the run. 0: a
             refusal ends the run.
         joining: Client -> the first round in which it may take part, if that is not 1.
         nodes: Flower's node id of each client, so that no other node can pose as this client; empty: unknown.
         names: The name of each client's site, for logs, errors and records; empty: clients are named by their
             numbers.
         registered: Returns node -> name of the site that has this node now, see ``ClientNames``.
-        recalibration: How the statistics of all layers are made exact, see ``RECALIBRATIONS``.
-        memory: The bytes of activations that a process may keep in an exchange that goes layer by layer.
+        recalibration: The way to measure exact statistics of all layers, see ``RECALIBRATIONS``.
+        memory: The largest number of bytes of activations that a process may keep in an exchange that goes layer by layer.
         planned: ``planned(samples)`` returns the number of different samples that a client with so many samples
-            trains on in a round. So the server knows its weight before its reply.
+            trains on in a round. So the server knows a client's weight before it gets the reply.
         payload: The dtype in which weights and gradients are sent, see ``federation.narrow``.
 
     Raises:
-        ValueError: A value is out of range, or two do not fit together.
+        ValueError: A value is out of range, or two values do not fit together.
     """
 
     name: ClassVar[str] = "the round policy"
@@ -321,7 +321,7 @@ class Rounds(Options):
 
     @property
     def asks_for_steps(self) -> bool:
-        """Tell whether the server knows the number of a client's local steps."""
+        """Tell whether the server knows how many local steps a client may make."""
         return self.max_steps > 0 or self.planned_steps is not unbounded
 
     def most_steps(self, samples: int) -> int:
@@ -331,18 +331,19 @@ class Rounds(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_cohort > self.clients:
-            raise ValueError(f"min_cohort must be 1..{self.clients}, the clients that there are, but got {self.min_cohort}")
+            raise ValueError(f"min_cohort must be 1..{self.clients}, the number of clients, but got {self.min_cohort}")
         if self.memory < 0:
             raise ValueError(f"memory must be >= 0 bytes, but got {self.memory}")
         check_name("client_weights", self.client_weights, ("samples", "uniform"))
         if strangers := sorted(client for client in self.joining if not 0 <= client < self.clients):
-            raise ValueError(f"joining is for clients 0..{self.clients - 1}, but got {strangers}")
+            raise ValueError(f"joining (join-rounds) must name clients 0..{self.clients - 1}, but got {strangers}")
         if not 0 <= self.at_start <= (first := len(self.starting(1))) or first == 0:
             raise ValueError(
-                f"of {self.clients} clients {first} may take part in round 1: at_start must be 0..{first}, but got {self.at_start}"
+                f"of {self.clients} clients {first} may take part in round 1 (at least 1 must): at_start must be 0..{first}, but got "
+                f"{self.at_start}"
             )
         if self.min_sites > self.clients:
-            raise ValueError(f"min_sites must be 0..{self.clients}, the clients that there are, but got {self.min_sites}")
+            raise ValueError(f"min_sites must be 0..{self.clients}, the number of clients, but got {self.min_sites}")
         if self.nodes and not len(set(self.nodes)) == len(self.nodes) == self.clients:
             raise ValueError(f"nodes must name one node for each of {self.clients} clients, no node twice, but got {self.nodes}")
         if self.names and not len(set(self.names)) == len(self.names) == self.clients:
@@ -354,7 +355,7 @@ class Rounds(Options):
         return ClientNames(self.names, self.nodes, self.registered)
 
     def pace(self, learning_rate: float, rounds: int) -> float:
-        """Return ``learning_rate`` as a share of the first round's rate, but at most 1 (it may rise in a warm-up).
+        """Return ``learning_rate`` divided by the rate of round 1, but at most 1 (in a warm-up, rates rise).
 
         Args:
             learning_rate: The rate of a round.
@@ -364,5 +365,5 @@ class Rounds(Options):
         return 1.0 if learning_rate >= first else learning_rate / first
 
     def starting(self, round: int) -> set[int]:
-        """Return the clients that may take part in ``round``."""
+        """Return the numbers of the clients that may take part in ``round``, see ``joining``."""
         return {client for client in range(self.clients) if self.joining.get(client, 1) <= round}

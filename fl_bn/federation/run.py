@@ -1,6 +1,6 @@
-"""Run a federation's rounds: calibrate before round 1, then in each round train, refresh the statistics and evaluate.
+"""Run a federation: measure statistics before round 1; in each round train, renew statistics where needed, and evaluate.
 
-``Federation`` and Flower's strategies both use this module. They differ in their ``Transport``.
+``Federation`` and Flower's strategies both use this module, each with its own ``Transport``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Start:
 
     Attributes:
         round: The first round, from 1. It is above 1 if the run continues from a checkpoint.
-        failed: The number of failed rounds just before it.
+        failed: The number of failed rounds in a row just before this round.
     """
 
     round: int = 1
@@ -51,7 +51,7 @@ class Round:
         tensors: Name -> shared tensor after the round.
         evaluated: Name -> shared tensor of the model that was evaluated. Its statistics may differ from those of
             ``tensors``.
-        failed: The number of failed rounds in a row, including this one; 0 if it did not fail.
+        failed: The number of failed rounds in a row, including this one; 0 if this round changed the model.
     """
 
     record: RoundRecord
@@ -74,9 +74,9 @@ def run(
 
     Args:
         server: The server, with the shared tensors that the run starts from.
-        transport: The way to the clients.
+        transport: Carries instructions to the clients, and replies back.
         rounds: The number of rounds of the whole run; 0: only the statistics are measured.
-        passes: Makes the statistics-only exchanges, and keeps their outcomes. Default: a new ``Passes``.
+        passes: Makes the statistics-only exchanges, and keeps their results. Default: a new ``Passes``.
         start: The first round. Default: round 1.
         show: Called with the result of each statistics-only exchange in a run of 0 rounds.
 
@@ -84,7 +84,7 @@ def run(
         The results of each round.
 
     Raises:
-        Diverged: In ``max_failed`` rounds in a row too few replies could be used.
+        Diverged: Too few replies could be used in ``max_failed`` rounds in a row.
         TooFewMeasured: In a run of 0 rounds, too few clients measured.
     """
     passes, policy, failed = passes or Passes(server), server.policy, start.failed

@@ -1,6 +1,6 @@
-"""Describe the expected content of a payload. The receiver derives it from its own model, method and phase.
+"""Describe the tensors that a payload must have. The receiver derives this from its own model, method and phase.
 
-A payload with other content is refused, and the error names the tensor.
+A payload with other tensors is refused, and the error names the first wrong tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Spec:
         dtype: The name of its dtype, as in NumPy.
         at_least: The smallest allowed value.
         at_most: The largest allowed value.
-        any_value: Whether every value is allowed, also infinity and NaN.
+        any_value: Whether every value is allowed, including infinity and NaN.
         sent: The server's values, if some are infinite or NaN. A value with the same bits as the server's is
             allowed, because training did not change it.
     """
@@ -54,14 +54,22 @@ class Spec:
         return self.dtype in FLOATS and unbounded and not self.any_value and self.sent is None
 
     def shaped(self, array: np.ndarray) -> bool:
-        """Tell whether shape and dtype are as expected."""
+        """Tell whether ``array`` has the expected shape and dtype."""
         return array.shape == self.shape and dtype_name(array.dtype) == self.dtype
 
     def check(self, section: str, name: str, array: np.ndarray) -> float:
-        """Check that ``array`` is as described. Return its largest absolute value; 0 for an array of integers.
+        """Check that ``array`` is as described.
+
+        Args:
+            section: The section of the payload, for the error message.
+            name: The name of the tensor, for the error message.
+            array: The received array.
+
+        Returns:
+            The largest absolute value in ``array``; 0 for integers, and with ``any_value``.
 
         Raises:
-            WireError: The array is not as described.
+            WireError: The array has another shape or dtype, or a value that is not allowed.
         """
         if array.shape != self.shape:
             raise WireError(section, name, f"expected shape {self.shape}, but got {array.shape}")
@@ -97,11 +105,11 @@ class Schema:
     optional: dict[str, dict[str, Spec]] = field(default_factory=dict)
 
     def check(self, payload: Payload) -> dict[str, float]:
-        """Check that ``payload`` is as described. Return section -> its largest absolute value.
+        """Check that ``payload`` is as described. Return section -> the largest absolute value in it.
 
         Raises:
-            WireError: A section or tensor is missing, extra, of a wrong shape or dtype, or out of range; the first one is
-                named.
+            WireError: A section or tensor is missing, extra, of a wrong shape or dtype, or out of range. The message
+                names the first one.
         """
         largest: dict[str, float] = {}
         for section, specs in [*self.sections.items(), *((k, specs) for k, specs in self.optional.items() if k in payload)]:
@@ -130,11 +138,11 @@ def _same_bits(array: np.ndarray, sent: np.ndarray) -> np.ndarray:
 
 
 def _usual(specs: Mapping[str, Spec], arrays: Mapping[str, np.ndarray]) -> tuple[set[str], float]:
-    """Check several small tensors in one call, which is faster. Only tensors that allow every finite number are checked.
+    """Check several small tensors in one call, which is faster. Skip tensors that do not allow every finite number.
 
     Returns:
-        The names of the tensors that are as described, and the largest absolute value in them. No names if one of
-        their values is not finite.
+        The names of the tensors that were checked and are as described, and the largest absolute value in them. If one of
+        their values is not finite, there are no names, and the caller checks tensor by tensor.
     """
     free = {name: arrays[name] for name, spec in specs.items() if spec.any_number and spec.shaped(arrays[name])}
     small = {name: array for name, array in free.items() if 0 < array.size <= SMALL}
@@ -153,8 +161,8 @@ def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
         dtypes: Whether to compare dtypes, too.
 
     Returns:
-        A sentence. If all names, shapes and dtypes agree, it names the other possible differences, and how to find
-        them.
+        A sentence with the difference. If all names, shapes and dtypes agree, it names the other possible differences
+        and the command that shows them.
     """
     for section, ours in expected.sections.items():
         theirs = payload.get(section, {})
@@ -163,7 +171,7 @@ def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
             there = _form(theirs[name].shape, dtype_name(theirs[name].dtype), dtypes) if name in theirs else "nothing"
             if here != there:
                 return f"{printable(name)} is {here} here, and {there} there"
-    return f"all tensors in messages agree, so a role, an integer buffer or the method differs. {COMPARE}"
+    return f"all tensors in messages have equal names, shapes and dtypes, so a role, an integer buffer or the method differs. {COMPARE}"
 
 
 COMPARE = "To compare, run on both sides: fl-bn layers MODEL --method METHOD --tensors"
@@ -174,7 +182,7 @@ def _form(shape: tuple[int, ...], dtype: str, dtypes: bool) -> str:
 
 
 def names(model: nn.Module, method: Method, *wanted: Role) -> list[str]:
-    """Return the state_dict names of the tensors in ``wanted`` roles that ``method`` shares."""
+    """Return the state_dict names of the tensors whose role is in ``wanted`` and that ``method`` shares."""
     return [name for name, role in roles(model).items() if role in wanted and method.shares(role)]
 
 
@@ -184,10 +192,15 @@ WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.OTHER_AFFINE, Role.BUFFER)
 
 
 def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
-    """Describe the server's message: weights, buffers that only the server sends, and shared statistics.
+    """Describe the tensors of the server's instruction: weights, buffers that only the server sends, and shared statistics.
 
-    For training it has the auxiliary tensors, too. A client that keeps nothing yet may also get the section ``START``
-    with the initial values of its own layers.
+    An instruction to train also has the auxiliary tensors. A client that has kept no tensors yet may also get the section
+    ``START`` with the initial values of the tensors that it will keep.
+
+    Args:
+        model: The converted network.
+        method: The method.
+        auxiliary: The kinds of auxiliary tensors; empty if the instruction is only to measure.
     """
     state = model.state_dict()
     start = {START: {name: _spec(name, state[name]) for name in at_home(model, method)}}
@@ -195,16 +208,24 @@ def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary]
 
 
 def at_home(model: nn.Module, method: Method) -> list[str]:
-    """Return the names of the tensors that clients keep and that a run may start with.
+    """Return the names of the tensors that clients keep, and whose initial values the server may send.
 
-    These are all local tensors except HBN's mixing logits, which start at 0 at every client.
+    These are all tensors that clients keep, except HBN's mixing logits, which start at 0 at every client.
     """
     wanted = method.local - {Role.MIXING}
     return [name for name, role in roles(model).items() if role in wanted]
 
 
 def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights", auxiliary: Sequence[Auxiliary] = ()) -> Schema:
-    """Describe a client's message in ``phase``: weights or gradients, auxiliary tensors, and its report of statistics."""
+    """Describe the tensors of a client's reply: weights or gradients, auxiliary tensors, and statistics or moments.
+
+    Args:
+        model: The converted network.
+        method: The method.
+        phase: The phase of the round. In phase MEASURE, a reply has moments only.
+        update: ``weights`` or ``gradients``.
+        auxiliary: The kinds of auxiliary tensors.
+    """
     report = method.reports(phase)
     sections: dict[str, dict[str, Spec]] = {}
     if phase is not Phase.MEASURE:
@@ -227,7 +248,7 @@ def reply(model: nn.Module, method: Method, phase: Phase, update: str = "weights
 
 
 def kept_layers(model: nn.Module, method: Method) -> Schema:
-    """Describe a client's answer about its own layers: the scale, shift and statistics that clients of ``method`` keep."""
+    """Describe the section ``KEPT``, in which a client sends the BatchNorm tensors that it keeps: affine and statistics."""
     state, wanted = model.state_dict(), method.local & {Role.AFFINE, Role.STATISTIC}
     return Schema({KEPT: {name: _spec(name, state[name]) for name, role in roles(model).items() if role in wanted}})
 
@@ -237,7 +258,7 @@ def _spec(name: str, tensor: torch.Tensor) -> Spec:
 
 
 def _reported(name: str, like: torch.Tensor) -> Spec:
-    """Describe a statistic that a client reports, within bounds that keep the combination of several finite."""
+    """Describe a statistic that a client reports. Its values are bounded, so that a sum over clients stays finite."""
     mean, var = bounds(like.dtype)
     limits = (0.0, var) if name.endswith("var") else (-mean, mean)
     return Spec(tuple(like.shape), _dtype(like), *limits)

@@ -1,7 +1,7 @@
 """Carry out the server's half of a round: (state, replies) -> (state, record).
 
-A round changes the shared model, or leaves it as it was. Values that are not finite are never stored: the reply
-that has them is refused.
+A round changes the shared model, or leaves the model as it was. The server never stores values that are not finite: it
+refuses the reply with the largest values.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ LOGGER = logging.getLogger("flwr")
 
 
 class Server:
-    """Hold the server's state: the shared model, its optimiser's buffers, and the record of the round.
+    """Hold the server's state: the shared model, the server optimiser's buffers, and the record of the last round.
 
     Args:
         model: The unconverted network. The run starts with its tensors.
         method: The method. It decides what is shared, and how statistics are combined.
-        policy: How rounds are run.
+        policy: The options of the server's rounds.
         rounds: The number of rounds of the run. The phases and the learning rates depend on it.
-        optimizer: Steps along the pseudo-gradient of the shared weights. Default: the average itself is the new
-            model.
+        optimizer: Steps along the pseudo-gradient of the shared weights. Default: the new weights are the clients'
+            average.
         defence: Rules against Byzantine clients. Default: none.
 
     Raises:
-        ValueError: ``model`` has no BatchNorm layer, but ``method`` is only about BatchNorm
-            (``norm_layers.check_layers``).
+        ValueError: ``method`` needs BatchNorm, but ``model`` has none (``norm_layers.check_layers``). Or
+            ``policy`` does not fit the method.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Server:
         self.record = RoundRecord(0, Phase.TRAIN.value, 0.0)
         self.round = 0
         self._bounds: dict[str, float] = {}  # section -> the largest allowed value in replies of this round
-        self._sent: dict[str, float] = {}  # the largest values of the statistics in this round's instruction
-        self.keeps_replies = False  # whether to add no reply before all have come: True once a bad reply was added and spoilt a round
+        self._sent: dict[str, float] = {}  # name -> the largest absolute value of a statistic in this round's instruction
+        self.keeps_replies = False  # whether to wait for all replies before averaging: True once a bad reply in an average spoilt a round
 
     @property
     def model(self) -> nn.Module:
@@ -84,9 +84,9 @@ class Server:
     def instruction(self) -> Instruction:
         """Return the instruction to the next round's clients.
 
-        Section ``start`` holds the initial values of the tensors that clients keep. A client that keeps
-        nothing yet begins with them. You may leave the section out for other clients. The bytes in the record
-        do not include it.
+        Section ``start`` holds the initial values of the tensors that clients keep. Only a client without kept
+        tensors needs this section. You may leave it out for other clients. The record's bytes do not include
+        this section.
         """
         instruction = self.begin(self.round + 1)
         return replace(instruction, sections=instruction.sections | self.shared.start())
@@ -154,11 +154,11 @@ class Server:
             replies: All replies of the round.
 
         Returns:
-            The distances of the clients' updates to the robust update, if a robust rule computed them.
+            The distance (L2) of each client's update to the robust update, in order. Empty without a robust rule.
 
         Raises:
             TooFew: There are too few replies for the round, or for the robust rule.
-            NotFinite: The result is not finite.
+            NotFinite: A new shared tensor is not finite. The model stays unchanged.
         """
         policy, phase, cohort = self.policy, Phase(self.record.phase), len(replies.cohort)
         needed = max(float(policy.min_cohort), policy.min_replies * cohort)
@@ -180,11 +180,11 @@ class Server:
         return self.shared.change(step, statistics)
 
     def pace(self) -> float:
-        """Return this round's learning rate as a share of the first round's, see ``LayerReports``."""
+        """Return this round's learning rate divided by that of the first round, but at most 1, see ``Rounds.pace``."""
         return self.policy.pace(self.record.learning_rate, self.rounds)
 
     def expected(self, phase: Phase) -> schema.Schema:
-        """Return the schema of a client's reply in ``phase``."""
+        """Return the schema of a client's reply in ``phase``: the names, shapes and dtypes of its tensors."""
         return schema.reply(self.model, self.method, phase, self.policy.update, self.policy.auxiliary)
 
     def expects(self, round: int, phase: Phase, samples: Mapping[int, int] = MappingProxyType({})) -> Expected:
@@ -192,8 +192,8 @@ class Server:
 
         Args:
             round: The round of the instruction.
-            phase: Its phase.
-            samples: Client -> the number of samples that it stated, if it did.
+            phase: The phase of the instruction.
+            samples: Client -> the number of samples that it announced. Other clients announced none.
         """
         form = REPLIED if phase is Phase.MEASURE else TRAINED
         bounds = {} if phase is Phase.MEASURE else self._bounds
@@ -202,5 +202,5 @@ class Server:
         )
 
     def far(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
-        """Return client -> why its reply is not used: its claims are far from the others'. None are if a defence is active."""
+        """Return client -> why its reply is refused: its numbers are far from the others'. With a defence, refuse none."""
         return {} if self.defence.active else far_replies(parts, self.method.reports(phase), phase, self.policy, self._sent)

@@ -38,38 +38,38 @@ class LocalTraining(Options):
     subclass, see docs/how-to/method.md.
 
     Args:
-        batch_size: The number of samples in a batch, at least 2. A last batch of one sample joins the batch before.
+        batch_size: The number of samples in a batch, at least 2. A single sample at the end joins the batch before.
         epochs: The number of passes over the client's own data in a round. Exactly one of ``epochs`` and
             ``steps`` is positive.
         steps: The number of batches in a round, in place of ``epochs``.
         optimizer: ``sgd`` or ``adam``.
-        momentum: The optimiser's momentum, in [0, 1). With ``update="gradients"`` it is in EMA form, and its
-            buffer stays on the client between rounds.
+        momentum: The optimiser's momentum, in [0, 1). With ``update="gradients"`` the client sends an exponential
+            moving average of its gradients with this factor, and keeps that average between rounds.
         weight_decay: The L2 penalty, at least 0.
-        update: What clients send: ``weights``, or ``gradients`` of one batch (DSGD; it needs ``steps=1`` and
-            SGD).
+        update: The tensors that clients send: ``weights``, or the ``gradients`` of one batch (distributed SGD,
+            DSGD). The latter needs ``steps=1`` and ``optimizer="sgd"``.
         precision: ``float32``, or ``mixed``: bfloat16 by torch's autocast.
         augment: The random changes of training images, by name; ``none``: no changes.
-        objective: What is minimised, or how gradients are corrected. An objective with strength 0 is replaced by
-            the plain objective.
+        objective: The local objective: the loss with its further terms, or a correction of the gradients. An objective
+            with strength 0 is replaced by the plain loss.
         maintain: What happens to momentum buffers between rounds: ``reset``; ``local``: each client keeps its
             own; ``global``: the server averages them.
         clip: How gradients are clipped: ``none``, ``norm``, ``round``, ``value`` or ``adaptive``.
         clip_limit: The limit of ``clip``, above 0. ``norm``: the largest norm of the whole gradient. ``round``: the
             largest distance that the weights move in a round. ``value``: the largest absolute value of each number
             of the gradient. ``adaptive``: the largest norm of a unit's gradient, as a share of the norm of its weights.
-        step_clip: In a round of one local step, ``round`` limits the distance to this, momentum left aside. 0: it
-            limits it as in other rounds.
-        frozen_clip: In rounds with frozen statistics, gradients are clipped adaptively to this share of the
-            weights' norm. 0: they are clipped as in other rounds.
-        weigh_all: Whether all samples of a client count for its weight in averages. Default: only the samples
-            that it trained on in the round.
+        step_clip: The limit of ``clip="round"`` in a round of one local step, computed without momentum. 0:
+            ``clip_limit`` holds there, too.
+        frozen_clip: The limit of ``adaptive`` clipping in rounds with frozen statistics, which then replaces ``clip``.
+            0: these rounds clip as other rounds do.
+        weigh_all: Whether a client's weight in averages is the number of all its samples. False: the number of
+            different samples that it trained on in the round.
         drop_last: Whether a last batch smaller than ``batch_size`` is left out. A client with fewer samples
             then sits the round out.
         local_evaluation: Whether a client tests its network before and after local training.
 
     Raises:
-        ValueError: A value is out of range, or two do not fit together.
+        ValueError: A value is out of range, or two values do not fit together.
     """
 
     name: ClassVar[str] = "local training"
@@ -145,14 +145,17 @@ class LocalTraining(Options):
         super().__post_init__()
         if self.local_evaluation and self.update == "gradients":
             raise ValueError(
-                "local_evaluation tests before and after the local steps, but update='gradients' makes none: set local_evaluation=False"
+                "local_evaluation tests a client's network before and after its local steps, but update='gradients' makes no local steps: "
+                "set local_evaluation=False"
             )
         if not self.objective.on:
             object.__setattr__(self, "objective", PLAIN)
         if (self.epochs > 0) == (self.steps > 0):
             raise ValueError(f"give either local epochs or local steps, but got epochs={self.epochs} and steps={self.steps}")
         if self.optimizer == "adam" and self.momentum > 0:
-            raise ValueError(f"optimizer='adam' has moments of its own, so it needs momentum=0, but got momentum={self.momentum}")
+            raise ValueError(
+                f"optimizer='adam' has momentum parameters of its own (betas), so momentum must be 0, but got momentum={self.momentum}"
+            )
         if self.update == "gradients" and (self.steps != 1 or self.optimizer != "sgd"):
             raise ValueError(
                 "update='gradients' sends the gradient of one batch per round (DSGD), so it needs steps=1, epochs=0 and optimizer='sgd', "
@@ -169,7 +172,10 @@ class LocalTraining(Options):
 
     def _check_maintain(self) -> None:
         if self.maintain != "reset" and self.update == "gradients":
-            raise ValueError("update='gradients' already keeps its momentum at the client: set maintain-momentum='reset'")
+            raise ValueError(
+                "with update='gradients' clients keep their momentum anyway, so maintain-momentum must be 'reset', but got "
+                f"{self.maintain!r}"
+            )
         if self.maintain != "reset" and self.optimizer == "sgd" and self.momentum == 0:
             raise ValueError(f"maintain-momentum={self.maintain!r} needs momentum > 0: set momentum, or maintain-momentum='reset'")
 
@@ -186,7 +192,7 @@ class LocalTraining(Options):
             )
 
     def clipping(self, frozen: bool) -> tuple[str, float]:
-        """Return how gradients are clipped, and the limit.
+        """Return how gradients are clipped (one of ``CLIPS``), and the limit.
 
         Args:
             frozen: Whether the statistics are frozen in the round.
@@ -196,14 +202,15 @@ class LocalTraining(Options):
     def norm_in_round(self, learning_rate: float, steps: int) -> float:
         """Return the largest norm of a gradient under ``clip="round"``, in a round of ``steps`` local steps.
 
-        In a round of one step, momentum that is reset has no part, so ``step_clip`` leaves it aside.
+        In a round of one step, momentum from zero buffers has no effect. So if ``step_clip`` is set, it is used without
+        momentum.
         """
         if steps == 1 and self.step_clip:
             return norm_in_round(self.step_clip, learning_rate, 1, 0.0)
         return norm_in_round(self.clip_limit, learning_rate, steps, self.momentum)
 
     def weight(self, trained: int, samples: int) -> int:
-        """Return a client's weight in averages, in samples.
+        """Return a client's weight in averages: a number of samples, see ``weigh_all``.
 
         Args:
             trained: The number of different samples that it trained on.
@@ -215,17 +222,17 @@ class LocalTraining(Options):
         """Return the smallest number of samples that a client needs.
 
         Args:
-            least: The number that a batch needs.
+            least: The smallest number of samples in a batch that the method can train on, 1 or 2.
         """
         return max(least, self.batch_size) if self.drop_last else least
 
     def draw(self, samples: int, rng: np.random.Generator, least: int) -> list[Indices]:
-        """Draw the batches of a round, in random order.
+        """Draw the batches of a round, in random order. Return one array of sample indices per batch.
 
         Args:
             samples: The number of the client's samples.
             rng: The generator of the order.
-            least: The number of samples that a batch needs.
+            least: The smallest number of samples in a batch that the method can train on, 1 or 2.
 
         Raises:
             ClientTooSmall: The client has too few samples.
@@ -234,7 +241,7 @@ class LocalTraining(Options):
         return list(draw_batches(samples, self.batch_size, rng, **several, drop_last=self.drop_last))
 
     def planned(self, samples: int) -> int:
-        """Return a client's weight in averages, as known before its round.
+        """Return the weight in averages that a client will have, as known before its round.
 
         Args:
             samples: The number of all its samples.
@@ -244,11 +251,11 @@ class LocalTraining(Options):
         return distinct(samples, self.batch_size, epochs=self.epochs, steps=self.steps, drop_last=self.drop_last)
 
     def most_steps(self, samples: int) -> int:
-        """Return the number of local steps that a client of ``samples`` samples makes in a round."""
+        """Return the largest number of local steps that a client with ``samples`` samples makes in a round."""
         return self.steps or self.epochs * (1 + len(cuts(samples, self.batch_size)))
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> Optimizer:
-        """Make the optimiser of ``parameters``."""
+        """Make the optimiser of ``parameters``, SGD or Adam, as these settings say."""
         if self.optimizer == "adam":
             return Adam(parameters, lr=learning_rate, weight_decay=self.weight_decay)
         return SGD(parameters, lr=learning_rate, momentum=self.momentum, weight_decay=self.weight_decay, foreach=True)
@@ -259,17 +266,17 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of a round.
 
-    ``constant`` is ``base``. ``step`` multiplies by ``decay`` after 50 % of the rounds, and again after 75 %.
-    ``exponential`` multiplies by ``decay`` after every round. ``cosine`` falls along half a cosine to 0.
-    ``milestones`` multiplies ``base`` by the factor of the last milestone.
+    ``constant``: the rate stays ``base``. ``step``: it is multiplied by ``decay`` after 50 % of the rounds, and again
+    after 75 %. ``exponential``: it is multiplied by ``decay`` after every round. ``cosine``: it falls along half a cosine
+    towards 0. ``milestones``: it is ``base`` times the factor of the last milestone that has passed.
 
     Args:
         schedule: One of ``SCHEDULES``.
         base: The rate of round 1.
         decay: The factor of ``step`` and ``exponential``.
         round: The round, from 1.
-        rounds: The number of rounds.
-        milestones: Pairs: a share of the rounds, and the factor of ``base`` after this share.
+        rounds: The number of rounds of the run.
+        milestones: Pairs: a share of the rounds in (0, 1), and the factor of ``base`` after this share.
 
     Raises:
         ValueError: There is no such schedule.
@@ -339,8 +346,8 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
         Pairs of a share of the rounds, and the factor of the rate after it.
 
     Raises:
-        ValueError: The text is not of this form, shares do not rise between 0 and 1, or a factor is not above
-            0.
+        ValueError: The text does not have this form, the shares do not rise between 0 and 1, or a factor is not
+            above 0.
     """
     pairs = []
     for part in text.split(",") if text.strip() else ():
@@ -358,9 +365,9 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
 
 
 def seeded(*key: int) -> np.random.Generator:
-    """Return a random generator that depends only on ``key``, in every process and engine.
+    """Return a NumPy generator whose numbers depend only on ``key``, in every process and engine.
 
     Args:
-        key: Whole numbers, such as the seed, the client, the round and a purpose.
+        key: Whole numbers, such as the seed, the client, the round, and a number for the purpose.
     """
     return np.random.default_rng(np.random.SeedSequence(key))

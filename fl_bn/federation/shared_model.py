@@ -1,4 +1,4 @@
-"""Hold the server's model: its shared tensors, and the statistics and weights that a round changes."""
+"""Hold the server's model: its shared weights and statistics, and the auxiliary tensors. A round changes them."""
 
 from __future__ import annotations
 
@@ -36,22 +36,29 @@ LOGGER = logging.getLogger("flwr")
 
 
 class NotFinite(Exception):
-    """Report that the tensor ``name`` of the shared model would not be finite in its dtype. The model stays unchanged."""
+    """Report that a round would make a tensor of the shared model infinite or NaN. The model stays unchanged.
+
+    Attributes:
+        name: The name of the tensor, or ``section/name`` for an auxiliary tensor.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(f"{name}: the combination of the clients' replies is not finite")
 
     def farthest(self, parts: Sequence[Reply]) -> int | None:
-        """Return the index of the reply with the largest value in this tensor, among the replies that can be left out.
+        """Return the index of the reply with the largest value in this tensor, among the replies not yet in the average.
 
-        None if no reply can be left out.
+        Return None if all replies are in the average already.
         """
         return max((i for i, part in enumerate(parts) if not part.folded), key=lambda i: self._size(parts[i]), default=None)
 
     def refusal(self, part: Reply) -> str:
         """Return the reason for leaving ``part`` out."""
-        return f"{self.name}: the clients' replies together are not finite, and its own is the largest ({self._size(part):.3g})"
+        return (
+            f"{self.name}: the combination of the clients' replies is not finite, and this client's values are the largest, up to "
+            f"{self._size(part):.3g}"
+        )
 
     def _size(self, part: Reply) -> float:
         section, _, name = self.name.rpartition("/")
@@ -69,12 +76,12 @@ class ServerStep:
     """Hold the inputs of a server step.
 
     Attributes:
-        parts: The replies of a round.
+        parts: The usable replies of a round.
         weights: The weight of each reply in averages.
         optimizer: The server's optimiser.
-        rate: The clients' learning rate, which multiplies the server's step if clients send gradients.
+        rate: The clients' learning rate. If clients send gradients, it multiplies the server's step.
         defence: The defence against Byzantine clients.
-        folded: The part of the average that is computed already.
+        folded: The sum of the replies that were added while others had not yet arrived. None: no reply was added.
     """
 
     parts: Sequence[Reply]
@@ -86,17 +93,17 @@ class ServerStep:
 
 
 class SharedModel:
-    """Hold ``model``, converted for ``method``, at the server. Its local tensors are never changed, and not shared.
+    """Hold ``model``, converted for ``method``, at the server. Tensors that clients keep stay at their initial values here.
 
     Attributes:
         method: The method.
         model: The converted network.
         signature: The signature of model and method.
-        layers: Its BatchNorm layers.
-        auxiliary: Section -> the server's auxiliary tensors.
-        buffers: The names of its buffers.
+        layers: Name -> BatchNorm layer of the converted network.
+        auxiliary: Section -> name -> the server's auxiliary tensor.
+        buffers: The names of the floating-point buffers outside of norm layers. They are averaged like weights.
         personal: Whether every client evaluates a model of its own, because clients keep tensors.
-        scales: Layer -> the deviation of its input at the start of the run, see ``LayerReports``; 1 if missing.
+        scales: Layer -> the standard deviation of its input to which the server scaled it before round 1. 1 if missing.
         reported: The statistics that ``Method.renew`` made from the last round's replies. Only for ``Refresh.REPORTED``.
     """
 
@@ -123,7 +130,7 @@ class SharedModel:
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
 
     def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
-        """Return the instruction to measure or evaluate: weights, and statistics if they are shared."""
+        """Return the instruction to measure or evaluate. It has the weights, and the statistics if they are shared."""
         return Instruction(round, phase, self.sections(), signature=self.signature, **fields)
 
     def sections(self) -> Sections:
@@ -140,7 +147,7 @@ class SharedModel:
     def instruction_to_train(
         self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float, rate_share: float = 1.0
     ) -> Instruction:
-        """Return the instruction to train: the weights from which clients start, and the auxiliary tensors."""
+        """Return the instruction to train: weights from which clients start, shared statistics, and auxiliary tensors."""
         sections, state = self.sections(), self._copy.state
         ahead = optimizer.lookahead({name: state[name] for name in self._learnable})
         sections["weights"] |= {name: tensor.to(state[name].dtype) for name, tensor in ahead.items()}
@@ -153,7 +160,7 @@ class SharedModel:
         return Instruction(round, phase, sections, learning_rate, signature=self.signature, rate_share=rate_share)
 
     def _auxiliary(self, parts: Sequence[Reply], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
-        """Combine the clients' auxiliary tensors."""
+        """Combine the clients' auxiliary tensors into the server's new ones. Return section -> name -> tensor."""
         new = {}
         for extra in self._auxiliary_kinds:
             tensors = [part.sections[extra.section] for part in parts]
@@ -172,8 +179,8 @@ class SharedModel:
 
         Args:
             tensors: Name -> shared tensor, as evaluated last.
-            batches: The number of training batches of one client since the start. It is added to BatchNorm's counters.
-            kept: Names of tensors that are in the file although clients keep them.
+            batches: The number of training batches of one client since the start. It is added to ``num_batches_tracked``.
+            kept: Names of tensors that clients keep and that the result has nevertheless.
         """
         role, state = roles(self.model), self._copy.state
         saved = {name: tensors.get(name, state[name]) for name in state if name in kept or not self.method.keeps(role[name])}
@@ -182,30 +189,30 @@ class SharedModel:
         return {plain[name]: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()}
 
     def counters(self, batches: int) -> dict[str, Tensor]:
-        """Return BatchNorm's counters: the initial ones plus ``batches``. Empty if clients keep them."""
+        """Return BatchNorm's ``num_batches_tracked`` by name: initial values plus ``batches``. Empty if clients keep them."""
         return {} if self.method.keeps(Role.COUNTER) else {name: count + batches for name, count in self._counters.items()}
 
     def load(self, tensors: Named) -> None:
-        """Load tensors by name."""
+        """Load ``tensors`` (name -> tensor) into the model."""
         self._copy.load(tensors)
 
     def to_unit_scale(self) -> None:
-        """Bring the weights to unit scale, see ``unit_scale.rescaled``.
+        """Rescale weights so that BatchNorm's inputs have deviation ``Method.scale``, see ``unit_scale.rescaled``.
 
-        If the network cannot be traced, they stay as they are, with a warning.
+        If torch.fx cannot trace the network, log a warning and change nothing.
         """
         try:
             held = held_layers(self.model)
             sources = {norm: source for norm, source in producers(self.model).items() if norm not in held}
         except ValueError as error:
-            LOGGER.warning("unit-scale has no effect, so lower the learning rate if training diverges: %s", error)
+            LOGGER.warning("unit-scale has no effect: %s. If training diverges, lower the learning rate", error)
             return
         LOGGER.info("unit scale: the layers before %d of %d BatchNorm layers are rescaled", len(sources), len(self.layers))
         eps, self.scales = epsilons(self.model), dict.fromkeys(sources, self.method.scale)
         self._copy.load(rescaled(self._copy.state, self.statistics(), eps, sources, self.method.scale))
 
     def was_at_unit_scale(self) -> None:
-        """Restore ``scales`` for a run that was brought to unit scale at its start and continues from a checkpoint."""
+        """Set ``scales`` in a run that continues from a checkpoint, as ``to_unit_scale`` set them before round 1."""
         with suppress(ValueError):  # a network that cannot be traced was not rescaled
             held = held_layers(self.model)
             self.scales = {norm: self.method.scale for norm in producers(self.model) if norm not in held}
@@ -218,14 +225,14 @@ class SharedModel:
             auxiliary: ``section/name`` -> auxiliary tensor.
 
         Raises:
-            ValueError: They differ from the shared tensors in a name, shape or dtype.
+            ValueError: The checkpoint's tensors differ from the server's in a name, shape or dtype.
         """
         mine = self.tensors() | self.auxiliary_tensors()
         saved = {**tensors, **auxiliary}
         for name in mine.keys() | saved.keys():
             ours, theirs = (f"{tuple(t[name].shape)} {t[name].dtype}" if name in t else "nothing" for t in (mine, saved))
             if ours != theirs:
-                raise ValueError(f"{name}: the run shares {ours}, but the checkpoint has {theirs}")
+                raise ValueError(f"{name}: the run shares {ours}, but the checkpoint has {theirs}: use a checkpoint of this run")
         self._copy.load(tensors)
         self.auxiliary = {k: {name: auxiliary[f"{k}/{name}"] for name in section} for k, section in self.auxiliary.items()}
 
@@ -234,14 +241,14 @@ class SharedModel:
         return {f"{k}/{name}": tensor for k, section in self.auxiliary.items() for name, tensor in section.items()}
 
     def statistics(self) -> dict[str, Running]:
-        """Return layer -> shared running statistics; empty if they stay at the clients."""
+        """Return layer -> shared running statistics; empty if clients keep their own."""
         return running_statistics(self.model) if self._shares_statistics else {}
 
     def store(self, statistics: Mapping[str, Running]) -> None:
         """Store shared statistics.
 
         Raises:
-            NotFinite: The model's dtype cannot hold them; nothing changes.
+            NotFinite: The model's dtype cannot hold a value. The model stays unchanged.
         """
         self._load_all(_named(statistics))
 
@@ -253,15 +260,16 @@ class SharedModel:
         self._copy.load(tensors)
 
     def change(self, step: ServerStep, statistics: Mapping[str, Running]) -> list[float]:
-        """Make one server step, and store the new shared ``statistics``. If any value is not finite, nothing changes.
+        """Make one server step on the weights, and store the new shared ``statistics``.
 
         The step goes along the pseudo-gradient ``weights - average``, or along the clients' averaged gradients.
 
         Returns:
-            The distance of each update to the result of ``step.defence``; empty without a defence.
+            The distance (L2) of each update to the result of a robust rule; empty without such a rule.
 
         Raises:
-            NotFinite: The model's dtype cannot hold the result, or the weights with which clients would start the next round.
+            NotFinite: The model's dtype cannot hold a new tensor, or a weight with which clients start the next round.
+                The model and the optimiser stay unchanged.
         """
         before, state = step.optimizer.buffers(), self._copy.state
         try:
@@ -281,7 +289,11 @@ class SharedModel:
         return distances
 
     def _stepped(self, step: ServerStep) -> tuple[dict[str, Tensor], list[float]]:
-        """Return the new weights in float64, in the memory of the average, and the distances that a defence computes."""
+        """Compute the new weights, and the distance of each client's update to the robust update.
+
+        Returns:
+            Name -> new weight in float64, and the distances. There are no distances without a robust rule.
+        """
         parts, weights, defence = step.parts, step.weights, step.defence
         section, distances = "gradients" if "gradients" in parts[0].sections else "weights", list[float]()
         state, tensors = self._copy.state, [part.sections[section] for part in parts]
@@ -303,14 +315,21 @@ class SharedModel:
         return mean, distances
 
     def _without_infinite(self, tensors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Return ``tensors`` without buffers that are not finite, which robust rules cannot compare by distances."""
+        """Return ``tensors`` without buffers that have NaN or Inf at some client, since robust rules compute distances."""
         left_out = {
             name for name in tensors[0] if name not in self._learnable and not all(bool(part[name].isfinite().all()) for part in tensors)
         }
         return [{name: tensor for name, tensor in part.items() if name not in left_out} for part in tensors] if left_out else tensors
 
     def combined(self, parts: Sequence[Reply], phase: Phase, defence: Defence, pace: float = 1.0) -> dict[str, Running]:
-        """Return the shared statistics after this round's replies, in float64. For ``pace`` see ``LayerReports``."""
+        """Combine the replies' statistics by the method's rule. Return layer -> shared statistics, in float64.
+
+        Args:
+            parts: The usable replies.
+            phase: The phase of the round.
+            defence: The defence against Byzantine clients.
+            pace: The round's learning rate divided by that of round 1.
+        """
         shared, report = self.statistics(), self.method.reports(phase)
         if report is StatisticsReport.NOTHING:
             return shared
@@ -324,18 +343,17 @@ class SharedModel:
         return combine(self.method.combine, shared, reports, steps, self.layers, defence, pace, self.scales)
 
     def may_be_refused(self, part: Reply) -> bool:
-        """Tell whether a reply may still be left out after all replies have arrived.
+        """Tell whether a reply has values so large that the server's step could overflow.
 
-        Only a reply with very large values can make the server's step overflow: larger than the largest mean that a
-        report may have, which is a quarter of the square root of the dtype's largest number.
+        The limit is the largest mean that a client may report: a quarter of the square root of the dtype's largest number.
         """
         return part.largest > self._moderate
 
     def measured(self, parts: Sequence[Reply], defence: Defence, what: str = INPUTS) -> dict[str, Running]:
-        """Combine the replies of a statistics-only exchange of ``what`` into shared statistics.
+        """Combine the replies of a statistics-only exchange into shared statistics. Return layer -> statistics.
 
-        For ``inputs`` these are the exact statistics of the union of the data. For ``normalisers`` the method's own rule
-        combines them.
+        If ``what`` is ``inputs``, the result is the statistics of the union of the clients' data, given the layers below.
+        If it is ``normalisers``, the rule ``Method.renew`` combines the moments.
         """
         rule = replace_by_pooled if what == INPUTS else self.method.renew
         reports = [decode_moments(part.sections["moments"]) for part in parts]

@@ -1,4 +1,4 @@
-"""Define what a client's round takes its data from. An example is ``sources.SampleSource``."""
+"""Define the source of a client's batches in a round. An example is ``sources.SampleSource``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """Hold the result of training.
+    """Hold the result of training over a client's batches once.
 
     Attributes:
         loss: The mean loss over the samples of the training batches.
-        samples: The number of these samples; a sample that was drawn twice counts twice.
+        samples: The number of these samples. A sample in two batches counts twice.
     """
 
     loss: float
@@ -33,13 +33,13 @@ class Trained:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold what a client says of its round in its reply, besides tensors.
+    """Hold the numbers of a client's reply about its round.
 
     Attributes:
-        samples: The number of different samples that it trained on, or measured. 0: it found none to train on, and sits out.
-        loss: The mean loss over the training batches.
+        samples: The number of different samples that the client trained on, or measured. 0: it sat the round out.
+        loss: The mean loss over the training batches; NaN if the client did not train.
         metrics: Further numbers for the record, by name.
-        tells_drift: Whether the reply says how far the statistics moved, if the client keeps them.
+        tells_drift: Whether the reply says how far the client's own running statistics moved (FedBN).
     """
 
     samples: int
@@ -63,12 +63,12 @@ class Source(Protocol):
 
     @property
     def passes(self) -> int:
-        """Return how often a round iterates over its batches."""
+        """Return how often a training round iterates over ``batches``."""
         ...
 
     @property
     def test(self) -> Any:
-        """Return the client's own test data, samples or batches; None without any."""
+        """Return the client's own test data, as samples or as batches; None if it has none."""
         ...
 
     def batches(self, round: LocalRound) -> Iterable[Any]:
@@ -80,7 +80,7 @@ class Source(Protocol):
         ...
 
     def measure(self, round: LocalRound) -> None:
-        """Make the statistics pass of ``round``, and store the moments in it."""
+        """Make the statistics pass of ``round``, and store the measured moments in ``round.moments``."""
         ...
 
     def optimizer(self, round: LocalRound) -> Optimizer:
@@ -92,19 +92,22 @@ class Source(Protocol):
         ...
 
     def training(self, round: LocalRound, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Return a context in which torch's random numbers depend on the client and the round alone."""
+        """Return a context manager inside which torch's random numbers depend only on the seed, the client and the round."""
         ...
 
     def pass_inputs(self, round: LocalRound) -> Iterable[Any]:
-        """Return the inputs of the statistics pass, for an engine that makes the pass itself."""
+        """Return the batches of inputs of the statistics pass, for an engine that makes this pass itself."""
         ...
 
     def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]] | None:
-        """Return a function that computes the gradient over all samples of the client; None if there is none."""
+        """Return a function that computes the gradient of the mean loss over all of the client's samples, by parameter name.
+
+        Return None if this source cannot compute that gradient.
+        """
         ...
 
     def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return what the client says of ``round`` in its reply.
+        """Return the numbers for the client's reply about ``round``.
 
         Args:
             round: The client's round.

@@ -1,4 +1,4 @@
-"""Draw batches from samples in memory, by seed, for fl-bn's own training loop."""
+"""Draw batches from samples in memory, in an order that depends on the seed, for fl-bn's own training loop."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from fl_bn.methods import NORMALISERS, Method, Phase, StatisticsPass
 from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 
-BATCHES, DROPOUT, SUBSET, AUGMENT = range(4)  # the purpose of a seeded generator
+BATCHES, DROPOUT, SUBSET, AUGMENT = range(4)  # the purpose of a generator, a part of the key of ``seeded``
 
 
 @dataclass
 class IndexBatches:
-    """Iterate over batches of ``samples`` by index arrays: inputs and targets on the device of ``like``.
+    """Iterate over batches of ``samples``. Yield inputs (B, ...) and targets (B, ...) on the device of ``like``.
 
     Attributes:
         samples: The client's samples.
-        indices: One array per batch.
-        like: A tensor whose device and dtype the inputs get.
+        indices: For each batch, an array with the indices of its samples (B,).
+        like: A tensor with the device for inputs and targets, and the dtype for inputs.
         augment: Changes every batch; None: no changes.
-        seen: Whether each sample was drawn so far (N,).
+        seen: For each sample (N,), whether it was in a batch so far.
     """
 
     samples: Samples
@@ -62,7 +62,7 @@ class IndexBatches:
             yield to_input(x.to(self.like.device), self.like.dtype), y.to(self.like.device)
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the batches as they are stored: not scaled, and not moved to a device."""
+        """Yield inputs and targets of each batch as they are stored: not scaled, and not moved to a device."""
         for index in self.indices:
             self.seen[index] = True
             yield self.samples.rows(index, self.augment)
@@ -79,7 +79,7 @@ class SampleSource:
         seed: The seed of the run.
         client: The client's number.
         task: Computes the loss.
-        tells_drift: Whether the reply says how far the statistics moved, if the client keeps them.
+        tells_drift: Whether the reply says how far the client's own running statistics moved (FedBN).
         test: The client's test samples, for settings with ``local_evaluation``.
     """
 
@@ -105,21 +105,21 @@ class SampleSource:
         round.moments = statistics_pass(round.model, self.samples, how, rng, size, measure=round.measured)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
-        """Make the optimiser of the settings."""
+        """Make the optimiser that the round's settings name, with the learning rate of the round."""
         return round.settings.make_optimizer(round.parameters.values(), round.instruction.learning_rate)
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Return None: the rate changes only between rounds."""
+        """Return None, since the learning rate changes only between rounds."""
         return None
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Tensor]:
-        """Yield the inputs of the statistics pass, on the CPU."""
+        """Yield the inputs of the statistics pass, batch by batch, on the CPU."""
         how, rng, size = pass_sampling(round, len(self.samples), self.seed, self.client)
         dtype = inputs_like(round.model).dtype
         return (to_input(self.samples.rows(index)[0], dtype) for index in pieces(len(self.samples), how, rng, size))
 
     def training(self, round: LocalRound, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Return a context in which dropout's random numbers depend only on the seed, the client and the round."""
+        """Return a context manager inside which torch's random numbers depend only on the seed, the client and the round."""
         seed = int(seeded(self.seed, self.client, round.instruction.round, DROPOUT).integers(2**62))
         return torch_seed(seed, inputs_like(round.model).device)
 
@@ -128,7 +128,7 @@ class SampleSource:
         return full_gradient(round, self.samples, self.task)
 
     def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the number of different samples in the batches, and the loss."""
+        """Return the client's weight in averages, in samples, and the mean loss. If the round only measured: all its samples."""
         n = len(self.samples)
         if not round.trains:
             return Outcome(n)
@@ -137,15 +137,16 @@ class SampleSource:
 
 
 def pass_sampling(round: LocalRound, n: int, seed: int, client: int) -> tuple[StatisticsPass, np.random.Generator, int]:
-    """Return the round's statistics pass with its number of samples, its generator, and its batch size.
-
-    It also stores in ``round`` how many samples the pass takes.
+    """Prepare the statistics pass of ``round``, and store its number of samples in ``round.measured_samples``.
 
     Args:
         round: The client's round.
         n: The number of the client's samples.
         seed: The seed of the run.
         client: The client's number.
+
+    Returns:
+        The statistics pass with its number of samples; the generator that draws these samples; and the batch size.
     """
     how = round.statistics_pass
     round.measured_samples = how.size(n, round.settings.planned(n))
@@ -184,7 +185,7 @@ def alone(
     connect: Connect | None = None,
     number: int = 0,
 ) -> LocalRound:
-    """Make a client's round without a server: it starts from the tensors of ``model``.
+    """Make a client's round without a server. The round starts from the tensors of ``model``.
 
     Args:
         model: The converted network.
@@ -204,7 +205,8 @@ def alone(
 def full_gradient(round: LocalRound, samples: Samples, task: Task = CLASSIFICATION) -> Callable[[], dict[str, Tensor]]:
     """Return a function that computes the gradient of the mean loss over ``samples``, weight decay included.
 
-    It runs batches of about the batch size, in the model's present mode, and changes nothing.
+    The returned function divides the samples into batches of about the batch size. It runs them in the model's present
+    mode, sets the gradients to None, and changes nothing else. It returns parameter's name -> gradient.
     """
     model, settings, trained = round.model, round.settings, round.parameters
 

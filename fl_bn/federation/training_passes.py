@@ -1,7 +1,8 @@
-"""Recognise the forward passes of training batches, so that a report counts each batch once.
+"""Recognise the forward passes of training batches, so that the reported moments count each batch once.
 
-A user's training loop may also validate, evaluate a copy of the network (an average of the weights, a teacher), compute
-activations again (checkpointing), or call a closure several times. None of these passes is another batch.
+A user's training loop may make other forward passes, too. It may validate, or evaluate a copy of the network (an average
+of the weights, a teacher). It may compute activations again (checkpointing), or call a closure several times. None of
+these passes counts as a further batch.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from fl_bn.moments import Moments
 class TrainingPasses:
     """Decide, layer by layer, whether a forward pass counts as a batch of the optimiser's next step.
 
-    Passes in training mode with autograd count, also all micro-batches whose gradients are added up. A pass that computes
-    activations again does not count. If the gradients are cleared before the step, a further pass at the same weights
-    replaces the passes so far. A further pass at other weights does not count, and the passes so far stay counted (a
-    closure that is called again, the second half of a sharpness-aware step).
+    Passes in training mode with autograd count, including all micro-batches whose gradients are added up. A pass that
+    computes activations again does not count. If the gradients are cleared before the step, a further pass at the same
+    weights replaces the passes so far. A further pass at other weights does not count, and the passes so far stay counted.
+    Such passes are those of a closure that is called again, or the second half of a sharpness-aware step.
 
     Attributes:
         observed: Layer -> the moments of the counted passes.
@@ -46,15 +47,15 @@ class TrainingPasses:
 
     @property
     def samples(self) -> int:
-        """Return the number of samples in the step's batches so far.
+        """Return the number of samples in the batches of the present step so far; 0 if no layer has run.
 
-        It is the first dimension of a layer's inputs, summed over its passes. If the layers give different numbers, it is
-        the smallest, because the other layers run more than once in a pass.
+        This is the first dimension of a layer's inputs, summed over the passes. If the layers give different numbers, the
+        smallest is returned, because the other layers run more than once in a pass.
         """
         return min((sum(rows) for rows in self._rows.values()), default=0)
 
     def counts(self, layer: nn.Module, x: Tensor) -> bool:
-        """Tell whether the pass in which ``layer`` gets the input ``x`` (B, ...) counts."""
+        """Tell whether the forward pass in which ``layer`` now gets the input ``x`` (B, ...) counts as a training batch."""
         if self._ignoring or not (layer.training and torch.is_grad_enabled()):
             return False
         if in_backward():
@@ -76,11 +77,11 @@ class TrainingPasses:
         return not torch.equal(self._parameters[self._smallest], self._weights)
 
     def _cleared(self) -> bool:
-        """Tell whether the gradients so far were cleared. The next pass is then no further micro-batch."""
+        """Tell whether all gradients are zero or None, so that the next pass is no further micro-batch."""
         return not any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
 
     def _start_over(self) -> None:
-        """Forget the passes since the last step, whose gradients never reached the optimiser."""
+        """Forget the passes since the last step, because their gradients were cleared before the optimiser used them."""
         self._rows.clear()
         self._backward_seen = False
         for name, parts in self.observed.items():
@@ -97,7 +98,7 @@ class TrainingPasses:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Notice backward passes inside the ``with`` block."""
+        """Note every backward pass inside the ``with`` block."""
 
         def computed(parameter: Tensor) -> None:
             self._backward_seen = True

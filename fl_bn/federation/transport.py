@@ -1,4 +1,4 @@
-"""Define how a run reaches its clients. All other code is the same for every engine and network."""
+"""Define how a run reaches its clients: in this process, through Flower, or in a way of your own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fl_bn.methods import Phase
 class Transport(ABC):
     """Take instructions to clients, and bring their replies back.
 
-    ``run`` decides when clients train, measure and evaluate. A transport only delivers instructions and replies.
+    ``federation.run`` decides when clients train, measure and evaluate. A transport only delivers instructions and replies.
     A subclass must define ``train``, ``measure`` and ``evaluate``. The other methods have a default. An example is
     tests/extension/threads_transport.py.
 
@@ -34,7 +34,7 @@ class Transport(ABC):
 
     @abstractmethod
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Let clients measure statistics in one forward pass, and return their checked replies.
+        """Let clients measure the statistics of all layers in one forward pass, and return their checked replies.
 
         Args:
             instruction: The instruction to each client.
@@ -59,7 +59,7 @@ class Transport(ABC):
             instruction: The instruction to each client.
 
         Returns:
-            The checked replies; None if this transport cannot do it, as by default.
+            The checked replies. None if this transport has no exchange that goes layer by layer, which is the default.
         """
         return None
 
@@ -75,10 +75,10 @@ class Transport(ABC):
             replies: The checked replies.
 
         Returns:
-            The replies that were used, with the reasons why others were not.
+            The replies that were used, with the reasons why others were refused.
 
         Raises:
-            TooFew: There are fewer replies than the defence needs; the statistics stay unchanged.
+            TooFew: There are fewer replies than the defence needs. The statistics stay unchanged.
         """
         server, what = self.server, instruction.measured
 
@@ -92,7 +92,7 @@ class Transport(ABC):
         return replies.only(near, {**replies.refused, **far, **overflowing})
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Finish round ``number`` before its record is complete; do nothing by default.
+        """Do what a transport needs at the end of round ``number``, before its record is complete. Default: nothing.
 
         Args:
             number: The round, from 1.

@@ -1,11 +1,11 @@
 """Rescale weights before round 1, so that every BatchNorm layer's input has the standard deviation ``Method.scale``.
 
-If training normalises with constants, these constants scale every step of the weights. A new network's activations are
-small, and so is their standard deviation. Normalisation divides by this small deviation, so the gradient of the weights
-grows by the same factor. BatchNorm survives this, because its gradient is orthogonal to the weights. With constants the
-first rounds diverge. If the weights, means and standard deviations are divided by the same number, the network computes
-the same function (up to ``eps``), and its gradients get an ordinary size. This is the initialisation LSUV (All You Need Is
-a Good Init, Mishkin and Matas, ICLR 2016; there the deviation is 1), with statistics measured over all clients.
+If training normalises with constants, these constants scale every step of the weights. A new network's activations have a
+small standard deviation. Normalisation divides by this deviation, so the gradient of the weights is large. With BatchNorm
+this does little harm, because the gradient is orthogonal to the weights. With constants the first rounds diverge. So this
+module divides the weights, means and standard deviations by the same number. The network then computes the same function
+(up to ``eps``), but its gradients are smaller. This is the initialisation LSUV, with statistics measured over all clients
+(All You Need Is a Good Init, Mishkin and Matas, ICLR 2016). In the paper the deviation is 1.
 
 Symbols: s -> deviation.
 """
@@ -30,15 +30,15 @@ HOMOGENEOUS: tuple[Any, ...] = (
     nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, nn.Dropout2d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
     F.relu, F.leaky_relu, F.dropout, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, torch.relu, "relu",
 )  # fmt: skip
-"""Operations whose output scales with a positive factor per channel of the input: module types, functions, method names."""
+"""Operations f with f(a x) = a f(x) for a positive factor a per channel: module types, functions, and names of methods."""
 
 
 def producers(model: nn.Module) -> dict[str, str]:
-    """Return BatchNorm layer -> the layer before it, whose output only this BatchNorm layer uses, if there is one.
+    """Return name of a BatchNorm layer -> name of the layer before it, for each pair that can be rescaled.
 
-    Between the two there may be ``HOMOGENEOUS`` operations (ReLU, pooling). A layer before BatchNorm is left out if it is
-    used more than once, shares its weight with another layer, derives it (spectral norm, for example), is not trained, or
-    is not one of ``PRODUCERS``.
+    Only this BatchNorm layer may use the output of the layer before. Between the two there may be ``HOMOGENEOUS``
+    operations (ReLU, pooling). The layer before must be one of ``PRODUCERS``, be trained, and run once per forward pass.
+    Its weight must not be shared with another layer, nor be computed from other tensors (spectral norm, for example).
 
     Raises:
         ValueError: torch.fx cannot trace the network (control flow that depends on data, say).
@@ -74,9 +74,9 @@ def rescaled(
 ) -> dict[str, Tensor]:
     """Return rescaled tensors, by name, with which the input of each BatchNorm layer has the standard deviation ``scale``.
 
-    Let s be ``sqrt(var + eps) / scale`` of a channel. The weight and bias of the layer before a BatchNorm layer, and its
-    running mean, are divided by s, and the running variance by s^2. So the network computes the same function, up to
-    ``eps``. The running variances become ``scale**2 * var / (var + eps)``.
+    Let s be ``sqrt(var + eps) / scale`` of a channel. The weight and bias of the layer before BatchNorm are divided by s, and
+    so is BatchNorm's running mean. The running variance is divided by s^2, and becomes ``scale**2 * var / (var + eps)``. So
+    the network computes the same function, up to ``eps``.
 
     Args:
         state: The network's state_dict.
@@ -106,7 +106,10 @@ class _Tracer(fx.Tracer):
 
 
 def _source(norm: fx.Node, modules: Mapping[str, nn.Module]) -> str | None:
-    """Return the module whose output reaches only ``norm``, and only through ``HOMOGENEOUS`` operations."""
+    """Return the name of the module whose output only ``norm`` uses, directly or through ``HOMOGENEOUS`` operations.
+
+    Return None if there is no such module.
+    """
     node = norm.all_input_nodes[0] if norm.all_input_nodes else None
     while node is not None and len(node.users) == 1:
         if node.op == "call_module" and type(modules[str(node.target)]) not in HOMOGENEOUS:

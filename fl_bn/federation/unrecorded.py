@@ -1,4 +1,4 @@
-"""Run forward passes in training mode that change neither running statistics nor torch's random generators."""
+"""Run further forward passes in training mode, and restore running statistics and torch's random generators afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unrecorded(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Draws:
-    """Hold the state of torch's generators, so that dropout can be drawn once more."""
+    """Hold the states of torch's random generators, so that a repeated forward pass draws the same dropout."""
 
     cpu: Tensor
     device: torch.device

@@ -31,10 +31,11 @@ class Instruction:
             they are shared. In training there are also auxiliary tensors (control variates, momentum). There may
             be a section ``start`` with the initial values of the tensors that clients keep.
         learning_rate: The learning rate of this round.
-        measured: What a statistics-only exchange measures, ``inputs`` or ``normalisers``.
+        measured: The moments that a statistics-only exchange measures: ``inputs``, those of the layers' inputs, or
+            ``normalisers``, those with which training batches are normalised.
         signature: The signature of model and method, see ``payload.signature``; empty: not checked.
-        memory: Bytes of activations that a client may keep in an exchange that goes layer by layer.
-        rate_share: ``learning_rate`` as a share of the schedule's rate. It is below 1 if the method lowers the rate
+        memory: The largest number of bytes of activations that a client may keep in an exchange that goes layer by layer.
+        rate_share: ``learning_rate`` divided by the schedule's rate. It is below 1 if the method lowers the rate
             because statistics are frozen (``Method.learning_rate``).
     """
 
@@ -58,10 +59,10 @@ class ClientState:
     """Hold the state that a client keeps between its rounds.
 
     Attributes:
-        round: The round after which it was stored; 0 before the client's first round.
-        sections: Section -> name -> tensor. ``local`` has the tensors that the method keeps at the client.
-            ``momentum``, ``objective`` and ``optimizer`` have the tensors with which the next round continues to train.
-        counted: Whether the reply of that round changed the server's model.
+        round: The round after which the client stored this state; 0 before the client's first round.
+        sections: Section -> name -> tensor. ``local`` has the model's tensors that the method keeps at the client.
+            ``momentum``, ``objective`` and ``optimizer`` have the buffers that the next round needs.
+        counted: Whether the server used the client's reply of that round.
     """
 
     round: int = 0
@@ -90,13 +91,13 @@ class Reply:
         metrics: Numbers by name. ``loss``: the mean over the training batches. ``steps``: local steps.
             ``batch``: samples of the first batch. ``measured``: samples of a statistics pass. ``waited``:
             seconds in exchanges. ``kept``: the round of the state that the client began with. ``drift``,
-            ``drift-layer``, ``min-var`` and ``growth``: how far the client's own statistics moved, if the run lets
-            clients tell it. ``before`` and ``after``: the task's metric on the client's test data, before and
-            after local training, if the run measures it.
-        round: The round of the instruction that it answers.
+            ``drift-layer``, ``min-var`` and ``growth``: how far the client's own statistics moved (see ``Drift``), if
+            the run asks for these numbers. ``before`` and ``after``: the task's metric on the client's test data,
+            before and after local training, if the run measures it.
+        round: The round of the instruction that this reply answers.
         signature: The signature of the client's model and method.
-        largest: The largest absolute value in the sections; 0 if it is unknown.
-        folded: Whether its weights are in the server's average already. The reply then no longer has them.
+        largest: The largest absolute value in the sections; 0 if unknown.
+        folded: Whether the client's weights are in the server's average already. The reply then has no weights.
     """
 
     client: int
@@ -125,7 +126,7 @@ class Reply:
         return self.metrics.get("loss", math.nan)
 
     def local_drift(self, layers: Sequence[str]) -> Drift | None:
-        """Return how far the client's own statistics moved; None if the reply does not say it.
+        """Return how far the client's own statistics moved; None if the reply does not have these numbers.
 
         Args:
             layers: The names of the BatchNorm layers, in order.
@@ -146,9 +147,9 @@ class RoundReplies:
         refused: Client -> the reason why its reply is not used.
         wrong: Clients whose reply breaks the protocol: they are faulty or Byzantine.
         exchange: The session of the layer-wise exchange (FedTAN), if there was one.
-        carrier: How this exchange was carried, see ``exchange.settings``; empty without any.
+        carrier: The transport of this exchange's messages, see ``exchange.settings``; empty without an exchange.
         messages: The number of messages that each client received.
-        partial: The part of the average that was computed while replies arrived.
+        partial: The weighted sum of the replies that were added while others had not yet arrived; None without it.
     """
 
     cohort: Sequence[int]
@@ -161,7 +162,7 @@ class RoundReplies:
     partial: PartialAverage | None = None
 
     def only(self, parts: Sequence[Reply], refused: Mapping[int, str]) -> RoundReplies:
-        """Return a copy in which only ``parts`` are usable.
+        """Return a copy with ``parts`` as the usable replies and ``refused`` as the reasons.
 
         Args:
             parts: The usable replies.

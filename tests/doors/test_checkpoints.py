@@ -134,18 +134,18 @@ def test_from_a_callback_and_after_the_end(tmp_path: Path) -> None:
 
 
 OTHER: dict[str, tuple[str, dict[str, Any], str]] = {
-    "method": ("fedbn", {}, "method was fixbn, but is fedbn"),
-    "network": ("fixbn", {"model": net(9)}, "the network was .*, but is"),
-    "clients": ("fixbn", {"clients": CLIENTS[:3]}, "the number of clients was 4, but is 3"),
-    "seed": ("fixbn", {"seed": 1}, "seed was 0, but is 1"),
-    "rate": ("fixbn", {"optimizer": lambda parameters: SGD(parameters, lr=0.1)}, "calendar was"),
+    "method": ("fedbn", {}, "method was fixbn there, but is fedbn here"),
+    "network": ("fixbn", {"model": net(9)}, "the network was .* there, but is"),
+    "clients": ("fixbn", {"clients": CLIENTS[:3]}, "the number of clients was 4 there, but is 3 here"),
+    "seed": ("fixbn", {"seed": 1}, "seed was 0 there, but is 1 here"),
+    "rate": ("fixbn", {"optimizer": lambda parameters: SGD(parameters, lr=0.1)}, r"calendar \(a hash of .*\) was"),
 }
 
 
 def test_what_is_of_another_federation_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
     fed = federation("fixbn")
-    with pytest.raises(ValueError, match="there is no round to go on from yet: call checkpoint after the first round"):
+    with pytest.raises(ValueError, match="a checkpoint needs a finished round, .*: call checkpoint after round 1"):
         fed.checkpoint(path)
     next(fed.run(4))
     fed.checkpoint(path)

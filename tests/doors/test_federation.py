@@ -226,9 +226,9 @@ def test_what_does_not_go_together_is_refused_at_once() -> None:
         Federation(net(), methods.fedtan(), SEEDED, objective=Scaffold())
     with pytest.raises(ValueError, match="no robust rule guards them"):
         Federation(net(), methods.fbn(), SEEDED, objective=Scaffold(), defence=Defence(1, "median", "median"))
-    with pytest.raises(ValueError, match="plain SGD stepped along: take torch.optim.SGD without momentum"):
+    with pytest.raises(ValueError, match="means of the gradients of plain SGD.*: take torch.optim.SGD without momentum"):
         Federation(net(), methods.fbn(), SEEDED, objective=Scaffold(), optimizer=partial(AdamW, lr=0.1))
-    with pytest.raises(ValueError, match="a federation needs clients"):
+    with pytest.raises(ValueError, match="a federation needs at least 1 client"):
         Federation(net(), methods.fbn(), [])
 
 

@@ -104,7 +104,7 @@ def test_fedtan_refuses_accumulation() -> None:
 
 def test_fedtan_without_its_exchange_is_refused() -> None:
     model, asked = started(methods.fedtan())
-    with pytest.raises(ValueError, match="phase exchange needs a layer-wise exchange"), local_round(model, methods.fedtan(), asked):
+    with pytest.raises(ValueError, match="connect .* must be given in phase exchange"), local_round(model, methods.fedtan(), asked):
         pass
 
 
@@ -114,7 +114,7 @@ def test_an_objective_needs_its_backward() -> None:
     with local_round(model, FBN, asked, objective=FedProx(0.1)):
         F.cross_entropy(model(x), y).backward()
         optimizer = sgd(model)
-        with pytest.raises(ValueError, match="fedprox makes the gradients: call round.backward"):
+        with pytest.raises(ValueError, match="fedprox computes or changes the gradients, .*: call round.backward"):
             optimizer.step()
 
 
@@ -161,7 +161,7 @@ def test_scaffold_takes_plain_sgd_alone() -> None:
     with local_round(model, FBN, asked, objective=Scaffold()) as round:
         optimizer = torch.optim.AdamW(model.parameters())
         round.backward(lambda: F.cross_entropy(model(x), y), x)
-        with pytest.raises(ValueError, match="plain SGD stepped along: take torch.optim.SGD without momentum"):
+        with pytest.raises(ValueError, match="means of the gradients of plain SGD.*: take torch.optim.SGD without momentum"):
             optimizer.step()
 
 
@@ -169,7 +169,7 @@ def test_hbn_without_its_pass_is_refused() -> None:
     model, asked = started(methods.hbn())
     with local_round(model, methods.hbn(), asked) as round:
         accumulated(round, sgd(model), CLIENTS[0].x, CLIENTS[0].y, 8, 1)
-    with pytest.raises(ValueError, match=r"call round.measure\(batches\) first"):
+    with pytest.raises(ValueError, match=r"call round.measure\(batches\) before the first step"):
         round.reply(8)
     with pytest.raises(ValueError, match="measure before the first step"):
         round.measure([(CLIENTS[0].x, CLIENTS[0].y)])
@@ -249,7 +249,7 @@ def test_clients_need_numbers() -> None:
     first, second, third = replies_of(state, [NOTHING] * 3)
     _, record = server_round(state, [first, second, third, first])
     assert [client.client for client in record.accepted] == [1, 2]
-    assert record.clients[0].refused == "2 replies name this client: number the clients, round.reply(samples, client=...)"
+    assert record.clients[0].refused == "2 replies name this client: give each client its own number, round.reply(samples, client=...)"
     _, record = server_round(state, [first, second, third, replace(first, round=7)])  # control: one of the two is none
     assert [client.client for client in record.accepted] == [0, 1, 2]
 

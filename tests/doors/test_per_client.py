@@ -68,7 +68,7 @@ def test_each_client_has_its_own_optimiser(engine: str, caplog: pytest.LogCaptur
 
     assert [alike(0, slow), alike(1, fast), alike(2, slow)] == [True] * 3
     assert [alike(0, fast), alike(1, slow)] == [False] * 2  # control
-    fallback = [record.message for record in caplog.records if "work one by one" in record.message]
+    fallback = [record.message for record in caplog.records if "computed one by one" in record.message]
     assert len(fallback) == (engine == "vectorised")  # one line, and why
     assert all("need the same task, loss, optimiser and scheduler, but theirs differ" in line for line in fallback)
 
@@ -181,7 +181,7 @@ def test_a_client_tests_its_network_before_and_after_local_training() -> None:
     off = federation(test=per_client(mine))
     weights(off, 1)
     assert all(math.isnan(client.before) and math.isnan(client.after) for client in off.history[0].clients)
-    with pytest.raises(ValueError, match=r"local_evaluation tests each client's network before and after .* give it batches, test="):
+    with pytest.raises(ValueError, match=r"local_evaluation needs the clients' test batches, but test is None: give test="):
         federation(local_evaluation=True)
 
 

@@ -151,7 +151,7 @@ class Net(nn.Sequential):
 @pytest.mark.parametrize("method", ["fedavg", "fedbn"])
 def test_a_batch_norm_that_is_none_by_type_is_named_with_the_way_to_register_it(method: str, log: pytest.LogCaptureFixture) -> None:
     server_state(Net(), METHODS[method](), rounds=1)
-    assert f"1 (InPlace): looks like BatchNorm, but is none by type, so method {method} shares its tensors" in log.text
+    assert f"1 (InPlace): looks like BatchNorm, but its class is not known as BatchNorm, so method {method} shares its tensors" in log.text
     assert "fl_bn.register_batch_norm(InPlace, convert=...)" in log.text
     log.clear()
     server_state(mixed(), METHODS[method](), rounds=1)

@@ -88,7 +88,7 @@ def test_the_command_end_to_end(method: str, runs: Path, tmp_path: Path) -> None
     with (folder / "adaptation.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["how"] for row in rows] == expected
-    assert ("left out: nearest: fedavg shares all of BatchNorm" in said(result)) == (method == "fedavg")
+    assert ("left out: nearest: fedavg shares all tensors of BatchNorm" in said(result)) == (method == "fedavg")
     config = RunConfig.from_mapping({**KEYS, "method": method})
     test = newcomer(config).test
     for row in rows:
@@ -171,7 +171,7 @@ def test_without_the_clients_models_their_average_will_do(runs: Path, tmp_path: 
     assert told.after.loss == pytest.approx(whole.after.loss, rel=1e-6)
     result = command("--model", run)
     assert "unknown" in said(result)
-    assert "left out: nearest: the known clients' models are not at hand" in said(result)
+    assert "left out: nearest: the models of the clients that trained are needed, but not given" in said(result)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_without_the_clients_models_their_average_will_do(runs: Path, tmp_path: 
         (["--domain", "none", "--data", "digits"], "--data digits: give one of them"),
         (["--data", "nowhere"], "dataset must be one of digits"),
         (["--data", "npz:nowhere.npz"], "there is no file 'nowhere.npz'"),
-        (["--how", "nearest"], "nearest: fedavg shares all of BatchNorm"),
+        (["--how", "nearest"], "nearest: fedavg shares all tensors of BatchNorm"),
     ],
 )
 def test_bad_input_ends_with_a_sentence(args: list[str], message: str, runs: Path) -> None:

@@ -129,7 +129,7 @@ def test_by_another_metric_and_where_less_is_better() -> None:
     assert told(EarlyStop(1, "mae", higher_is_better=False), "mae", 0.5, 0.6, task=Regression())
     assert told(EarlyStop(1, least=0.1), "accuracy", 0.5, 0.55)
     assert not told(EarlyStop(1, least=0.01), "accuracy", 0.5, 0.55)
-    with pytest.raises(ValueError, match="EarlyStop follows 'auc', but round 1 evaluated accuracy: name one of them"):
+    with pytest.raises(ValueError, match="EarlyStop needs the metric 'auc', .* of round 1 are accuracy: set metric"):
         told(EarlyStop(1, "auc"), "accuracy", 0.5)
     with pytest.raises(ValueError, match="must be >= 1"):
         EarlyStop(0)
@@ -197,8 +197,8 @@ def test_where_nothing_is_evaluated_they_say_so(caplog: pytest.LogCaptureFixture
     silent = Federation(net(), methods.fedavg(), fed.clients, progress=False, callbacks=fed.callbacks)
     with caplog.at_level(logging.WARNING, logger="flwr"):
         list(silent.run(2))
-    assert "EarlyStop had nothing to choose by: no round was evaluated" in caplog.text
-    assert "KeepBest had nothing to choose by" in caplog.text
+    assert "EarlyStop had no effect, because no round was evaluated" in caplog.text
+    assert "KeepBest had no effect" in caplog.text
     assert not (tmp_path / "best.safetensors").exists()
 
 

@@ -31,13 +31,13 @@ def config(**values: object) -> RunConfig:
         ({"statistics_rule": "medain"}, r"statistics-rule must be mean, median, .* before it nnm\+ or bucketing\+, but got 'medain'"),
         ({"update_rule": "median+nnm"}, r"update-rule must be mean, median, .*, but got 'median\+nnm'"),
         ({"update_rule": ""}, "update-rule must be mean, .*, but got ''"),
-        ({"byzantine": 5, "statistics_rule": "median"}, "median withstands f=5 Byzantine rows among at least 11, but got n=10"),
-        ({"byzantine": 4, "update_rule": "krum"}, "krum withstands f=4 Byzantine rows among at least 11, but got n=10"),
+        ({"byzantine": 5, "statistics_rule": "median"}, "median withstands f=5 Byzantine clients among at least 11, but got n=10"),
+        ({"byzantine": 4, "update_rule": "krum"}, "krum withstands f=4 Byzantine clients among at least 11, but got n=10"),
         (
             {"declared_byzantine": 5, "update_rule": "nnm+median"},
-            "nnm\\+median withstands f=5 Byzantine rows among at least 11, but got n=10",
+            "nnm\\+median withstands f=5 Byzantine clients among at least 11, but got n=10",
         ),
-        ({"byzantine": 3, "update_rule": "median", "fraction": 0.6}, "median withstands f=3 Byzantine rows among at least 7, but got n=6"),
+        ({"byzantine": 3, "update_rule": "median", "fraction": 0.6}, "f=3 Byzantine clients among at least 7, but got n=6"),
         ({"clients": 2, "declared_byzantine": 1, "update_rule": "median"}, "among at least 3, but got n=2"),
     ],
 )

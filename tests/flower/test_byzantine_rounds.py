@@ -271,7 +271,7 @@ def test_too_few_replies_change_nothing_and_the_log_says_how_many_it_takes(
     assert not few.record.aggregated
     assert identical(few.tensors, arrays_of(server.arrays))
     came = CLIENTS - silent
-    assert f"withstands f={f} Byzantine rows among at least {least}, but got n={came}" in log.text
+    assert f"withstands f={f} Byzantine clients among at least {least}, but got n={came}" in log.text
     assert "round 1: nothing changes, since " in log.text
 
 

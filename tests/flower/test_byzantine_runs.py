@@ -115,7 +115,7 @@ def test_the_exchange_before_an_evaluation_is_defended(lam: float, clients: list
 def test_too_few_statistics_leave_those_of_the_round(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     grid = silencing(hbn(), clients, 0, "measure")
     few = run(hbn(), clients, 1, grid=grid, defence=Defence(1, "krum"))
-    assert "the statistics stay as they are, since krum withstands f=1 Byzantine rows among at least 5, but got n=4" in log.text
+    assert "the statistics stay as they are, since krum withstands f=1 Byzantine clients among at least 5, but got n=4" in log.text
     assert few.records[0].aggregated
     enough = run(hbn(), clients, 1, defence=Defence(1, "krum"))
     assert not identical(statistics(few.trajectory[1]), statistics(enough.trajectory[1]))
@@ -140,7 +140,7 @@ def test_a_round_of_too_few_changes_nothing_and_the_next_one_goes_on(clients: li
     assert [record.aggregated for record in ran.records] == [True, False, True]
     assert identical(ran.trajectory[1], ran.trajectory[2])
     assert not identical(ran.trajectory[2], ran.trajectory[3])
-    assert "round 2: nothing changes, since krum withstands f=1 Byzantine rows among at least 5, but got n=4" in log.text
+    assert "round 2: nothing changes, since krum withstands f=1 Byzantine clients among at least 5, but got n=4" in log.text
 
 
 def test_cohorts_with_and_without_attackers(clients: list[Samples]) -> None:

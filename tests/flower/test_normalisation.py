@@ -56,8 +56,8 @@ def test_the_short_line_of_a_round() -> None:
 def test_runaway_moments_are_warned_about(drift: Drift) -> None:
     (warning,) = watch(record(drift))
     assert "round 2: runaway moments" in warning
-    assert "(norm)" in warning
-    assert "lower the learning rate or the local steps" in warning
+    assert "in layer norm moved" in warning
+    assert "lower the learning rate or the number of local steps" in warning
     assert not list(watch(record(drift, round=1)))  # the first round leaves the initial 0 and 1 behind
     assert not list(watch(record(Drift(9.0, "norm", 1.0, 9.0))))  # control
 
@@ -73,7 +73,7 @@ def test_a_diverged_loss_is_warned_about() -> None:
 
 
 def test_a_loss_that_nobody_told_is_not_called_diverged_for_sure() -> None:
-    said = "no loop told it (round.reply(samples, loss)), or"
+    said = "no training loop gave it to round.reply(samples, loss), or"
     assert said in "".join(watch(record(loss=float("nan"))))
     assert said in at_the_end(record(loss=float("nan")), 2.0)
     assert said not in "".join(watch(record(loss=float("inf"))))

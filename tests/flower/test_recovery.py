@@ -328,10 +328,10 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_checkpoint_is_damaged(tmp_path: Path) -> None:
     durable.save_tensors(tmp_path / "other", {"a": torch.ones(1)}, {"what": "another thing"})
-    with pytest.raises(Damaged, match=f"other: expected {FORMAT}, but got 'a file without a format'"):
+    with pytest.raises(Damaged, match=f"other: expected the format '{FORMAT}', but got 'a file without a format'"):
         Checkpoint.load(tmp_path / "other")
     durable.save_tensors(tmp_path / "newer", {}, {"format": "fl-bn checkpoint/2"})
-    with pytest.raises(Damaged, match=f"newer: expected {FORMAT}, but got 'fl-bn checkpoint/2'"):
+    with pytest.raises(Damaged, match=f"newer: expected the format '{FORMAT}', but got 'fl-bn checkpoint/2'"):
         Checkpoint.load(tmp_path / "newer")
     full = {"format": FORMAT, "state": "{}", "run_id": "{}", "generators": ""}
     for wrong in ({"format": FORMAT}, full, full | {"state": "["}):

@@ -168,7 +168,7 @@ def test_the_named_strategies_bind_their_method() -> None:
         ({"min_replies": 1.5}, "min_replies must be 0..1, but got 1.5"),
         ({"timeout": 0.0}, "timeout must be > 0, but got 0.0"),
         ({"retry": -1.0}, "retry must be >= 0, but got -1.0"),
-        ({"min_cohort": 4}, "min_cohort must be 1..3, the clients that there are, but got 4"),
+        ({"min_cohort": 4}, "min_cohort must be 1..3, the number of clients, but got 4"),
         ({"min_cohort": 0}, "min_cohort must be >= 1, but got 0"),
         ({"checkpoint_every": -1}, "checkpoint_every must be >= 0, but got -1"),
         ({"client_weights": "steps"}, "client_weights must be one of samples, uniform, but got 'steps'"),

@@ -163,5 +163,5 @@ def test_a_federation_warns_too(log: pytest.LogCaptureFixture) -> None:
         net(), METHODS["fedavg"](), clients, optimizer=partial(torch.optim.SGD, lr=1e4), clip="none", progress=False
     )
     list(federation.run(2))
-    assert "the run ends, and the last 2 rounds changed nothing. The first reason: client 0: weights/" in log.text
+    assert "the run ends, and the last 2 rounds did not change the model. The first reason: client 0: weights/" in log.text
     assert "Training diverged: lower the learning rate" in log.text

@@ -89,7 +89,7 @@ def test_a_client_that_sits_out_and_one_that_raises(caplog: pytest.LogCaptureFix
 def test_falls_back_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     """Statistics are measured as one program all the same: in evaluation mode nothing is dropped."""
     assert apart(through("vectorised", fedavg(), dropout=True), through("sequential", fedavg(), dropout=True)) < 1e-10
-    assert caplog.text.count("these clients work one by one: dropout") == 1
+    assert caplog.text.count("these clients are computed one by one: dropout") == 1
     assert apart(through("vectorised", fedtan()), through("sequential", fedtan())) < 1e-10
     assert caplog.text.count("exchanged within a step through the server") == 1
 

@@ -131,7 +131,7 @@ def test_to_read_an_undeclared_field_is_an_error() -> None:
     values = messages.HELLO.read({"client": 1, "clients": 2, "samples": 3, "signature": "a", "label-counts": "[1, 2]", "height": 180})
     assert (values["client"], values.get("samples"), values["label-counts"], "signature" in values) == (1, 3, (1, 2), True)
     for read in (lambda: values["height"], lambda: values.get("height"), lambda: "height" in values):
-        with pytest.raises(Undeclared, match="hello/height is no field of this message: declare it"):
+        with pytest.raises(Undeclared, match="fl-bn reads field hello/height, but this message does not declare it"):
             read()
     trained = messages.TRAINED.read({"samples": 3, "steps": 1, "loss": 0.5})
     assert (trained.get("kept"), trained.get("kept", 7), "kept" in trained, trained["waited"]) == (None, 7, False, 0.0)

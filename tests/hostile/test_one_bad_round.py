@@ -69,7 +69,7 @@ def test_a_client_recovers_from_one_bad_round(name: str, door: str, monkeypatch:
     assert all(watch.finite(round) for round in range(1, ROUNDS + 1) if round != BAD)
     assert watch.kept[BAD, VICTIM].round == BAD - 1
     (line,) = [message for message in log.messages if "is not finite after round" in message]
-    assert line.endswith("is not finite after round 2: the state kept after round 1 stays")
+    assert line.endswith("is not finite after round 2: the client keeps its state of round 1")
 
 
 SETTINGS = {

@@ -80,6 +80,8 @@ def test_numbers_that_no_client_tells_cost_it_its_reply(case: str) -> None:
         assert [c.client for c in record.accepted] == [0, 2, 3, 4]
         assert record.clients[LIAR].refused.startswith(f"metrics/{field}: expected ")
 
+TOGETHER = "the combination of the clients' replies is not finite"
+
 
 def test_control_the_same_federation_with_nobody_lying() -> None:
     for name in ("fbn", "hbn"):
@@ -232,7 +234,7 @@ def test_what_is_not_finite_is_not_stored_and_the_farthest_is_named() -> None:
 
     left, refused, _ = without_overflow(parts, attempt)
     assert [part.client for part in left] == [0, 2]
-    assert refused == {1: "1.running_var: the clients' replies together are not finite, and its own is the largest (1e+39)"}
+    assert refused == {1: f"1.running_var: {TOGETHER}, and this client's values are the largest, up to 1e+39"}
     assert seen == [3, 2]
     assert all(np.isfinite(array).all() for array in to_numpy(shared.tensors()).values())
     assert not identical(before, to_numpy(shared.tensors()))
@@ -247,7 +249,7 @@ def test_where_too_few_are_left_then_the_one_that_was_left_out_is_still_named() 
             raise TooFew("too few")
         shared.store(shared.combined(left, Phase.TRAIN, Defence()))
 
-    with pytest.raises(TooFew, match=r"^too few \(client 1: 1.running_var: the clients' replies together are not finite"):
+    with pytest.raises(TooFew, match=rf"^too few \(client 1: 1.running_var: {TOGETHER}"):
         without_overflow(parts, attempt)
 
 

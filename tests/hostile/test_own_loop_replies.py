@@ -119,8 +119,8 @@ STRANGERS: dict[str, tuple[Callable[[Reply], Any], str]] = {
     "client -1": (lambda r: replace(r, client=-1), f"{KNOWN}, but the reply names client -1"),
     "client True": (lambda r: replace(r, client=True), f"{KNOWN}, but the reply names client True"),
     "client a list": (lambda r: replace(r, client=[1]), KNOWN),  # type: ignore[arg-type]
-    "reply and kept": (lambda r: (r, None), "expected the first value of round.reply(...), but got a tuple"),
-    "nothing": (lambda r: None, "expected the first value of round.reply(...), but got a NoneType"),
+    "reply and kept": (lambda r: (r, None), "expected a Reply, the first value that round.reply(...) returns, but got a tuple"),
+    "nothing": (lambda r: None, "expected a Reply, the first value that round.reply(...) returns, but got a NoneType"),
 }
 
 

@@ -231,7 +231,7 @@ def test_a_report_of_more_than_was_trained_on_is_refused() -> None:
     x, y = clients()[0]
     with local_round(convert(net(), methods.fbn()), methods.fbn(), server_state(net(), methods.fbn(), rounds=2).instruction()) as round:
         plain(round, x, y)
-    with pytest.raises(ValueError, match="the first batch had 16 samples, but samples=8"):
+    with pytest.raises(ValueError, match="the first batch had 16 samples, but round.reply got samples=8"):
         round.reply(8)
 
 

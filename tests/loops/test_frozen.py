@@ -127,7 +127,7 @@ def test_statistics_that_are_set_in_a_frozen_round_are_an_error() -> None:
     method = methods.fixbn(freeze_after=0)
     model, asked = convert(net(), method), server_state(net(), method, rounds=2).instruction()
     with (
-        pytest.raises(ValueError, match="BatchNorm layer '1' normalises with fixed statistics in round 1, but they changed"),
+        pytest.raises(ValueError, match="BatchNorm layer '1' normalises with fixed statistics in round 1, but these changed"),
         local_round(model, method, asked),
     ):
         model[1].running_mean.add_(1)
@@ -156,7 +156,7 @@ def test_shared_statistics_that_the_loop_sets_are_an_error(method: Method, chang
     if change == "nothing":
         loop()
         return
-    with pytest.raises(ValueError, match="BatchNorm layer '1' normalises with fixed statistics in round 1, but they changed: .*update_bn"):
+    with pytest.raises(ValueError, match="BatchNorm layer '1' normalises with fixed statistics in round 1, but these changed: .*update_bn"):
         loop()
 
 
@@ -171,7 +171,7 @@ def test_frozen_scales_that_the_loop_lets_learn_are_an_error(what: str) -> None:
                 round.model.requires_grad_(True)
             plain(round, *clients()[0])
 
-    with pytest.raises(ValueError, match=r"fixbn freezes 1\.weight in round 1, but it changed"):
+    with pytest.raises(ValueError, match=r"fixbn freezes parameter 1\.weight in round 1, but its values changed"):
         loop(learns=True)
     loop(learns=False)  # and gradients that are left from the round before move nothing
 
@@ -179,7 +179,7 @@ def test_frozen_scales_that_the_loop_lets_learn_are_an_error(what: str) -> None:
 def test_a_round_without_a_step_of_its_model_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual slip: the optimiser has the parameters of the network before ``convert``."""
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-    said = "saw batches, but no optimiser stepped a parameter of round.model"
+    said = "round.model saw batches, but no optimiser stepped its parameters"
     for slip in (True, False):
         caplog.clear()
         mine, method = net(), methods.fedavg()

@@ -205,7 +205,7 @@ def test_parts_that_are_called_one_by_one_are_refused_too() -> None:
 
 def test_an_objective_is_refused() -> None:
     """opacus would step along its own gradients, without FedProx's part."""
-    with pytest.raises(ValueError, match="opacus replaces the gradients, and with them the part that fedprox adds"):
+    with pytest.raises(ValueError, match="opacus replaces the gradients, and so drops the part that fedprox adds"):
         trained(methods.gn(), net(), FedProx(0.1))
 
 

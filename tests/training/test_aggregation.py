@@ -47,7 +47,7 @@ def test_a_part_of_weight_0_counts_for_nothing_and_order_is_the_callers(rng: np.
 
 @pytest.mark.parametrize(("n", "weights"), [(0, []), (2, [0.0, 0.0])])
 def test_nothing_to_average(n: int, weights: list[float], rng: np.random.Generator) -> None:
-    with pytest.raises(ValueError, match="nothing to average"):
+    with pytest.raises(ValueError, match="an average needs at least 1 reply"):
         average(replies(rng, n), weights)
 
 
@@ -119,7 +119,7 @@ def test_the_rate_factor_is_the_rounds_own(rng: np.random.Generator) -> None:
         (("fedavg", 0.0), "fedavg's learning_rate must be > 0, but got 0.0"),
         (("fedavgm", 1.0, 1.0), r"fedavgm's momentum must be in \[0, 1\), but got 1.0"),
         (("fedavg", 1.0, 0.5), "fedavg has no server momentum, but got server-momentum=0.5"),
-        (("fedacg", 0.5), "takes the clients' average as it is"),
+        (("fedacg", 0.5), "sets the weights to the clients' average"),
         (("fedadam", 1.0, 0.9, 1.0), r"fedadam's beta2 must be in \[0, 1\), but got 1.0"),
         (("fedyogi", 1.0, 0.9, 0.99, 0.0), "fedyogi's adaptivity must be > 0, but got 0.0"),
     ],

@@ -51,7 +51,7 @@ def test_too_few_replies_are_refused_with_the_smallest_number(which: str, rule: 
     for n in (least, least + 1, least + 8):
         defence.check(n)
     for n in range(1, least):
-        with pytest.raises(TooFew, match=rf"withstands f={f} Byzantine rows among at least {least}, but got n={n}: send more rows"):
+        with pytest.raises(TooFew, match=rf"withstands f={f} Byzantine clients among at least {least}, but got n={n}: take more clients"):
             defence.check(n)
     with pytest.raises(TooFew, match="no reply to combine"):
         defence.check(0)
@@ -67,9 +67,9 @@ def test_chained_rules_say_the_smallest_number_that_serves_all_of_them(rule: str
 
 
 def test_both_rules_count() -> None:
-    with pytest.raises(TooFew, match="krum withstands f=2 Byzantine rows among at least 7"):
+    with pytest.raises(TooFew, match="krum withstands f=2 Byzantine clients among at least 7"):
         Defence(2, "krum", "median").check(6)
-    with pytest.raises(TooFew, match="krum withstands f=2 Byzantine rows among at least 7"):
+    with pytest.raises(TooFew, match="krum withstands f=2 Byzantine clients among at least 7"):
         Defence(2, "median", "krum").check(6)
     Defence(2, "median", "median").check(6)
 
@@ -80,7 +80,7 @@ def test_refused_clients_lower_f_only_where_the_rest_is_too_few_for_it() -> None
     assert [defence.without(2, n).f for n in (20, 9, 8, 7, 6, 5)] == [3, 3, 2, 2, 1, 1]
     assert [defence.without(5, n).f for n in (9, 4, 3, 2)] == [3, 0, 0, 0]
     assert [defence.without(0, n) for n in (9, 5)] == [defence] * 2
-    with pytest.raises(TooFew, match="krum withstands f=1 Byzantine rows among at least 5, but got n=4"):
+    with pytest.raises(TooFew, match="krum withstands f=1 Byzantine clients among at least 5, but got n=4"):
         defence.without(2, 4).check(4)
     assert defence.f == 3
 
@@ -97,7 +97,7 @@ def test_an_honest_client_that_diverged_opens_no_door_for_a_byzantine_one(rule: 
 
 @pytest.mark.parametrize("values", [{"f": -1}, {"statistics": "medain"}, {"updates": "krum+median"}, {"updates": ""}])
 def test_what_makes_no_defence(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"f must be a number of clients >= 0|expected a rule \(mean, median"):
+    with pytest.raises(ValueError, match=r"f, the number of Byzantine clients .*, must be >= 0|expected a rule \(mean, median"):
         Defence(**values)
 
 

@@ -238,7 +238,7 @@ class Drops(nn.Module):
 
 
 REFUSED: dict[str, tuple[Cohort, str]] = {
-    "dropout": (Cohort(fedavg(), network=lambda: SmallCNN(dropout=0.5).double()), r"dropout \(3\) would draw other numbers"),
+    "dropout": (Cohort(fedavg(), network=lambda: SmallCNN(dropout=0.5).double()), r"dropout \(3\) would draw other random numbers"),
     "functional dropout": (Cohort(fedavg(), network=lambda: Drops().double()), "random"),
     "control flow": (Cohort(fedavg(), network=lambda: Asks(nn.Flatten(), nn.Linear(192, 4)).double()), "torch cannot batch this network"),
     "cumulative statistics": (
@@ -248,8 +248,8 @@ REFUSED: dict[str, tuple[Cohort, str]] = {
     "scaffold": (Cohort(fedavg(), replace(STEPS, momentum=0.0, objective=Scaffold())), "objective scaffold"),
     "moon": (Cohort(fedavg(), replace(STEPS, objective=Moon())), "objective moon"),
     "fedsam": (Cohort(fedavg(), replace(STEPS, objective=FedSAM())), "objective fedsam"),
-    "adam's moments": (Cohort(fedavg(), replace(STEPS, momentum=0.0, optimizer="adam", maintain="local")), "have counted more steps"),
-    "mixed precision": (Cohort(fedavg(), replace(STEPS, precision="mixed")), "autocast leaves what runs under torch.func.vmap"),
+    "adam's moments": (Cohort(fedavg(), replace(STEPS, momentum=0.0, optimizer="adam", maintain="local")), "a step count per client"),
+    "mixed precision": (Cohort(fedavg(), replace(STEPS, precision="mixed")), "has no effect here: under torch.func.vmap"),
     "one sample": (Cohort(fedavg(), sizes=(12, 1, 12)), "at least 2 samples, but one has 1"),
 }
 
@@ -271,7 +271,7 @@ def test_clients_that_differ_are_refused() -> None:
     rounds = [*one.rounds()[:2], other.rounds()[2]]
     with pytest.raises(CannotVectorise, match="same network, method, phase and settings"):
         as_one_program(rounds, one.samples(), 0, one.clients)
-    with pytest.raises(CannotVectorise, match="one shape and dtype"):
+    with pytest.raises(CannotVectorise, match="the same shape and dtype"):
         as_one_program(one.rounds()[:2], [random_samples(12), random_samples(12, size=16)], 0, [0, 1])
 
 
@@ -353,8 +353,8 @@ def test_options_of_a_federation(options: dict[str, Any], caplog: pytest.LogCapt
 
 
 FALLS_BACK: dict[str, tuple[Method, dict[str, Any], str]] = {
-    "first batches of several sizes": (fedtan(), {"sizes": (16, 5, 20)}, "needs first batches of one size, but has 5 to 6 samples"),
-    "a robust exchange": (fedtan(), {"defence": Defence(1, "median", "median")}, "averages robustly within a step"),
+    "first batches of several sizes": (fedtan(), {"sizes": (16, 5, 20)}, "same size at all clients here, but they have 5 to 6 samples"),
+    "a robust exchange": (fedtan(), {"defence": Defence(1, "median", "median")}, "by a robust rule within a step"),
     "an optimizer of whole tensors": (fedavg(), {"optimizer": partial(torch.optim.Adafactor, lr=0.01)}, "optimizer Adafactor may mix"),
     "an objective": (fedavg(), {"objective": FedSAM(), "optimizer": partial(SGD, lr=0.05)}, "objective fedsam"),
 }
@@ -373,7 +373,7 @@ def test_falls_back_and_says_so(case: str, caplog: pytest.LogCaptureFixture) -> 
 def test_loaders_of_other_kinds_fall_back(caplog: pytest.LogCaptureFixture) -> None:
     x, y = torch.randn(12, 3, 8, 8).double(), torch.arange(12) % 4
     list(Federation(resnet(), fedavg(), [[(x, y)]], engine="vectorised", progress=False).run(1))
-    assert "give SeededBatches" in caplog.text
+    assert "batches must be SeededBatches" in caplog.text
 
 
 def test_an_engine_that_is_none() -> None:

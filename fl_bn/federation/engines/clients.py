@@ -1,4 +1,4 @@
-"""Describe the clients of a federation in this process: their settings, and loaders as sources of batches."""
+"""Describe the clients of a ``Federation``: their loaders and settings, and how a round draws batches from a loader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fl_bn.methods import Method
 from fl_bn.task import Task
 
 Connect = Callable[[int], LocalExchange]
-LEFT_OUT = "left-out"  # the key of a reply's metric: how many batches of one sample the client did not train on
+LEFT_OUT = "left-out"  # the name of a number in a reply: how many batches of one sample the client did not train on
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Own:
         make_optimizer: Makes an optimiser for given parameters, with the learning rate of round 1.
         make_scheduler: Makes the scheduler of the learning rate within a round. None: the rate stays the same.
         settings: The settings of local training.
-        rate_share: Its learning rate as a share of the instruction's.
-        test: Its test batches; None without any.
+        rate_share: The client's learning rate divided by the instruction's learning rate.
+        test: Its test batches; None if it has none.
     """
 
     loader: Loader
@@ -56,20 +56,20 @@ class Own:
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """Return the values that must be equal for clients that are computed together (vectorised)."""
+        """Return the values that must be equal for all clients that ``engine='vectorised'`` computes together."""
         return id(self.task), id(self.make_optimizer), id(self.make_scheduler), self.settings, self.rate_share
 
 
 @dataclass
 class Clients:
-    """Hold all clients of a federation: what they have in common, and each one's own loaders and settings.
+    """Hold all clients of a federation: the values that they have in common, and each client's own loaders and settings.
 
     Attributes:
         model: The network, converted for ``method``; it stays unchanged.
         method: The method.
-        device: The device on which they train.
+        device: The device on which clients train.
         own: Each client's own loaders and settings.
-        schedule: ``schedule(round, rounds)``: the factor of the learning rate.
+        schedule: ``schedule(round, rounds)`` returns the factor of the learning rate.
         seed: The seed of the run.
     """
 
@@ -94,7 +94,7 @@ class Clients:
     def round(
         self, client: int, model: Copy, instruction: Instruction, kept: ClientState, connect: Callable[[int], Any] | None = None
     ) -> LocalRound:
-        """Open the round of one client.
+        """Make the round of one client, and load its tensors into ``model``.
 
         Args:
             client: The client's number.
@@ -119,6 +119,9 @@ class Clients:
             client: The client's number.
             kept: The state that the client keeps.
             connect: Joins the layer-wise exchange, see ``LocalRound``.
+
+        Returns:
+            The reply, and the client's new state.
         """
         with self.network.lend() as lent:
             return client_round(self.round(client, lent, instruction, kept, connect), LoaderSource(self, client, rounds))
@@ -150,7 +153,7 @@ class LoaderSource:
 
     @property
     def test(self) -> Loader | None:
-        """Return the client's test batches."""
+        """Return the client's test batches; None if it has none."""
         return self.own.test
 
     @property
@@ -160,20 +163,20 @@ class LoaderSource:
 
     @property
     def samples(self) -> Samples:
-        """Return the samples that ``SeededBatches`` draw from."""
+        """Return the samples from which ``SeededBatches`` draws. Other loaders have none."""
         assert isinstance(self.loader, SeededBatches)
         return self.loader.samples
 
     @property
     def passes(self) -> int:
-        """Return how often a round iterates over its batches.
+        """Return how often a round iterates over ``batches``: once per epoch.
 
-        The answer is 1 for ``SeededBatches``: they already contain the batches of all epochs.
+        For ``SeededBatches`` it is 1, since their ``epochs`` returns the batches of all epochs.
         """
         return 1 if isinstance(self.loader, SeededBatches) else self.own.settings.epochs
 
     def batches(self, round: LocalRound) -> Trainable:
-        """Return the batches to train on. Batches that the round cannot train on are left out and counted."""
+        """Return the batches to train on. Batches of one sample that have no variance are left out and counted."""
         own, drawn = self.loader, isinstance(self.loader, SeededBatches)
         if isinstance(own, SeededBatches):
             own = own.epochs(self.clients.seed, self.client, round.instruction.round, self.own.settings.epochs)
@@ -185,11 +188,11 @@ class LoaderSource:
             round.measure(self.loader, self.task)
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Any]:
-        """Yield the inputs of the statistics pass."""
+        """Yield the inputs of the statistics pass, batch by batch."""
         return round.inputs(self.loader, self.task)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
-        """Make a fresh optimiser, at the learning rate of the round."""
+        """Make a fresh optimiser, with the learning rate of ``round``."""
         optimizer = self.own.make_optimizer(round.parameters.values())
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * self.clients.schedule(round.instruction.round, self.rounds)
@@ -198,7 +201,7 @@ class LoaderSource:
         return optimizer
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the scheduler of the rate within the round; None if there is none."""
+        """Make the scheduler of the learning rate within the round; None if the rate stays the same."""
         return None if self.own.make_scheduler is None else self.own.make_scheduler(optimizer)
 
     @contextmanager
@@ -213,11 +216,11 @@ class LoaderSource:
         handle.remove()
 
     def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]] | None:
-        """Return None: a second pass over the loader may be impossible."""
+        """Return None: there is no such function, since SCAFFOLD's option 1 would need a further pass over the loader."""
         return None
 
     def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the number of samples of an epoch, and the mean loss. A client whose loader gave no batch sits out."""
+        """Return the number of samples per epoch, and the mean loss. If the loader gave no batch, the number is 0."""
         if not round.trains:
             return Outcome(round.measured_samples)
         assert isinstance(batches, Trainable)

@@ -1,4 +1,4 @@
-"""Define what computes the rounds of a cohort's clients."""
+"""Define the engine, which computes the rounds of a cohort's clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Engine(Protocol):
     """Compute the rounds of a cohort's clients: one after the other, or all together in vectorised code."""
 
     def check(self, members: Sequence[Member]) -> None:
-        """Raise the engine's own error if it cannot compute the rounds of the clients ``members``."""
+        """Raise an error if this engine cannot compute the rounds of the clients ``members``. Otherwise do nothing."""
         ...
 
     def measure(self, members: Sequence[Member]) -> None:

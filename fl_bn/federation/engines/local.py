@@ -1,4 +1,4 @@
-"""Run all clients in this process: one by one, in worker processes, or together in one vectorised program."""
+"""Run all clients on this machine: one by one, in worker processes, or together in one vectorised program."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ LOGGER = logging.getLogger("flwr")
 
 
 class LocalTransport(Transport):
-    """Reach all clients of a federation in this process.
+    """Reach all clients of a ``Federation``, which run on this machine.
 
     Args:
         server: The federation's server.
         clients: All clients, with their loaders and settings.
         tests: Each client's test batches. None: there is no evaluation.
         workers: The number of processes that compute clients. 1: only this process. 0: this process at first, and
-            one process per core as soon as they save time (see ``Pace``).
+            several worker processes as soon as they save time (see ``Pace``).
         one_program: Whether clients are computed together in one vectorised program, if possible.
     """
 
@@ -67,10 +67,10 @@ class LocalTransport(Transport):
 
     @contextmanager
     def serving(self, rounds: int, start: Start = FROM_THE_START) -> Iterator[None]:
-        """Serve a run of ``rounds`` rounds inside the ``with`` block, with worker processes if ``workers`` asks for them."""
+        """Prepare for a run of ``rounds`` rounds inside the ``with`` block, and start worker processes if they are wanted."""
         self._rounds = rounds
         if start.round == 1:
-            self.kept = [replace(kept, round=0) for kept in self.kept]  # from before round 1 of this run
+            self.kept = [replace(kept, round=0) for kept in self.kept]  # the state of an earlier run counts as from before round 1
         decides = self._count == 0 and not self._one_program and can_move(self.clients)
         self._pace = Pace(cores() // torch.get_num_threads() if decides else 1, rounds)
         with ExitStack() as self._serving:
@@ -101,7 +101,7 @@ class LocalTransport(Transport):
         return self._checked(replies, instruction, session)
 
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Let clients measure: all of them, or the round's cohort, as the method requires."""
+        """Let clients measure statistics: all clients, or the round's cohort, as the method requires."""
         everyone = self._measuring(instruction)
         return self._checked(self._in_parts(instruction, everyone), instruction, None, everyone)
 
@@ -109,8 +109,8 @@ class LocalTransport(Transport):
         """Let the clients measure their statistics layer by layer, with one forward pass each.
 
         Returns:
-            The checked replies. None if this is impossible: there are too many clients, their networks have no order
-                of layers, or clients are computed in one vectorised program.
+            The checked replies. None if this is impossible: there are too many clients, their networks have no fixed
+                order of layers, or clients are computed in one vectorised program.
         """
         everyone = self._measuring(instruction)
         if self._one_program or turns.too_many(len(everyone), self.clients.model):
@@ -118,7 +118,7 @@ class LocalTransport(Transport):
         try:
             replies, session = self._exchange(replace(instruction, memory=self.server.policy.memory // len(everyone)), everyone)
         except ExchangeFailed as error:
-            LOGGER.warning("%s. Statistics are measured by passes instead", error)
+            LOGGER.warning("%s. Statistics are measured by one pass per layer instead", error)
             return None
         finally:
             self.clients.network.keep(self._cohort_size)  # all clients had copies at the same time, and training needs fewer
@@ -137,15 +137,15 @@ class LocalTransport(Transport):
     def evaluate_on(self, tests: Sequence[Loader], model: nn.Module) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
         """Evaluate ``model`` on each client's test batches, by the client's task.
 
-        If clients have models of their own, the models of all clients that have trained so far are evaluated instead.
+        If clients keep tensors of their own (FedBN), each client that has trained so far is evaluated with its own model.
 
         Args:
             tests: Each client's test batches.
             model: The shared network.
 
         Returns:
-            The metrics over all clients (see ``metrics.over_samples``), and client -> its metrics. The second is empty if
-            all clients have the same model, test batches and task.
+            The mean metrics over clients (see ``metrics.over_samples``), and client -> its metrics. The latter is empty
+            if all clients have the same model, test batches and task.
         """
         device, personal = self.clients.device, self.server.shared.personal
         trained = [client for client, kept in enumerate(self.kept) if kept.get("local")]
@@ -169,7 +169,7 @@ class LocalTransport(Transport):
 
         Args:
             tensors: Name -> shared tensor.
-            batches: The number of training batches that is added to BatchNorm's counters.
+            batches: The number of training batches to add to BatchNorm's ``num_batches_tracked``.
         """
         model = copied(self.server.model)
         load_tensors(model, {**self.server.shared.counters(batches), **tensors})
@@ -182,13 +182,13 @@ class LocalTransport(Transport):
         return own
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Store in the state of each client of the cohort whether its reply was used."""
+        """Note in the kept state of each client of the cohort whether the server used its reply."""
         counted = {client.client for client in self.server.record.accepted if changed}
         for client in self.cohort(number):
             self.kept[client] = replace(self.kept[client], counted=client in counted)
 
     def cohort(self, number: int) -> list[int]:
-        """Return the clients of round ``number`` in ascending order. The seed decides which they are."""
+        """Return the numbers of the clients that train in round ``number``, drawn by the seed, in ascending order."""
         everyone = range(len(self.clients.own))
         return sorted(Random(f"{self.clients.seed}/{number}").sample(everyone, self._cohort_size))
 
@@ -207,7 +207,7 @@ class LocalTransport(Transport):
         return checked(replies, expected, self.server.policy.clients, session, cohort)
 
     def _in_parts(self, instruction: Instruction, clients: Sequence[int]) -> list[Reply]:
-        """Compute the replies of ``clients``, in groups of ``AT_ONCE``: each group together if possible, else one by one."""
+        """Compute the replies of ``clients`` in groups of ``AT_ONCE``. Compute each group together if possible, else one by one."""
         parts = [clients[begin : begin + AT_ONCE] for begin in range(0, len(clients), AT_ONCE)]
         return [reply for part in parts for reply in self._together(instruction, part) or self._one_by_one(instruction, part)]
 
@@ -227,14 +227,14 @@ class LocalTransport(Transport):
         return reply
 
     def _warn_of(self, round: int, client: int, reply: Reply) -> None:
-        """Warn, once per client, if it could not train on some batches, or if its loader gave no batch."""
+        """Warn, once per client, if batches of one sample were left out, or if the client's loader gave no batch."""
         left_out = int(reply.metrics.get(LEFT_OUT, 0))
         if client in self._warned or (reply.samples and not left_out):
             return
         self._warned.add(client)
         if left_out:
             what = "a batch" if left_out == 1 else f"{left_out} batches"
-            LOGGER.warning("client %s: %s of one sample left out in round %s. %s", client, what, round, ADVICE)
+            LOGGER.warning("client %s left out %s of one sample in round %s. %s", client, what, round, ADVICE)
         else:
             LOGGER.warning("client %s: its loader gave no batch in round %s. %s", client, round, REITERABLE)
 
@@ -255,7 +255,7 @@ class LocalTransport(Transport):
     def _as_one_program(self, instruction: Instruction, clients: Sequence[int]) -> list[Result]:
         every = [self.clients.own[client] for client in clients]
         if not all(isinstance(own.loader, SeededBatches) for own in every):
-            raise CannotVectorise("this engine must draw the batches itself: give SeededBatches")
+            raise CannotVectorise("the clients' batches must be SeededBatches, but some are not")
         if len({own.alike for own in every}) > 1:
             raise CannotVectorise("all clients need the same task, loss, optimiser and scheduler, but theirs differ")
         sources = [LoaderSource(self.clients, client, self._rounds) for client in clients]
@@ -264,8 +264,8 @@ class LocalTransport(Transport):
         exchanges = instruction.phase is Phase.EXCHANGE
         if exchanges and self.server.defence.active:
             raise CannotVectorise(
-                f"{self.server.method.name} with a defence averages robustly within a step, and engine 'vectorised' cannot: leave the "
-                "defence out, or take engine='sequential'"
+                f"{self.server.method.name} with a defence combines the clients' statistics by a robust rule within a step, but engine "
+                "'vectorised' only averages: leave the defence out, or take engine='sequential'"
             )
         with ExitStack() as returned:
             lent = [returned.enter_context(self._on_cpu.lend()) for _ in clients]
@@ -284,7 +284,7 @@ class LocalTransport(Transport):
 
 
 def _in_turns(session: Session, clients: Sequence[int], work: Callable[[int, Callable[[int], LocalExchange]], Reply]) -> list[Reply]:
-    """Call ``work(client, connect)`` for each client, in turns. The clients exchange in ``session``."""
+    """Return the result of ``work(client, connect)`` for each client. They take turns and exchange in ``session``."""
     tokens = turns.admit(session)
 
     def one(client: int) -> Reply:

@@ -1,4 +1,4 @@
-"""Decide during a run whether worker processes would save more time than their start takes."""
+"""Decide during a run whether worker processes would save more time than they cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 START = 8.0
 """Seconds that new processes take to import torch and fl-bn. Measured: 4 on two idle cores (``benchmarks/startup.py``)."""
 WATCHED = 2
-"""Rounds that are timed before anything is decided: the first one also loads data and builds networks."""
+"""The number of rounds that are timed before the decision. The first round also loads data and builds networks."""
 
 
 @dataclass
@@ -26,14 +26,14 @@ class Pace:
     seconds: dict[int, float] = field(default_factory=dict)
 
     def note(self, round: int, seconds: float) -> None:
-        """Add ``seconds`` of training to ``round``."""
+        """Add ``seconds`` to the training time of ``round``."""
         self.seconds[round] = self.seconds.get(round, 0.0) + seconds
 
     def worth_it(self, round: int) -> bool:
-        """Return whether worker processes save more time than they cost, if they compute from ``round`` on.
+        """Tell whether worker processes save more time than they cost, if they compute the rounds from ``round`` on.
 
-        Their cost is the time of their start, plus the extra time of a first round over a later one: every new
-        process loads the data and builds the network, as this process did in the first round.
+        They cost the time of their start, and the time to load the data and build the network. The latter is
+        taken as the time by which the first round was slower than later rounds.
         """
         before = [seconds for number, seconds in sorted(self.seconds.items()) if number < round]
         if self.workers < 2 or len(before) < WATCHED:

@@ -28,15 +28,15 @@ Value = TypeVar("Value", Instruction, ClientState, Reply)
 
 
 MOST_BYTES = 2**30
-"""The most bytes of data for which processes start by themselves: each gets a copy of all clients' data."""
+"""The largest size of all clients' data, in bytes, for which processes start by themselves. Each process gets a copy."""
 
 
 def can_move(clients: Clients) -> bool:
-    """Return whether other processes can compute the clients with the same effects as this process.
+    """Tell whether worker processes can compute the clients with the same effects as this process.
 
-    A user's own code may store values in variables, and those of a worker process do not come back. So the tasks must
-    be fl-bn's, and the loaders ``SeededBatches`` or DataLoaders of tensors without processes of their own. The clients
-    must train on a CPU, and their data must not exceed ``MOST_BYTES``.
+    A user's own code may change variables, and changes in a worker process are lost. So the tasks must be fl-bn's. The
+    loaders must be ``SeededBatches``, or DataLoaders of a TensorDataset with ``num_workers=0``. The clients must train on
+    a CPU, and their data must not exceed ``MOST_BYTES``.
     """
     if clients.device.type != "cpu" or not all(is_ours(own.task) for own in clients.own):
         return False
@@ -56,22 +56,26 @@ def can_move(clients: Clients) -> bool:
 
 
 def check_loaders(clients: Clients, count: int) -> None:
-    """Check that no loader starts processes of its own, which worker processes cannot do.
+    """Check that no client's DataLoader starts processes of its own. A worker process cannot start further ones.
+
+    Args:
+        clients: The clients.
+        count: The number of worker processes, for the error message.
 
     Raises:
-        ValueError: One does.
+        ValueError: A DataLoader has ``num_workers`` above 0.
     """
     for client, own in enumerate(clients.own):
         for loader in (own.loader, own.test if own.settings.local_evaluation else None):
             if number := getattr(loader, "num_workers", 0):
                 raise ValueError(
                     f"workers={count} computes clients in worker processes, which cannot start further ones, but client {client}'s "
-                    f"DataLoader has num_workers={number}: give it num_workers=0, or Federation workers=1"
+                    f"DataLoader has num_workers={number}: give the DataLoader num_workers=0, or Federation workers=1"
                 )
 
 
 class InWorkers:
-    """Compute clients in worker processes. A file in ``folder`` holds all clients, and each worker reads it once."""
+    """Compute clients in worker processes. All clients are pickled to a file in ``folder``, which each worker reads once."""
 
     def __init__(self, clients: Clients, workers: Workers, folder: Path) -> None:
         self._clients, self._workers, self._path = clients, workers, folder / "clients"
@@ -81,10 +85,10 @@ class InWorkers:
         """Compute the rounds of several clients.
 
         Args:
-            instruction: The instruction to all of them.
+            instruction: The instruction to all clients.
             rounds: The number of rounds of the run.
             clients: The clients' numbers.
-            kept: The state that each of them keeps.
+            kept: The state that each client keeps, in the order of ``clients``.
 
         Returns:
             Each client's reply and new state, in order.
@@ -109,7 +113,7 @@ class InWorkers:
 
 @contextmanager
 def in_workers(clients: Clients, count: int) -> Iterator[InWorkers]:
-    """Start ``count`` processes for the ``with`` block, see ``Workers``."""
+    """Yield ``InWorkers`` with ``count`` processes for the ``with`` block, see ``Workers``."""
     workers = Workers(count)
     try:
         with tempfile.TemporaryDirectory(prefix="fl-bn-") as folder:
@@ -123,7 +127,19 @@ def _work(
 ) -> Any:
     """Compute one client's round in a worker process.
 
-    The worker has as many threads as its parent: with another number, sums would be computed in another order.
+    The worker uses as many threads as its parent, since another number of threads would change the order of sums.
+
+    Args:
+        path: The file with all clients.
+        same: The number of threads and the default dtype of the parent process.
+        packed: The instruction, with NumPy arrays.
+        rounds: The number of rounds of the run.
+        client: The client's number.
+        kept: The state that the client keeps, with NumPy arrays.
+        states: The states of the generators of the client's loader.
+
+    Returns:
+        The reply and the new state, both with NumPy arrays, and the new states of the generators.
     """
     threads, dtype = same
     torch.set_num_threads(threads)
@@ -142,7 +158,7 @@ def _read(path: str) -> Clients:
 
 
 def _packed(value: Value) -> Value:
-    """Return ``value`` with NumPy arrays in place of tensors; large ones lie in memory that processes share."""
+    """Return ``value`` with NumPy arrays in place of tensors, since joblib passes large arrays through shared memory."""
     sections: Any = {section: to_numpy(tensors) for section, tensors in value.sections.items()}
     return replace(value, sections=sections)
 

@@ -1,4 +1,4 @@
-"""Compute rounds together that are called one by one: each call waits for the others, then all are computed at once."""
+"""Compute clients' rounds together although each client calls for its own: each call waits until all have called."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class VmapRendezvous:
     """Run several tasks, each of which may call ``round`` once, and compute these rounds together.
 
-    Only one task runs at a time, so that their code need not be safe in several threads.
+    Every task has a thread, but only one thread runs at a time, so the tasks' code need not be thread-safe.
 
     Args:
         tasks: The number of tasks.
@@ -48,10 +48,11 @@ class VmapRendezvous:
 
     @classmethod
     def for_round(cls, round: LocalRound, source: SampleSource) -> VmapRendezvous | None:
-        """Return the rendezvous of the task that the calling thread runs.
+        """Return the rendezvous of the calling thread, for the round of one client.
 
         Returns:
-            The rendezvous. None outside of a task, and for a client that has too few samples to train.
+            The rendezvous of the task in this thread. None if the thread runs no task, or if the client has too few
+                samples to train.
         """
         small = round.trains and len(source.samples) < round.settings.fewest(2)
         return None if small else getattr(cls._here, "cohort", None)
@@ -79,7 +80,7 @@ class VmapRendezvous:
             self._last(Turns.current()[1])
 
     def _last(self, index: int) -> bool:
-        """Tell whether task ``index`` is the last one to arrive or end. If so, compute the rounds."""
+        """Note that task ``index`` has called ``round`` or ended. If it is the last task, compute all rounds, and return True."""
         if index not in self._awaited:
             return False
         self._awaited.discard(index)
@@ -96,7 +97,7 @@ class VmapRendezvous:
         try:
             sources = [cast(SampleSource, member.source) for member in members]
             if any((one.seed, one.task, one.tells_drift) != (sources[0].seed, sources[0].task, sources[0].tells_drift) for one in sources):
-                raise CannotVectorise("all clients of a cohort need the same seed and task, but theirs differ")
+                raise CannotVectorise("all clients of a cohort need the same seed, task and tells_drift, but theirs differ")
             results = client_rounds(members, AsOneProgram())
         except CannotVectorise as reason:
             self._fallback.say(reason)

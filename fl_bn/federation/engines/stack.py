@@ -1,6 +1,6 @@
 """Stack the tensors of several equal networks, and run one forward pass for all of them (``torch.func.vmap``).
 
-Legend: K networks, one row of every stack each.
+Legend: K networks. Row k of every stacked tensor belongs to network k.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Seen = Mapping[str, Sequence[Sequence[Moments]]]
 
 
 class _Holder(nn.Module):
-    """Wrap a function of a network and a batch as a module, for ``functional_call``."""
+    """Wrap ``answer``, a function of a network and a batch, as a module, since ``functional_call`` needs a module."""
 
     def __init__(self, model: nn.Module, answer: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class _Holder(nn.Module):
 
 
 class Stack:
-    """Hold the tensors of ``models`` with a first axis of K rows, on the device of ``template``.
+    """Hold the tensors of K networks ``models``, stacked along a new first axis (K, ...), on the device of ``template``.
 
-    ``template`` is a network of the same layers. Its modes and hooks are those of all rows; its own tensors are not used.
-    ``parameters`` are leaf tensors, so an optimiser that works element by element can step all rows at once.
+    ``template`` is a network with the same layers. All rows run with its modes and hooks, but not with its tensors. The
+    stacked ``parameters`` are leaf tensors, so an elementwise optimiser can step all rows at once.
     """
 
     def __init__(self, models: Sequence[nn.Module], template: nn.Module) -> None:
@@ -53,16 +53,16 @@ class Stack:
         batch: Sequence[Tensor],
         observed: Mapping[str, list[Moments]],
     ) -> tuple[Tensor, Seen]:
-        """Run ``answer(network, *batch)`` for the networks ``rows``; their buffers change as in a forward pass.
+        """Run ``answer(network, *batch)`` for the networks ``rows``, and update their buffers as a forward pass does.
 
         Args:
             rows: The numbers of the networks.
             answer: A function of a network and its batch.
-            batch: The tensors of a batch, each a stack of k = len(rows) rows.
-            observed: A dict that the template's hooks fill in a forward pass. It is empty again afterwards.
+            batch: The tensors of the batches, stacked: (len(rows), B, ...).
+            observed: Layer -> a list that the template's hooks fill in a forward pass. The lists are empty afterwards.
 
         Returns:
-            The stacked results, and the observed moments by layer and row.
+            The results, stacked along the first axis, and layer -> for each row its moments.
 
         Raises:
             RuntimeError: The forward pass draws random numbers, or cannot run for all rows at once.
@@ -97,14 +97,18 @@ class Stack:
         return result, seen
 
     def _index(self, rows: Sequence[int]) -> slice | Tensor | None:
-        """Return the index of ``rows``: None for all, a slice for the first ones, else a tensor."""
+        """Return an index that selects ``rows`` from a stack: None for all rows, a slice for the first ones, else a tensor."""
         if list(rows) == list(range(len(rows))):
             return None if len(rows) == self.rows else slice(len(rows))
         return torch.tensor(rows, device=next(iter(self.parameters.values())).device)
 
 
 def groups(batches: Mapping[int, Sequence[Tensor]]) -> Iterator[tuple[list[int], tuple[Tensor, ...]]]:
-    """Yield rows whose batches have equal shapes, with the stacks of these batches."""
+    """Group the rows whose batches have equal shapes. Yield the rows of each group, and their stacked batches.
+
+    Args:
+        batches: Row -> the tensors of its batch.
+    """
     by_shape: dict[Any, list[int]] = {}
     for row, parts in batches.items():
         by_shape.setdefault(tuple(part.shape for part in parts), []).append(row)

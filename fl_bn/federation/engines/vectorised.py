@@ -1,10 +1,11 @@
 """Compute the clients of a cohort together, in one vectorised program (``torch.func.vmap``).
 
-The results equal those of one client after the other, up to the order of sums. The clients' networks are stacked
-(``federation.engines.stack``). Forward and backward passes, the optimiser's steps and statistics passes are
-single calls for all clients. If the batches of one step differ in size, they are grouped by size. This is exact
-for every layer, whereas padding would need masks in every layer. A client without further batches stays
-unchanged while the others go on. A GPU gains most, because it runs fewer small kernels. A CPU gains little.
+The results are the same as with one client after the other, except that sums are rounded in another order. The
+clients' networks are stacked (``federation.engines.stack``). Forward and backward passes, the optimiser's steps and
+statistics passes are single calls for all clients. If the batches of one step differ in size, they are grouped by
+size. This is exact for every layer, whereas padding would need masks in every layer. A client without further
+batches stays unchanged while the others go on. A GPU gains most, because it runs fewer small kernels. A CPU gains
+little.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ from fl_bn.task import CLASSIFICATION, Task
 LOGGER = logging.getLogger("flwr")
 ENGINES = SEQUENTIAL, VECTORISED = "sequential", "vectorised"
 AT_ONCE = 64
-"""The largest number of clients that are computed together, unless they exchange. More take memory and gain little."""
+"""The largest number of clients that are computed together, except in a layer-wise exchange. More clients gain little."""
 OBJECTIVES = (Objective, FedProx)
-"""Objectives that work on stacked clients: in the gradient of the sum of losses, each row is one client's own gradient."""
+"""Objectives for stacked clients: row k of the gradient of the sum of all losses is the gradient of client k's own loss."""
 ELEMENTWISE = (SGD, Adam, eager.SGD, eager.Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop)
 """Elementwise optimisers: the step of one parameter value depends only on this value and its own gradients."""
 
@@ -61,7 +62,7 @@ Tensors = dict[str, Tensor]
 
 
 class CannotVectorise(ValueError):
-    """Report why clients cannot be computed together. Their rounds are unchanged, so each can be computed alone."""
+    """Report why clients cannot be computed together. Their rounds are unchanged, so they can be computed one by one."""
 
 
 class Drawing(Protocol):
@@ -71,14 +72,14 @@ class Drawing(Protocol):
 
 
 class AsOneProgram:
-    """Compute all members of ``client_rounds`` at once.
+    """Compute all clients of a cohort at once: an ``Engine`` for ``client_rounds``.
 
-    If torch cannot batch the network, the task or a layer, or ``check_cohort`` finds another obstacle, the
-    methods raise ``CannotVectorise``.
+    The methods raise ``CannotVectorise`` if torch cannot batch the network, the task or a layer, or if
+    ``check_cohort`` finds another obstacle.
 
     Args:
-        device: The device of the stack. Default: the device of the members' models. If the models are on the CPU
-            and the stack is on a GPU, fewer tensors are copied.
+        device: The device of the stacked tensors. Default: the device of the clients' models. Models on the CPU
+            with a stack on a GPU need the fewest copies.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -89,12 +90,12 @@ class AsOneProgram:
         check_cohort([round for round, _ in members], [cast(Drawing, source).samples for _, source in members], members[0].source.task)
 
     def measure(self, members: Sequence[Member]) -> None:
-        """Make every member's statistics pass."""
+        """Make the statistics pass of every client in ``members``."""
         inputs = [source.pass_inputs(round) for round, source in members]
         measure_together([round for round, _ in members], inputs, members[0].source.task.forward, self._device)
 
     def train(self, members: Sequence[Member], batches: Sequence[Iterable[Any]]) -> list[list[Trained]]:
-        """Train every member on its own ``batches``."""
+        """Train each client in ``members`` on its own ``batches``. Return one result per client, in a list of its own."""
         rounds, source = [round for round, _ in members], members[0].source
         own = [cast(IndexBatches, part.all if isinstance(part, Trainable) else part) for part in batches]
         for round, part in zip(rounds, own, strict=True):
@@ -104,12 +105,12 @@ class AsOneProgram:
 
 
 def unneeded(batch: int) -> Exchange:
-    """Raise ExchangeFailed. Pass it as ``connect`` to rounds of a vectorised program, which never calls it."""
-    raise ExchangeFailed("clients of a vectorised program average inside it, and send no vectors")
+    """Raise ExchangeFailed. Rounds of a vectorised program get this function as ``connect``, and never call it."""
+    raise ExchangeFailed("clients of a vectorised program average their statistics inside the program, so no client joins an exchange")
 
 
 class Fallback:
-    """Report, once per reason, that clients are computed one by one, although ``vectorised`` was requested."""
+    """Warn that clients are computed one by one, although ``engine='vectorised'`` was requested. Warn once per reason."""
 
     def __init__(self) -> None:
         self._reasons: set[str] = set()
@@ -118,7 +119,7 @@ class Fallback:
         """Log ``reason``, unless it was logged before."""
         if str(reason) not in self._reasons:
             self._reasons.add(str(reason))
-            LOGGER.warning("engine 'vectorised': these clients work one by one: %s", reason)
+            LOGGER.warning("engine 'vectorised': these clients are computed one by one: %s", reason)
 
 
 def check_cohort(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Task = CLASSIFICATION) -> None:
@@ -130,7 +131,7 @@ def check_cohort(rounds: Sequence[LocalRound], samples: Sequence[Samples], task:
         task: The task.
 
     Raises:
-        CannotVectorise: They cannot. The message has the reason.
+        CannotVectorise: The rounds cannot be computed together. The message has the reason.
     """
     if reason := _why_not(rounds, samples, task):
         raise CannotVectorise(reason)
@@ -142,22 +143,22 @@ def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Tas
         return "all clients of a cohort need the same network, method, phase and settings, but theirs differ"
     kinds = {(own.x.shape[1:], own.x.dtype, own.y.shape[1:], own.y.dtype) for own in samples}
     if len(kinds) > 1:
-        return f"the samples of all clients need one shape and dtype, but there are {len(kinds)}"
+        return f"the samples of all clients need the same shape and dtype, but there are {len(kinds)} different ones"
     if not first.trains:
         return ""
     if (small := min(len(own) for own in samples)) < 2:
         return f"every client needs at least 2 samples, but one has {small}"
     if type(task).read is not Task.read:
-        return f"task {task.name} reads batches in a way of its own"
+        return f"task {task.name} has its own method read, but only Task.read can be batched"
     if type(settings.objective) not in OBJECTIVES:
         names = " or ".join(kind.name for kind in OBJECTIVES)
         return f"objective {settings.objective.name} corrects or repeats each client's own step: only {names} can be batched"
     if settings.maintain != "reset" and settings.optimizer == "adam":
-        return f"maintain-momentum={settings.maintain!r} with adam: clients that took part in more rounds have counted more steps"
+        return f"maintain-momentum={settings.maintain!r} with adam needs a step count per client, and this engine has one for all clients"
     if settings.precision == "mixed":
-        return "precision 'mixed': torch.autocast leaves what runs under torch.func.vmap in float32"
+        return "precision 'mixed' has no effect here: under torch.func.vmap, torch.autocast leaves operations in float32"
     drops = [name for name, module in first.model.named_modules() if isinstance(module, _DropoutNd) and module.p > 0]
-    return f"dropout ({', '.join(drops)}) would draw other numbers than clients one by one" if drops else ""
+    return f"dropout ({', '.join(drops)}) would draw other random numbers than if clients were computed one by one" if drops else ""
 
 
 def _shapes(round: LocalRound) -> list[tuple[Any, ...]]:
@@ -180,7 +181,7 @@ def measure_together(
         rounds: The clients' rounds.
         inputs: The batches of inputs of each client.
         forward: Runs the network on a batch of inputs.
-        device: The device of the stack. Default: that of the networks.
+        device: The device of the stack. Default: the device of the networks.
 
     Raises:
         CannotVectorise: torch cannot batch the network.
@@ -213,22 +214,22 @@ def train_together(
 ) -> list[Trained]:
     """Train all ``rounds``, each on its own batches, as ``client_round.train`` does for one client.
 
-    It opens the rounds itself. Maintained momentum is loaded before training, and stored afterwards.
+    This function opens the rounds itself. If momentum is kept between rounds (``maintain``), the function loads it
+    before training, and stores it afterwards.
 
     Args:
         rounds: The clients' rounds.
         batches: The batches of each client.
         task: Reads a batch and computes its loss.
-        optimizer: Makes the optimiser of one round, which then steps the stacked parameters.
+        optimizer: Makes the optimiser of the first round. It then steps the stacked parameters of all clients.
         scheduler: Makes the scheduler of the learning rate, or returns None.
         device: The device of the stack. Default: the device of the networks.
 
     Returns:
-        The result of training for each round.
+        The result of training for each round, in the order of ``rounds``.
 
     Raises:
-        CannotVectorise: torch cannot batch the network or the task, or the optimiser may mix values of several
-            clients.
+        CannotVectorise: torch cannot batch the network or the task, or the optimiser is not in ``ELEMENTWISE``.
     """
     with ExitStack() as opened, _refused():
         for round in rounds:
@@ -245,9 +246,9 @@ def train_together(
 
 
 class _Training:
-    """Train ``rounds`` as a stack.
+    """Train the clients of ``rounds`` as a stack, one row per client.
 
-    Rounds with the most batches come first, so that the clients that still train are the first rows.
+    The caller gives rounds with more batches first. So the clients that still train are always the first rows.
     """
 
     def __init__(
@@ -274,7 +275,7 @@ class _Training:
         if type(self.optimizer) not in ELEMENTWISE:
             names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
             raise CannotVectorise(
-                f"optimizer {type(self.optimizer).__name__} may mix the numbers of several clients: it is none of {names}"
+                f"optimizer {type(self.optimizer).__name__} may mix the numbers of several clients, since it is none of {names}"
             )
         self.scheduler = scheduler(self.optimizer)
         self._load_momentum()
@@ -312,7 +313,11 @@ class _Training:
             self._leave(finished)
 
     def _forward(self, now: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the sum of the clients' losses. Its gradient for a client is that of the client's own loss."""
+        """Return the sum of the clients' losses. Its gradient in row k is the gradient of client k's own loss.
+
+        Args:
+            now: Row -> the inputs and targets of the client's batch.
+        """
         losses = []
         for rows, (x, y) in groups(now):
             x, y = to_input(x.to(self.like.device), self.dtype), y.to(self.like.device)
@@ -326,20 +331,21 @@ class _Training:
 
     @contextmanager
     def _exchanging(self, now: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Let the clients exchange in FedTAN's first local step, a step on the union of their batches."""
+        """In FedTAN's first local step, normalise with the statistics of all clients' batches together, in the ``with`` block."""
         if self.first.phase is not Phase.EXCHANGE or self.number > 0:
             yield
             return
         if len(sizes := {len(y) for _, y in now.values()}) > 1:
             raise CannotVectorise(
-                f"{self.first.method.name} as one program needs first batches of one size, but has {min(sizes)} to {max(sizes)} samples"
+                f"{self.first.method.name} needs first batches of the same size at all clients here, but they have {min(sizes)} to "
+                f"{max(sizes)} samples"
             )
         with exchanging(self.stack.template, OneProgram(len(now))):
             yield
 
     @contextmanager
     def _observing(self) -> Iterator[dict[str, list[Moments]]]:
-        """Observe the template inside the ``with`` block, if the method reports moments of this step's batches."""
+        """Record moments in the ``with`` block, if the method reports those of this step's batches. Yield layer -> moments."""
         reports = self.first.method.reports(self.first.phase)
         if reports in (StatisticsReport.BATCHES, StatisticsReport.MOVING) or (reports is StatisticsReport.FIRST and self.number == 0):
             with observe(self.stack.template, counts=lambda layer, x: layer.training) as observed:
@@ -348,7 +354,7 @@ class _Training:
             yield {}
 
     def _load_momentum(self) -> None:
-        """Load maintained buffers. A client without a buffer starts from zeros, as SGD does."""
+        """Load the momentum buffers that clients kept from earlier rounds. A client without a buffer starts from zeros."""
         if self.settings.maintain == "reset":
             return
         for key in SECTIONS[self.settings.optimizer]:
@@ -358,7 +364,7 @@ class _Training:
                 self.optimizer.state[parameter] = {key: torch.stack(rows)}
 
     def _leave(self, rows: list[int]) -> None:
-        """Store the tensors of finished clients, before the next step changes their rows."""
+        """Store the tensors of the clients in ``rows``, which have finished, before the next step changes these rows."""
         kinds = SECTIONS[self.settings.optimizer] if self.settings.maintain != "reset" else {}
         gradients = {
             name: p.grad for name, p in self.stack.parameters.items() if p.grad is not None and self.settings.update == "gradients"
@@ -372,7 +378,7 @@ class _Training:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Load into every round the result that it would have if its client had trained alone."""
+        """Load the result of training into every round: tensors, gradients, steps, momentum buffers and moments."""
         device = inputs_like(self.first.model).device
         for rows, tensors, gradients, buffers in self.done:
             for place, row in enumerate(rows):
@@ -401,7 +407,7 @@ def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], see
 def _refused() -> Iterator[None]:
     """Raise CannotVectorise for any error inside the ``with`` block.
 
-    The clients are then computed one by one. If the user's own code has a mistake, its error is raised there.
+    The clients are then computed one by one. A mistake in the user's own code raises its own error there.
     """
     try:
         yield

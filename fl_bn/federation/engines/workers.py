@@ -1,4 +1,4 @@
-"""Compute the clients' halves of a round at the same time in processes of this machine, with joblib's pool."""
+"""Run tasks, such as the rounds of clients, at the same time in processes of this machine, with joblib's pool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIED = "its worker process died (killed, or out of memory)"
 
 
 class Done(NamedTuple):
-    """Hold the result of one task: its ``value``, or the ``error`` that it raised."""
+    """Hold the result of one task: the ``value`` that it returned, or the ``error`` that it raised."""
 
     value: Any = None
     error: BaseException | None = None
@@ -38,9 +38,9 @@ class Done(NamedTuple):
 class Workers:
     """Run tasks in ``count`` processes; 0: one for each core that this process may use.
 
-    The processes start with the first task, or with ``load``. After ``close`` joblib keeps them for the next pool, and
-    ends them after a while, or with this process. Large arrays in a task's arguments are put into shared memory, and are
-    read-only. An array that several tasks get is stored there once.
+    The processes start with the first task, or with ``load``. After ``close``, joblib keeps the processes for the next
+    ``Workers``, and ends them after a while, or with this process. Large arrays in a task's arguments are put into shared
+    memory, and are read-only. An array that several tasks get is stored there once.
     """
 
     def __init__(self, count: int) -> None:
@@ -52,11 +52,11 @@ class Workers:
         self._open = ExitStack()
 
     def load(self, module: str) -> None:
-        """Start the processes now, and let each import ``module``. Do not wait for them."""
+        """Start the processes now, and let each import ``module``. Return at once, before they are ready."""
         self._loading = self._started()(delayed(_logged)(_load, (module,), sys.path) for _ in range(self.count))
 
     def run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
-        """Yield the result of ``function(*task)`` for every task, in their order.
+        """Yield the result of ``function(*task)`` for every task, in the order of ``tasks``.
 
         The log records of tasks are logged in this process, in the same order. Take all results, or call ``close``. If a
         process dies, the tasks without a result are run again, one at a time. If a task's process dies again, the task's
@@ -71,13 +71,13 @@ class Workers:
             yield next(self._attempt(function, [task]), Done(error=WorkerDied(DIED)))
 
     def close(self) -> None:
-        """Give the processes back to joblib."""
+        """Stop using the processes. joblib keeps them for later ``Workers``, or ends them."""
         self._loading = iter(())
         self._open.close()
         self._pool = None
 
     def _attempt(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> Generator[Done]:
-        """Yield results; end early if a process dies."""
+        """Yield the results of the tasks. If a process dies, end without the results of the remaining tasks."""
         try:
             deque(self._loading, 0)  # if the import failed, the tasks raise the same error
             with _ended(self._started()(delayed(_logged)(function, task, sys.path) for task in tasks)) as made:
@@ -99,7 +99,7 @@ class Workers:
 
 @contextmanager
 def _ended(results: Generator[Any]) -> Iterator[Generator[Any]]:
-    """Cancel the remaining tasks at the end, without joblib's warning."""
+    """Cancel the tasks that remain at the end of the ``with`` block, without joblib's warning."""
     try:
         yield results
     finally:
@@ -109,7 +109,7 @@ def _ended(results: Generator[Any]) -> Iterator[Generator[Any]]:
 
 
 class WorkerDied(RuntimeError):
-    """Report that a worker process ended before its task did."""
+    """Report that a worker process ended before it finished its task."""
 
 
 def cores() -> int:
@@ -129,7 +129,7 @@ def _load(module: str) -> None:
 
 
 def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]) -> tuple[Done, list[logging.LogRecord]]:
-    """Run a task in a worker. Return its result and its log records. The worker ignores Ctrl-C, which its parent handles."""
+    """Run a task in a worker process. Return its result and its log records. Ctrl-C is left to the parent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[:] = path
     with _collected() as records:
@@ -142,7 +142,8 @@ def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]
 def _travelling(error: Exception) -> Exception:
     """Return ``error`` with its traceback as a note, in a form that can be pickled.
 
-    An error that cannot be pickled and read again would end the pool; it becomes a RuntimeError with its name and message.
+    An error that cannot be pickled and read again would end the pool. It is replaced by a RuntimeError with the error's
+    name and message.
     """
     error.add_note("".join(traceback.format_exception(error)).rstrip())
     try:
