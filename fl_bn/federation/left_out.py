@@ -24,11 +24,12 @@ T = TypeVar("T")
 LOGGER = logging.getLogger("flwr")
 
 
-def without_far(parts: Sequence[Reply], far: Collection[int]) -> list[Reply]:
+def without_far(parts: Sequence[Reply], far: Collection[int], called: ClientNames) -> list[Reply]:
     """Return ``parts`` without the replies of the clients ``far``. A reply that is in the average already stays."""
     for part in (stays := [part for part in parts if part.folded and part.client in far]):
         LOGGER.warning(
-            "client %s's counts are far from the other clients', but its reply is already in the average and stays there", part.client
+            "%s: its counts are far from the other clients', but its reply is already in the average and stays there",
+            called.client(part.client),
         )
     return [part for part in parts if part.client not in far or part in stays]
 

@@ -155,7 +155,7 @@ def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 
 def tested(round: LocalRound, source: Source) -> float | None:
     """Evaluate a client's network as it is now on the client's own test data, by the task's metric.
 
-    The network, the modes of its modules and torch's random generator of the CPU stay unchanged.
+    The network, the modes of its modules and torch's random generators of the CPU and of its device stay unchanged.
 
     Returns:
         The value of the metric. None without test data or ``local_evaluation``, or if the value is not finite.
@@ -164,7 +164,7 @@ def tested(round: LocalRound, source: Source) -> float | None:
         return None
     modes = {module: module.training for module in round.model.modules()}
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[device] if (device := inputs_like(round.model).device).type == "cuda" else []):
             state = evaluate(round.model, source.test, task=source.task)
     finally:
         for module, mode in modes.items():

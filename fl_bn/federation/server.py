@@ -126,7 +126,7 @@ class Server:
         self.round = self.record.round
         far = self.far(replies.parts, phase)
         self.keeps_replies |= any(part.folded for part in replies.parts if part.client in far)
-        parts, refused = without_far(replies.parts, far), {**replies.refused, **far}
+        parts, refused = without_far(replies.parts, far, self.policy.called), {**replies.refused, **far}
         if phase is Phase.EXCHANGE and replies.exchange is not None:
             parts = taking_part(replies.exchange, parts, refused)
         before = shared.statistics()

@@ -88,7 +88,7 @@ class Transport(ABC):
             server.shared.store(server.shared.measured(parts, defence, what))
 
         far = server.far(replies.parts, Phase.MEASURE)
-        near, overflowing, _ = without_overflow(without_far(replies.parts, far), attempt, server.policy.called)
+        near, overflowing, _ = without_overflow(without_far(replies.parts, far, server.policy.called), attempt, server.policy.called)
         return replies.only(near, {**replies.refused, **far, **overflowing})
 
     def finish_round(self, number: int, changed: bool) -> None:
