@@ -89,7 +89,6 @@ LONG = (
     "tests/data/test_dataset.py::test_nothing_heavy_is_imported_before_it_is_needed",
     "tests/experiment/test_start_up.py::test_a_run_imports_nothing_that_its_rounds_do_not_need",
     "tests/models/test_segmentation.py::test_scores_per_pixel",
-    "tests/exchange/test_grpc_leaks.py::test_what_is_left_open_counts",
 )
 """Tests that take seconds and guard what seldom changes, or start many processes: slow ones, though it does not say so there."""
 
