@@ -422,6 +422,26 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)  # torch.utils.checkpoint tests it in the same way
 
 
+def itself(x: Tensor) -> Tensor:
+    """Return ``x``."""
+    return x
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return the values of ``x`` outside of all transformations of ``torch.func``, detached.
+
+    The rows of a ``vmap`` come first: if it is over samples (1, ...), the result is the batch (B, ...).
+    """
+    functorch = torch._C._functorch
+    while torch._C._are_functorch_transforms_active() and functorch.is_functorch_wrapped_tensor(x):
+        rows = functorch.maybe_get_bdim(x) if functorch.is_batchedtensor(x) else None
+        x = functorch.get_unwrapped(x)
+        if rows is not None:
+            x = x.movedim(rows, 0)
+            x = x.flatten(0, 1) if x.dim() > 1 else x
+    return x.detach()
+
+
 def always(layer: nn.Module, x: Tensor) -> bool:
     """Return True: every forward pass counts."""
     return True
@@ -451,6 +471,7 @@ class Observation:
         record: Callable[[nn.Module, Moments], None],
         counts: Callable[[nn.Module, Tensor], bool],
         outer: Observation | None = None,
+        values: Callable[[Tensor], Tensor] = itself,
     ) -> None:
         """Make the observer of one layer.
 
@@ -458,8 +479,9 @@ class Observation:
             record: ``(layer, moments)``, called for every input that counts.
             counts: ``(layer, x) -> bool``, whether an input is recorded.
             outer: the layer's previous observer, which still sees every input. None: it had none.
+            values: ``itself`` or ``whole``: what to record of an input inside a transformation of ``torch.func``.
         """
-        self._record, self._counts, self._outer = record, counts, outer
+        self._record, self._counts, self._outer, self._values = record, counts, outer, values
 
     @eagerly
     def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
@@ -472,6 +494,8 @@ class Observation:
         """
         if self._outer is not None:
             self._outer(layer, x, batch)
+        if torch._C._are_functorch_transforms_active() and (values := self._values(x)) is not x:
+            x, batch = values, None
         if not self._counts(layer, x):
             return
         if batch is None:
@@ -495,6 +519,7 @@ def observe(
     model: nn.Module,
     measure: Callable[[nn.Module, Moments], Moments] = inputs,
     counts: Callable[[nn.Module, Tensor], bool] = always,
+    values: Callable[[Tensor], Tensor] = itself,
 ) -> Iterator[dict[str, list[Moments]]]:
     """Record the moments of every BatchNorm layer's input during the ``with`` block.
 
@@ -506,6 +531,7 @@ def observe(
         model: the network.
         measure: ``(layer, moments of the input) -> moments`` to record.
         counts: ``(layer, x) -> bool``, whether a pass is recorded.
+        values: see ``Observation``.
 
     Yields:
         A list for each layer, by name, with one ``Moments`` per forward pass.
@@ -515,7 +541,7 @@ def observe(
     observed: dict[str, list[Moments]] = {name: [] for name in layers}
 
     def of(name: str, outer: Observation | None = None) -> Observation:
-        return Observation(lambda layer, seen: observed[name].append(measure(layer, seen)), counts, outer)
+        return Observation(lambda layer, seen: observed[name].append(measure(layer, seen)), counts, outer, values)
 
     with ExitStack() as stack:
         for name, layer in layers.items():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_bn.layers import in_backward
+from fl_bn.layers import in_backward, whole
 
 
 class Hook:
@@ -106,10 +106,10 @@ def _not_finite(part: Tensor) -> bool | Tensor:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in ``value``, without those that ``torch.func.vmap`` has batched over clients."""
+    """Yield the floating-point tensors in ``value``, as they are outside of ``torch.func``."""
     if isinstance(value, Tensor):
-        if value.is_floating_point() and not value.is_sparse and not torch._C._functorch.is_batchedtensor(value):
-            yield value.detach()
+        if value.is_floating_point() and not value.is_sparse:
+            yield whole(value)
     elif isinstance(value, Mapping):
         for part in value.values():
             yield from _floats(part)

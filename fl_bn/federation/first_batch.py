@@ -6,9 +6,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 
+import torch
 from torch import nn
 
 from fl_bn.exchange.call import Exchange
+from fl_bn.layers import in_backward
 from fl_bn.methods.fedtan import exchanging
 
 Connect = Callable[[int], Exchange]
@@ -81,6 +83,8 @@ class FirstBatch:
     def end(self, method: str) -> None:
         """End the exchange, if there is one: the gradient of the batch is complete.
 
+        If an optimiser steps inside the backward pass, the exchange ends after this pass.
+
         Args:
             method: The method's name.
 
@@ -95,5 +99,11 @@ class FirstBatch:
                 "round.model in training mode with gradients: train round.model itself, not a copy, and checkpoint activations with "
                 "use_reentrant=False"
             )
+        if in_backward():
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)  # type: ignore[no-untyped-call]
+        else:
+            self._close()
+
+    def _close(self) -> None:
         self._exchange.close()
         self.waited = self._live.seconds

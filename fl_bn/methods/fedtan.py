@@ -147,9 +147,14 @@ class CohortBatchNorm(_SharedNorm):
         """Normalise ``x`` with the moments of the cohort's batches.
 
         Raises:
-            ValueError: a forward pass runs without gradients, or activation checkpointing repeats a layer that ran
-                more than once.
+            ValueError: a forward pass runs without gradients or inside ``torch.func``, or activation checkpointing
+                repeats a layer that ran more than once.
         """
+        if torch._C._are_functorch_transforms_active():
+            raise ValueError(
+                "FedTAN exchanges the statistics of the first training batch in its backward pass, but torch.func computes the gradient: "
+                "make the first step by loss.backward()"
+            )
         if in_backward():  # activation checkpointing repeats the pass, with the answer of the exchange before
             if len(live.answers) != 1:
                 raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable
 from functools import cache
@@ -135,9 +136,37 @@ def by_hand(round: LocalRound | Any, x: Tensor, y: Tensor) -> None:
     getattr(round, "local", round).step_done()
 
 
+def two_optimizers(round: Any, x: Tensor, y: Tensor) -> None:
+    """Of the backbone and of the head; the second one's step is no further step of the weights."""
+    optimizers = [torch.optim.SGD(part.parameters(), RATE) for part in (round.model[:3], round.model[3:])]
+    F.cross_entropy(round.model(x), y).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def in_the_backward_pass(round: Any, x: Tensor, y: Tensor) -> None:
+    """An optimiser of each parameter, which steps as soon as autograd has the gradient."""
+    optimizers = {p: torch.optim.SGD([p], RATE) for p in round.model.parameters()}
+
+    def step_now(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(step_now) for p in optimizers]  # type: ignore[arg-type]
+    F.cross_entropy(round.model(x), y).backward()
+    for handle in handles:
+        handle.remove()
+
+
+def a_step_before(round: Any, x: Tensor, y: Tensor) -> None:
+    """As to quieten a scheduler's warning: without gradients it moves nothing."""
+    torch.optim.SGD(round.model.parameters(), RATE, momentum=0.9, weight_decay=0.1).step()
+    plain(round, x, y)
+
+
 LOOPS: list[Callable[..., None]] = [
     validation, training_accuracy, an_average_of_the_weights, a_swa_model, checkpointed, reentrant, partly_checkpointed,
-    closure, a_skipped_step, data_parallel, compiled, part_by_part, by_hand,
+    closure, a_skipped_step, data_parallel, compiled, part_by_part, by_hand, two_optimizers, in_the_backward_pass, a_step_before,
 ]  # fmt: skip
 METHODS: dict[str, Method] = {
     "fbn": methods.fbn(),
@@ -220,6 +249,73 @@ def test_where_nothing_was_seen_the_round_says_so() -> None:
         train_a_copy()
 
 
+@pytest.mark.parametrize("loop", [plain, *LOOPS], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("method", [methods.fedavg(), methods.fbn(), methods.fbn(report="all")], ids=["fedavg", "fbn", "fbn, all batches"])
+def test_a_batch_is_one_step(method: Method, loop: Any) -> None:
+    """Also where the loop goes on: the second batch of a round is its second step."""
+    x, y = clients()[0]
+    with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
+        for done in (1, 2):
+            round.model.zero_grad()
+            loop(round, x, y)
+            assert round.steps == done
+    assert round.reply(16)[0].steps == 2
+
+
+def test_optimizers_that_take_turns_make_a_step_each() -> None:
+    """Control: a batch came in between."""
+    x, y = clients()[0]
+    method = methods.fbn(report="all")
+    with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
+        for part in (round.model[:3], round.model[3:]):
+            step(round.model, part, x, y)
+    assert round.steps == 2
+
+
+class Random(torch.optim.Optimizer):
+    """Steps without gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": RATE})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter + self.param_groups[0]["lr"]
+
+
+def test_a_step_without_gradients_that_moves_the_weights_counts() -> None:
+    method = methods.fedavg()
+    with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
+        Random(round.model.parameters()).step()
+    assert round.steps == 1
+
+
+def test_a_step_that_finds_no_gradient_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    method = methods.fedavg()
+    with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
+        F.cross_entropy(round.model(clients()[0][0]), clients()[0][1])
+        torch.optim.SGD(round.model.parameters(), RATE).step()
+    assert (
+        "but the optimiser stepped without any gradient, and no weight changed: call loss.backward() before optimizer.step()" in caplog.text
+    )
+
+
+def test_a_step_along_older_gradients_before_the_first_batch_is_an_error() -> None:
+    method, model = methods.fbn(), convert(net(), methods.fbn())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def loop() -> None:
+        with local_round(model, method, server_state(net(), method, rounds=2).instruction()) as round:
+            torch.optim.SGD(model.parameters(), RATE).step()
+            plain(round, *clients()[0])
+
+    with pytest.raises(ValueError, match="saw 0 batches in 2 steps: .* and make no step before the first batch"):
+        loop()
+
+
 def test_steps_that_nobody_saw_are_an_error() -> None:
     model, asked = convert(net(), methods.fedavg()), server_state(net(), methods.fedavg(), rounds=2).instruction()
     with pytest.raises(ValueError, match=r"0\.weight changed in round 1, but no step .*: call round\.step_done\(\)"):  # noqa: SIM117
@@ -298,3 +394,12 @@ def test_a_batch_has_samples(wrong: int) -> None:
         pytest.raises(ValueError, match=rf"at least 1 sample, but got round\.batch\({wrong}\)"),
     ):
         round.batch(wrong)
+
+
+def test_fedtan_s_first_step_needs_autograd() -> None:
+    def loop(round: Any, x: Tensor, y: Tensor) -> None:
+        values = {name: p.detach() for name, p in round.model.named_parameters()}
+        torch.func.grad(lambda values: F.cross_entropy(torch.func.functional_call(round.model, values, (x,)), y))(values)
+
+    with pytest.raises(ValueError, match=r"but torch\.func computes the gradient: make the first step by loss\.backward\(\)"):
+        door_2(net(), methods.fedtan(), clients(), loop)

@@ -25,7 +25,7 @@ from fl_bn.data.dataset import to_input
 from fl_bn.derived import copied
 from fl_bn.exchange.call import Exchange, ExchangeFailed
 from fl_bn.federation import eager
-from fl_bn.federation.centring import centring
+from fl_bn.federation.centring import Centring
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import loss_of
 from fl_bn.federation.clipping import clip_rows
@@ -235,7 +235,7 @@ def train_together(
             opened.enter_context(round.open())
         order = sorted(range(len(rounds)), key=lambda place: -len(batches[place]))  # clients that finish first are the last rows
         training = _Training([rounds[place] for place in order], [batches[place] for place in order], task, optimizer, scheduler, device)
-        opened.enter_context(centring(training.trained, rounds[0].centred, stacked=True))
+        opened.enter_context(Centring(training.trained, rounds[0].centred, stacked=True))
         for _ in range(len(batches[order[0]])):
             training.step()
         losses = training.total.tolist()
