@@ -7,7 +7,7 @@ the learning rate, and clients with different classes drift apart along it. With
 IID clients: docs/methods/fbn.md.
 
 Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et al., ECCV 2020 (equation 1).
-The paper centres every weight. This module leaves out the head, and weights with fewer than ``FEWEST`` inputs per output.
+The paper centres every weight. This module leaves out the heads, and weights with fewer than ``FEWEST`` inputs per output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fl_bn.models.head import head_of
+from fl_bn.models.head import heads_of
 
 CENTRED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose first axis of ``weight`` is the output, and whose other axes are the inputs."""
@@ -29,15 +29,16 @@ FEWEST = 8
 
 
 def centred_weights(model: nn.Module) -> list[str]:
-    """Return the names of the weights whose gradients are centred: those of linear layers and convolutions, without the head.
+    """Return the names of the weights whose gradients are centred: those of linear layers and convolutions, without the heads.
 
     A weight that is derived from others (spectral norm, parametrizations) is no parameter, and is left out.
     """
-    head = head_of(model)
+    modules = dict(model.named_modules())
+    heads = [modules[name] for name in heads_of(model)]
     names = {
         id(module.weight): f"{name}.weight" if name else "weight"
-        for name, module in model.named_modules()
-        if isinstance(module, CENTRED) and "weight" in module._parameters and not (head and module is head[1])
+        for name, module in modules.items()
+        if isinstance(module, CENTRED) and "weight" in module._parameters and module not in heads
     }
     shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
     return [name for key, name in names.items() if math.prod(shapes[key][1:]) >= FEWEST]

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from fl_bn import convert, local_round, methods, server_state
 from fl_bn.federation.centring import centred_weights
 from fl_bn.federation.client import LocalRound
+from fl_bn.federation.network import Network
 from fl_bn.methods import Method, Phase, freeze
 from fl_bn.run.config import RunConfig
 from tests.doors.doors import ALL, Rounds, apart, through, wide
@@ -208,6 +209,67 @@ def test_heads_small_and_derived_weights_are_left() -> None:
         "1.weight",
         "2.weight",
     ]
+
+
+class TwoHeads(nn.Module):
+    """The first head is defined before the body; ``features`` are returned, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 4)
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU())
+        self.second = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        features = self.body(x).mean((2, 3))
+        return self.first(features), self.second(features), features
+
+
+class Untraceable(TwoHeads):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+def losses(out: tuple[Tensor, Tensor, Tensor], y: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(out[0], y), F.cross_entropy(out[1], y % 3)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("name", METHODS)
+def test_no_head_is_centred_whichever_loss_comes_last(name: str, together: bool) -> None:
+    method, net, (x, y) = METHODS[name], TwoHeads().double(), (CLIENTS[0].x, CLIENTS[0].y)
+    model = convert(net, method)
+    with local_round(model, method, server_state(net, method, rounds=3).instruction()) as round:
+        if name == "hbn":
+            round.measure([(x, y)])
+        plain = copy.deepcopy(model)
+        sum(losses(plain(x), y)).backward()  # type: ignore[union-attr]
+        first, second = losses(model(x), y)
+        if together:
+            (first + second).backward()
+        else:
+            first.backward(retain_graph=True)
+            second.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for (key, found), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert want.grad is not None
+        flat = want.grad.flatten(1) if want.dim() > 1 else want.grad[:, None]
+        centred = (flat - flat.mean(1, keepdim=True)).view_as(want)
+        body = key in ("body.0.weight", "body.3.weight")
+        assert float((found.grad - (centred if body else want.grad)).abs().max()) < 1e-12
+        assert want.dim() == 1 or float((found.grad - (want.grad if body else centred)).abs().max()) > MOVES  # control
+
+
+def test_a_network_that_cannot_be_traced_has_the_last_linear_layer_as_its_head() -> None:
+    assert centred_weights(TwoHeads()) == ["body.0.weight", "body.3.weight"]
+    assert centred_weights(Untraceable()) == ["first.weight", "body.0.weight", "body.3.weight"]
+
+
+def test_no_head_is_clipped_adaptively() -> None:
+    net = TwoHeads()
+    parameters = dict(net.named_parameters())
+    assert Network(net, methods.gn()).heads(parameters) == [*net.first.parameters(), *net.second.parameters()]
+    assert Network(net.second, methods.gn()).heads(dict(net.second.named_parameters())) == [*net.second.parameters()]
 
 
 def test_the_papers_constants_leave_gradients_as_they_are() -> None:
