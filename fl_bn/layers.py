@@ -118,6 +118,17 @@ class OwnBatchNorm(Composed, _BatchNorm):
         """Return False: as in torch, freezing the affine parameters does not freeze the statistics. Subclasses may differ."""
         return False
 
+    def __prepare_scriptable__(self) -> Self:
+        """Refuse torch.jit.script, which asks every layer for a form that it can compile.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"torch.jit.script cannot compile {type(self).__name__}, which follows the round in Python: train without it. Afterwards load "
+            "the tensors into your own network, net.load_state_dict(model.state_dict(), strict=False), and script that"
+        )
+
 
 class FrozenBatchNorm(OwnBatchNorm):
     """Normalise as in evaluation, always, in place of a BatchNorm layer of torch or of a user. See ``freeze_statistics``."""
@@ -417,9 +428,16 @@ def normalisers(layer: nn.Module, seen: Moments) -> Moments:
 def in_backward() -> bool:
     """Return whether autograd's backward pass is running.
 
-    A forward pass inside it repeats an earlier one (activation checkpointing).
+    A forward pass inside it repeats an earlier one (activation checkpointing). A compiled pass does not.
     """
+    if torch.compiler.is_compiling():
+        return False
     return bool(torch._C._current_graph_task_id() != -1)  # torch.utils.checkpoint tests it in the same way
+
+
+def learns_from_pass(module: nn.Module) -> bool:
+    """Return whether a forward pass of ``module`` is one of training: not repeated, nor recorded by ``torch.jit.trace``."""
+    return module.training and torch.is_grad_enabled() and not torch.jit.is_tracing() and not in_backward()
 
 
 def itself(x: Tensor) -> Tensor:
@@ -459,7 +477,10 @@ def eagerly(function: F_) -> F_:
             return function(*args, **named)
         return torch.compiler.disable(function)(*args, **named)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable sets the same mark
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable sets the same marks
+    call._torchdynamo_disable_msg = (  # type: ignore[attr-defined]  # a part of torch's error with fullgraph=True
+        "fl-bn measures or exchanges the statistics of this batch in Python, so take torch.compile(..., fullgraph=False)"
+    )
     return cast(F_, call)
 
 

@@ -104,6 +104,7 @@ class LocalRound:
         self.method, self.instruction, self.kept = method, instruction, kept
         self.settings = settings or LocalTraining(batch_size=2, epochs=1)
         self.phase, self.steps = instruction.phase, 0
+        self.stepped = False  # whether a step was made; a compiled forward pass reads this, as it would be compiled anew for each number
         self.corrected = 0  # how many gradients the objective has computed
         self.rates: list[float] = []  # the learning rates of the steps of a user's own optimiser
         self.measured_samples = 0
@@ -292,7 +293,7 @@ class LocalRound:
         self.gradient_ready()
         if self.steps == 0:
             self._first.samples = int(self.batch)
-        self.steps += 1
+        self.steps, self.stepped = self.steps + 1, True
         self.passes.next_step()
         if self.method.reports(self.phase) is StatisticsReport.FIRST:
             self._observing.close()
@@ -468,10 +469,11 @@ class LocalRound:
             The reply, and the state.
 
         Raises:
-            ValueError: The first batch has more than ``samples`` samples, or the pass before training is
-                missing.
+            ValueError: ``samples`` or ``client`` is no whole number, the first batch has more than ``samples`` samples, or
+                the pass before training is missing.
         """
-        samples, client, weight = index(samples), index(client), samples
+        samples, client = whole_number("samples", samples), whole_number("client", client)
+        weight = samples
         if self.trains:
             sections, numbers, kept = self._trained(samples, client, tells_drift)
             numbers = {**(metrics or {}), "loss": float(loss), **numbers}
@@ -548,6 +550,18 @@ def check_optimizer(objective: Objective, optimizer: Optimizer) -> None:
             f"{objective.name}'s control variates are means of the gradients that plain SGD stepped along: take torch.optim.SGD without "
             "momentum"
         )
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Return ``value`` as an ``int``.
+
+    Raises:
+        ValueError: It is no whole number of an integer type.
+    """
+    try:
+        return index(value)
+    except TypeError as error:
+        raise ValueError(f"{name} must be a whole number, such as {name}=40, but got {name}={value!r}: give int(...) of it") from error
 
 
 def _finite(sections: Sections) -> bool:

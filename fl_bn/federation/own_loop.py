@@ -34,7 +34,7 @@ from fl_bn.federation.schema import START
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
-from fl_bn.layers import in_backward, mixes_samples, observe
+from fl_bn.layers import learns_from_pass, mixes_samples, observe
 from fl_bn.methods import MOMENTS, Method, Phase
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import batch_norms, buffers_in_words
@@ -309,10 +309,10 @@ class _FirstBatch:
 
     def _forward(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         round = self._round
-        if not (model.training and torch.is_grad_enabled()) or in_backward():
+        if not learns_from_pass(model):
             return
         self.came = True
-        if round.steps:
+        if round.stepped:
             return
         self._passes += 1
         if self._passes == 1:
@@ -329,7 +329,7 @@ class _FirstBatch:
     def _layer(self, layer: nn.Module, x: Tensor) -> bool:
         """Begin the exchange with the size of the batch, before the first layer runs. Return False, so that no moments are kept."""
         round, rows = self._round, len(x)
-        if round.steps or not (layer.training and torch.is_grad_enabled()) or in_backward():
+        if round.steps or not learns_from_pass(layer):
             return False
         if not round.begun:
             if self._sizes and rows not in self._sizes:

@@ -21,9 +21,9 @@ class TrainingPasses:
     """Decide, layer by layer, whether a forward pass counts as a batch of the optimiser's next step.
 
     Passes in training mode with autograd count, also all micro-batches whose gradients are added up. A pass that computes
-    activations again does not count. If the gradients are cleared before the step, a further pass at the same weights
-    replaces the passes so far. A further pass at other weights does not count, and the passes so far stay counted (a
-    closure that is called again, the second half of a sharpness-aware step).
+    activations again does not count, nor does one that ``torch.jit.trace`` records. If the gradients are cleared before the
+    step, a further pass at the same weights replaces the passes so far. A further pass at other weights does not count, and
+    the passes so far stay counted (a closure that is called again, the second half of a sharpness-aware step).
 
     Attributes:
         observed: Layer -> the moments of the counted passes.
@@ -55,7 +55,7 @@ class TrainingPasses:
 
     def counts(self, layer: nn.Module, x: Tensor) -> bool:
         """Tell whether the pass in which ``layer`` gets the input ``x`` (B, ...) counts."""
-        if self._ignoring or not (layer.training and torch.is_grad_enabled()):
+        if self._ignoring or torch.jit.is_tracing() or not (layer.training and torch.is_grad_enabled()):
             return False
         if in_backward():
             if self._forward_seen:
