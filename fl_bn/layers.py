@@ -435,9 +435,14 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)  # torch.utils.checkpoint tests it in the same way
 
 
+def is_traced() -> bool:
+    """Return whether ``torch.jit.trace`` records the call."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
 def learns_from_pass(module: nn.Module) -> bool:
     """Return whether a forward pass of ``module`` is one of training: not repeated, nor recorded by ``torch.jit.trace``."""
-    return module.training and torch.is_grad_enabled() and not torch.jit.is_tracing() and not in_backward()
+    return module.training and torch.is_grad_enabled() and not is_traced() and not in_backward()
 
 
 def itself(x: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class FirstBatch:
                 "use_reentrant=False"
             )
         if in_backward():
-            torch.autograd.Variable._execution_engine.queue_callback(self._close)  # type: ignore[no-untyped-call]
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
         else:
             self._close()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fl_bn.layers import in_backward
+from fl_bn.layers import in_backward, is_traced
 from fl_bn.moments import Moments
 
 
@@ -55,7 +55,7 @@ class TrainingPasses:
 
     def counts(self, layer: nn.Module, x: Tensor) -> bool:
         """Tell whether the pass in which ``layer`` gets the input ``x`` (B, ...) counts."""
-        if self._ignoring or torch.jit.is_tracing() or not (layer.training and torch.is_grad_enabled()):
+        if self._ignoring or is_traced() or not (layer.training and torch.is_grad_enabled()):
             return False
         if in_backward():
             if self._forward_seen:

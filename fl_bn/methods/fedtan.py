@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.exchange.call import Answer, Exchange, Key, Quantity
-from fl_bn.layers import _SharedNorm, eagerly, in_backward
+from fl_bn.layers import _SharedNorm, eagerly, in_backward, is_traced
 from fl_bn.methods.fedavg import combine
 from fl_bn.methods.method import Method, Phase, StatisticsReport, freeze, freeze_after, frozen_rate
 from fl_bn.moments import channel_moments
@@ -149,7 +149,7 @@ class CohortBatchNorm(_SharedNorm):
             ValueError: a forward pass runs without gradients or inside ``torch.func`` or ``torch.jit.trace``, or
                 activation checkpointing repeats a layer that ran more than once.
         """
-        if torch.jit.is_tracing():
+        if is_traced():
             raise ValueError(
                 "FedTAN exchanges the statistics of the first training batch, but torch.jit.trace runs the network: trace a copy of it"
             )
