@@ -85,6 +85,8 @@ class Centring:
     @torch.no_grad()
     def complete(self, parameters: Container[int]) -> None:
         """Centre, in place, the gradients of ``parameters`` (their ids) that autograd did not make."""
+        if len(self._made) == len(self._weights):
+            return
         for name, weight in self._weights.items():
             if name not in self._made and weight.grad is not None and id(weight) in parameters:
                 weight.grad.sub_(self._mean(weight.grad))

@@ -229,16 +229,21 @@ class _Steps:
     def __init__(self, round: LocalRound, batches: _FirstBatch) -> None:
         self._round, self._batches = round, batches
         self._mine = {id(p) for p in round.model.parameters()}
+        self._ids: dict[int, set[int]] = {}  # the id of an optimiser that makes a step -> those of its parameters
         self._before: dict[int, list[Tensor]] = {}  # the id of an optimiser that began a step without gradients -> its parameters then
         self._stepped = set[int]()  # the ids of the parameters in the present step of the weights
         self.seen = self.without_gradients = False
 
     def begin(self, optimizer: Optimizer, args: Any, named: Any) -> None:
         """Prepare a step."""
-        if not self._mine.isdisjoint(ids := set(map(id, _parameters(optimizer)))):
-            if not any(p.grad is not None for p in _parameters(optimizer)):
-                self._before[id(optimizer)] = [p.detach().clone() for p in _parameters(optimizer)]
-            self._round.optimizer_steps(ids)
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._ids.pop(id(optimizer), None)
+        if self._mine.isdisjoint(ids):
+            return
+        self._ids[id(optimizer)] = ids
+        if not any(p.grad is not None for p in _parameters(optimizer)):
+            self._before[id(optimizer)] = [p.detach().clone() for p in _parameters(optimizer)]
+        self._round.optimizer_steps(ids)
 
     def end(self, optimizer: Optimizer, args: Any, named: Any) -> None:
         """Count the step, unless it had no gradient and moved nothing.
@@ -247,7 +252,7 @@ class _Steps:
             ValueError: The loop does not use the objective.
         """
         round = self._round
-        if self._mine.isdisjoint(ids := set(map(id, _parameters(optimizer)))):
+        if (ids := self._ids.pop(id(optimizer), None)) is None:
             return
         before = self._before.pop(id(optimizer), None)
         if before is not None and all(map(torch.equal, before, _parameters(optimizer))):  # and no closure computed any
