@@ -119,6 +119,17 @@ class OwnBatchNorm(Composed, _BatchNorm):
         """Return False: as in torch, freezing the affine parameters does not freeze the statistics. Subclasses may differ."""
         return False
 
+    def __prepare_scriptable__(self) -> Self:
+        """Refuse torch.jit.script, which asks every layer for a form that it can compile.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"torch.jit.script cannot compile {type(self).__name__}, which follows the round in Python: train without it. Afterwards load "
+            "the tensors into your own network, net.load_state_dict(model.state_dict(), strict=False), and script that"
+        )
+
 
 class FrozenBatchNorm(OwnBatchNorm):
     """Normalise as in evaluation, even in training mode. ``freeze_statistics`` gives this class to BatchNorm layers of torch or a user."""
@@ -418,9 +429,41 @@ def normalisers(layer: nn.Module, seen: Moments) -> Moments:
 def in_backward() -> bool:
     """Return whether autograd's backward pass is running.
 
-    A forward pass inside it repeats an earlier one (activation checkpointing).
+    A forward pass inside it repeats an earlier one (activation checkpointing). A compiled pass does not.
     """
+    if torch.compiler.is_compiling():
+        return False
     return bool(torch._C._current_graph_task_id() != -1)  # torch.utils.checkpoint tests it in the same way
+
+
+def is_traced() -> bool:
+    """Return whether ``torch.jit.trace`` records the call."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def learns_from_pass(module: nn.Module) -> bool:
+    """Return whether a forward pass of ``module`` is one of training: not repeated, nor recorded by ``torch.jit.trace``."""
+    return module.training and torch.is_grad_enabled() and not is_traced() and not in_backward()
+
+
+def itself(x: Tensor) -> Tensor:
+    """Return ``x``."""
+    return x
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return the values of ``x`` outside of all transformations of ``torch.func``, detached.
+
+    The rows of a ``vmap`` come first: if it is over samples (1, ...), the result is the batch (B, ...).
+    """
+    functorch = torch._C._functorch
+    while torch._C._are_functorch_transforms_active() and functorch.is_functorch_wrapped_tensor(x):
+        rows = functorch.maybe_get_bdim(x) if functorch.is_batchedtensor(x) else None
+        x = functorch.get_unwrapped(x)
+        if rows is not None:
+            x = x.movedim(rows, 0)
+            x = x.flatten(0, 1) if x.dim() > 1 else x
+    return x.detach()
 
 
 def always(layer: nn.Module, x: Tensor) -> bool:
@@ -440,7 +483,10 @@ def eagerly(function: F_) -> F_:
             return function(*args, **named)
         return torch.compiler.disable(function)(*args, **named)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable sets the same mark
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable sets the same marks
+    call._torchdynamo_disable_msg = (  # type: ignore[attr-defined]  # a part of torch's error with fullgraph=True
+        "fl-bn measures or exchanges the statistics of this batch in Python, so take torch.compile(..., fullgraph=False)"
+    )
     return cast(F_, call)
 
 
@@ -452,6 +498,7 @@ class Observation:
         record: Callable[[nn.Module, Moments], None],
         counts: Callable[[nn.Module, Tensor], bool],
         outer: Observation | None = None,
+        values: Callable[[Tensor], Tensor] = itself,
     ) -> None:
         """Make the observer of one layer.
 
@@ -459,8 +506,9 @@ class Observation:
             record: ``(layer, moments)``, called for every input for which ``counts`` returns True.
             counts: ``(layer, x) -> bool``, whether an input is recorded.
             outer: the layer's previous observer, which still sees every input. None: there was none.
+            values: ``itself`` or ``whole``: what to record of an input inside a transformation of ``torch.func``.
         """
-        self._record, self._counts, self._outer = record, counts, outer
+        self._record, self._counts, self._outer, self._values = record, counts, outer, values
 
     @eagerly
     def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
@@ -473,6 +521,8 @@ class Observation:
         """
         if self._outer is not None:
             self._outer(layer, x, batch)
+        if torch._C._are_functorch_transforms_active() and (values := self._values(x)) is not x:
+            x, batch = values, None
         if not self._counts(layer, x):
             return
         if batch is None:
@@ -496,6 +546,7 @@ def observe(
     model: nn.Module,
     measure: Callable[[nn.Module, Moments], Moments] = inputs,
     counts: Callable[[nn.Module, Tensor], bool] = always,
+    values: Callable[[Tensor], Tensor] = itself,
 ) -> Iterator[dict[str, list[Moments]]]:
     """Record the moments of every BatchNorm layer's input during the ``with`` block.
 
@@ -507,6 +558,7 @@ def observe(
         model: the network.
         measure: ``(layer, moments of the input) -> moments``, returns the moments to record.
         counts: ``(layer, x) -> bool``, whether a pass is recorded.
+        values: see ``Observation``.
 
     Yields:
         A list for each layer, by name, with one ``Moments`` per forward pass.
@@ -516,7 +568,7 @@ def observe(
     observed: dict[str, list[Moments]] = {name: [] for name in layers}
 
     def of(name: str, outer: Observation | None = None) -> Observation:
-        return Observation(lambda layer, seen: observed[name].append(measure(layer, seen)), counts, outer)
+        return Observation(lambda layer, seen: observed[name].append(measure(layer, seen)), counts, outer, values)
 
     with ExitStack() as stack:
         for name, layer in layers.items():

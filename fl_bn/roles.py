@@ -37,6 +37,8 @@ class Role(Enum):
         STATISTIC: running mean and variance.
         MIXING: HBN's learnable mix of batch and shared statistics, before the sigmoid.
         COUNTER: an integer such as num_batches_tracked, never averaged.
+        BATCHES: num_batches_tracked of a BatchNorm layer that averages cumulatively (momentum=None). The server counts the
+            batches, and sends the number to the clients. They never send it.
         BUFFER: floating point, not learnable, outside of norm layers: averaged, never optimised.
         KEPT: a buffer of the client's own. It never leaves the client, and survives between its rounds.
         RECOMPUTED: a buffer that follows from the weights. The server computes it, and clients never send it.
@@ -49,13 +51,14 @@ class Role(Enum):
     STATISTIC = "statistic"
     MIXING = "mixing"
     COUNTER = "counter"
+    BATCHES = "count of batches"
     BUFFER = "buffer"
     KEPT = "kept"
     RECOMPUTED = "recomputed"
     CONSTANT = "constant"
 
 
-DOWN_ONLY = frozenset({Role.RECOMPUTED, Role.CONSTANT})
+DOWN_ONLY = frozenset({Role.RECOMPUTED, Role.CONSTANT, Role.BATCHES})
 """Roles of tensors that clients receive but never send."""
 BUFFER_ROLES = {"shared": Role.BUFFER, "kept": Role.KEPT, "recomputed": Role.RECOMPUTED, "constant": Role.CONSTANT}
 """Roles that a user may state for a buffer, by their names in the run config."""
@@ -107,6 +110,8 @@ def _role(module: nn.Module, name: str, key: str, tensor: Tensor, learnable: boo
     if isinstance(module, NORM_LAYERS):
         if key in _NORM_TENSORS:
             role = _NORM_TENSORS[key]
+            if role is Role.COUNTER and isinstance(module, _BatchNorm) and module.momentum is None:
+                return Role.BATCHES
             return Role.OTHER_AFFINE if role is Role.AFFINE and not isinstance(module, _BatchNorm) else role
         if stated is None:
             advice = "state the role of a buffer by set_buffer_roles, or keep the tensor outside the norm layer"

@@ -7,19 +7,21 @@ direction limits the learning rate, and clients with different classes drift apa
 learns as fast as BatchNorm on IID clients: docs/methods/fbn.md.
 
 Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et al., ECCV 2020 (equation 1).
-The paper centres every weight. This module leaves out the network's last layer (``head_of``), and weights with fewer
-than ``FEWEST`` inputs per output unit.
+The paper centres every weight. This module leaves out the network's heads (``heads_of``), and weights with fewer than
+``FEWEST`` inputs per output unit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Container, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
-from fl_bn.models.head import head_of
+from fl_bn.models.head import heads_of
 
 CENTRED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose first axis of ``weight`` is the output, and whose other axes are the inputs."""
@@ -28,39 +30,73 @@ FEWEST = 8
 
 
 def centred_weights(model: nn.Module) -> list[str]:
-    """Return the names of the weights to centre: those of linear layers and convolutions, without the network's last layer.
+    """Return the names of the weights to centre: those of linear layers and convolutions, without the network's heads.
 
     A weight that is computed from other parameters (spectral norm, parametrizations) is left out, as it is no parameter.
     """
-    head = head_of(model)
+    modules = dict(model.named_modules())
+    heads = [modules[name] for name in heads_of(model)]
     names = {
         id(module.weight): f"{name}.weight" if name else "weight"
-        for name, module in model.named_modules()
-        if isinstance(module, CENTRED) and "weight" in module._parameters and not (head and module is head[1])
+        for name, module in modules.items()
+        if isinstance(module, CENTRED) and "weight" in module._parameters and module not in heads
     }
     shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
     return [name for key, name in names.items() if math.prod(shapes[key][1:]) >= FEWEST]
 
 
-@contextmanager
-def centring(parameters: Mapping[str, Tensor], names: list[str], stacked: bool = False) -> Iterator[None]:
-    """Centre each gradient as soon as autograd has computed it, inside the ``with`` block.
+class Centring:
+    """Centre each gradient as soon as autograd has computed it, inside the ``with`` block. Any training loop can be inside.
+
+    Gradients that autograd did not make for the parameters (``torch.func.grad``, written to ``p.grad``) are centred by
+    ``complete``, before an optimiser steps along them.
 
     Args:
-        parameters: Name -> parameter. Parameters with ``requires_grad=False`` are skipped.
+        parameters: Name -> parameter. Those with ``requires_grad=False`` are centred once the loop lets them learn.
         names: The names of the weights to centre, see ``centred_weights``.
         stacked: Whether axis 0 of each parameter is the client, as in the vectorised engine.
     """
-    with ExitStack() as hooks:
-        for name in names:
-            if name in parameters and parameters[name].requires_grad:
-                hook = parameters[name].register_hook(_centred_from(1 + stacked))
-                hooks.callback(hook.remove)
-        yield
 
+    def __init__(self, parameters: Mapping[str, Tensor], names: Sequence[str], stacked: bool = False) -> None:
+        self._weights = {name: parameters[name] for name in names if name in parameters}
+        self._axis, self._hooks = 1 + stacked, ExitStack()
+        self._made = set[str]()  # the weights with a centred gradient along which no step was made
+        self._versions = {name: weight._version for name, weight in self._weights.items()}
 
-def _centred_from(axis: int) -> Callable[[Tensor], Tensor]:
-    def centred(gradient: Tensor) -> Tensor:
-        return gradient - gradient.mean(dim=tuple(range(axis, gradient.dim())), keepdim=True)
+    def __enter__(self) -> Centring:
+        for name, weight in self._weights.items():
+            learns = weight.requires_grad
+            if not learns:  # torch takes hooks only of tensors that need gradients, but keeps them when that changes
+                weight.requires_grad_(True)
+            self._hooks.callback(weight.register_hook(partial(self._centred, name)).remove)
+            if not learns:
+                weight.requires_grad_(False)
+        return self
 
-    return centred
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
+
+    def _centred(self, name: str, gradient: Tensor) -> Tensor:
+        self._made.add(name)
+        return gradient - self._mean(gradient)
+
+    def _mean(self, gradient: Tensor) -> Tensor:
+        return gradient.mean(dim=tuple(range(self._axis, gradient.dim())), keepdim=True)
+
+    @torch.no_grad()
+    def complete(self, parameters: Container[int]) -> None:
+        """Centre, in place, the gradients of ``parameters`` (their ids) that autograd did not make."""
+        if len(self._made) == len(self._weights):
+            return
+        for name, weight in self._weights.items():
+            if name not in self._made and weight.grad is not None and id(weight) in parameters:
+                weight.grad.sub_(self._mean(weight.grad))
+                self._made.add(name)
+
+    def stepped(self) -> list[str]:
+        """Note a step of the weights. Return the names of those that moved, but not along a centred gradient."""
+        moved = [name for name, weight in self._weights.items() if weight._version != self._versions[name]]
+        wrong = [name for name in moved if name not in self._made]
+        self._made.difference_update(moved)
+        self._versions |= {name: self._weights[name]._version for name in moved}
+        return wrong

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from operator import index
@@ -22,7 +22,7 @@ from fl_bn.federation import schema
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
-from fl_bn.federation.centring import centring
+from fl_bn.federation.centring import Centring
 from fl_bn.federation.divergence import BAD_INPUTS
 from fl_bn.federation.finite_inputs import InputWatch
 from fl_bn.federation.first_batch import Batch, Connect, FirstBatch
@@ -44,7 +44,7 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
-from fl_bn.layers import CONSTANT, freeze_statistics, moving_average, observe, pooled
+from fl_bn.layers import CONSTANT, freeze_statistics, moving_average, observe, pooled, whole
 from fl_bn.methods import Method, Phase, StatisticsPass, StatisticsReport
 from fl_bn.modes import frozen_affine, train_mode
 from fl_bn.moments import Moments
@@ -104,6 +104,7 @@ class LocalRound:
         self.method, self.instruction, self.kept = method, instruction, kept
         self.settings = settings or LocalTraining(batch_size=2, epochs=1)
         self.phase, self.steps = instruction.phase, 0
+        self.stepped = False  # whether a step was made; a compiled forward pass reads this, as it would be compiled anew for each number
         self.corrected = 0  # how many gradients the objective has computed
         self.rates: list[float] = []  # the learning rates of the steps of a user's own optimiser
         self.measured_samples = 0
@@ -112,6 +113,7 @@ class LocalRound:
         self.buffers: Buffers = {}
         self._connect, self._first = connect, FirstBatch(self.model, connect)
         self._observing, self.passes = ExitStack(), TrainingPasses({})
+        self._centring = Centring({}, ())
         self.input_watch = InputWatch()
         self._load()
         if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
@@ -183,12 +185,13 @@ class LocalRound:
         full = full_gradient or _no_full_gradient
         start = Start(self.model, parameters, shared, self.kept.get("objective"), control, self.kept.counted, full)
         self._objective = self.settings.objective.begin(start)
+        self._centring = Centring(dict(self.model.named_parameters()), self.centred)
         try:
             if self.observes:
                 self.passes = TrainingPasses(parameters)
                 self._observing.enter_context(self.passes.watching())
-                self.passes.observed = self._observing.enter_context(observe(self.model, counts=self.passes.counts))
-            with self._first, centring(parameters, self.centred), self.input_watch.watching(self.model):
+                self.passes.observed = self._observing.enter_context(observe(self.model, counts=self.passes.counts, values=whole))
+            with self._first, self._centring, self.input_watch.watching(self.model):
                 yield self
         finally:
             self._observing.close()
@@ -267,23 +270,56 @@ class LocalRound:
 
         A loop that makes its steps without a torch optimiser (``p -= lr * p.grad``) calls this method after
         each step.
+
+        Raises:
+            ValueError: The method centres gradients, and the step was made along one that is not centred.
         """
+        if wrong := self._centring.stepped():
+            raise ValueError(
+                f"{self.method.name} centres gradients as autograd makes them for round.model, but {wrong[0]} moved along another gradient "
+                "(of torch.func, say): write gradients to p.grad and step by a torch.optim optimiser, or leave all as they are, at the "
+                "server and all clients: dataclasses.replace(method, centre=False)"
+            )
+        self.count_step()
+
+    def count_step(self, goes_on: bool = False) -> None:
+        """Count a step of the weights along gradients that are as the method needs them.
+
+        Args:
+            goes_on: Whether it belongs to the step before: that of a second optimiser, after the same backward pass.
+        """
+        self._centring.stepped()
+        if goes_on:
+            self.passes.next_step()
+            return
         self.gradient_ready()
         if self.steps == 0:
             self._first.samples = int(self.batch)
-        self.steps += 1
+        self.steps, self.stepped = self.steps + 1, True
         self.passes.next_step()
         if self.method.reports(self.phase) is StatisticsReport.FIRST:
             self._observing.close()
 
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+    def optimizer_steps(self, parameters: Container[int]) -> None:
+        """Prepare the step of a user's own optimiser: centre the gradients that autograd did not make.
+
+        Args:
+            parameters: The ids of the optimiser's parameters.
+        """
+        self._centring.complete(parameters)
+
+    def optimizer_stepped(self, optimizer: Optimizer, goes_on: bool = False) -> None:
         """Record the learning rate of a step that a user's own ``optimizer`` made.
+
+        Args:
+            optimizer: The optimiser.
+            goes_on: Whether the step belongs to that of another optimiser before it, see ``count_step``.
 
         Raises:
             ValueError: The objective needs plain SGD, but this is another optimiser.
         """
         check_optimizer(self.settings.objective, optimizer)
-        restart(optimizer, self.method, self.phase, self.steps)
+        restart(optimizer, self.method, self.phase, self.steps - goes_on)
         self.rates.append(float(optimizer.param_groups[0]["lr"]))
 
     def backward(self, forward: Callable[[], Tensor], x: Any) -> Tensor:
@@ -439,10 +475,11 @@ class LocalRound:
             The reply, and the state.
 
         Raises:
-            ValueError: The first batch has more than ``samples`` samples, or the method needs the call
-                ``round.measure`` before training and it is missing.
+            ValueError: ``samples`` or ``client`` is not a whole number, the first batch has more than ``samples``
+                samples, or the method needs the call ``round.measure`` before training and it is missing.
         """
-        samples, client, weight = index(samples), index(client), samples
+        samples, client = whole_number("samples", samples), whole_number("client", client)
+        weight = samples
         if self.trains:
             sections, numbers, kept = self._trained(samples, client, tells_drift)
             numbers = {**(metrics or {}), "loss": float(loss), **numbers}
@@ -522,6 +559,18 @@ def check_optimizer(objective: Objective, optimizer: Optimizer) -> None:
             f"{objective.name}'s control variates are means of the gradients of plain SGD, but the optimiser is "
             f"{type(optimizer).__name__}{' with momentum' * isinstance(optimizer, SGD)}: take torch.optim.SGD without momentum"
         )
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Return ``value`` as an ``int``.
+
+    Raises:
+        ValueError: It is no whole number of an integer type.
+    """
+    try:
+        return index(value)
+    except TypeError as error:
+        raise ValueError(f"{name} must be a whole number, such as {name}=40, but got {name}={value!r}: give int(...) of it") from error
 
 
 def _finite(sections: Sections) -> bool:

@@ -22,7 +22,6 @@ from fl_bn.federation.momentum import restart
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.source import Source, Trained
 from fl_bn.methods import StatisticsReport
-from fl_bn.models.head import head_of
 from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task, to_device
 
@@ -114,7 +113,7 @@ def train(
     if optimizer is None:
         optimizer = settings.make_optimizer(parameters.values(), rate)
     how, limit = settings.clipping(round.method.freezes_statistics(round.phase))
-    head = head_of(model) if how == "adaptive" else None
+    heads = round.network.heads(parameters) if how == "adaptive" else []
     if how == "round":
         batches, number = counted(batches)
         limit = settings.norm_in_round(rate, number)
@@ -127,7 +126,7 @@ def train(
         loss = round.backward(partial(loss_of, model, task, settings, x, y), x)
         round.gradient_ready()
         if how != "none":
-            clip(parameters.values(), how, limit, head[1].parameters() if head else ())
+            clip(parameters.values(), how, limit, heads)
         if settings.update == "weights":
             optimizer.step()
         restart(optimizer, round.method, round.phase, round.steps)

@@ -48,6 +48,7 @@ from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
+from fl_bn.federation.steps import check_optimizer_steps, check_scheduler_steps
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import buffers_in_words, inputs_like
@@ -173,6 +174,7 @@ class Federation:
         examples = {id(make): make(model.parameters()) for make in makers}
         for example in examples.values():
             check_optimizer(objective, example)
+            check_optimizer_steps(example, model)
         method, by_kind = bounded(method, clip, examples, settings)
         rates = {key: rate_of(example) for key, example in examples.items()}
         base = max((rate for rate in rates.values() if rate), default=None)
@@ -194,7 +196,11 @@ class Federation:
         pristine = copied(self.server.model)  # the server's own model changes during the run
         shares = [(rates[id(make)] or base or 1.0) / (base or 1.0) for make in makers]
         kinds = [by_kind[id(make)] for make in makers]
-        every = zip(clients, tasks, makers, schedulers_of(scheduler, count), kinds, shares, self.tests or (None,) * count, strict=True)
+        schedulers = schedulers_of(scheduler, count)
+        for make_scheduler, make in {(id(one), id(make)): (one, make) for one, make in zip(schedulers, makers, strict=True)}.values():
+            if make_scheduler is not None:
+                check_scheduler_steps(make_scheduler(make(model.parameters())))
+        every = zip(clients, tasks, makers, schedulers, kinds, shares, self.tests or (None,) * count, strict=True)
         own = [Own(*one) for one in every]
         common = Clients(pristine, method, where, own, schedule, seed)
         self._transport = LocalTransport(self.server, common, self.tests, workers, engine == VECTORISED)

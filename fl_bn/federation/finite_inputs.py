@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_bn.layers import in_backward
+from fl_bn.layers import learns_from_pass, whole
 
 
 class Hook:
@@ -29,6 +29,18 @@ class Hook:
     def __call__(self, *args: Any) -> None:
         """Call the function."""
         self._call(*args)
+
+    @property
+    def __name__(self) -> str:
+        """Refuse torch.jit.script, which alone asks a hook for its name.
+
+        Raises:
+            AttributeError: always, so that others see a hook without a name.
+        """
+        raise AttributeError(
+            "torch.jit.script cannot compile the network of a round, which fl-bn watches in Python: train without it, and script a copy "
+            "after the round"
+        )
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return _no_hook
@@ -76,7 +88,7 @@ class InputWatch:
         """Check the inputs of training forward passes of ``model`` inside the ``with`` block."""
 
         def forward(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if model.training and torch.is_grad_enabled() and not in_backward():
+            if learns_from_pass(model):
                 self.note((args, named))
 
         handle = model.register_forward_pre_hook(Hook(forward), with_kwargs=True)
@@ -106,10 +118,10 @@ def _not_finite(part: Tensor) -> bool | Tensor:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in ``value``, but no sparse ones and none inside ``torch.func.vmap``."""
+    """Yield the floating-point tensors in ``value``, but no sparse ones, without the wrappers of ``torch.func``."""
     if isinstance(value, Tensor):
-        if value.is_floating_point() and not value.is_sparse and not torch._C._functorch.is_batchedtensor(value):
-            yield value.detach()
+        if value.is_floating_point() and not value.is_sparse:
+            yield whole(value)
     elif isinstance(value, Mapping):
         for part in value.values():
             yield from _floats(part)

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 
+import torch
 from torch import nn
 
 from fl_bn.exchange.call import Exchange
+from fl_bn.layers import in_backward
 from fl_bn.methods.fedtan import exchanging
 
 Connect = Callable[[int], Exchange]
@@ -81,6 +83,8 @@ class FirstBatch:
     def end(self, method: str) -> None:
         """End the exchange, if there is one. Call this when the gradient of the first batch is complete.
 
+        If an optimiser steps inside the backward pass, the exchange ends after this pass.
+
         Args:
             method: The method's name, for the error message.
 
@@ -94,5 +98,11 @@ class FirstBatch:
                 f"in {method}'s first step, round.model exchanges statistics with the cohort during a forward pass in training mode with "
                 "gradients, but there was none: train round.model itself, not a copy, and checkpoint activations with use_reentrant=False"
             )
+        if in_backward():
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
+        else:
+            self._close()
+
+    def _close(self) -> None:
         self._exchange.close()
         self.waited = self._live.seconds

@@ -48,5 +48,6 @@ def check_layers(round: LocalRound, layers: Mapping[str, nn.Module], frozen: Map
     if round.observes and observed and seen < wanted:
         raise ValueError(
             f"{method.name} reports the moments of training batches, but the BatchNorm layers saw {seen} batches in "
-            f"{round.steps} steps: train round.model itself, not a copy, in training mode and with gradients"
+            f"{round.steps} steps: train round.model itself, not a copy or a trace, in training mode and with gradients, and make no step "
+            "before the first batch"
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -244,7 +245,7 @@ def fedavg(options: FedAvgOptions) -> ServerOptimizer:
         raise ValueError(
             f"fedavg has no server momentum, but got server-momentum={options.momentum}: set it to 0, or server-optimizer='fedavgm'"
         )
-    return ServerOptimizer(lambda parameters: SGD(parameters, lr=options.learning_rate))
+    return ServerOptimizer(partial(SGD, lr=options.learning_rate))
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ class FedAvgMOptions(ServerOptions):
 @takes(FedAvgMOptions)
 def fedavgm(options: FedAvgMOptions) -> ServerOptimizer:
     """Make FedAvgM: SGD with momentum."""
-    return ServerOptimizer(lambda parameters: SGD(parameters, lr=options.learning_rate, momentum=options.momentum))
+    return ServerOptimizer(partial(SGD, lr=options.learning_rate, momentum=options.momentum))
 
 
 @dataclass(frozen=True)
@@ -321,8 +322,8 @@ def fedyogi(options: FedYogiOptions) -> ServerOptimizer:
 
 
 def _adaptive(options: FedAdagradOptions | FedAdamOptions, beta2: float) -> ServerOptimizer:
-    values = options.learning_rate, options.momentum, beta2, options.adaptivity
-    return ServerOptimizer(lambda parameters: FedOpt(parameters, options.name, *values))
+    rate, momentum, tau = options.learning_rate, options.momentum, options.adaptivity
+    return ServerOptimizer(partial(FedOpt, kind=options.name, lr=rate, beta1=momentum, beta2=beta2, tau=tau))
 
 
 @dataclass(frozen=True)
@@ -346,7 +347,7 @@ def fedacg(options: FedACGOptions) -> ServerOptimizer:
     """
     if options.learning_rate != 1:
         raise ValueError(f"fedacg sets the weights to the clients' average: expected {RATE}=1, but got {options.learning_rate}")
-    return ServerOptimizer(lambda parameters: FedACG(parameters, options.momentum))
+    return ServerOptimizer(partial(FedACG, momentum=options.momentum))
 
 
 SERVER_OPTIMIZERS: dict[str, Callable[..., ServerOptimizer]] = {

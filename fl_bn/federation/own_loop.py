@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fl_bn.conversion import convert
 from fl_bn.derived import copied
@@ -34,7 +34,7 @@ from fl_bn.federation.schema import START
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
-from fl_bn.layers import in_backward, mixes_samples, observe
+from fl_bn.layers import learns_from_pass, mixes_samples, observe
 from fl_bn.methods import MOMENTS, Method, Phase
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import batch_norms, buffers_in_words
@@ -141,12 +141,16 @@ def _check_processes(round: LocalRound) -> None:
         LOGGER.warning("%s: %s reports the moments of this part; send the reply of one process only", parts, round.method.name)
 
 
-def _check_steps(round: LocalRound, before: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if the loop changed weights without a recorded step. Warn if it saw batches but changed no weight.
+def _check_steps(round: LocalRound, before: Mapping[str, Tensor], without_gradients: bool) -> None:
+    """Check a round in which no optimiser made a step. Warn if the loop saw batches but changed no weight.
 
     Args:
         round: The client's round.
         before: Name -> parameter at the start of the round.
+        without_gradients: Whether an optimiser stepped, but had no gradient.
+
+    Raises:
+        ValueError: The loop changed weights without a recorded step.
     """
     if round.steps:
         return
@@ -157,11 +161,21 @@ def _check_steps(round: LocalRound, before: Mapping[str, Tensor]) -> None:
             "round.step_done() after each step that your loop makes without a torch optimizer"
         )
     if round.batch:
+        stepped, advice = (
+            "no optimiser stepped a parameter of round.model",
+            "make the optimiser of round.model.parameters(), not of the network before convert",
+        )
+        if without_gradients:
+            stepped, advice = (
+                "the optimiser stepped without any gradient",
+                "call loss.backward() before optimizer.step(), and zero_grad() not between them",
+            )
         LOGGER.warning(
-            "round %d: under %s, round.model saw batches, but no optimiser stepped its parameters, and no weight changed: make the "
-            "optimiser with round.model.parameters(), not with those of the network before convert",
+            "round %d: under %s, round.model saw batches, but %s, and no weight changed: %s",
             round.instruction.round,
             round.method.name,
+            stepped,
+            advice,
         )
 
 
@@ -193,38 +207,87 @@ def _per_sample(round: LocalRound) -> bool:
 @contextmanager
 def _watched(round: LocalRound) -> Iterator[None]:
     """Report the batches and the optimiser's steps of a user's loop to ``round``, inside the ``with`` block."""
-    mine, batches, seen = {id(p) for p in round.parameters.values()}, _FirstBatch(round), list[Optimizer]()
+    batches = _FirstBatch(round)
+    steps = _Steps(round, batches)
     before = {name: parameter.detach().clone() for name, parameter in round.parameters.items()}
+    handles = register_optimizer_step_pre_hook(steps.begin), register_optimizer_step_post_hook(steps.end)
+    try:
+        with batches.watching():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not steps.seen:
+        _check_steps(round, before, steps.without_gradients)
 
-    def stepped(optimizer: Optimizer, args: Any, named: Any) -> None:
-        if mine.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+
+class _Steps:
+    """Notice the steps of the optimisers that have parameters of a round's model.
+
+    A step that had no gradient and moved nothing is none. Optimisers of different parameters that step after the same batch
+    make one step of the weights together. So do those that step inside the backward pass, one for each parameter.
+
+    Attributes:
+        seen: Whether an optimiser made a step.
+        without_gradients: Whether an optimiser stepped without any gradient.
+    """
+
+    def __init__(self, round: LocalRound, batches: _FirstBatch) -> None:
+        self._round, self._batches = round, batches
+        self._mine = {id(p) for p in round.model.parameters()}
+        self._ids: dict[int, set[int]] = {}  # the id of an optimiser that makes a step -> those of its parameters
+        self._before: dict[int, list[Tensor]] = {}  # the id of an optimiser that began a step without gradients -> its parameters then
+        self._stepped = set[int]()  # the ids of the parameters in the present step of the weights
+        self.seen = self.without_gradients = False
+
+    def begin(self, optimizer: Optimizer, args: Any, named: Any) -> None:
+        """Prepare a step."""
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._ids.pop(id(optimizer), None)
+        if self._mine.isdisjoint(ids):
             return
-        if not seen and _per_sample(round) and round.method.reports(round.phase) in MOMENTS:
+        self._ids[id(optimizer)] = ids
+        if not any(p.grad is not None for p in _parameters(optimizer)):
+            self._before[id(optimizer)] = [p.detach().clone() for p in _parameters(optimizer)]
+        self._round.optimizer_steps(ids)
+
+    def end(self, optimizer: Optimizer, args: Any, named: Any) -> None:
+        """Count the step, unless it had no gradient and moved nothing.
+
+        Raises:
+            ValueError: The loop does not use the objective.
+        """
+        round = self._round
+        if (ids := self._ids.pop(id(optimizer), None)) is None:
+            return
+        before = self._before.pop(id(optimizer), None)
+        if before is not None and all(map(torch.equal, before, _parameters(optimizer))):  # and no closure computed any
+            self.without_gradients = True
+            return
+        if not self.seen and _per_sample(round) and round.method.reports(round.phase) in MOMENTS:
             LOGGER.warning(
                 "%s sends the moments of a training batch, which the noise of opacus does not protect: opacus's epsilon holds only for the "
                 "weights",
                 round.method.name,
             )
-        seen.append(optimizer)
+        self.seen = True
         if round.settings.objective is not PLAIN and not round.corrected:
             name = round.settings.objective.name
             raise ValueError(
                 f"{name} computes or changes the gradients, but the loop did not call round.backward: call "
                 "round.backward(lambda: loss_of(x), x) in place of loss.backward()"
             )
-        round.optimizer_stepped(optimizer)
+        goes_on = bool(self._stepped) and not self._batches.came and self._stepped.isdisjoint(ids)
+        self._stepped = self._stepped | ids if goes_on else ids
+        self._batches.came = False
+        round.optimizer_stepped(optimizer, goes_on)
         if round.steps == 0:
             _check_rate(round)
-        round.step_done()
+        round.count_step(goes_on)
 
-    handle = register_optimizer_step_post_hook(stepped)
-    try:
-        with batches.watching():
-            yield
-    finally:
-        handle.remove()
-    if not seen:
-        _check_steps(round, before)
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _check_rate(round: LocalRound) -> None:
@@ -245,6 +308,7 @@ class _FirstBatch:
         self._round, self._explicit = round, False
         self._sizes: list[int] = []  # possible sizes of the batch, from the arguments of the forward pass
         self._passes = 0
+        self.came = False  # whether a training batch came after the last step
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -259,7 +323,10 @@ class _FirstBatch:
 
     def _forward(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         round = self._round
-        if round.steps or not (model.training and torch.is_grad_enabled()) or in_backward():
+        if not learns_from_pass(model):
+            return
+        self.came = True
+        if round.stepped:
             return
         self._passes += 1
         if self._passes == 1:
@@ -276,7 +343,7 @@ class _FirstBatch:
     def _layer(self, layer: nn.Module, x: Tensor) -> bool:
         """Begin the exchange with the batch size before the first layer runs. Return False, so that no moments are stored here."""
         round, rows = self._round, len(x)
-        if round.steps or not (layer.training and torch.is_grad_enabled()) or in_backward():
+        if round.steps or not learns_from_pass(layer):
             return False
         if not round.begun:
             if self._sizes and rows not in self._sizes:

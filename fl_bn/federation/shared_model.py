@@ -25,6 +25,7 @@ from fl_bn.federation.network import Copy
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import Named, Sections, decode_moments, tensor_name
 from fl_bn.federation.recalibration import epsilons
+from fl_bn.federation.record import mean_steps
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import INPUTS, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
@@ -123,6 +124,7 @@ class SharedModel:
         self._moderate = min((bounds(p.dtype)[0] for p in self.model.parameters() if p.is_floating_point()), default=math.inf)
         role = roles(self.model)
         self.buffers = {name for name, r in role.items() if r is Role.BUFFER}
+        self._cumulative = [name for name, r in role.items() if r is Role.BATCHES and method.sends_down(r)]
         self._recomputes = any(r is Role.RECOMPUTED and method.sends_down(r) for r in role.values())
         self.personal = method.personal or any(r is Role.KEPT for r in role.values())
         self._shares_statistics = method.shares(Role.STATISTIC)
@@ -184,7 +186,7 @@ class SharedModel:
         """
         role, state = roles(self.model), self._copy.state
         saved = {name: tensors.get(name, state[name]) for name in state if name in kept or not self.method.keeps(role[name])}
-        saved |= {name: count + batches for name, count in self._counters.items() if name in saved}
+        saved |= {name: count + batches for name, count in self._counters.items() if name in saved and name not in self._cumulative}
         plain = plain_names(self._source) | plain_names(self.model)
         return {plain[name]: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()}
 
@@ -286,6 +288,8 @@ class SharedModel:
             step.optimizer.restore(before)
             raise
         self.auxiliary |= auxiliary
+        batches = mean_steps([part.steps for part in step.parts])
+        self._copy.load({name: state[name] + batches for name in self._cumulative})
         return distances
 
     def _stepped(self, step: ServerStep) -> tuple[dict[str, Tensor], list[float]]:

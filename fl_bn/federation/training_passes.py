@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fl_bn.layers import in_backward
+from fl_bn.layers import in_backward, is_traced
 from fl_bn.moments import Moments
 
 
@@ -22,9 +22,10 @@ class TrainingPasses:
     """Decide, layer by layer, whether a forward pass counts as a batch of the optimiser's next step.
 
     Passes in training mode with autograd count, including all micro-batches whose gradients are added up. A pass that
-    computes activations again does not count. If the gradients are cleared before the step, a further pass at the same
-    weights replaces the passes so far. A further pass at other weights does not count, and the passes so far stay counted.
-    Such passes are those of a closure that is called again, or the second half of a sharpness-aware step.
+    computes activations again does not count, nor does one that ``torch.jit.trace`` records. If the gradients are cleared
+    before the step, a further pass at the same weights replaces the passes so far. A further pass at other weights does not
+    count, and the passes so far stay counted. Such passes are those of a closure that is called again, or the second half
+    of a sharpness-aware step.
 
     Attributes:
         observed: Layer -> the moments of the counted passes.
@@ -56,7 +57,7 @@ class TrainingPasses:
 
     def counts(self, layer: nn.Module, x: Tensor) -> bool:
         """Tell whether the forward pass in which ``layer`` now gets the input ``x`` (B, ...) counts as a training batch."""
-        if self._ignoring or not (layer.training and torch.is_grad_enabled()):
+        if self._ignoring or is_traced() or not (layer.training and torch.is_grad_enabled()):
             return False
         if in_backward():
             if self._forward_seen:

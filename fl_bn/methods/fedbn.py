@@ -13,4 +13,4 @@ from fl_bn.roles import Role
 
 def fedbn() -> Method:
     """Make the method FedBN: all BatchNorm tensors stay at their client. It has no options."""
-    return Method("fedbn", local=frozenset({Role.AFFINE, Role.STATISTIC, Role.COUNTER}))
+    return Method("fedbn", local=frozenset({Role.AFFINE, Role.STATISTIC, Role.COUNTER, Role.BATCHES}))

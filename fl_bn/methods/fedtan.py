@@ -29,12 +29,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.exchange.call import Answer, Exchange, Key, Quantity
-from fl_bn.layers import _SharedNorm, eagerly, in_backward
+from fl_bn.layers import _SharedNorm, eagerly, in_backward, is_traced
 from fl_bn.methods.fedavg import combine
 from fl_bn.methods.method import Method, Phase, StatisticsReport, freeze, freeze_after, frozen_rate
 from fl_bn.moments import channel_moments
@@ -147,9 +146,18 @@ class CohortBatchNorm(_SharedNorm):
         """Normalise ``x`` with the moments of the cohort's batches.
 
         Raises:
-            ValueError: a forward pass runs without gradients, or activation checkpointing repeats a layer that ran
-                more than once.
+            ValueError: a forward pass runs without gradients or inside ``torch.func`` or ``torch.jit.trace``, or
+                activation checkpointing repeats a layer that ran more than once.
         """
+        if is_traced():
+            raise ValueError(
+                "FedTAN exchanges the statistics of the first training batch, but torch.jit.trace runs the network: trace a copy of it"
+            )
+        if torch._C._are_functorch_transforms_active():
+            raise ValueError(
+                "FedTAN exchanges the statistics of the first training batch in its backward pass, but torch.func computes the gradient: "
+                "make the first step by loss.backward()"
+            )
         if in_backward():  # activation checkpointing repeats the pass, with the answer of the exchange before
             if len(live.answers) != 1:
                 raise ValueError(
@@ -229,8 +237,12 @@ class _Normalise(torch.autograd.Function):
         return F.batch_norm(x, mean_C, var_C, scale_C, shift_C, False, 0.0, eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "FedTAN's first step exchanges the gradient of the loss once, but this backward pass is to be differentiated again "
+                "(create_graph=True, as of a gradient penalty): leave that out of the first step of the round"
+            )
         x, weight_C, mean_C, var_C = ctx.saved_tensors
         dims, shape = [0, *range(2, x.dim())], (1, -1, *([1] * (x.dim() - 2)))
         scale_C = torch.rsqrt(var_C + ctx.eps)

@@ -9,4 +9,4 @@ from fl_bn.roles import Role
 
 def silobn() -> Method:
     """Make the method SiloBN: running statistics stay at their client, affine parameters are shared. It has no options."""
-    return Method("silobn", local=frozenset({Role.STATISTIC, Role.COUNTER}), needs_running=True)
+    return Method("silobn", local=frozenset({Role.STATISTIC, Role.COUNTER, Role.BATCHES}), needs_running=True)

@@ -36,7 +36,7 @@ def load_weights(model: nn.Module, path: str) -> None:
     tensors = _named_as(model, _read(Path(path)))
     role, head = roles(model), head_of(model)
     of_head = set() if head is None else {f"{head[0]}.{key}" if head[0] else key for key in head[1].state_dict()}
-    missing = [name for name in own if name not in tensors and role[name] is not Role.COUNTER]
+    missing = [name for name in own if name not in tensors and role[name] not in (Role.COUNTER, Role.BATCHES)]
     extra = [name for name in tensors if name not in own]
     if missing or extra:
         differences = [

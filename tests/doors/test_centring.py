@@ -9,13 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from fl_bn import convert, local_round, methods, server_state
 from fl_bn.federation.centring import centred_weights
+from fl_bn.federation.client import LocalRound
+from fl_bn.federation.network import Network
 from fl_bn.methods import Method, Phase, freeze
 from fl_bn.run.config import RunConfig
-from tests.doors.doors import ALL, Rounds, through, wide
+from tests.doors.doors import ALL, Rounds, apart, through, wide
 from tests.federation import random_samples
 from tests.methods.centralised import rough_network
 from tests.training.cohorts import STEPS, Cohort
@@ -86,6 +89,110 @@ def test_a_gradient_is_that_of_plain_torch_without_its_mean() -> None:
     assert all(float(p.grad.flatten(1).mean(1).abs().max()) > MOVES for n, p in model.named_parameters() if n in centred_weights(net))
 
 
+def functionally(round: LocalRound, how: str) -> None:
+    """Write gradients that autograd did not make for the parameters to ``p.grad``, and step along them."""
+    model, x, y = round.model, CLIENTS[0].x, CLIENTS[0].y
+    own = dict(model.named_parameters())
+
+    def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(model, values, (x,)), y)
+
+    def one(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return loss(values, x[None], y[None])
+
+    values = {name: p.detach().clone() for name, p in own.items()}
+    if how == "grad":
+        found = torch.func.grad(loss)(values, x, y)
+    elif how == "of the parameters themselves":
+        found = torch.func.grad(loss)(own, x, y)
+    elif how == "of single samples":
+        found = {name: g.mean(0) for name, g in torch.func.vmap(torch.func.grad(one), (None, 0, 0))(values, x, y).items()}
+    elif how == "vjp":
+        out, back = torch.func.vjp(lambda values: loss(values, x, y), values)
+        (found,) = back(torch.ones_like(out))
+    else:
+        leaves = {name: value.requires_grad_() for name, value in values.items()}
+        found = dict(zip(leaves, torch.autograd.grad(loss(leaves, x, y), list(leaves.values())), strict=True))
+    if how == "by hand":
+        with torch.no_grad():
+            for name, p in own.items():
+                p -= 0.1 * found[name]
+        round.step_done()
+        return
+    for name, p in own.items():
+        p.grad = found[name]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("how", ["grad", "of the parameters themselves", "of single samples", "vjp", "of copies"])
+@pytest.mark.parametrize("name", ["fbn", "fixbn, frozen"])
+def test_gradients_of_torch_func_are_centred_before_the_step(name: str, how: str) -> None:
+    """The step is that of plain autograd; and without centring it is plain PyTorch's (control)."""
+    net, ends = rough_network("plain"), {}
+    names = centred_weights(net)
+    for centre in (True, False):
+        method = METHODS[name] if centre else replace(METHODS[name], centre=False)
+        asked = server_state(net, method, rounds=3, clients=3).instruction()
+        for loop in ("plain", how):
+            model = convert(net, method)
+            with local_round(model, method, asked) as round:
+                if loop == "plain":
+                    F.cross_entropy(model(CLIENTS[0].x), CLIENTS[0].y).backward()
+                    torch.optim.SGD(model.parameters(), lr=0.1).step()
+                else:
+                    functionally(round, how)
+            ends[centre, loop] = {key: p.detach() for key, p in model.named_parameters()}
+            ends[centre, loop] |= round.reply(8)[0].sections.get("moments", {})
+        assert apart([ends[centre, how]], [ends[centre, "plain"]]) < 1e-12
+    start = sums(net.state_dict(), names)
+    for centre in (True, False):
+        moves = max(float((a - b).abs().max()) for a, b in zip(sums(ends[centre, how], names), start, strict=True))
+        assert moves < STILL if centre else moves > MOVES
+
+
+def test_a_step_by_hand_along_a_gradient_of_torch_func_is_refused() -> None:
+    net = rough_network("plain")
+
+    def loop(method: Method) -> None:
+        with local_round(convert(net, method), method, server_state(net, method, rounds=3).instruction()) as round:
+            functionally(round, "by hand")
+
+    with pytest.raises(ValueError, match=r"fbn centres gradients .* 0\.weight moved along another gradient .*centre=False"):
+        loop(METHODS["fbn"])
+    loop(replace(METHODS["fbn"], centre=False))  # controls
+    loop(methods.fedavg())
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_layer_that_the_loop_lets_learn_is_centred_too(name: str, by_hand: bool) -> None:
+    net = rough_network("plain")
+    (layer, *_) = (weight.removesuffix(".weight") for weight in centred_weights(net))
+    net.get_submodule(layer).requires_grad_(False)
+    start = net.get_submodule(layer).weight
+    for centre in (True, False):
+        method = replace(METHODS[name], centre=centre)
+        model = convert(net, method)
+        with local_round(model, method, server_state(net, method, rounds=3).instruction()) as round:
+            if name == "hbn":
+                round.measure([(CLIENTS[0].x, CLIENTS[0].y)])
+            optimizer = torch.optim.SGD(model.get_submodule(layer).parameters(), lr=0.1)
+            model.get_submodule(layer).requires_grad_(True)
+            F.cross_entropy(model(CLIENTS[0].x), CLIENTS[0].y).backward()
+            if by_hand:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p -= 0.1 * p.grad
+                round.step_done()
+            else:
+                optimizer.step()
+        assert round.steps == 1
+        end = model.get_submodule(layer).weight
+        assert not torch.equal(start, end)
+        moves = float((end - start).detach().flatten(1).sum(1).abs().max())
+        assert moves < STILL if centre else moves > MOVES
+
+
 def test_heads_small_and_derived_weights_are_left() -> None:
     tied = nn.Linear(8, 8)
     net = nn.Sequential(
@@ -102,6 +209,67 @@ def test_heads_small_and_derived_weights_are_left() -> None:
         "1.weight",
         "2.weight",
     ]
+
+
+class TwoHeads(nn.Module):
+    """The first head is defined before the body; ``features`` are returned, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 4)
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU())
+        self.second = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        features = self.body(x).mean((2, 3))
+        return self.first(features), self.second(features), features
+
+
+class Untraceable(TwoHeads):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+def losses(out: tuple[Tensor, Tensor, Tensor], y: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(out[0], y), F.cross_entropy(out[1], y % 3)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("name", METHODS)
+def test_no_head_is_centred_whichever_loss_comes_last(name: str, together: bool) -> None:
+    method, net, (x, y) = METHODS[name], TwoHeads().double(), (CLIENTS[0].x, CLIENTS[0].y)
+    model = convert(net, method)
+    with local_round(model, method, server_state(net, method, rounds=3).instruction()) as round:
+        if name == "hbn":
+            round.measure([(x, y)])
+        plain = copy.deepcopy(model)
+        sum(losses(plain(x), y)).backward()  # type: ignore[union-attr]
+        first, second = losses(model(x), y)
+        if together:
+            (first + second).backward()
+        else:
+            first.backward(retain_graph=True)
+            second.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for (key, found), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert want.grad is not None
+        flat = want.grad.flatten(1) if want.dim() > 1 else want.grad[:, None]
+        centred = (flat - flat.mean(1, keepdim=True)).view_as(want)
+        body = key in ("body.0.weight", "body.3.weight")
+        assert float((found.grad - (centred if body else want.grad)).abs().max()) < 1e-12
+        assert want.dim() == 1 or float((found.grad - (want.grad if body else centred)).abs().max()) > MOVES  # control
+
+
+def test_a_network_that_cannot_be_traced_has_the_last_linear_layer_as_its_head() -> None:
+    assert centred_weights(TwoHeads()) == ["body.0.weight", "body.3.weight"]
+    assert centred_weights(Untraceable()) == ["first.weight", "body.0.weight", "body.3.weight"]
+
+
+def test_no_head_is_clipped_adaptively() -> None:
+    net = TwoHeads()
+    parameters = dict(net.named_parameters())
+    assert Network(net, methods.gn()).heads(parameters) == [*net.first.parameters(), *net.second.parameters()]
+    assert Network(net.second, methods.gn()).heads(dict(net.second.named_parameters())) == [*net.second.parameters()]
 
 
 def test_the_papers_constants_leave_gradients_as_they_are() -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from fl_bn import convert, local_round, server_round, server_state
 from fl_bn.exchange import local
 from fl_bn.exchange.local import LocalExchange, Turns
+from fl_bn.federation.server import Server
 from fl_bn.federation.values import NOTHING, ClientState, Reply
 from fl_bn.flower import InProcessGrid, OwnAppStrategy, answer, replayed, training
 from fl_bn.methods import Method, Phase, StatisticsReport
@@ -40,9 +41,17 @@ def plain(round: Any, x: Any, y: Tensor) -> None:
     step(round.model, round.model, x, y)
 
 
-def door_2(model: nn.Module, method: Method, clients: Sequence[Batch], loop: Loop, rounds: int = 2) -> list[dict[str, Tensor]]:
-    """The shared tensors after every round of ``loop`` in ``local_round``."""
-    state, found = server_state(model, method, rounds, clients=len(clients)), []
+def door_2(
+    model: nn.Module,
+    method: Method,
+    clients: Sequence[Batch],
+    loop: Loop,
+    rounds: int = 2,
+    between: Callable[[Server], Server] = lambda state: state,
+    **options: Any,
+) -> list[dict[str, Tensor]]:
+    """The shared tensors after every round of ``loop`` in ``local_round``; the state passes through ``between`` after each."""
+    state, found = server_state(model, method, rounds, clients=len(clients), **options), []
     kept: list[ClientState] = [NOTHING] * len(clients)
     for _ in range(rounds):
         asked, tokens, session = state.instruction(), dict[int, str](), None
@@ -67,6 +76,7 @@ def door_2(model: nn.Module, method: Method, clients: Sequence[Batch], loop: Loo
         state, record = server_round(state, replies, session)
         assert record.aggregated, [client.refused for client in record.clients]
         found.append(copy.deepcopy(state.shared.tensors()))
+        state = between(state)
     return found
 
 

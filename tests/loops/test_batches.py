@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,7 +25,11 @@ from tests.doors.doors import apart
 from tests.loops.loops import DOORS, RATE, cells, door_2, plain, step
 from tests.loops.test_frozen import clients, net
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch.compile, about its own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # of torch.compile, about its own
+    pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),  # of torch's BatchNorm, too
+]
 OTHER = torch.randn(7, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 
 
@@ -135,10 +141,54 @@ def by_hand(round: LocalRound | Any, x: Tensor, y: Tensor) -> None:
     getattr(round, "local", round).step_done()
 
 
+def two_optimizers(round: Any, x: Tensor, y: Tensor) -> None:
+    """Of the backbone and of the head; the second one's step is no further step of the weights."""
+    optimizers = [torch.optim.SGD(part.parameters(), RATE) for part in (round.model[:3], round.model[3:])]
+    F.cross_entropy(round.model(x), y).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def in_the_backward_pass(round: Any, x: Tensor, y: Tensor) -> None:
+    """An optimiser of each parameter, which steps as soon as autograd has the gradient."""
+    optimizers = {p: torch.optim.SGD([p], RATE) for p in round.model.parameters()}
+
+    def step_now(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(step_now) for p in optimizers]  # type: ignore[arg-type]
+    F.cross_entropy(round.model(x), y).backward()
+    for handle in handles:
+        handle.remove()
+
+
+def compiled_as_one_graph(round: Any, x: Tensor, y: Tensor) -> None:
+    torch._dynamo.reset()  # else what other tests compiled counts
+    step(torch.compile(round.model, backend="eager", fullgraph=True), round.model, x, y)
+
+
+def traced(round: Any, x: Tensor, y: Tensor) -> None:
+    """As TensorBoard's ``add_graph`` does, with another batch."""
+    statistics = {name: buffer.clone() for name, buffer in round.model.named_buffers()}
+    torch.jit.trace(round.model, OTHER, check_trace=False)
+    for name, buffer in round.model.named_buffers():
+        buffer.copy_(statistics[name])
+    plain(round, x, y)
+
+
+def a_step_before(round: Any, x: Tensor, y: Tensor) -> None:
+    """As to quieten a scheduler's warning: without gradients it moves nothing."""
+    torch.optim.SGD(round.model.parameters(), RATE, momentum=0.9, weight_decay=0.1).step()
+    plain(round, x, y)
+
+
 LOOPS: list[Callable[..., None]] = [
     validation, training_accuracy, an_average_of_the_weights, a_swa_model, checkpointed, reentrant, partly_checkpointed,
-    closure, a_skipped_step, data_parallel, compiled, part_by_part, by_hand,
+    closure, a_skipped_step, data_parallel, compiled, part_by_part, by_hand, two_optimizers, in_the_backward_pass, a_step_before,
+    compiled_as_one_graph, traced,
 ]  # fmt: skip
+OUTSIDE_THE_GRAPH = ("fbn", "fbn, all batches", "fedtan")
 METHODS: dict[str, Method] = {
     "fbn": methods.fbn(),
     "fbn, all batches": methods.fbn(report="all"),
@@ -160,6 +210,10 @@ def test_what_is_reported_is_that_of_the_batch(method: str, loop: Any, door: str
         with pytest.raises(Exception, match=r"use_reentrant=False|usable replies"):
             DOORS[door](net(), METHODS[method], clients(), loop)
         return
+    if loop is compiled_as_one_graph and method in OUTSIDE_THE_GRAPH:
+        with pytest.raises(Exception, match=r"fl-bn measures or exchanges the statistics .* fullgraph=False|usable|failed"):
+            DOORS[door](net(), METHODS[method], clients(), loop)
+        return
     if method == "fedtan" and loop is training_accuracy:
         return  # its layers move their running statistics in such a pass, as torch's do
     if method == "fedtan" and loop in (closure, a_skipped_step):
@@ -178,7 +232,10 @@ def moments(method: Method, loop: Any) -> tuple[Moments, int]:
     return Moments(int(sent["1.count"]), sent["1.mean"], sent["1.var"]), int(round.batch)
 
 
-@pytest.mark.parametrize("loop", [*LOOPS, sharpness_aware], ids=lambda loop: loop.__name__)
+MEASURED = [loop for loop in [*LOOPS, sharpness_aware] if loop is not compiled_as_one_graph]
+
+
+@pytest.mark.parametrize("loop", MEASURED, ids=lambda loop: loop.__name__)
 def test_the_moments_are_plain_pytorch_s(loop: Any) -> None:
     x, _ = clients()[0]
     found, batch = moments(methods.fbn(), loop)
@@ -188,6 +245,112 @@ def test_the_moments_are_plain_pytorch_s(loop: Any) -> None:
     assert float((found.var - inputs.var(0, correction=0)).abs().max()) < 1e-12
     both = net()[0](torch.cat([x, OTHER])).detach()  # control: with what was no training batch
     assert not float((found.mean - both.mean(0)).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("method", [methods.fedavg(), methods.fixbn(freeze_after=0), methods.fedbn()], ids=lambda method: method.name)
+def test_a_round_of_many_steps_is_compiled_twice(method: Method) -> None:
+    """For the first batch, and for the others."""
+    (x, y), graphs = clients()[0], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
+        model = torch.compile(round.model, backend=backend, fullgraph=True)
+        for _ in range(12):
+            step(model, round.model, x, y)
+    assert round.steps == 12
+    assert 1 <= len(graphs) <= 2
+
+
+def test_a_trace_that_trains_reports_nothing() -> None:
+    x, y = clients()[0]
+
+    def loop(method: Method) -> None:
+        with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
+            step(torch.jit.trace(round.model, x, check_trace=False), round.model, x, y)
+
+    with pytest.raises(ValueError, match=r"saw 0 batches in 1 steps: train round\.model itself, not a copy or a trace"):
+        loop(methods.fbn())
+    loop(methods.fedavg())  # control
+
+
+@pytest.mark.parametrize("method", [methods.fbn(), methods.hbn(), methods.fedtan()], ids=lambda method: method.name)
+def test_a_layer_that_follows_the_round_cannot_be_scripted(method: Method) -> None:
+    with pytest.raises(ValueError, match=r"torch\.jit\.script cannot compile \w+BatchNorm, .* load the tensors into your own network"):
+        torch.jit.script(convert(net(), method))
+    other = net(seed=1)
+    other.load_state_dict(convert(net(), method).state_dict(), strict=False)
+    assert torch.equal(torch.jit.script(other.eval())(OTHER), net().eval()(OTHER))  # the way out
+    torch.jit.script(convert(net(), methods.fedavg()))  # control
+
+
+def test_the_network_of_a_round_cannot_be_scripted() -> None:
+    for method in (methods.fedavg(), methods.fixbn(freeze_after=0)):
+        with (
+            local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round,
+            pytest.raises(Exception, match=r"torch\.jit\.script cannot compile"),
+        ):
+            torch.jit.script(round.model)
+        torch.jit.script(copy.deepcopy(round.model))  # control: after the round
+
+
+def test_fedtan_refuses_to_be_differentiated_twice_in_its_first_step() -> None:
+    def loop(round: Any, x: Tensor, y: Tensor) -> None:
+        optimizer = torch.optim.SGD(round.model.parameters(), RATE)
+        for penalised in (self_penalty, not self_penalty):
+            optimizer.zero_grad()
+            inputs = x.clone().requires_grad_()
+            loss = F.cross_entropy(round.model(inputs), y)
+            if penalised:
+                loss = loss + torch.autograd.grad(loss, inputs, create_graph=True)[0].square().sum()
+            loss.backward()
+            optimizer.step()
+
+    self_penalty = True
+    with pytest.raises(ValueError, match=r"exchanges the gradient of the loss once, .* leave that out of the first step of the round"):
+        door_2(net(), methods.fedtan(), clients(), loop)
+    self_penalty = False  # control: in the second step
+    door_2(net(), methods.fedtan(), clients(), loop)
+
+
+@pytest.mark.parametrize(
+    "method", [methods.fedavg(), methods.fixbn(freeze_after=0), methods.fbn(), methods.hbn()], ids=lambda method: method.name
+)
+def test_a_gradient_penalty_is_plain_pytorch_s(method: Method) -> None:
+    """Of other methods, before centring."""
+    (x, y), method = clients()[0], replace(method, centre=False)
+    model = convert(net(), method)
+    with local_round(model, method, server_state(net(), method, rounds=2).instruction()) as round:
+        if method.name == "hbn":
+            round.measure([(x, y)])
+        ours = gradients(model, x, y)
+        torch.optim.SGD(model.parameters(), RATE).step()
+    plain_net = net().train(method.name == "fedavg")
+    want = gradients(plain_net, x, y)
+    apart = max(float((ours[name] - want[name]).abs().max()) for name in want)
+    assert apart < 1e-12 if method.name != "hbn" else apart > 1e-6  # control: HBN mixes
+
+
+def gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    inputs = x.clone().requires_grad_()
+    loss = F.cross_entropy(model(inputs), y)
+    (loss + torch.autograd.grad(loss, inputs, create_graph=True)[0].square().sum()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("wrong", [40.0, "40", None, [40]])
+def test_samples_are_a_whole_number(wrong: Any) -> None:
+    method = methods.fedavg()
+    with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
+        plain(round, *clients()[0])
+    with pytest.raises(ValueError, match=r"samples must be a whole number, such as samples=40, but got samples=.*: give int\("):
+        round.reply(samples=wrong)
+    with pytest.raises(ValueError, match="client must be a whole number"):
+        round.reply(samples=16, client=wrong)
+    assert round.reply(samples=torch.tensor(16))[0].samples == 16  # control
 
 
 def test_a_network_compiled_before_the_round() -> None:
@@ -218,6 +381,75 @@ def test_where_nothing_was_seen_the_round_says_so() -> None:
 
     with pytest.raises(ValueError, match=r"reports the moments of training batches, but .* saw 0 batches in 1 steps: train round\.model"):
         train_a_copy()
+
+
+@pytest.mark.parametrize("loop", [plain, *LOOPS], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("method", [methods.fedavg(), methods.fbn(), methods.fbn(report="all")], ids=["fedavg", "fbn", "fbn, all batches"])
+def test_a_batch_is_one_step(method: Method, loop: Any) -> None:
+    """Also where the loop goes on: the second batch of a round is its second step."""
+    if loop is compiled_as_one_graph and method.name == "fbn":
+        return
+    x, y = clients()[0]
+    with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
+        for done in (1, 2):
+            round.model.zero_grad()
+            loop(round, x, y)
+            assert round.steps == done
+    assert round.reply(16)[0].steps == 2
+
+
+def test_optimizers_that_take_turns_make_a_step_each() -> None:
+    """Control: a batch came in between."""
+    x, y = clients()[0]
+    method = methods.fbn(report="all")
+    with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
+        for part in (round.model[:3], round.model[3:]):
+            step(round.model, part, x, y)
+    assert round.steps == 2
+
+
+class Random(torch.optim.Optimizer):
+    """Steps without gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": RATE})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter + self.param_groups[0]["lr"]
+
+
+def test_a_step_without_gradients_that_moves_the_weights_counts() -> None:
+    method = methods.fedavg()
+    with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
+        Random(round.model.parameters()).step()
+    assert round.steps == 1
+
+
+def test_a_step_that_finds_no_gradient_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    method = methods.fedavg()
+    with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
+        F.cross_entropy(round.model(clients()[0][0]), clients()[0][1])
+        torch.optim.SGD(round.model.parameters(), RATE).step()
+    assert (
+        "but the optimiser stepped without any gradient, and no weight changed: call loss.backward() before optimizer.step()" in caplog.text
+    )
+
+
+def test_a_step_along_older_gradients_before_the_first_batch_is_an_error() -> None:
+    method, model = methods.fbn(), convert(net(), methods.fbn())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def loop() -> None:
+        with local_round(model, method, server_state(net(), method, rounds=2).instruction()) as round:
+            torch.optim.SGD(model.parameters(), RATE).step()
+            plain(round, *clients()[0])
+
+    with pytest.raises(ValueError, match="saw 0 batches in 2 steps: .* and make no step before the first batch"):
+        loop()
 
 
 def test_steps_that_nobody_saw_are_an_error() -> None:
@@ -298,3 +530,12 @@ def test_a_batch_has_samples(wrong: int) -> None:
         pytest.raises(ValueError, match=rf"at least 1 sample, but got round\.batch\({wrong}\)"),
     ):
         round.batch(wrong)
+
+
+def test_fedtan_s_first_step_needs_autograd() -> None:
+    def loop(round: Any, x: Tensor, y: Tensor) -> None:
+        values = {name: p.detach() for name, p in round.model.named_parameters()}
+        torch.func.grad(lambda values: F.cross_entropy(torch.func.functional_call(round.model, values, (x,)), y))(values)
+
+    with pytest.raises(ValueError, match=r"but torch\.func computes the gradient: make the first step by loss\.backward\(\)"):
+        door_2(net(), methods.fedtan(), clients(), loop)

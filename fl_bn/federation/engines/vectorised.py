@@ -26,7 +26,7 @@ from fl_bn.data.dataset import to_input
 from fl_bn.derived import copied
 from fl_bn.exchange.call import Exchange, ExchangeFailed
 from fl_bn.federation import eager
-from fl_bn.federation.centring import centring
+from fl_bn.federation.centring import Centring
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import loss_of
 from fl_bn.federation.clipping import clip_rows
@@ -41,7 +41,6 @@ from fl_bn.federation.sources import IndexBatches
 from fl_bn.layers import observe, pooled
 from fl_bn.methods import Phase, StatisticsReport
 from fl_bn.methods.fedtan import OneProgram, exchanging
-from fl_bn.models.head import head_of
 from fl_bn.moments import Moments
 from fl_bn.objectives import FedProx, Objective, Start, Step
 from fl_bn.roles import inputs_like
@@ -236,7 +235,7 @@ def train_together(
             opened.enter_context(round.open())
         order = sorted(range(len(rounds)), key=lambda place: -len(batches[place]))  # clients that finish first are the last rows
         training = _Training([rounds[place] for place in order], [batches[place] for place in order], task, optimizer, scheduler, device)
-        opened.enter_context(centring(training.trained, rounds[0].centred, stacked=True))
+        opened.enter_context(Centring(training.trained, rounds[0].centred, stacked=True))
         for _ in range(len(batches[order[0]])):
             training.step()
         losses = training.total.tolist()
@@ -281,9 +280,8 @@ class _Training:
         self._load_momentum()
         shared = frozenset(name for name in self.trained if first.method.shares(first.network.role[name]))
         self.objective = self.settings.objective.begin(Start(template, self.trained, shared))
-        head = head_of(template)
-        self.head = [p for name, p in self.trained.items() if head and name.rpartition(".")[0] == head[0]]
         self.clip, limit = self.settings.clipping(first.method.freezes_statistics(first.phase))
+        self.heads = first.network.heads(self.trained) if self.clip == "adaptive" else []
         limits = [limit] * len(rounds)
         if self.clip == "round":
             limits = [self.settings.norm_in_round(rate, steps) for steps in self.lengths]
@@ -302,7 +300,7 @@ class _Training:
         with self._exchanging(now):
             self.objective.gradient(Step(torch.empty(0), forward, forward))
         if self.clip != "none":
-            clip_rows(self.trained.values(), self.clip, self.limits, self.head)
+            clip_rows(self.trained.values(), self.clip, self.limits, self.heads)
         if self.settings.update == "weights":
             self.optimizer.step()
         restart(self.optimizer, self.first.method, self.first.phase, self.number)

@@ -1,0 +1,138 @@
+"""BatchNorm with momentum=None averages over all batches of a run, as FedAvg in plain PyTorch does, in every door."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fl_bn import Federation, convert, local_round, methods, server_round, server_state
+from fl_bn.federation.record import mean_steps
+from fl_bn.methods import METHODS, Method
+from fl_bn.roles import Role, roles
+from tests.loops.loops import DOORS, RATE
+
+ROUNDS, SIZE = 3, 4
+FEDAVG = methods.fedavg()
+CLOSE = 1e-12
+Tensors = dict[str, Tensor]
+
+
+def net(momentum: float | None = None) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=momentum), nn.ReLU(), nn.Linear(8, 2)).double()
+
+
+def clients() -> list[tuple[Tensor, Tensor]]:
+    rng = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 4, generator=rng, dtype=torch.float64) + k, torch.randint(0, 2, (8,), generator=rng)) for k in range(2)]
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    for part, label in zip(x.split(SIZE), y.split(SIZE), strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(model(part), label).backward()
+        optimizer.step()
+
+
+def plainly(forgets: bool = False) -> list[Tensors]:
+    """FedAvg in plain PyTorch: the mean of the clients' state_dicts. ``forgets``: a new network's count each round (control)."""
+    shared, found = net().state_dict(), []
+    for _ in range(ROUNDS):
+        ends = []
+        for x, y in clients():
+            model = net().train()
+            model.load_state_dict({**shared, "1.num_batches_tracked": torch.tensor(0)} if forgets else shared)
+            train(model, x, y)
+            ends.append(model.state_dict())
+        shared = {name: ((ends[0][name] + ends[1][name]) / 2).to(t.dtype) for name, t in shared.items()}
+        found.append(shared)
+    return found
+
+
+def apart(found: list[Tensors], want: list[Tensors]) -> float:
+    names = [name for name in want[0] if name != "1.num_batches_tracked"]
+    return max(float((a[n] - b[n]).abs().max()) for a, b in zip(found, want, strict=True) for n in names)
+
+
+def loop(round: Any, x: Tensor, y: Tensor) -> None:
+    train(round.model, x, y)
+
+
+def with_one_network(method: Method = FEDAVG) -> list[Tensors]:
+    """A client that converts its network once, for all rounds."""
+    state, found, models = server_state(net(), method, ROUNDS, clients=2), [], [convert(net(), method) for _ in range(2)]
+    for _ in range(ROUNDS):
+        replies = []
+        for client, (x, y) in enumerate(clients()):
+            with local_round(models[client], method, state.instruction()) as round:
+                train(round.model, x, y)
+            replies.append(round.reply(8, client=client)[0])
+        state, _ = server_round(state, replies)
+        found.append(state.shared.tensors())
+    return found
+
+
+def federation(method: Method = FEDAVG, momentum: float | None = None) -> Federation:
+    batches = [list(zip(x.split(SIZE), y.split(SIZE), strict=True)) for x, y in clients()]
+    made = partial(torch.optim.SGD, lr=RATE)
+    return Federation(net(momentum), method, batches, optimizer=made, progress=False, workers=1)
+
+
+def in_a_federation() -> list[Tensors]:
+    made = federation()
+    return [copy.deepcopy(made.server.shared.tensors()) for _ in made.run(ROUNDS)]
+
+
+def door(name: str) -> list[Tensors]:
+    if name in DOORS:
+        return DOORS[name](net(), FEDAVG, clients(), loop, ROUNDS)
+    return in_a_federation() if name == "federation" else with_one_network()
+
+
+@pytest.mark.parametrize("name", [*DOORS, "one network", "federation"])
+def test_the_average_goes_on_as_in_plain_pytorch(name: str) -> None:
+    found = door(name)
+    assert apart(found, plainly()) < CLOSE
+    assert not apart(found, plainly(forgets=True)) < 1e-3
+    assert [int(one["1.num_batches_tracked"]) for one in found] == [2, 4, 6]
+
+
+def test_a_checkpoint_has_the_count(tmp_path: Any) -> None:
+    whole, first, second = federation(), federation(), federation()
+    list(whole.run(ROUNDS))
+    for record in first.run(ROUNDS):
+        if record.round == 1:
+            first.checkpoint(tmp_path / "state")
+            break
+    second.resume(tmp_path / "state")
+    list(second.run(ROUNDS))
+    assert apart([second.model.state_dict()], [whole.model.state_dict()]) == 0
+    assert int(second.model.state_dict()["1.num_batches_tracked"]) == 6
+
+
+@pytest.mark.parametrize("name", ["fedbn", "silobn", "single"])
+def test_where_statistics_stay_at_home_the_count_does_too(name: str) -> None:
+    method = METHODS[name]()
+    assert roles(convert(net(), method))["1.num_batches_tracked"] is Role.BATCHES
+    made = federation(method)
+    list(made.run(ROUNDS))
+    assert "1.num_batches_tracked" not in made.server.shared.tensors()
+    assert [int(made.client_model(client).state_dict()["1.num_batches_tracked"]) for client in range(2)] == [6, 6]
+
+
+def test_of_other_layers_the_count_does_not_travel() -> None:
+    made = federation(momentum=0.1)
+    list(made.run(1))
+    assert "1.num_batches_tracked" not in made.server.shared.tensors()
+
+
+def test_clients_with_other_numbers_of_batches_count_as_their_mean() -> None:
+    assert [mean_steps(steps) for steps in ([2, 4], [1, 2, 2], [0])] == [3, 2, 1]
