@@ -136,8 +136,9 @@ def _replacement(module: nn.Module, method: Method) -> nn.Module:
         return layer
     if kind is None and not is_plain(layer):
         raise ValueError(
-            "it overrides BatchNorm's forward, so replacing it would lose what it adds (an activation, say): use a plain BatchNorm "
-            f"layer, or register what it calls on its output: fl_bn.register_batch_norm({type(module).__name__}, then=['act'])"
+            "it overrides BatchNorm's forward, so replacing it would lose what it adds (an activation, say): use a plain BatchNorm layer, "
+            "or name the submodules that it calls on the normalised batch, such as 'act': "
+            f"fl_bn.register_batch_norm({type(module).__name__}, then=['act'])"
         )
     known = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
     own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]

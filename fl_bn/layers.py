@@ -58,7 +58,12 @@ _COMPOSED: dict[tuple[type[Any], type[Any]], type[Any]] = {}
 
 
 def composed(way: type[Any], kind: type[Any]) -> type[Any]:
-    """Return a subclass of ``way`` and ``kind`` that computes as ``way`` does. Equal arguments give the same class."""
+    """Return a layer class with the two base classes ``way`` and ``kind``. Equal arguments give the same class.
+
+    Args:
+        way: the first base class, which decides how the layer computes.
+        kind: the second base class: the class of the layer that is replaced.
+    """
     if (way, kind) not in _COMPOSED:
         body = {"__module__": way.__module__, "way": way, "kind": kind}
         _COMPOSED[way, kind] = type(way.__name__, (way, kind), body)

@@ -401,9 +401,9 @@ class Record:
         return reply
 
     def failed(self, error: Exception) -> Any:
-        """Write the line about an error, and return the reply that has the error in place of an answer.
+        """Write the line about an error, and return a reply that has the error in place of an answer.
 
-        Where this line cannot be written either, the reply has that error instead.
+        If the line cannot be written to the audit log, the reply has the ``AuditError`` about this instead.
         """
         reply = _error(self._message, error)
         refusal = "refused" if any(kind.__name__ in REFUSALS for kind in type(error).__mro__) else "failed"

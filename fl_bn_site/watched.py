@@ -32,28 +32,28 @@ def main(argv: list[str]) -> int:
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: process.send_signal(number))
-    deaf = threading.Event()
-    reader = threading.Thread(target=copy, args=(process, os.path.basename(argv[0]), deaf), daemon=True)
+    hung = threading.Event()
+    reader = threading.Thread(target=copy, args=(process, os.path.basename(argv[0]), hung), daemon=True)
     reader.start()
     code = process.wait()
     reader.join(1)  # wait at most 1 s, since a child of the program may keep the output open
-    return 1 if deaf.is_set() else code if code >= 0 else 128 - code
+    return 1 if hung.is_set() else code if code >= 0 else 128 - code
 
 
-def copy(process: "subprocess.Popen[bytes]", name: str, deaf: threading.Event) -> None:
-    """Copy the output of a process to standard output, and end the process at the line before it hangs.
+def copy(process: "subprocess.Popen[bytes]", name: str, hung: threading.Event) -> None:
+    """Copy the output of a process to standard output. End the process if it prints ``HANGS``, since it would then hang.
 
     Args:
         process: The process.
         name: The name of the process, for the message.
-        deaf: An event. This function sets it when it ends the process.
+        hung: An event. This function sets it when it ends the process.
     """
     assert process.stdout is not None
     for line in process.stdout:
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
-        if HANGS in line and not deaf.is_set():
-            deaf.set()
+        if HANGS in line and not hung.is_set():
+            hung.set()
             print(f"{name} received half a message and would wait for ever, so it is ended here and has to be started again", flush=True)
             process.terminate()
             threading.Timer(GRACE, process.kill).start()

@@ -1,6 +1,6 @@
-"""Read the map, which has the accuracy of all methods in several regimes, and find the regime most like a federation.
+"""Read the accuracy of all methods in several regimes (kinds of federations), and find the regime most like a federation.
 
-``python benchmarks/own_map_pages.py`` writes the map, ``map.json``, from its runs.
+``python benchmarks/own_map_pages.py`` writes the file of the regimes, ``map.json``, from its runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WEIGHTS = {"label skew": 2.0, "feature shift": 2.0, "batch size": 1.0, "particip
 
 @dataclass(frozen=True)
 class Regime:
-    """Hold one regime of the map: a kind of federation, and how accurate each method was in it.
+    """Hold one regime: a kind of federation, and how accurate each method was in it.
 
     Attributes:
         name: The name of the regime.
@@ -48,7 +48,7 @@ class Regime:
 
     @property
     def methods(self) -> list[str]:
-        """Return the methods that have a run, the best first. Equally good methods are in the order of the map."""
+        """Return the methods that have a run, the best first. Equally good methods are in the order of ``map.json``."""
         return sorted((name for name, runs in self.accuracies.items() if runs), key=lambda name: -self.mean(name))
 
     @property
@@ -93,12 +93,12 @@ class Regime:
 
 @dataclass(frozen=True)
 class Nearest:
-    """Hold the regime of the map that is most like a federation.
+    """Hold the regime that is most like a federation.
 
     Attributes:
         regime: The regime.
         apart: The distance between the regime and the federation on each axis. 1 is the distance between the two
-            regimes of the map that are farthest apart on that axis.
+            regimes that are farthest apart on that axis.
     """
 
     regime: Regime
@@ -112,7 +112,7 @@ class Nearest:
 
 
 def load(file: Path = FILE) -> list[Regime]:
-    """Read the regimes (kinds of federations, with the accuracy of each method) from the file of the map."""
+    """Read the regimes (kinds of federations, with the accuracy of each method) from ``map.json``."""
     return [
         Regime(
             entry["name"],
@@ -126,12 +126,12 @@ def load(file: Path = FILE) -> list[Regime]:
 
 
 def dump(regimes: Sequence[Regime]) -> str:
-    """Return the text of the file of the map, which ``load`` reads, for these regimes."""
+    """Return the text of ``map.json``, which ``load`` reads, for these regimes."""
     return json.dumps([asdict(regime) for regime in regimes], indent=1) + "\n"
 
 
 def position(measured: Measured) -> dict[str, float]:
-    """Return the position of a federation on each axis of the map.
+    """Return the numbers by which a federation is compared with the regimes: axis -> value.
 
     Label skew and feature shift are between 0 and 1; the other axes are logarithms to base 10.
     """

@@ -23,7 +23,7 @@ class Advice:
     Attributes:
         title: The heading.
         measured: The user's clients in numbers.
-        nearest: The regime of the map that is most like the user's clients.
+        nearest: The regime (a kind of federation in which the methods were run) that is most like the user's clients.
         candidates: The methods to try, the most promising first.
         left_out: The methods that cannot run with the user's run config, each with the reason.
         rungs: The rungs of the pilot; empty: there was no pilot.
@@ -53,13 +53,13 @@ class Advice:
         """Return the rows of the table of candidates: the method, and its result in the nearest regime."""
         known = self.nearest.regime.accuracies
         names = [(label, label.partition(":")[0]) for label in self.candidates]
-        return [(label, why(self.nearest.regime, name) if known.get(name) else "not in the map") for label, name in names]
+        return [(label, why(self.nearest.regime, name) if known.get(name) else "not run there") for label, name in names]
 
     def sentences(self) -> list[str]:
         """Return sentences about the nearest regime, the baseline, and the methods that are left out."""
         regime, farthest = self.nearest.regime, self.nearest.farthest
         beside = f" They differ most in {farthest}." if farthest else ""
-        lines = [f"Nearest regime of the map: {regime.name}. {regime.problem}.{beside}", f"There: {verdict(regime)}."]
+        lines = [f"Nearest regime: {regime.name}. {regime.problem}.{beside}", f"There: {verdict(regime)}."]
         if BASELINE not in self.candidates:
             lines.append(f"Compare with {BASELINE}, plain BatchNorm, in any case.")
         lines += [f"{name} is left out: {reason}" for name, reason in self.left_out.items()]

@@ -58,7 +58,8 @@ def combine(
         layers: Layer -> its module, whose momentum the rule may use.
         defence: The defence against Byzantine clients.
         pace: The round's learning rate divided by that of round 1.
-        scales: Layer -> the standard deviation to which the server scaled its input before round 1; 1 if missing.
+        scales: Layer -> the standard deviation that the server gave the layer's input before round 1, by rescaling
+            weights. 1 for layers that are missing.
     """
     new = dict(shared)
     if defence.active:

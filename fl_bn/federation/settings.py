@@ -173,8 +173,8 @@ class LocalTraining(Options):
     def _check_maintain(self) -> None:
         if self.maintain != "reset" and self.update == "gradients":
             raise ValueError(
-                "with update='gradients' clients keep their momentum anyway, so maintain-momentum must be 'reset', but got "
-                f"{self.maintain!r}"
+                "with update='gradients' clients always keep their momentum between rounds, so maintain-momentum has no effect: it must be "
+                f"'reset', but got {self.maintain!r}"
             )
         if self.maintain != "reset" and self.optimizer == "sgd" and self.momentum == 0:
             raise ValueError(f"maintain-momentum={self.maintain!r} needs momentum > 0: set momentum, or maintain-momentum='reset'")

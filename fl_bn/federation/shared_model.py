@@ -104,7 +104,8 @@ class SharedModel:
         auxiliary: Section -> name -> the server's auxiliary tensor.
         buffers: The names of the floating-point buffers outside of norm layers. They are averaged like weights.
         personal: Whether every client evaluates a model of its own, because clients keep tensors.
-        scales: Layer -> the standard deviation of its input to which the server scaled it before round 1. 1 if missing.
+        scales: Layer -> the standard deviation that the server gave the layer's input before round 1, by rescaling
+            weights. 1 for layers that are missing.
         reported: The statistics that ``Method.renew`` made from the last round's replies. Only for ``Refresh.REPORTED``.
     """
 

@@ -203,7 +203,7 @@ class GridTransport(Transport):
         strategy.unseen = average_kept(population.grid, who, strategy.shared, number, strategy.rounds, run_id, overheard)
 
     def _secure_round(self, messages: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Train for one round by a secure sum, which hides single clients. Return the same as ``aggregate_train``."""
+        """Train for one round by a secure sum, which hides single clients. Return the shared tensors and the metrics, or None twice."""
         strategy = self.strategy
         assert strategy.secure is not None
         changed, parts = strategy.secure.train(self.grid, messages, strategy.cohort, self.timeout)

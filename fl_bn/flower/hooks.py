@@ -56,10 +56,12 @@ def overrides(strategy: Strategy, hook: str) -> bool:
 
 
 def check_secure(strategy: Strategy) -> None:
-    """Check that ``strategy`` overrides no hook that a secure sum never calls.
+    """Refuse a strategy that overrides ``aggregate_train`` or ``aggregate_evaluate``, for runs with secure aggregation.
+
+    These two hooks get the clients' replies. A secure sum hides the replies, so it never calls the hooks.
 
     Raises:
-        ValueError: it overrides such a hook.
+        ValueError: ``strategy`` overrides one of the two hooks.
     """
     if called := [hook for hook in SECURE if overrides(strategy, hook)]:
         raise ValueError(

@@ -73,13 +73,13 @@ def sample_cohort(population: Sequence[int], size: int, rng: random.Random) -> l
 class Population:
     """Track all clients of a run, by index. Flower's node ids are random, so only an index is reproducible.
 
-    ``clients`` holds the clients that have introduced themselves. ``everyone`` leaves out those that may not train
-    yet (``rounds.joining``).
+    ``clients`` holds the clients that have introduced themselves. ``everyone()`` returns the connected clients that may
+    already train (``rounds.joining``).
 
-    Each node says itself which index its client has. Where the operator lists the node of each client
-    (``rounds.nodes``), no other node can have that index. Elsewhere the first node of an index serves it whenever
-    that node is online. While it is offline, another node may serve the index. If several nodes claim an index that
-    none of them served before, none gets it. With ``clients_are_nodes``, each of them gets its own index (``seats``).
+    Each node says itself which index its client has. If the operator lists the node of each client (``rounds.nodes``),
+    an index belongs to the listed node only. Without this list, the first node that served an index keeps it. While
+    that node is offline, another node may serve the index. If several nodes claim an index that no node has served
+    yet, none of these nodes gets it. With ``clients_are_nodes``, these nodes get different indices (see ``seats.py``).
 
     Args:
         grid: Flower's grid.

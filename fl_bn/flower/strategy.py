@@ -387,7 +387,7 @@ class BatchNormStrategy(OwnNames):
         server, result, failed = self.server, transport.result, begin.failed
 
         def show(measured: Measured) -> None:
-            """Evaluate and report a statistics-only exchange as a round, in a run of 0 rounds."""
+            """Evaluate after a statistics-only exchange, and report it like a round. Called only in a run of 0 rounds."""
             server.record, result.arrays, number = measured.record, self.outward(measured.tensors), measured.record.round
             self._evaluated = measured.tensors
             if measured.last or number % self.rounds.evaluate_every == 0:

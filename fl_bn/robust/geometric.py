@@ -41,7 +41,7 @@ class _Scene:
         return lengths
 
     def length(self, b: np.ndarray) -> float:
-        """Return the length of the vector whose coordinates are ``b``, a difference of two points."""
+        """Return the distance between two points. ``b`` is the difference of their coordinates."""
         return float(np.sqrt(max(b @ self.products @ b, 0.0)))
 
     def weights(self, b: np.ndarray) -> np.ndarray:

@@ -93,9 +93,10 @@ def medoid(squared_distances: np.ndarray) -> int:
 
 
 def _lost(products: np.ndarray, loss: float) -> bool:
-    """Return whether a squared distance of two rows is lost in rounding errors: it is below ``loss`` times their squared norms.
+    """Return whether the squared distance of any two rows is too small to be exact: below ``loss`` times their squared norms.
 
-    Rows that are closer than usual, such as copies, need no exact distance.
+    A distance below the usual one counts as the usual one, since it need not be exact. So two equal rows alone do not
+    make the result True.
     """
     n = len(products)
     if n < 2:

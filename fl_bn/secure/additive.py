@@ -12,7 +12,7 @@ exactly the pooled moments (law of total variance).
 
 A quantiser takes values in [-range, range]. ``within`` brings a client's deviations into this range: ``first`` as it
 is, and ``second / range``, because ``second`` is a square. Deviations outside the range are replaced by those of the
-nearest moments inside it. So a sum of cut deviations still belongs to moments.
+nearest moments inside it. So their sum still gives valid moments.
 
 Cancellation: ``second + 1 - first^2`` loses digits if ``|first|`` is large, that is, if the reference is far
 from the data. An error e of both numbers changes the variance by up to ``e * (range + 2 |first| + e)`` s^2. If
@@ -62,8 +62,8 @@ def from_deviations(count: int, first: Tensor, second: Tensor, reference: Runnin
 
     Args:
         count: the number of activations per channel, over all clients.
-        first: the averaged ``first`` deviations, (C,).
-        second: the averaged ``second`` deviations, (C,).
+        first: the clients' average of ``first``, (C,), as ``deviations`` returns it.
+        second: the clients' average of ``second``, (C,), as ``deviations`` returns it.
         reference: the public reference.
 
     Returns:
@@ -94,16 +94,16 @@ def from_running_deviations(mean: Tensor, var: Tensor, reference: Running) -> tu
 
 
 def within(first: Tensor, second: Tensor, limit: float) -> tuple[Tensor, Tensor, int]:
-    """Bring deviations into the range of a quantiser.
+    """Bring a client's deviations from the reference into the range of a quantiser.
 
     Args:
-        first: the first deviations, (C,).
-        second: the second deviations, (C,).
+        first: the deviation of each channel's mean, (C,), as ``deviations`` returns it.
+        second: the deviation of each channel's mean square, (C,), as ``deviations`` returns it.
         limit: the range is ``[-limit, limit]``.
 
     Returns:
-        ``first`` and ``second / limit``, both in ``[-limit, limit]``, and the number of channels whose
-        moments were changed to fit.
+        The new ``first`` and the new ``second``, which is also divided by ``limit``. Both are in ``[-limit, limit]``.
+        Then the number of channels whose moments were changed to fit.
     """
     kept = first.clamp(-limit, limit)
     var = (second + 1 - first.square()).clamp(min=0.0)
@@ -113,11 +113,11 @@ def within(first: Tensor, second: Tensor, limit: float) -> tuple[Tensor, Tensor,
 
 
 def running_within(mean: Tensor, var: Tensor, limit: float) -> tuple[Tensor, Tensor, int]:
-    """Bring running deviations into the range of a quantiser. Mean and variance are limited separately.
+    """Bring a client's ``running_deviations`` into the range of a quantiser. Mean and variance are limited separately.
 
     Returns:
-        ``mean`` and ``var / limit``, both in ``[-limit, limit]``, and the number of channels whose statistics
-        were changed to fit.
+        The new ``mean`` and the new ``var``, which is also divided by ``limit``. Both are in ``[-limit, limit]``.
+        Then the number of channels whose statistics were changed to fit.
     """
     kept, ratio = mean.clamp(-limit, limit), var.clamp(max=limit**2)
     return kept, ratio / limit, int(((kept != mean) | (ratio != var)).sum())

@@ -40,7 +40,7 @@ def test_the_advice_is_printed_and_written(tmp_path: Path) -> None:
     config = keys(tmp_path, partition="classes", clients=4, **{"partition-parameter": 1.0, "batch-size": 32, "local-steps": 5})
     code, said = called("--run-config", config, "--output", str(tmp_path / "out"))
     assert code == 0, said
-    assert "Nearest regime of the map: one class. Problem one class." in said
+    assert "Nearest regime: one class. Problem one class." in said
     assert "There: fbn is ahead of all others." in said
     found = json.loads((tmp_path / "out" / "advice.json").read_text())
     assert found["nearest"] == "one class"

@@ -174,7 +174,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"objective": "scaffold", "momentum": 0.0, "byzantine": 1, "clients": 5}, "no robust rule guards"),
         ({"maintain-momentum": "global", "statistics-rule": "median", "clients": 5}, "no robust rule guards"),
         ({"maintain-momentum": "local", "momentum": 0.0}, "needs momentum > 0"),
-        ({"maintain-momentum": "local", "update": "gradients", "local-steps": 1}, "clients keep their momentum anyway"),
+        ({"maintain-momentum": "local", "update": "gradients", "local-steps": 1}, "clients always keep their momentum between rounds"),
         ({"server-optimizer": "fedacg", "update": "gradients", "local-steps": 1}, "take fedavgm"),
         ({"server-optimizer": "fedacg", "server-learning-rate": 0.5}, "fedacg sets the weights to the clients' average"),
         ({"dp-noise": 1.0}, "dp-noise=1 has no effect with secure-aggregation=false"),

@@ -110,7 +110,7 @@ class OwnMetrics:
                 the weights of all clients.
 
         Returns:
-            The same as ``evaluation``.
+            The combined metrics (None if there is nothing to combine), and each client's metrics, by client index.
         """
         parts, refused, weights = list[Reply](), dict[int, str](), dict[int, float | None]()
         for client, records in sorted(own.items()):

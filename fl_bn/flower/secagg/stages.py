@@ -261,11 +261,11 @@ class Stages:
         return {}
 
     def _far_plans(self, nodes: Collection[int]) -> dict[int, str]:
-        """Return the nodes whose counts are too far from the other nodes' counts for one sum, each with the reason.
+        """Return the nodes whose counts are too far from the other nodes' counts, each with the reason.
 
-        The weight of a client with very few samples would vanish beside that of the largest client, and the
-        small client would rightly refuse. Either the largest or the smallest count is refused: the one that
-        is farther from the median.
+        A client's weight in the sum is its count relative to the largest count. A client with a very small weight does not
+        take part in the sum (``check_weights``). So either the largest or the smallest count is refused: the
+        one that is farther from the median.
         """
         odd: dict[int, str] = {}
         for name in ("samples", "passes"):

@@ -72,7 +72,7 @@ RUN = Form(
     "config",
     {
         "run": text(300, f"(?:{NAME.pattern})?", "", "a run NAME/state-XXXXXXXX"),
-        "resumes": text(2**20, RESUMES, "", "the run's resumes as TOKEN:ROUND,..."),
+        "resumes": text(2**20, RESUMES, "", "TOKEN:ROUND,... with one part for each resume"),
         "durable": whole(default=0),
         "version": text(64, default=""),
     },

@@ -1,7 +1,7 @@
 """The id of a run, by which a client finds its states and knows which of them still count.
 
 A resumed run goes back to a checkpoint. Anything that clients stored after that checkpoint belongs to rounds
-that no longer count. So every instruction lists the resumes, and a client loads the newest state that still
+that no longer count. So every instruction lists the resumes of the run, and a client loads the newest state that still
 counts.
 """
 
@@ -84,12 +84,13 @@ class RunId:
         """Read the id from a message's config. The id's ``run`` is empty if the config names no run.
 
         Raises:
-            ValueError: the name cannot be that of a folder, or the resumes are not TOKEN:ROUND,...
+            ValueError: the run's name is not NAME/state-XXXXXXXX, the list of resumes is not TOKEN:ROUND,..., or
+                ``durable`` is not a number.
         """
         run, text = str(config.get("run", "")), str(config.get("resumes", ""))
         if run and not NAME.fullmatch(run):
             raise ValueError(f"expected a run NAME/state-XXXXXXXX, but the server's message names {run[:80]!r}")
         resumes = [RESUME.fullmatch(part) for part in text.split(",") if part]
         if not all(resumes):
-            raise ValueError(f"expected the run's resumes as TOKEN:ROUND,..., but the server's message has {text[:80]!r}")
+            raise ValueError(f"expected TOKEN:ROUND,... with one part for each resume, but the server's message has {text[:80]!r}")
         return cls(run, tuple((match[1], int(match[2])) for match in resumes if match), int(config.get("durable", 0)))
