@@ -59,9 +59,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)  # before marks choose
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what takes long or must run alone, and put the files that take longest first: no worker begins one when all others are done."""
+    for item in costs.long(items):
+        item.add_marker("slow")
     for item in items:
-        if costs.long(item):
-            item.add_marker("slow")
         if costs.alone(item):
             item.add_marker("alone")
     items.sort(key=lambda item: costs.place(item.nodeid))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -89,6 +90,27 @@ LONG = (
     "tests/data/test_dataset.py::test_nothing_heavy_is_imported_before_it_is_needed",
     "tests/experiment/test_start_up.py::test_a_run_imports_nothing_that_its_rounds_do_not_need",
     "tests/models/test_segmentation.py::test_scores_per_pixel",
+    "tests/hostile/test_declared.py::test_the_scenarios_hold_every_kind_of_message",
+    "tests/hostile/test_lying_server.py::test_a_client_refuses_what_departs_from_the_protocol",
+    "tests/hostile/test_exchange_addresses.py::test_the_exchange_of_a_round_and_of_statistics_is_where_the_site_allows_it",
+    "tests/hostile/test_exchange_addresses.py::test_errors_do_not_tell_an_open_port_from_a_closed_one",
+    "tests/hostile/test_fuzz.py::test_control_a_sum_of_clients_that_were_told_different_things_is_found",
+    "tests/hostile/test_fuzz.py::test_control_a_broken_session_is_found",
+    "tests/hostile/test_fuzz.py::test_sequences_of_secure_clients_reach_the_last_stage",
+    "tests/test_loopback.py::test_programs_that_fl_bn_starts_reach_this_machine_without_the_proxy",
+    "tests/test_loopback.py::test_fl_bn_reaches_this_machine_without_the_proxy",
+    "tests/integration/test_workers.py::test_workers_give_the_bits_of_one_after_the_other",
+    "tests/integration/test_workers.py::test_workers_load_a_module_before_their_first_task",
+    "tests/deployment/test_supervisor.py::test_a_program_starts_again_when_a_file_that_it_has_read_changes",
+    "tests/deployment/test_supervisor.py::test_a_program_that_ends_is_started_again_after_longer_and_longer_waits",
+    "tests/deployment/test_app_host.py::test_the_host_answers_health_checks_for_as_long_as_it_lives",
+    "tests/deployment/test_queue_faults.py::test_a_run_is_not_started_twice_where_its_sender_outlives_whoever_started_it",
+    "tests/deployment/test_commands.py::test_a_flwr_that_answered_and_does_not_end_is_ended",
+    "tests/flower/test_introductions.py::test_where_too_few_come_the_run_fails_in_time",
+    "tests/flower/test_own_start.py::test_flower_s_own_start_over_the_hooks_has_the_bits_of_start",
+    "tests/experiment/test_history.py::test_the_picture_of_what_is_read_back_is_the_same",
+    "tests/experiment/test_pictures.py::test_labels_are_bars_one_upon_the_other",
+    "tests/experiment/test_normalisation_error.py::test_the_papers_order_over_100_rounds",
 )
 """Tests that take seconds and guard what seldom changes, or start many processes: slow ones, though it does not say so there."""
 
@@ -102,12 +124,8 @@ ENOUGH = {
     "tests/experiment/test_kills_at_writes.py::test_a_combination_in_pieces_is_the_run_itself": ("[moon, yogi", "[fedtan2"),
     "tests/experiment/test_memory_format.py::test_a_run_is_the_same_up_to_the_order_of_sums": ("[hbn",),
     "tests/examples/test_quickstart.py::test_every_method_runs_in_it": ("[fedtan]",),
-    "tests/hostile/test_exchange_addresses.py::test_the_exchange_of_a_round_and_of_statistics_is_where_the_site_allows_it": ("train",),
-    "tests/hostile/test_exchange_addresses.py::test_errors_do_not_tell_an_open_port_from_a_closed_one": ("[application]",),
     "tests/hostile/test_lying_in_earlier_rounds.py::test_control_honest_clients_of_other_rounds_are_all_in_the_sum": ("[fedbn",),
     "tests/flower/test_secure_aggregation.py::test_a_reference_far_away_is_replaced_until_the_statistics_are_right": ("[hbn]", "[fedavg]"),
-    "tests/integration/test_workers.py::test_workers_give_the_bits_of_one_after_the_other": ("[hbn", "[fbn", "[fedtan"),
-    "tests/test_loopback.py::test_programs_that_fl_bn_starts_reach_this_machine_without_the_proxy": ("[127.0.0.1:9]", "[::1]"),
     "tests/hostile/test_two_of_one_number.py::test_one_that_says_another_s_number_costs_nobody_its_part": ("[2-4-", "[5-1-fbn"),
     "tests/hostile/test_large_numbers.py::test_huge_weights_cost_their_sender_its_reply": ("3e+38-one", "1000000.0-all"),
     "tests/hostile/test_array_headers.py::test_one_head_of_an_array_does_not_end_the_server": ("True", "[fbn", "[fedtan-"),
@@ -153,11 +171,62 @@ ENOUGH = {
     "tests/methods/test_composition.py::test_statistics_do_not_pass_a_server_optimizer": ("[fixbn", "[hbn", "[fbn"),
     "tests/hostile/test_exchange_claims.py::test_under_a_defence_claims_change_no_bit": ("[mean", "[median", "[krum", "[nnm+median"),
     "tests/hostile/test_own_app.py::test_an_evaluation_that_no_client_makes_is_not_counted": ("[accuracy", "[no num", "[a long"),
+    "tests/doors/test_federation_workers.py::test_workers_give_the_bits_of_one_after_the_other": ("[fbn-seeded", "[hbn-with"),
 }
 """Tests that repeat something long for many methods or options -> parts of the names of the cases that are enough by default.
 
 The other cases are slow ones.
 """
+
+EVERY_THIRD = (
+    "tests/data/test_partition.py::test_every_sample_has_one_client",
+    "tests/deployment/test_leaving.py::test_a_site_counts_what_the_server_reports",
+    "tests/doors/test_federation.py::test_loaders_of_dicts_and_networks_of_several_outputs",
+    "tests/doors/test_federation.py::test_the_same_bits_as_the_application",
+    "tests/doors/test_without_batch_norm.py::test_a_method_that_is_averaging_then_says_so_once_and_is_it",
+    "tests/exchange/test_grpc_misdeeds.py::test_under_abort_all_fail_at_once_and_the_next_round_works",
+    "tests/exchange/test_grpc_misdeeds.py::test_under_shrink_the_others_go_on_with_weights_over_them",
+    "tests/exchange/test_grpc_stops.py::test_all_fail_when_the_service_stops_and_a_new_one_takes_its_port",
+    "tests/experiment/test_damaged_runs.py::test_a_damaged_folder_is_one_sentence",
+    "tests/flower/test_byzantine_rounds.py::test_a_lie_about_statistics_changes_no_bit_of_the_weights",
+    "tests/flower/test_byzantine_rounds.py::test_every_attack_can_be_made_on_every_method",
+    "tests/flower/test_byzantine_rounds.py::test_robust_rules_stay_near_the_honest_mean_and_the_mean_does_not",
+    "tests/flower/test_byzantine_runs.py::test_every_attack_can_be_made_on_fedtan",
+    "tests/flower/test_disclosure.py::test_every_array_that_came_is_counted",
+    "tests/flower/test_lazy_arrays.py::test_a_run_has_the_same_bits_whether_arrays_are_handed_over_or_encoded",
+    "tests/flower/test_messaging.py::test_a_run_whose_nodes_die_and_come_back_is_the_same_to_the_bit",
+    "tests/flower/test_mixed_precision.py::test_it_is_another_run_but_a_close_one",
+    "tests/flower/test_recovery.py::test_checkpoints_are_made_every_so_many_rounds_but_not_after_the_last",
+    "tests/flower/test_secure_aggregation.py::test_secure_statistics_are_the_plain_ones_up_to_the_bound",
+    "tests/flower/test_what_travels.py::test_tensors_that_stay_home_are_in_no_message",
+    "tests/hostile/test_exchange_addresses.py::test_a_client_connects_to_no_address_that_its_site_does_not_allow",
+    "tests/hostile/test_exchange_claims.py::test_a_batch_above_a_client_s_own_samples_is_refused_by_name",
+    "tests/hostile/test_exchange_claims.py::test_under_a_defence_the_model_stays_within_the_honest_range",
+    "tests/hostile/test_exchange_lies.py::test_no_finite_value_ends_an_undefended_run",
+    "tests/hostile/test_exchange_lies.py::test_one_request_too_many_costs_its_sender_alone",
+    "tests/hostile/test_fuzz.py::test_control_where_nobody_lies_everyone_counts",
+    "tests/hostile/test_lying_server.py::test_a_sum_whose_instruction_lacks_a_number_is_refused_by_its_name",
+    "tests/hostile/test_one_bad_round.py::test_a_client_recovers_from_one_bad_round",
+    "tests/hostile/test_one_liar.py::test_an_introduction_that_no_client_makes_costs_that_client_its_part",
+    "tests/hostile/test_one_liar.py::test_numbers_that_no_client_tells_cost_it_its_reply",
+    "tests/hostile/test_one_liar.py::test_one_finite_report_does_not_end_an_undefended_run",
+    "tests/hostile/test_own_app.py::test_an_introduction_that_is_unlike_the_others_costs_that_node_its_part",
+    "tests/hostile/test_own_app.py::test_numbers_that_no_client_tells_cost_it_its_reply",
+    "tests/loops/test_batches.py::test_a_batch_is_one_step",
+    "tests/loops/test_held.py::test_what_the_user_froze_does_not_move",
+    "tests/methods/test_fedtan_layers.py::test_every_client_has_the_gradient_through_the_shared_moments",
+    "tests/methods/test_fedtan_layers.py::test_images_of_a_size_per_client",
+    "tests/methods/test_fedtan_momentum.py::test_momentum_restarts_after_the_exchanged_step_or_is_kept",
+    "tests/methods/test_parity_fedtan.py::test_the_first_step_is_the_centralised_one",
+    "tests/models/test_stems.py::test_others_for_small_images_of_any_channels",
+    "tests/own_loop/test_derived_weights.py::test_one_local_step_is_plain_pytorch_s_on_the_union",
+    "tests/own_loop/test_pickled_state.py::test_a_run_goes_on_from_a_pickle_bit_for_bit",
+    "tests/packaging/test_houses.py::test_without_the_extra_a_command_of_a_deployment_says_what_to_install",
+    "tests/robust/test_compiled.py::test_its_bits_are_those_of_the_network_run_by_numpy",
+    "tests/training/test_vectorised.py::test_every_method",
+    "tests/training/test_vectorised.py::test_unequal_clients",
+)
+"""Tests of many cases of one kind, in an order in which neighbours are alike: every third case is enough by default."""
 
 PLACES = {file: place for place, file in enumerate(LONGEST)}
 
@@ -167,10 +236,17 @@ def place(nodeid: str) -> int:
     return PLACES.get(nodeid.partition("::")[0], len(PLACES))
 
 
-def long(item: pytest.Item) -> bool:
-    """Return whether a test is a slow one by the tables ``LONG`` and ``ENOUGH``."""
-    test, _, _ = item.nodeid.partition("[")
-    return test in LONG or (test in ENOUGH and not any(part in item.nodeid for part in ENOUGH[test]))
+def long(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests that are slow ones by the tables ``LONG``, ``ENOUGH`` and ``EVERY_THIRD``."""
+    seen = Counter[str]()
+    found = []
+    for item in items:
+        test, _, _ = item.nodeid.partition("[")
+        few = test in ENOUGH and not any(part in item.nodeid for part in ENOUGH[test])
+        if test in LONG or few or (test in EVERY_THIRD and seen[test] % 3):
+            found.append(item)
+        seen[test] += 1
+    return found
 
 
 def alone(item: pytest.Item) -> bool:

@@ -70,8 +70,7 @@ class Federation:
     >>> [record.round for record in federation.run(rounds=2)]
     [1, 2]
 
-    ``history`` has the records of all rounds, and ``model`` is the network as evaluated last. More:
-    docs/start/plain-torch.md.
+    ``history`` has the records of all rounds, ``model`` the network as evaluated last: docs/start/plain-torch.md.
 
     Args:
         model: The network as you wrote it, not converted. It stays unchanged.

@@ -67,8 +67,7 @@ class Segmentation(Classification):
     """Task with one of C classes per pixel: loss and metrics of ``Classification``, over labelled pixels.
 
     Outputs are scores (B, C, H, W) or (B, C, D, H, W), targets int64 masks (B, H, W) or (B, D, H, W). A pixel without
-    a label has 255 in the mask. The metric ``mean-iou`` is the mean intersection over union of the classes that occur
-    (torchmetrics' macro JaccardIndex).
+    a label has 255 in the mask. The metric ``mean-iou`` is torchmetrics' macro JaccardIndex of the classes that occur.
 
     >>> from fl_bn import Segmentation
     >>> state = Segmentation().state()

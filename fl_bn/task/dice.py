@@ -26,9 +26,8 @@ class Dice(Segmentation):
     """Segmentation by the soft Dice loss, for images (B, C, H, W) and volumes (B, C, D, H, W).
 
     An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus the image's
-    cross-entropy times ``cross_entropy``. The sums are over labelled pixels. p is the probability of the class at a
-    pixel. y is 1 if the class is the label of the pixel, else 0. The metric ``dice`` is the same mean with sums over all
-    data, where p is 1 if the class is predicted, else 0.
+    cross-entropy times ``cross_entropy``. Sums are over labelled pixels. At each, p is the class's probability, and y is 1
+    for the label, else 0. In the metric ``dice``, sums are over all data, and p is 1 for the predicted class, else 0.
 
     >>> import torch
     >>> from fl_bn import Dice

@@ -101,7 +101,7 @@ def test_the_runs_config_is_held_against_the_sites_data(setup: Setup) -> None:
     grey = failed(list(diagnose(setup.site, form.replace("channels=3", "channels=1"))))
     assert list(grey) == ["data"]
     assert "the run takes 1 channels" in grey["data"]
-    assert "these have 3" in grey["data"]
+    assert "these data have 3" in grey["data"]
     assert "labels up to 3" in failed(list(diagnose(setup.site, form.replace("classes=4", "classes=3"))))["data"]
     assert "unknown config key 'batchsize'" in failed(list(diagnose(setup.site, "batchsize=3")))["run config"]
     assert "cannot read" in failed(list(diagnose(setup.site, "batch-size")))["run config"]

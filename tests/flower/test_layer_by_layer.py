@@ -31,7 +31,7 @@ from tests.training.test_recalibration import EXACT, LAYERS, network, off, refer
 
 Clients = Callable[..., list[Samples]]
 SHARING = ["fedavg", "fixbn", "hbn", "fbn", "fedtan", "static-bn"]
-BY_PASSES = "Statistics are measured by passes instead"
+BY_PASSES = "Statistics are measured by one pass per layer instead"
 
 
 @pytest.fixture

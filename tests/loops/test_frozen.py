@@ -179,7 +179,7 @@ def test_frozen_scales_that_the_loop_lets_learn_are_an_error(what: str) -> None:
 def test_a_round_without_a_step_of_its_model_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual slip: the optimiser has the parameters of the network before ``convert``."""
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-    said = "round.model saw batches, but no optimiser stepped its parameters"
+    said = "round.model saw batches, but no optimiser stepped a parameter of round.model"
     for slip in (True, False):
         caplog.clear()
         mine, method = net(), methods.fedavg()

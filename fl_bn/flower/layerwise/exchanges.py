@@ -29,7 +29,7 @@ from fl_bn.flower.population import Client, RunFailed
 from fl_bn.moments import Average, weighted_mean
 from fl_bn.support.client_names import UNNAMED, ClientNames
 
-BY_PASSES = "Statistics are measured by passes instead"
+BY_PASSES = "Statistics are measured by one pass per layer instead"
 
 
 class Exchanges:
