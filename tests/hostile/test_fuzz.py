@@ -73,6 +73,7 @@ def test_control_where_nobody_lies_everyone_counts(name: str) -> None:
 
 def test_control_a_broken_server_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where arrays are believed unchecked, the same mutations break it."""
+    assert lie_to_server("fedavg", np.random.default_rng([1, 0]))[1].kind != BROKEN  # this also records what honest clients send
     monkeypatch.setattr(schema.Schema, "check", lambda self, payload: None)
     outcomes = (lie_to_server("fedavg", np.random.default_rng([1, i]))[1] for i in range(150))
     assert any(outcome.kind == BROKEN for outcome in outcomes)
