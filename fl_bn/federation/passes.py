@@ -128,6 +128,9 @@ class Passes:
             self.outcomes.append(measured.outcome)
             if rounds == 0:
                 show(measured)
+        if self.outcomes and rounds > 0:
+            exchanges = measured.record.exchanges or measured.outcome.number
+            LOGGER.info("before round 1: statistics measured, by %d exchange%s with all clients", exchanges, "s" * (exchanges != 1))
         if self.outcomes and self.rescales(rounds):
             shared.load(tensors)
             shared.to_unit_scale()
