@@ -15,6 +15,7 @@ ALONE = ("tests/deployment/test_dead_apps.py", "tests/exchange/", "tests/integra
 """Where slow tests measure how long processes take to answer: folders and files."""
 
 LONGEST = (
+    "tests/deployment/test_deaf_supernode.py",
     "tests/deployment/test_signed_runs.py",
     "tests/deployment/test_own_code_sent.py",
     "tests/deployment/test_own_app_runs.py",
