@@ -37,8 +37,8 @@ class Role(Enum):
         STATISTIC: running mean and variance.
         MIXING: HBN's learnable mix of batch and shared statistics, before the sigmoid.
         COUNTER: an integer such as num_batches_tracked, never averaged.
-        BATCHES: num_batches_tracked of a BatchNorm layer that averages cumulatively (momentum=None). The server counts the
-            batches, and sends the number to the clients. They never send it.
+        BATCHES: num_batches_tracked of a BatchNorm layer that averages cumulatively (momentum=None). The server adds
+            up the clients' median number of local steps, and sends the sum to the clients. They never send it.
         BUFFER: floating point, not learnable, outside of norm layers: averaged, never optimised.
         KEPT: a buffer of the client's own. It never leaves the client, and survives between its rounds.
         RECOMPUTED: a buffer that follows from the weights. The server computes it, and clients never send it.

@@ -7,8 +7,8 @@ direction limits the learning rate, and clients with different classes drift apa
 learns as fast as BatchNorm on IID clients: docs/methods/fbn.md.
 
 Gradient Centralization: A New Optimization Technique for Deep Neural Networks, Yong et al., ECCV 2020 (equation 1).
-The paper centres every weight. This module leaves out the network's heads (``heads_of``), and weights with fewer than
-``FEWEST`` inputs per output unit.
+The paper centres every weight. This module leaves out the network's last layer (``head_of``), and weights with fewer
+than ``FEWEST`` inputs per output unit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fl_bn.models.head import heads_of
+from fl_bn.models.head import head_of
 
 CENTRED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose first axis of ``weight`` is the output, and whose other axes are the inputs."""
@@ -30,16 +30,15 @@ FEWEST = 8
 
 
 def centred_weights(model: nn.Module) -> list[str]:
-    """Return the names of the weights to centre: those of linear layers and convolutions, without the network's heads.
+    """Return the names of the weights to centre: those of linear layers and convolutions, without the network's last layer.
 
     A weight that is computed from other parameters (spectral norm, parametrizations) is left out, as it is no parameter.
     """
-    modules = dict(model.named_modules())
-    heads = [modules[name] for name in heads_of(model)]
+    head = head_of(model)
     names = {
         id(module.weight): f"{name}.weight" if name else "weight"
-        for name, module in modules.items()
-        if isinstance(module, CENTRED) and "weight" in module._parameters and module not in heads
+        for name, module in model.named_modules()
+        if isinstance(module, CENTRED) and "weight" in module._parameters and not (head and module is head[1])
     }
     shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
     return [name for key, name in names.items() if math.prod(shapes[key][1:]) >= FEWEST]
@@ -58,7 +57,7 @@ class Centring:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], names: Sequence[str], stacked: bool = False) -> None:
-        self._weights = {name: parameters[name] for name in names if name in parameters}
+        self._weights = {name: parameters[name] for name in names if name in parameters and parameters[name].is_floating_point()}
         self._axis, self._hooks = 1 + stacked, ExitStack()
         self._made = set[str]()  # the weights with a centred gradient along which no step was made
         self._versions = {name: weight._version for name, weight in self._weights.items()}
@@ -69,8 +68,7 @@ class Centring:
             if not learns:  # torch takes hooks only of tensors that need gradients, but keeps them when that changes
                 weight.requires_grad_(True)
             self._hooks.callback(weight.register_hook(partial(self._centred, name)).remove)
-            if not learns:
-                weight.requires_grad_(False)
+            weight.requires_grad_(learns)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -94,9 +92,17 @@ class Centring:
                 self._made.add(name)
 
     def stepped(self) -> list[str]:
-        """Note a step of the weights. Return the names of those that moved, but not along a centred gradient."""
+        """Note a step of the weights. Return the names of those that moved along a gradient that is not centred.
+
+        A weight without a centred gradient may move, too: by weight decay, in a step whose batch did not reach it. Its
+        ``grad`` is then zero.
+        """
         moved = [name for name, weight in self._weights.items() if weight._version != self._versions[name]]
-        wrong = [name for name in moved if name not in self._made]
+        wrong = [name for name in moved if name not in self._made and not self._has_no_mean(self._weights[name].grad)]
         self._made.difference_update(moved)
         self._versions |= {name: self._weights[name]._version for name in moved}
         return wrong
+
+    @torch.no_grad()
+    def _has_no_mean(self, gradient: Tensor | None) -> bool:
+        return gradient is not None and bool(self._mean(gradient).abs().max() <= 1e-4 * gradient.abs().max())

@@ -22,6 +22,7 @@ from fl_bn.federation.momentum import restart
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.source import Source, Trained
 from fl_bn.methods import StatisticsReport
+from fl_bn.models.head import head_of
 from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task, to_device
 
@@ -113,7 +114,7 @@ def train(
     if optimizer is None:
         optimizer = settings.make_optimizer(parameters.values(), rate)
     how, limit = settings.clipping(round.method.freezes_statistics(round.phase))
-    heads = round.network.heads(parameters) if how == "adaptive" else []
+    head = head_of(model) if how == "adaptive" else None
     if how == "round":
         batches, number = counted(batches)
         limit = settings.norm_in_round(rate, number)
@@ -126,13 +127,13 @@ def train(
         loss = round.backward(partial(loss_of, model, task, settings, x, y), x)
         round.gradient_ready()
         if how != "none":
-            clip(parameters.values(), how, limit, heads)
+            clip(parameters.values(), how, limit, head[1].parameters() if head else ())
         if settings.update == "weights":
             optimizer.step()
         restart(optimizer, round.method, round.phase, round.steps)
         if scheduler is not None:
             scheduler.step()
-        round.step_done()
+        round.count_step()
         count += len(y)
         total += loss.detach().double() * len(y)
     return Trained(float(total) / max(count, 1), count)

@@ -197,8 +197,8 @@ class Federation:
         kinds = [by_kind[id(make)] for make in makers]
         schedulers = schedulers_of(scheduler, count)
         for make_scheduler, make in {(id(one), id(make)): (one, make) for one, make in zip(schedulers, makers, strict=True)}.values():
-            if make_scheduler is not None:
-                check_scheduler_steps(make_scheduler(make(model.parameters())))
+            if make_scheduler is not None and (made := make_scheduler(make(model.parameters()))) is not None:
+                check_scheduler_steps(made)
         every = zip(clients, tasks, makers, schedulers, kinds, shares, self.tests or (None,) * count, strict=True)
         own = [Own(*one) for one in every]
         common = Clients(pristine, method, where, own, schedule, seed)

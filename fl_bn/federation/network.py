@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property, partial
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,8 @@ from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.centring import centred_weights
 from fl_bn.federation.payload import signature
 from fl_bn.methods import Method, Phase
-from fl_bn.models.head import heads_of
 from fl_bn.roles import Role, inputs_like, roles
 
-T = TypeVar("T")
 AUTO = "auto"
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, Enum, torch.dtype, torch.device, torch.memory_format)
@@ -79,14 +77,6 @@ class Network:
     def centred(self) -> list[str]:
         """Return the names of the weights to centre in rounds with centred gradients (see ``centring``)."""
         return centred_weights(self.original)
-
-    def heads(self, parameters: Mapping[str, T]) -> list[T]:
-        """Return those of ``parameters`` (by name) that are of a head of the network."""
-        return [value for name, value in parameters.items() if name.startswith(self._heads)]
-
-    @cached_property
-    def _heads(self) -> tuple[str, ...]:
-        return tuple(f"{name}." if name else "" for name in heads_of(self.original))
 
     def instruction(self, auxiliary: Sequence[Auxiliary] = ()) -> schema.Schema:
         """Return the schema of the server's instruction, see ``schema.instruction``.

@@ -244,6 +244,7 @@ class _Steps:
         """Prepare a step."""
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._ids.pop(id(optimizer), None)
+        self._before.pop(id(optimizer), None)
         if self._mine.isdisjoint(ids):
             return
         self._ids[id(optimizer)] = ids

@@ -203,9 +203,4 @@ def batches_trained(records: Iterable[RoundRecord]) -> int:
         The sum over these rounds of the clients' mean number of local steps, rounded to at least 1.
     """
     steps = [[client.steps for client in record.accepted] for record in records if record.aggregated and record.phase != "measure"]
-    return sum(mean_steps(own) for own in steps if own)
-
-
-def mean_steps(steps: Sequence[int]) -> int:
-    """Return the clients' mean number of steps in a round, rounded, and at least 1."""
-    return max(1, round(sum(steps) / len(steps)))
+    return sum(max(1, round(sum(own) / len(own))) for own in steps if own)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from fl_bn.federation.network import Copy
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import Named, Sections, decode_moments, tensor_name
 from fl_bn.federation.recalibration import epsilons
-from fl_bn.federation.record import mean_steps
 from fl_bn.federation.unit_scale import producers, rescaled
 from fl_bn.federation.values import Instruction, Reply
 from fl_bn.methods import INPUTS, Method, Phase, Refresh, StatisticsReport, replace_by_pooled
@@ -91,6 +91,14 @@ class ServerStep:
     rate: float
     defence: Defence = NO_DEFENCE
     folded: PartialAverage | None = None
+
+
+def median_steps(steps: Iterable[int]) -> int:
+    """Return the median of the clients' numbers of local steps, at least 1: no single client's claim decides it.
+
+    Clients that made no step are left out. Of two numbers in the middle, the smaller is taken.
+    """
+    return median_low([made for made in steps if made > 0] or [1])
 
 
 class SharedModel:
@@ -289,8 +297,7 @@ class SharedModel:
             step.optimizer.restore(before)
             raise
         self.auxiliary |= auxiliary
-        batches = mean_steps([part.steps for part in step.parts])
-        self._copy.load({name: state[name] + batches for name in self._cumulative})
+        self._copy.load({name: state[name] + median_steps(part.steps for part in step.parts) for name in self._cumulative})
         return distances
 
     def _stepped(self, step: ServerStep) -> tuple[dict[str, Tensor], list[float]]:

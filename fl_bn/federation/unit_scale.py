@@ -21,7 +21,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fl_bn.derived import derivation
-from fl_bn.models.graph import traced
 from fl_bn.moments import Running
 from fl_bn.roles import batch_norms
 
@@ -44,7 +43,10 @@ def producers(model: nn.Module) -> dict[str, str]:
     Raises:
         ValueError: torch.fx cannot trace the network (control flow that depends on data, say).
     """
-    graph = traced(model)
+    try:
+        graph = _Tracer().trace(model)
+    except Exception as error:  # torch.fx runs the user's forward with stand-ins, which may raise anything
+        raise ValueError(f"torch.fx cannot trace {type(model).__name__}: {type(error).__name__}: {error}") from error
     modules = dict(model.named_modules())
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     uses = Counter(id(p) for module in modules.values() for p in module.parameters(recurse=False))
@@ -96,6 +98,11 @@ def rescaled(
         divided = {"running_mean": statistics[norm].mean / deviation, "running_var": statistics[norm].var / deviation.square()}
         new |= {f"{norm}.{name}": value.to(state[f"{norm}.{name}"].dtype) for name, value in divided.items()}
     return new
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, nn.modules.batchnorm._BatchNorm) or super().is_leaf_module(m, module_qualified_name)
 
 
 def _source(norm: fx.Node, modules: Mapping[str, nn.Module]) -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fl_bn import convert, local_round, methods, server_state
+from fl_bn import Federation, convert, local_round, methods, server_state
 from fl_bn.federation.centring import centred_weights
 from fl_bn.federation.client import LocalRound
-from fl_bn.federation.network import Network
 from fl_bn.methods import Method, Phase, freeze
+from fl_bn.objectives import PLAIN, Objective, Scaffold
 from fl_bn.run.config import RunConfig
 from tests.doors.doors import ALL, Rounds, apart, through, wide
 from tests.federation import random_samples
@@ -211,67 +213,6 @@ def test_heads_small_and_derived_weights_are_left() -> None:
     ]
 
 
-class TwoHeads(nn.Module):
-    """The first head is defined before the body; ``features`` are returned, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 4)
-        self.body = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU())
-        self.second = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        features = self.body(x).mean((2, 3))
-        return self.first(features), self.second(features), features
-
-
-class Untraceable(TwoHeads):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return super().forward(x if x.sum() > 0 else -x)
-
-
-def losses(out: tuple[Tensor, Tensor, Tensor], y: Tensor) -> tuple[Tensor, Tensor]:
-    return F.cross_entropy(out[0], y), F.cross_entropy(out[1], y % 3)
-
-
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("name", METHODS)
-def test_no_head_is_centred_whichever_loss_comes_last(name: str, together: bool) -> None:
-    method, net, (x, y) = METHODS[name], TwoHeads().double(), (CLIENTS[0].x, CLIENTS[0].y)
-    model = convert(net, method)
-    with local_round(model, method, server_state(net, method, rounds=3).instruction()) as round:
-        if name == "hbn":
-            round.measure([(x, y)])
-        plain = copy.deepcopy(model)
-        sum(losses(plain(x), y)).backward()  # type: ignore[union-attr]
-        first, second = losses(model(x), y)
-        if together:
-            (first + second).backward()
-        else:
-            first.backward(retain_graph=True)
-            second.backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for (key, found), want in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert want.grad is not None
-        flat = want.grad.flatten(1) if want.dim() > 1 else want.grad[:, None]
-        centred = (flat - flat.mean(1, keepdim=True)).view_as(want)
-        body = key in ("body.0.weight", "body.3.weight")
-        assert float((found.grad - (centred if body else want.grad)).abs().max()) < 1e-12
-        assert want.dim() == 1 or float((found.grad - (want.grad if body else centred)).abs().max()) > MOVES  # control
-
-
-def test_a_network_that_cannot_be_traced_has_the_last_linear_layer_as_its_head() -> None:
-    assert centred_weights(TwoHeads()) == ["body.0.weight", "body.3.weight"]
-    assert centred_weights(Untraceable()) == ["first.weight", "body.0.weight", "body.3.weight"]
-
-
-def test_no_head_is_clipped_adaptively() -> None:
-    net = TwoHeads()
-    parameters = dict(net.named_parameters())
-    assert Network(net, methods.gn()).heads(parameters) == [*net.first.parameters(), *net.second.parameters()]
-    assert Network(net.second, methods.gn()).heads(dict(net.second.named_parameters())) == [*net.second.parameters()]
-
-
 def test_the_papers_constants_leave_gradients_as_they_are() -> None:
     assert all(method.centres(Phase.TRAIN) for method in (methods.fbn(), methods.hbn()))
     assert not any(method.centres(Phase.FROZEN) for method in (methods.fbn(momentum=0.1), methods.hbn(lam=0.1)))
@@ -305,3 +246,53 @@ def test_the_application_has_a_key_for_every_method() -> None:
         RunConfig.from_mapping({"method": "fbn", **keys}).build_method().scale for keys in ({}, {"clip": "none"}, {"fbn-momentum": 0.1})
     ]
     assert scales == [0.3, 1.0, 1.0]
+
+
+class Decaying(torch.optim.SGD):
+    """SGD that also shrinks parameters without a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(0.999)
+
+
+class Branching(nn.Module):
+    """Its weight ``b`` has a part in every second batch of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bn, self.b, self.fc = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.q = nn.Linear(16, 16, bias=False)  # quantised, as a frozen part may be
+        self.q.weight = nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.bn(self.a(x + 0.01 * F.linear(x, self.q.weight.to(x.dtype)))))
+        self.passes += self.training
+        return self.fc(h + self.b(h) if self.passes % 2 else h)
+
+
+@pytest.mark.parametrize("objective", [PLAIN, Scaffold()])
+def test_a_weight_that_a_batch_does_not_reach_may_move(objective: Objective) -> None:
+    batches = [(torch.randn(8, 16), torch.randint(0, 3, (8,))) for _ in range(4)]
+    made: Any = torch.optim.SGD if objective is not PLAIN else Decaying
+    federation = Federation(
+        Branching(), methods.fbn(), [batches] * 2, optimizer=partial(made, lr=0.05), objective=objective, progress=False, workers=1
+    )
+    assert [record.aggregated for record in federation.run(2)] == [True, True]
+
+
+def test_so_may_it_in_a_loop_without_an_optimiser() -> None:
+    method, x, y = methods.fbn(), torch.randn(8, 16), torch.randint(0, 3, (8,))
+    with local_round(convert(Branching(), method), method, server_state(Branching(), method, 2).instruction()) as round:
+        for _ in range(3):
+            round.model.zero_grad(set_to_none=False)
+            F.cross_entropy(round.model(x), y).backward()
+            with torch.no_grad():
+                for parameter in round.parameters.values():
+                    if parameter.grad is not None:
+                        parameter.mul_(0.999).sub_(0.1 * parameter.grad)
+            round.step_done()
+    assert round.steps == 3

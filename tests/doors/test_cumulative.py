@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn import Federation, convert, local_round, methods, server_round, server_state
-from fl_bn.federation.record import mean_steps
+from fl_bn.federation.local import Samples
+from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.shared_model import median_steps
 from fl_bn.methods import METHODS, Method
 from fl_bn.roles import Role, roles
+from fl_bn.secure.settings import SecureAggregation
+from tests.in_process import run
 from tests.loops.loops import DOORS, RATE
 
 ROUNDS, SIZE = 3, 4
@@ -134,5 +139,30 @@ def test_of_other_layers_the_count_does_not_travel() -> None:
     assert "1.num_batches_tracked" not in made.server.shared.tensors()
 
 
-def test_clients_with_other_numbers_of_batches_count_as_their_mean() -> None:
-    assert [mean_steps(steps) for steps in ([2, 4], [1, 2, 2], [0])] == [3, 2, 1]
+@pytest.mark.parametrize(("steps", "counted"), [([2, 4], 2), ([1, 2, 2], 2), ([0], 1), ([10, 10, 0], 10), ([3, 3, 2**53], 3)])
+def test_clients_of_other_numbers_of_steps_count_as_their_median(steps: list[int], counted: int) -> None:
+    assert median_steps(steps) == counted
+
+
+def test_one_client_s_claim_does_not_freeze_the_average() -> None:
+    state, model = server_state(net(), FEDAVG, ROUNDS, clients=3), convert(net(), FEDAVG)
+    replies = []
+    for client, claimed in enumerate((2, 2, 2**53)):
+        with local_round(model, FEDAVG, state.instruction()) as round:
+            train(round.model, *clients()[0])
+        reply, _ = round.reply(8, client=client)
+        assert reply.steps == 2
+        replies.append(replace(reply, metrics={**reply.metrics, "steps": claimed}))
+    state, _ = server_round(state, replies)
+    assert int(state.shared.tensors()["1.num_batches_tracked"]) == 2
+
+
+def test_a_secure_round_counts_as_one_in_the_clear() -> None:
+    samples = [Samples(x.float(), y) for x, y in clients()] * 2
+    counts = []
+    for secure in (None, SecureAggregation()):
+        settings = LocalTraining(steps=5, batch_size=SIZE)
+        options = {"settings": settings, "model": net().float(), "secure": secure}
+        ran = run(FEDAVG, samples, 2, **options)
+        counts.append(int(ran.strategy.shared.tensors()["1.num_batches_tracked"]))
+    assert counts == [10, 10]

@@ -51,6 +51,10 @@ def test_others_train(optimizer: Any, scheduler: Any) -> None:
     assert [record.aggregated for record in federation(optimizer=optimizer, scheduler=scheduler).run(1)] == [True]
 
 
+def test_a_maker_may_make_no_scheduler() -> None:
+    assert [record.aggregated for record in federation(scheduler=lambda optimizer: None).run(1)] == [True]
+
+
 def test_a_scheduler_that_nobody_steps_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
 

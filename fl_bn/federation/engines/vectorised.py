@@ -41,6 +41,7 @@ from fl_bn.federation.sources import IndexBatches
 from fl_bn.layers import observe, pooled
 from fl_bn.methods import Phase, StatisticsReport
 from fl_bn.methods.fedtan import OneProgram, exchanging
+from fl_bn.models.head import head_of
 from fl_bn.moments import Moments
 from fl_bn.objectives import FedProx, Objective, Start, Step
 from fl_bn.roles import inputs_like
@@ -280,8 +281,9 @@ class _Training:
         self._load_momentum()
         shared = frozenset(name for name in self.trained if first.method.shares(first.network.role[name]))
         self.objective = self.settings.objective.begin(Start(template, self.trained, shared))
+        head = head_of(template)
+        self.head = [p for name, p in self.trained.items() if head and name.rpartition(".")[0] == head[0]]
         self.clip, limit = self.settings.clipping(first.method.freezes_statistics(first.phase))
-        self.heads = first.network.heads(self.trained) if self.clip == "adaptive" else []
         limits = [limit] * len(rounds)
         if self.clip == "round":
             limits = [self.settings.norm_in_round(rate, steps) for steps in self.lengths]
@@ -300,7 +302,7 @@ class _Training:
         with self._exchanging(now):
             self.objective.gradient(Step(torch.empty(0), forward, forward))
         if self.clip != "none":
-            clip_rows(self.trained.values(), self.clip, self.limits, self.heads)
+            clip_rows(self.trained.values(), self.clip, self.limits, self.head)
         if self.settings.update == "weights":
             self.optimizer.step()
         restart(self.optimizer, self.first.method, self.first.phase, self.number)

@@ -21,7 +21,7 @@ from fl_bn.federation.payload import Sections, tensor_name, to_tensors
 from fl_bn.federation.record import with_clients
 from fl_bn.federation.rounds import Rounds, unbounded
 from fl_bn.federation.server import Server
-from fl_bn.federation.shared_model import NotFinite, ServerStep
+from fl_bn.federation.shared_model import NotFinite, ServerStep, median_steps
 from fl_bn.federation.values import Reply, RoundReplies
 from fl_bn.flower.log import log
 from fl_bn.flower.population import Client, round_half_up
@@ -190,7 +190,8 @@ class SecureRounds:
         before, after = shared.statistics(), self._combined(total, moments, server.pace())
         sent, _ = from_records(messages[0].content)
         sections = update_of(average, to_tensors(sent.get("weights", {}))) or {"weights": {}}
-        together = Reply(who[0], sections, sum(p.plan.samples for p in total.parts), 1)
+        steps = median_steps(p.plan.steps for p in total.parts)
+        together = Reply(who[0], sections, sum(p.plan.samples for p in total.parts), 1, {"steps": float(steps)})
         try:
             shared.change(ServerStep([together], [1.0], server.optimizer, record.learning_rate), after)
         except NotFinite as error:
