@@ -75,7 +75,10 @@ def test_all_fail_when_the_service_stops_and_a_new_one_takes_its_port(when: str,
 
 
 def test_nothing_is_left_of_services_that_were_stopped() -> None:
-    ExchangeService(HOST, 0, LARGEST).start().stop()
+    with within():
+        service = ExchangeService(HOST, 0, LARGEST).start()  # starts what gRPC keeps for a process
+        finish(service, 2)
+        service.stop()
     before = threading.active_count()
     with within():
         for _ in range(10):
