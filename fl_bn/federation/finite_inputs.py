@@ -66,7 +66,7 @@ class InputWatch:
     def __init__(self) -> None:
         self._wrong: int | Tensor = 0
         self.later: Any = None
-        """All inputs of a client that the vectorised engine trains, where no hook sees them. ``count`` checks these inputs."""
+        """The inputs of a client that the vectorised engine trains. No hook sees them in that engine, so ``count`` checks them."""
 
     def note(self, inputs: Any) -> None:
         """Count one batch of ``inputs`` if it has a value that is not finite. Tensors may be in lists, tuples and dicts."""

@@ -18,7 +18,7 @@ class WireError(ValueError):
     Attributes:
         section: the part of the message that is wrong.
         tensor: the tensor or field in this part. Empty: the part as a whole.
-        problem: what was expected, and what came.
+        problem: the expected value and the received one, in words.
     """
 
     def __init__(self, section: str, tensor: str, problem: str) -> None:
