@@ -33,7 +33,7 @@ def train_mode(model: nn.Module) -> None:
     if own := not _trains_as_torch(modules):
         model.train()
     for module in modules:
-        if getattr(module, MARK, False):
+        if MARK in vars(module):
             module.training = False
         elif not own and not module.training:  # torch's own train() sets it always, which is slow
             module.training = True

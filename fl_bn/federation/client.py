@@ -7,7 +7,6 @@ fl-bn's training loop.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -22,6 +21,7 @@ from fl_bn.federation import schema
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
+from fl_bn.federation.blocks import all_finite
 from fl_bn.federation.centring import Centring
 from fl_bn.federation.divergence import BAD_INPUTS
 from fl_bn.federation.finite_inputs import InputWatch
@@ -185,7 +185,8 @@ class LocalRound:
         full = full_gradient or _no_full_gradient
         start = Start(self.model, parameters, shared, self.kept.get("objective"), control, self.kept.counted, full)
         self._objective = self.settings.objective.begin(start)
-        self._centring = Centring(dict(self.model.named_parameters()), self.centred)
+        centred = self.centred
+        self._centring = Centring(dict(self.model.named_parameters()) if centred else {}, centred)
         try:
             if self.observes:
                 self.passes = TrainingPasses(parameters)
@@ -488,7 +489,7 @@ class LocalRound:
             sections, numbers, kept = {"moments": complete_moments(self, self.moments or {})}, {}, self.kept
         if self.measured_samples:
             numbers["measured"] = self.measured_samples  # the number of samples in the statistics pass
-        if not _finite(sections) and (wrong := self.input_watch.count()):
+        if not all_finite(tensor for tensors in sections.values() for tensor in tensors.values()) and (wrong := self.input_watch.count()):
             numbers[BAD_INPUTS] = wrong
         before, after = self.tested
         if before is not None and after is not None:
@@ -571,12 +572,6 @@ def whole_number(name: str, value: Any) -> int:
         return index(value)
     except TypeError as error:
         raise ValueError(f"{name} must be a whole number, such as {name}=40, but got {name}={value!r}: give int(...) of it") from error
-
-
-def _finite(sections: Sections) -> bool:
-    """Tell whether all numbers in ``sections`` are finite."""
-    floats = [tensor for tensors in sections.values() for tensor in tensors.values() if tensor.is_floating_point() and tensor.numel()]
-    return all(math.isfinite(end.item()) for tensor in floats for end in torch.aminmax(tensor))
 
 
 def _no_full_gradient() -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property, partial
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -130,9 +131,10 @@ class _Pristine:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         slots = [one for module in modules for one in (module._parameters, module._buffers, module._modules)]
-        self._owned = [list(one.values()) for one in slots]  # kept, so that no other object gets one of their ids
-        self._slots = [(one, list(one), list(map(id, one.values()))) for one in slots]
-        self._tensors = list({id(one): one for owned in self._owned for one in owned if isinstance(one, Tensor)}.values())
+        self._slots, self._lengths, self._names = slots, list(map(len, slots)), list(chain.from_iterable(slots))
+        self._owned = [one for slot in slots for one in slot.values()]  # kept, so that no other object gets one of their ids
+        self._ids = list(map(id, self._owned))
+        self._tensors = list({id(one): one for one in self._owned if isinstance(one, Tensor)}.values())
         self._values = [tensor.detach().clone() for tensor in self._tensors]
         self._learns = [tensor.requires_grad for tensor in self._tensors]
         self._modes = [(m, m.training) for m in modules]
@@ -145,9 +147,10 @@ class _Pristine:
     @torch.no_grad()
     def restored(self) -> bool:
         """Restore the stored state. Return False if a change cannot be undone, so that a new copy is needed."""
-        for slots, names, ids in self._slots:
-            if list(slots) != names or list(map(id, slots.values())) != ids:
-                return False
+        if list(map(len, self._slots)) != self._lengths or list(chain.from_iterable(self._slots)) != self._names:
+            return False
+        if [id(one) for slot in self._slots for one in slot.values()] != self._ids:
+            return False
         if list(map(len, self._hooks)) != self._hooked:
             return False
         for now, then, size in self._own:

@@ -5,6 +5,7 @@ A payload with other tensors is refused, and the error names the first wrong ten
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from torch import nn
 
 from fl_bn.exchange.session import LARGEST_COUNT
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary
-from fl_bn.federation.blocks import dtype_name, extremes
+from fl_bn.federation.blocks import SMALL, dtype_name, extremes
 from fl_bn.federation.payload import Payload, tensor_name
 from fl_bn.methods import MOMENTS, Method, Phase, StatisticsReport
 from fl_bn.moments import bounds
@@ -23,7 +24,6 @@ from fl_bn.roles import DOWN_ONLY, Role, batch_norms, roles
 from fl_bn.support.wire import WireError, excerpt, printable
 
 FLOATS = ("float32", "float64")
-SMALL = 1 << 14  # the largest number of values of a tensor that is checked together with others
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,10 @@ class Spec:
     any_value: bool = False
     sent: np.ndarray | None = field(default=None, compare=False, repr=False)
 
-    @cached_property
-    def any_number(self) -> bool:
-        """Tell whether every finite number is allowed."""
-        unbounded = self.at_least == -np.inf and self.at_most == np.inf
-        return self.dtype in FLOATS and unbounded and not self.any_value and self.sent is None
+    @property
+    def a_range(self) -> bool:
+        """Tell whether exactly the numbers from ``at_least`` to ``at_most`` are allowed."""
+        return self.dtype in (*FLOATS, "int64") and not self.any_value and self.sent is None
 
     def shaped(self, array: np.ndarray) -> bool:
         """Tell whether ``array`` has the expected shape and dtype."""
@@ -104,6 +103,10 @@ class Schema:
     sections: dict[str, dict[str, Spec]]
     optional: dict[str, dict[str, Spec]] = field(default_factory=dict)
 
+    @cached_property
+    def _groups(self) -> dict[str, list[_Group]]:
+        return {section: _groups(specs) for section, specs in [*self.sections.items(), *self.optional.items()]}
+
     def check(self, payload: Payload) -> dict[str, float]:
         """Check that ``payload`` is as described. Return section -> the largest absolute value in it.
 
@@ -116,14 +119,20 @@ class Schema:
             if section not in payload:
                 raise WireError(section, "", f"missing: expected {len(specs)} tensors, but got sections {excerpt(sorted(payload))}")
             arrays = payload[section]
-            for name in specs:
-                if name not in arrays:
-                    raise WireError(section, name, "missing")
-            for name in arrays:
-                if name not in specs:
-                    raise WireError(section, name, "extra: no tensor of that name was expected")
-            usual, size = _usual(specs, arrays)
-            largest[section] = max([size, *(specs[name].check(section, name, arrays[name]) for name in specs if name not in usual)])
+            if arrays.keys() != specs.keys():
+                for name in specs:
+                    if name not in arrays:
+                        raise WireError(section, name, "missing")
+                for name in arrays:
+                    if name not in specs:
+                        raise WireError(section, name, "extra: no tensor of that name was expected")
+            sizes, others = [0.0], dict(specs)
+            for group in self._groups[section]:
+                if (size := group.check(arrays)) is not None:  # otherwise one by one, so that the error names the tensor
+                    sizes.append(size)
+                    for name in group.names:
+                        del others[name]
+            largest[section] = max([*sizes, *(spec.check(section, name, arrays[name]) for name, spec in others.items())])
         for section in payload:
             if section not in self.sections and section not in self.optional:
                 raise WireError(section, "", f"extra: expected only {sorted(self.sections)}")
@@ -137,19 +146,39 @@ def _same_bits(array: np.ndarray, sent: np.ndarray) -> np.ndarray:
     return same
 
 
-def _usual(specs: Mapping[str, Spec], arrays: Mapping[str, np.ndarray]) -> tuple[set[str], float]:
-    """Check several small tensors in one call, which is faster. Skip tensors that do not allow every finite number.
+@dataclass(frozen=True)
+class _Group:
+    """Describe small tensors of one dtype and one range, whose values are checked in one call, which is faster.
 
-    Returns:
-        The names of the tensors that were checked and are as described, and the largest absolute value in them. If one of
-        their values is not finite, there are no names, and the caller checks tensor by tensor.
+    Attributes:
+        names: The names of the tensors.
+        shapes: Their shapes, in the order of ``names``.
+        like: The description that all share, except for the shape.
     """
-    free = {name: arrays[name] for name, spec in specs.items() if spec.any_number and spec.shaped(arrays[name])}
-    small = {name: array for name, array in free.items() if 0 < array.size <= SMALL}
-    if len(small) < 2 or len({array.dtype for array in small.values()}) > 1:
-        return set(), 0.0
-    least, most = extremes(np.concatenate([array.ravel() for array in small.values()]))
-    return (set(small), max(-least, most)) if np.isfinite(least) and np.isfinite(most) else (set(), 0.0)
+
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    like: Spec
+
+    def check(self, arrays: Mapping[str, np.ndarray]) -> float | None:
+        """Return the largest absolute value, 0 for integers; None if a tensor is not as described."""
+        own = [arrays[name] for name in self.names]
+        dtypes = {array.dtype for array in own}
+        if [array.shape for array in own] != self.shapes or len(dtypes) > 1 or dtype_name(dtypes.pop()) != self.like.dtype:
+            return None
+        least, most = extremes(np.concatenate([array.ravel() for array in own]))
+        if not (np.isfinite(least) and np.isfinite(most) and self.like.at_least <= least and most <= self.like.at_most):
+            return None
+        return max(-least, most) if self.like.dtype in FLOATS else 0.0
+
+
+def _groups(specs: Mapping[str, Spec]) -> list[_Group]:
+    """Return the groups of tensors among ``specs`` that can be checked in one call."""
+    found: dict[tuple[str, float, float], list[str]] = {}
+    for name, spec in specs.items():
+        if spec.a_range and 0 < math.prod(spec.shape) <= SMALL:
+            found.setdefault((spec.dtype, spec.at_least, spec.at_most), []).append(name)
+    return [_Group(names, [specs[name].shape for name in names], specs[names[0]]) for names in found.values() if len(names) > 1]
 
 
 def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:

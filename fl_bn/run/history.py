@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
@@ -29,6 +30,7 @@ AFTER = (
     "test-loss", "min-var", "drift", "drift-layer", "seconds", "exchanges", "carrier", "waited",
     *(f"bytes-{way}-{section}" for way in ("down", "up") for section in SECTIONS),
 )  # fmt: skip
+SYNC_EVERY = 1.0  # seconds
 ANEW = "put this file back from a copy, or start the run anew"
 DIAGNOSTIC_COLUMNS = ("round", "layer", "client", "quantity", "value")
 PER_CLASS = {CLASS: "per-class"}  # the names of series in rounds.jsonl that differ from the names of their metrics
@@ -212,6 +214,9 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
 class History:
     """Append every round of a run to its files.
 
+    Every round is in the files when it is over. A power cut can remove rounds of the last ``SYNC_EVERY`` seconds, but none
+    that a checkpoint contains. To sync each round would make short rounds longer.
+
     If a round cannot be written, for example because the disk is full, it is kept in memory and written with the next
     round. Incomplete lines are removed from the files.
 
@@ -228,6 +233,8 @@ class History:
         self.folder, self.task, self.called = folder, task, called
         self.files = (*self.FILES, "diagnostics.csv") if diagnostics else self.FILES
         self._waiting = dict.fromkeys(self.files, "")
+        self._unsynced = dict.fromkeys(self.files, "")  # lines in the files that a power cut could still remove
+        self._synced_at = -math.inf
         self._columns = {"rounds.csv": round_columns(task), "clients.csv": client_columns(task, called)}
         if diagnostics:
             self._columns["diagnostics.csv"] = DIAGNOSTIC_COLUMNS
@@ -251,12 +258,12 @@ class History:
             self._waiting[file] += _csv(columns, rows[file])
         self._waiting["rounds.jsonl"] += json.dumps(round_line(record, self.task, self.called)) + "\n"
         try:
-            self._write()
+            self._write(sync=time.monotonic() - self._synced_at >= SYNC_EVERY)
         except OSError as error:
             LOGGER.warning("round %s could not be written to %s: %s. The next round tries again", record.round, self.folder, error)
 
     def lengths(self) -> dict[str, int]:
-        """Write everything to the disk, and return the length of every file in bytes.
+        """Write and sync everything, and return the length of every file in bytes.
 
         Raises:
             OSError: A file cannot be written.
@@ -291,20 +298,31 @@ class History:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"{path}: expected one round per line, but cannot read it: {reason(repr(error))}. {ANEW.capitalize()}") from error
 
-    def _write(self) -> None:
+    def _write(self, sync: bool = True) -> None:
+        """Append the waiting lines to the files; with ``sync``, return only when the system has stored them on the disk."""
         for file, text in self._waiting.items():
-            if not text:
+            if not text and not (sync and self._unsynced[file]):
                 continue
             with (self.folder / file).open("ab", buffering=0) as target:
                 length, data = target.tell(), text.encode()
                 try:
                     if (written := target.write(data)) < len(data):
                         raise OSError(f"only {written} of {len(data)} bytes fit into {target.name}: the disk is full")
-                    os.fsync(target.fileno())
                 except OSError:
                     target.truncate(length)
                     raise
-            self._waiting[file] = ""
+                self._waiting[file], self._unsynced[file] = "", self._unsynced[file] + text
+                if not sync:
+                    continue
+                try:
+                    os.fsync(target.fileno())
+                except OSError:  # nobody knows which of these lines are on the disk
+                    lost = self._unsynced[file]
+                    target.truncate(length + len(data) - len(lost.encode()))
+                    self._waiting[file], self._unsynced[file] = lost, ""
+                    raise
+                self._unsynced[file] = ""
+        self._synced_at = time.monotonic() if sync else self._synced_at
 
 
 def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Value | None]]) -> str:

@@ -248,16 +248,36 @@ def test_a_disk_that_fails_to_sync_writes_no_line_twice(tmp_path: Path, monkeypa
     parts.mkdir()
     history(whole, rich())
     made = history(parts, rich()[:2])
+    made.lengths()
+    made.add(rich()[2])
 
     def fail(descriptor: int) -> None:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
         patch.setattr("fl_bn.run.history.os.fsync", fail)
-        made.add(rich()[2])
+        with pytest.raises(OSError, match="Input/output error"):
+            made.lengths()
+    assert whole_lines(parts)[0] == 2  # round 3 may be on the disk or not, so it is written again
     for record in rich()[3:]:
         made.add(record)
+    made.lengths()
     assert contents(parts) == contents(whole)
+
+
+def test_rounds_of_the_same_second_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = list[int]()
+    monkeypatch.setattr("fl_bn.run.history.os.fsync", synced.append)
+    made = history(tmp_path, rich())
+    at_begin = len(made.files) - 1  # rounds.jsonl has no names of columns
+    assert (len(synced), whole_lines(tmp_path)[0]) == (at_begin, len(rich()))
+    made.lengths()
+    assert len(synced) == at_begin + len(made.files)
+    made.lengths()
+    assert len(synced) == at_begin + len(made.files)
+    monkeypatch.setattr("fl_bn.run.history.SYNC_EVERY", 0.0)  # every round is a second later than the one before
+    made.add(rich()[0])
+    assert len(synced) == at_begin + 2 * len(made.files)
 
 
 # Mean IoU and accuracies per class, and files from before they were kept

@@ -123,3 +123,26 @@ def test_the_signature_tells_models_methods_and_dtypes_apart() -> None:
     ]
     assert len(set(found)) == len(found)
     assert signature(convert(seeded_network("cnn", seed=7), fbn), fbn) == found[2]  # values do not matter
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fbn"])
+def test_the_one_wrong_tensor_among_many_is_named(name: str) -> None:
+    """Small tensors of one dtype and range are checked together: the error and the largest value are those of each alone."""
+    specs = reply(name)
+    payload = example(specs)
+    assert specs.check(payload) == {section: float(any("float" in s.dtype for s in of.values())) for section, of in specs.sections.items()}
+    for section, of in specs.sections.items():
+        for tensor, spec in of.items():
+            right = payload[section][tensor]
+            wrong = {"dtype": right.astype(np.float16), "shape": right[None]}
+            if "float" in spec.dtype:
+                wrong |= {"finite": np.where(np.arange(right.size).reshape(right.shape) == right.size - 1, np.nan, right)}
+                wrong["finite"] = wrong["finite"].astype(spec.dtype)
+            if np.isfinite(spec.at_least):
+                wrong["expected values >="] = right * 0 + np.asarray(spec.at_least - abs(spec.at_least) - 1, right.dtype)
+            for what, array in wrong.items():
+                with pytest.raises(WireError, match=what) as refused:
+                    specs.check({**payload, section: {**payload[section], tensor: array}})
+                assert (refused.value.section, refused.value.tensor) == (section, tensor)
+            if "float" in spec.dtype:
+                assert specs.check({**payload, section: {**payload[section], tensor: right * 5}})[section] == 5.0

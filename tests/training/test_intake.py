@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import permutations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fl_bn.federation import blocks as module
 from fl_bn.federation.aggregation import average
-from fl_bn.federation.blocks import BLOCK, WeightedSum, extremes, fits
+from fl_bn.federation.blocks import BLOCK, SMALL, WeightedSum, all_finite, extremes, fits, sizes
 from fl_bn.federation.intake import PartialAverage, StreamingAverage, streaming
 from fl_bn.federation.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from fl_bn.federation.rounds import Rounds
@@ -61,6 +62,36 @@ def test_blocks_change_no_bit_of_the_average(size: int) -> None:
 def test_other_dtypes_and_orders_of_memory(dtype: torch.dtype) -> None:
     parts = [{"w": part["w"].T} for part in parts_of(BLOCK // 64, 100, dtype=dtype)]
     assert same(average(parts, SIZES), written_out(parts, SIZES))
+
+
+def test_small_tensors_that_are_added_as_one_block_change_no_bit() -> None:
+    def part(seed: int) -> dict[str, Tensor]:
+        rng = np.random.default_rng(seed)
+        normal = {f"n{i}": torch.from_numpy(rng.normal(size=(SMALL // 64, i + 1))).float() for i in range(200)}  # more than BLOCK values
+        counters = {f"c{i}": torch.from_numpy(rng.integers(2**53, 2**60, (3, 2))) for i in range(3)}
+        large = {"large": torch.from_numpy(rng.normal(size=(SMALL + 1,))), "empty": torch.zeros(0), "last": torch.tensor(rng.normal())}
+        return {**normal, **counters, **large}
+
+    parts = [part(seed) for seed in range(len(SIZES))]
+    assert same(average(parts, SIZES), written_out(parts, SIZES))
+    two_by_two = WeightedSum()
+    for begin in range(0, len(parts), 2):
+        two_by_two.add(parts[begin : begin + 2], [weight / sum(SIZES) for weight in SIZES[begin : begin + 2]])
+        two_by_two = two_by_two.copy()
+    assert same(two_by_two.tensors, written_out(parts, SIZES))
+    assert not same(average([{**parts[0], "c1": parts[0]["c1"] + 2**20}, *parts[1:]], SIZES), written_out(parts, SIZES))  # control
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", ["small", "other", "half", "large"])
+def test_one_value_that_is_not_finite_is_found_in_any_tensor(at: str, value: float) -> None:
+    tensors = {"small": torch.ones(3), "other": torch.ones(2, 2), "half": torch.ones(2).half(), "large": torch.ones(SMALL + 1)}
+    tensors |= {"whole": torch.ones(2, dtype=torch.int64), "empty": torch.ones(0)}
+    assert all_finite(tensors.values())
+    assert sizes(tensors) == {"small": 1.0, "other": 1.0, "half": 1.0, "large": 1.0, "whole": 0.0, "empty": 0.0}
+    tensors[at].view(-1)[0], tensors[at].view(-1)[-1] = value, -3.0
+    assert not all_finite(tensors.values())
+    assert sizes(tensors)[at] == 3.0
 
 
 @pytest.mark.parametrize("name", SERVER_OPTIMIZERS)
