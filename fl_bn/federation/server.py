@@ -74,7 +74,6 @@ class Server:
         self.round = 0
         self._bounds: dict[str, float] = {}  # section -> the largest allowed value in replies of this round
         self._sent: dict[str, float] = {}  # name -> the largest absolute value of a statistic in this round's instruction
-        self._schemas: dict[Phase, schema.Schema] = {}  # phase -> the schema of replies
         self.keeps_replies = False  # whether to wait for all replies before averaging: True once a bad reply in an average spoilt a round
 
     @property
@@ -186,10 +185,7 @@ class Server:
 
     def expected(self, phase: Phase) -> schema.Schema:
         """Return the schema of a client's reply in ``phase``: the names, shapes and dtypes of its tensors."""
-        fixed = not self.shared.buffers and self.policy.update == "weights"  # otherwise values and frozen parameters matter, too
-        if phase not in self._schemas or not fixed:
-            self._schemas[phase] = schema.reply(self.model, self.method, phase, self.policy.update, self.policy.auxiliary)
-        return self._schemas[phase]
+        return self.shared.expected(phase, self.policy.update)
 
     def expects(self, round: int, phase: Phase, samples: Mapping[int, int] = MappingProxyType({})) -> Expected:
         """Describe the expected replies to an instruction.

@@ -140,6 +140,12 @@ class SharedModel:
         like = has_auxiliary(self.model, method)
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
 
+    def expected(self, phase: Phase, update: str) -> schema.Schema:
+        """Return the schema of a client's reply in ``phase``, with ``update``: ``weights`` or ``gradients``."""
+        if self.buffers or update == "gradients":  # values of buffers matter, too, or which parameters learn: both can change
+            return schema.reply(self.model, self.method, phase, update, self._auxiliary_kinds)
+        return self._copy.network.reply(phase, update, self._auxiliary_kinds)
+
     def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
         """Return the instruction to measure or evaluate. It has the weights, and the statistics if they are shared."""
         return Instruction(round, phase, self.sections(), signature=self.signature, **fields)
