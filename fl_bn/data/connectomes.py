@@ -80,7 +80,10 @@ def connectome(series_TR: Floats) -> NDArray[np.float32]:
 
 
 def windows(series_TR: Floats) -> list[Floats]:
-    """Return all windows of ``WINDOW`` time points, whose starts are ``STRIDE`` apart, or a shorter series as one window."""
+    """Cut a time series (T, R) into windows of ``WINDOW`` time points, which begin every ``STRIDE`` time points.
+
+    A series that is shorter than one window is returned as the only window.
+    """
     last = max(len(series_TR) - WINDOW, 0)
     return [series_TR[start : start + WINDOW] for start in range(0, last + 1, STRIDE)]
 
@@ -101,7 +104,7 @@ def load_abide(path: str, image_size: int) -> Measurements:
 
     Args:
         path: the folder of the files; ``data`` if empty.
-        image_size: 0 or 1.
+        image_size: 0 or 1, as a vector has no pixels.
 
     Raises:
         DataNotFound: there are no such files.

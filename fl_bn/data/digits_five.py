@@ -1,7 +1,7 @@
 """Digits of five kinds: SVHN, USPS, SynthDigits, MNIST-M and MNIST, the five-domain task of FedBN.
 
 ``digits-five`` has the published splits. ``digits-five-pooled`` pools both splits of each set and divides them
-again, four to one, as FedBN does.
+again into 80 % training and 20 % test samples, as FedBN does.
 """
 
 from __future__ import annotations
@@ -221,9 +221,9 @@ def load_digits_five(path: str, image_size: int) -> Dataset:
 
 
 def load_digits_five_pooled(path: str, image_size: int) -> Dataset:
-    """Load ``digits-five-pooled``: ``digits-five`` with each domain's splits pooled and divided again, four to one.
+    """Load ``digits-five-pooled``: ``digits-five`` with each domain's splits pooled, and divided again into 80 % and 20 %.
 
-    The division is random, but the same in every run. The paper says: "testing samples are held out and kept the
+    80 % are training samples. The division is random, but the same in every run. The paper says: "testing samples are held out and kept the
     same for all the experiments".
 
     Raises:

@@ -190,7 +190,7 @@ class Limit:
 
     Attributes:
         per_domain: the largest number of samples of a domain; 0 for no limit.
-        share: the share of the samples to keep, in (0, 1].
+        share: the share of the samples to keep, in (0, 1]. If both limits are set, the smaller number counts.
     """
 
     per_domain: int = 0
