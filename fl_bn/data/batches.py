@@ -125,6 +125,6 @@ def _check(n: int, batch_size: int, least: int, drop_last: bool) -> None:
     check_size(n, least)
     if drop_last and n < batch_size:
         raise ClientTooSmall(
-            f"drop-last leaves out a batch of fewer than {batch_size} samples, and this client has {n} in all: use fewer clients, a smaller "
-            "batch-size, or a partition with larger parts"
+            f"drop-last leaves out a batch of fewer than {batch_size} samples, and this client has {n} in all: use fewer clients, a "
+            "smaller batch-size, or a partition with larger parts"
         )
