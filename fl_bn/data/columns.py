@@ -123,7 +123,8 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
     scaled = {key.removeprefix("target-"): values[key] for key in ("target-mean", "target-std") if key in values}
     if classes and scaled:
         raise ValueError(
-            "target-mean and target-std are for a target that is a number, but the target has classes: leave out either these keys or classes"
+            "target-mean and target-std are for a target that is a number, but the target has classes: leave out either these keys or "
+            "classes"
         )
     columns = Columns(
         target=_text("target", values["target"]),

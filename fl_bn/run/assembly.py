@@ -55,7 +55,7 @@ KNOWN = 8  # how many run configs a process caches
 
 @dataclass(frozen=True)
 class OwnData:
-    """Name the data that a client brings itself, as its node config names them.
+    """Name a client's own data, which its node config names.
 
     Attributes:
         dataset: The data set, as the run-config key ``dataset``; empty: the client takes its part of the run's data.
@@ -458,8 +458,8 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
 
     Args:
         node: The node config of the client. Its ``partition-id`` is the index.
-        config: The run config. If it has ``client-nodes``, the index is the position of ``node_id`` in them. For a
-            site whose key was renewed since, it is the position of its name in ``client-names``.
+        config: The run config. If it has ``client-nodes``, the index is the position of ``node_id`` in them. If the
+            site's key was renewed after the run was submitted, it is the position of its name in ``client-names``.
         node_id: Flower's id of the client's node.
 
     Raises:

@@ -25,10 +25,10 @@ BATCHES = re.compile(r"(?<=after )\d+(?= batches)")  # in the description of a d
 
 @dataclass(frozen=True)
 class Kind:
-    """Hold the totals of one kind of content that left one client, such as its weights: one kind of *disclosure*.
+    """Hold the totals of one kind of *disclosure*: content of one kind, such as weights, that one client sent.
 
     Attributes:
-        tensors: The number of tensors in one message.
+        tensors: The largest number of tensors in one message.
         messages: The number of messages.
         rounds: The number of rounds with such a message.
         nbytes: The bytes of all messages.

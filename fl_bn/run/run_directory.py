@@ -140,7 +140,7 @@ class RunDirectory(Callback):
         return self
 
     def start(self, strategy: BatchNormStrategy) -> None:
-        """Store the strategy of the run, whose model is saved at the end. Start to record its noisy sums in privacy.jsonl."""
+        """Store the strategy, whose model is saved at the end. With ``dp-noise``, each noisy sum is recorded in privacy.jsonl."""
         self.strategy = strategy
         if self.path is not None and strategy.secure is not None and strategy.secure.accountant is not None:
             strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))

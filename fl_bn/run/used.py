@@ -108,14 +108,14 @@ FREEZES_LATER = method_where(
     "where statistics freeze after some rounds (methods fixbn and fedtan2, or freeze-after)", _freezes_later, "freeze-after", "rounds"
 )
 FREEZES_EARLY_ENOUGH = Used(
-    "where rounds follow after that one",
+    "where the run has more rounds than that",
     lambda c: c["freeze-after"] < c["rounds"] or c["rounds"] == 0 or "freeze-after" in options_by_key(METHODS[c["method"]]),
     ("rounds",),
 )
 TORCHVISION = Used("for a network of torchvision's", lambda c: is_torchvision(c["model"]), ("model",))
 PARAMETER = OWN_DATA & used_with("partition", *PARAMETRISED)
 TESTED_AS_GIVEN = Used(
-    "where no validation samples stand in the place of the test data", lambda c: not c["validation-share"], ("validation-share",)
+    "where runs are tested on the test data, and not on validation samples", lambda c: not c["validation-share"], ("validation-share",)
 )
 OWN_DOMAINS = used_with("partition", *BY_DOMAIN)
 KEEPS_STATISTICS = method_where(
@@ -124,4 +124,4 @@ KEEPS_STATISTICS = method_where(
 ATTACKERS = Used("with attackers, byzantine > 0", lambda c: c["byzantine"] > 0, ("byzantine",))
 LIES = used_with("attack", *(name for name in ATTACKS if name != LABEL_FLIP))
 STRENGTH = used_with("attack", *STRENGTHS)
-WRITES = Used("with an output, the folder that runs are written to", lambda c: bool(c["output"]), ("output",))
+WRITES = Used("where results are written to a folder (output)", lambda c: bool(c["output"]), ("output",))

@@ -87,8 +87,8 @@ class Where:
 
         Args:
             at: Axis -> the label of the combination.
-            keys: The run-config keys of the combination. An axis of the file is a key here if the variant sets it to a
-                single value.
+            keys: The run-config keys of the combination. If the variant replaces an axis by a single value, the name of the
+                axis is one of these keys, and its value is compared instead of a label.
         """
         return all(at.get(axis, str(keys.get(axis))) == value for axis, value in self.at.items())
 
@@ -104,8 +104,8 @@ class Sweep:
         keys: Run-config keys of all runs.
         axes: Axis -> label of a value -> the run-config keys, with values, for which the label stands.
         skip: The combinations to leave out. Each entry has the labels on some axes.
-        own: Keys that must have an effect in at least one run. For a variant of a file these are the keys of the
-            variant only, since the other keys of the file serve all variants.
+        own: Keys that must have an effect in at least one run. For a variant of a file, these are the keys that the
+            variant itself sets. Other keys of the file may have an effect in other variants only.
         where: Keys for some combinations only, which override those of ``keys`` and ``axes``.
         tables: The other tables of the file, such as [report].
         strict: Whether each key of a label must have an effect in every run with this label. If False, runs leave out
@@ -380,7 +380,7 @@ def _overridden(axis: str, values: Axis, overrides: Mapping[str, Any]) -> Axis:
     """Return an axis without the keys that ``overrides`` sets for all runs.
 
     Raises:
-        ConfigError: Values of the axis differ in a key of ``overrides``, so they would become equal.
+        ConfigError: ``overrides`` has the axis itself, or only keys of ``overrides`` distinguish two of its values.
     """
     remaining = {label: {key: value for key, value in keys.items() if key not in overrides} for label, keys in values.items()}
     for one, other in itertools.combinations(values, 2):
@@ -431,7 +431,7 @@ def made(maker: str, folder: Path) -> Path:
 
     Args:
         maker: The function that makes the data, as ``module:function``. It takes the path of the folder to make.
-        folder: The folder of the data. It gets its name when the data are complete.
+        folder: The folder of the data. They are made in ``folder.unfinished``, which is renamed when they are complete.
 
     Returns:
         ``folder``.
