@@ -202,7 +202,13 @@ def _published(folder: Path, phenotypes: Path) -> dict[str, list[Subject]]:
 
 
 def read_series(file: Path) -> Floats:
-    """Read the time series (T, R) of a published text file: a header of region numbers, then one time point per line."""
+    """Read the time series (T, R) of a published text file: a header of region numbers, then one time point per line.
+
+    The column of the atlas's empty region (``EMPTY_REGION``) is left out.
+
+    Raises:
+        ValueError: the file has another form, or a number is not finite.
+    """
     with file.open(encoding="utf-8-sig") as stream:
         header = stream.readline()
     try:
@@ -243,7 +249,11 @@ def _csv(file: Path) -> list[Subject]:
 
 
 def _grouped(file: Path, x: Floats, y: NDArray[np.generic], subject: NDArray[np.generic], *, ready: bool) -> list[Subject]:
-    """Make one ``Subject`` per person from all rows of the person. A row is a vector, or the time series of a scan."""
+    """Make one ``Subject`` per person from all rows of the person. A row is a vector, or the time series of a scan.
+
+    Raises:
+        ValueError: the rows of a person have both labels.
+    """
     subjects = []
     for one in dict.fromkeys(subject.tolist()):
         rows = np.flatnonzero(subject == one)

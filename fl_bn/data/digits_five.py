@@ -94,6 +94,9 @@ def read_mat(file: Path, image_size: int) -> tuple[Tensor, Tensor]:
     """Read the images (N, 3, H, H) and labels (N,) of a MATLAB file in the format of SVHN.
 
     The file holds ``X`` (H, H, 3, N) and ``y`` (N, 1), in which the digit 0 may have the label 10.
+
+    Raises:
+        ValueError: the file cannot be read, or has another form.
     """
     from scipy.io import loadmat  # type: ignore[import-untyped]  # imported here because other data sets do not need it
     from scipy.io.matlab import MatReadError  # type: ignore[import-untyped]

@@ -41,8 +41,8 @@ class DataKeys:
     frozen_rate: float = option(
         0.0,
         "upper limit of the learning rate in rounds with frozen statistics, as a share of the highest rate before them; 1: the schedule "
-        f"alone decides; 0: the default limit, {BOUNDED_FROZEN_RATE:g} where gradients are clipped and centred, else {FROZEN_RATE:g} (fedtan2: "
-        f"{FEDTAN2_RATE:g})",
+        f"alone decides; 0: the default limit, {BOUNDED_FROZEN_RATE:g} where gradients are clipped and centred, else {FROZEN_RATE:g} "
+        f"(fedtan2: {FEDTAN2_RATE:g})",
         "0 or (0, 1]",
         used=when.FREEZES_LATER,
     )
@@ -122,8 +122,8 @@ class DataKeys:
     partition: str = own_data("classes", "how the training data are split over the clients", KINDS)
     partition_parameter: float = option(
         1.0,
-        "classes, table: number of classes per client; dirichlet, domain-dirichlet: concentration; similarity: share of each client's data that "
-        "is drawn at random; other partitions: unused",
+        "classes, table: number of classes per client; dirichlet, domain-dirichlet: concentration; similarity: share of each client's "
+        "data that is drawn at random; other partitions: unused",
         ">= 0",
         used=when.PARAMETER,
     )
