@@ -143,11 +143,11 @@ def read_cells(folder: Path) -> list[Cell]:
     """Read the runs in ``folder/runs``, ordered by name, with ``run2`` before ``run10``.
 
     Raises:
-        ConfigError: The folder has no runs.
+        ConfigError: The folder has no run that has ended.
     """
     files = sorted((folder / "runs").glob("*/cell.json"), key=lambda file: _natural(file.parent.name))
     if not files:
-        raise ConfigError(f"{folder} has no runs yet: expected files {folder.name}/runs/CELL/cell.json, as `fl-bn sweep` writes them")
+        raise ConfigError(f"{folder} has no runs yet that have ended: expected files {folder.name}/runs/CELL/cell.json, as `fl-bn sweep` writes them")
     return [_read(file) for file in files]
 
 
