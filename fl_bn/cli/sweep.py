@@ -28,7 +28,7 @@ console = Console()
 JobsOption = Annotated[
     int, typer.Option(min=0, help="runs at a time, each in its own process; 0: one per core, with --engine ray one per CPU of the nodes")
 ]
-DataOption = Annotated[str, typer.Option(help="the folder for which {data} stands in a sweep file")]
+DataOption = Annotated[str, typer.Option(help="the folder whose path replaces {data} in a sweep file")]
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys that override those of the file: \"rounds=10 device='cuda'\"")]
 EngineOption = Annotated[
     str, typer.Option(help="in-process: processes of this machine; ray: runs spread over the nodes of a Ray cluster (docs/cluster.md)")
@@ -95,7 +95,7 @@ def perform(
     Args:
         file: The sweep file.
         variant: The name of a variant in the file; empty: the file without any variant.
-        data: The folder for which ``{data}`` stands in the file.
+        data: The folder whose path replaces ``{data}`` in the file.
         folder: The folder of the results.
         place: Where the cells run.
         retry: Run cells again that failed before.

@@ -190,7 +190,7 @@ class RunDirectory(Callback):
             LOGGER.error("some results could not be written to %s: %s", self.path, problem)
             if error is None:
                 raise RunFailed(
-                    f"the run trained all its rounds, but its results could not be written ({problem}). Make room, and go on with "
+                    f"the run trained all its rounds, but its results could not be written ({problem}). Free disk space, and go on with "
                     f"resume={self.name!r}, if it has checkpoints"
                 ) from problem
 

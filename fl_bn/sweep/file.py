@@ -102,7 +102,7 @@ class Sweep:
     Attributes:
         title: The title in the report.
         keys: Run-config keys of all runs.
-        axes: Axis -> label of a value -> the run-config keys, with values, for which the label stands.
+        axes: Axis -> label of a value -> the run-config keys that the value sets, each with its value.
         skip: The combinations to leave out. Each entry has the labels on some axes.
         own: Keys that must have an effect in at least one run. For a variant of a file, these are the keys that the
             variant itself sets. Other keys of the file may have an effect in other variants only.
@@ -193,7 +193,7 @@ def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[s
     Args:
         path: The file.
         variant: The name of a variant in the file; empty: the file without any variant.
-        data: The folder for which ``{data}`` stands.
+        data: The folder whose path replaces ``{data}`` in values.
         overrides: Run-config keys that override those of the file.
 
     Raises:
@@ -227,7 +227,7 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
         tables: The content of the file.
         name: The title of the sweep, if the file has none.
         variant: The name of a variant in the file; empty: the file without any variant.
-        data: The folder for which ``{data}`` stands.
+        data: The folder whose path replaces ``{data}`` in values.
         overrides: Run-config keys that override those of the file.
 
     Raises:
@@ -280,7 +280,7 @@ def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str
         cases: The entries.
         axes: The axes of the file and of the variant, each with all labels from the file and from the variant.
         overrides: Run-config keys that override those of the entries.
-        data: The folder for which ``{data}`` stands.
+        data: The folder whose path replaces ``{data}`` in values.
 
     Raises:
         ConfigError: An entry has an unknown axis or label, or is not of the right form.
@@ -364,7 +364,7 @@ def _without(keys: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any
 
 
 def _keys_in(axes: Mapping[str, Any]) -> set[str]:
-    """Return the run-config keys for which the labels of the axes stand. An axis given as a list of labels adds no keys."""
+    """Return the run-config keys that the values on the axes set. An axis given as a list of labels adds no keys."""
     return {key for values in axes.values() if isinstance(values, dict) for keys in values.values() for key in keys}
 
 
