@@ -224,10 +224,10 @@ def load_digits_five(path: str, image_size: int) -> Dataset:
 
 
 def load_digits_five_pooled(path: str, image_size: int) -> Dataset:
-    """Load ``digits-five-pooled``: ``digits-five`` with each domain's splits pooled, and divided again into 80 % and 20 %.
+    """Load ``digits-five-pooled``: ``digits-five``, but with 80 % of each domain's samples as training samples.
 
-    80 % are training samples. The division is random, but the same in every run. The paper says: "testing samples are held out and kept the
-    same for all the experiments".
+    The published splits are pooled. The division is random, but the same in every run. The paper says: "testing samples
+    are held out and kept the same for all the experiments".
 
     Raises:
         DataNotFound: a domain has no files, and cannot be downloaded.

@@ -55,7 +55,7 @@ KNOWN = 8  # how many run configs a process caches
 
 @dataclass(frozen=True)
 class OwnData:
-    """Name a client's own data, which its node config names.
+    """Hold the names of a client's own data, from its node config.
 
     Attributes:
         dataset: The data set, as the run-config key ``dataset``; empty: the client takes its part of the run's data.

@@ -111,7 +111,7 @@ class RunKeys(DataKeys):
     declared_byzantine: int = declared(Defence, "f")
     # secure aggregation, and differential privacy
     secure_aggregation: bool = option(
-        False, "the server sees only sums over clients of updates, statistics and evaluations (SecAgg+; not of FedTAN's exchange)"
+        False, "the server sees only sums over clients of updates, statistics and evaluations (SecAgg+); FedTAN's exchange is not protected"
     )
     secagg_shares: int = declared(SecureAggregation, "shares")
     secagg_threshold: int = declared(SecureAggregation, "threshold")
