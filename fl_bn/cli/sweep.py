@@ -101,7 +101,7 @@ def perform(
         retry: Run cells again that failed before.
         run_config: Run-config keys that override those of the file.
         only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
-        known: Name of a cell to leave out, since its result is elsewhere -> the file of the result.
+        known: The cells to leave out, since their results are elsewhere: name of the cell -> file of its result.
         dry_run: Check and list the cells, but run nothing.
 
     Returns:
@@ -149,7 +149,7 @@ def carry_out(
         place: Where the cells run.
         retry: Run cells again that failed before.
         only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
-        known: Name of a cell to leave out, since its result is elsewhere -> the file of the result.
+        known: The cells to leave out, since their results are elsewhere: name of the cell -> file of its result.
         dry_run: Check and list the cells, but run nothing.
 
     Returns:

@@ -31,14 +31,14 @@ Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
-    """Return the change that ``Samples.batch`` applies to images (B, C, H, W) and labels or masks.
+    """Return the augmentation that ``Samples.batch`` applies to images (B, C, H, W) and their labels or masks.
 
     Args:
         name: one of ``AUGMENTATIONS``.
-        rng: the random generator from which each call of the change draws.
+        rng: the random generator from which each call of the augmentation draws.
 
     Returns:
-        The change, or None for "none". The change raises ValueError if its inputs are not uint8 images.
+        The augmentation as a function, or None for "none". It raises ValueError if its inputs are not uint8 images.
 
     Raises:
         ValueError: the name is unknown.

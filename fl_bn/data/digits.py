@@ -94,7 +94,7 @@ def _enlarged_digits() -> tuple[NDArray[np.int64], Tensor, NDArray[np.int64], ND
 
 
 def stratified_split(labels: NDArray[np.int64], test: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Split samples into training and ``test`` test samples, each with the classes in proportion.
+    """Split samples into training samples and ``test`` test samples, with the same share of every class in both.
 
     The indices equal those of scikit-learn's ``train_test_split(..., stratify=labels, random_state=seed)``,
     whose import takes two seconds. They are drawn from numpy's legacy generator, whose stream never changes.

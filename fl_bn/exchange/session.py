@@ -444,7 +444,7 @@ class Session:
     def _together(self, claims: list[int], usual: Callable[[list[int]], float] = median_low) -> int:
         """Return the cohort's total of activations, or of samples, from the numbers that the clients report.
 
-        If ``believing`` is True, the total is the sum. If it is False, every client counts with the median.
+        If ``believing`` is True, the total is the sum. If it is False, the median replaces every number before the sum.
 
         Args:
             claims: the reported numbers, one per client.

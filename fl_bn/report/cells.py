@@ -37,7 +37,7 @@ class Cell:
         name: The name of the run's folder.
         axes: The value of the run on each axis.
         config: The run config, with kebab-case keys.
-        status: The state of the run, ``finished`` or ``failed``, or the state of bad files, ``unreadable`` or ``damaged``.
+        status: ``finished`` or ``failed``; or ``unreadable`` or ``damaged`` if the files of the run are bad.
         error: Why the run failed, or what is wrong with its files; empty: the run is finished.
         rows: The lines of ``rounds.jsonl``, one per round.
         layers: The diagnostics: quantity -> layer -> round -> value. A quantity of the whole network has the layer "".

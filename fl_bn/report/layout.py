@@ -58,7 +58,7 @@ class Layout:
         settings: The settings of the report.
         cells: The runs that can be read.
         row_axis: The axis of the rows.
-        rest: The axes of the columns. A column stands for one value on each of them.
+        rest: The axes of the columns. A column is one combination of values on these axes.
         rows: The names of the rows.
         columns: The names of the columns.
         groups: The runs of each (row, column), one per seed.

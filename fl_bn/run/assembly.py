@@ -149,7 +149,7 @@ def dataset(config: RunConfig) -> Dataset:
     The run-config keys change them as follows. ``shifts`` makes domains. ``samples-per-domain`` and ``samples-share``
     limit the training samples of each domain. ``hold-out`` removes a domain, and does not change the data of the
     others. With ``evaluate-on='training'``, the training samples replace the test samples. With ``validation-share``,
-    validation samples of the clients replace them.
+    the clients' validation samples replace the test samples.
 
     Raises:
         DataNotFound: A file of the data is missing.
@@ -359,7 +359,7 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
     Args:
         config: The run config.
         client: The index of the client.
-        own: The names of the client's own data, all of which belong to it; empty: it gets its part of the run's data.
+        own: The names of the client's own data, of which it uses all samples; empty: it has its part of the run's data.
 
     Returns:
         Training samples, test samples, and the number of training samples per class. The counts are empty if samples

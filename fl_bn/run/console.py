@@ -17,7 +17,7 @@ from fl_bn.task import Task
 
 
 def in_full(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a copy of ``record`` whose text is the long line of the round. A record that is not about a round is returned itself."""
+    """Return a copy of ``record`` whose text is the long line of the round. Other records are returned unchanged."""
     if not hasattr(record, DETAIL):
         return record
     made = copy.copy(record)

@@ -155,7 +155,7 @@ class RunDirectory(Callback):
         note_domains(self.config, record)
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Append a round to the files that have every round. Ctrl-C waits until the round is in all of these files."""
+        """Append a round to rounds.csv and the other files with lines per round. Ctrl-C waits until all of them have the round."""
         with held():
             self._keep(record)
             if len(self.records) == 1:  # passes are made before round 1, and a resumed run makes none

@@ -43,7 +43,7 @@ def conditions(config: Any, registries: Registries, general: Mapping[str, Option
 
     Args:
         config: The run config.
-        registries: Key that chooses an entry by name, such as ``method`` -> the registry, name -> constructor.
+        registries: For each key that chooses an entry by name, such as ``method``, the registry: name -> constructor.
         general: The options of all general keys, by key.
     """
     uses: dict[str, Used | None] = {key: spec.used for key, spec in general.items()}
@@ -66,7 +66,7 @@ def check_used(config: Any, defaults: Mapping[str, Value], registries: Registrie
     Args:
         config: The run config.
         defaults: The default of every key. A key with another value was set by the user.
-        registries: Key that chooses an entry by name, such as ``method`` -> the registry, name -> constructor.
+        registries: For each key that chooses an entry by name, such as ``method``, the registry: name -> constructor.
         general: The options of all general keys, by key.
 
     Raises:

@@ -161,7 +161,7 @@ def grid_sweep(settings: Sequence[Setting], seeds: Sequence[int], base: Mapping[
 def run_grid(
     grid: Grid, seeds: Sequence[int], base: Mapping[str, Any], title: str, output: Path, perform: Perform, too_few: bool = True
 ) -> tuple[Scores, dict[str, str]]:
-    """Run both passes of the grid.
+    """Run the attack grid in two passes: all settings, then the rules that expect one attacker too few.
 
     Args:
         grid: The axes.

@@ -122,7 +122,7 @@ class Sweep:
     strict: bool = False
 
     def points(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield, for every combination, axis -> its value and run-config key -> its value.
+        """Yield two mappings for every combination of values: axis -> value, and run-config key -> value.
 
         All combinations with the first seed come before those with the second.
         """
