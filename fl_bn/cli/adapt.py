@@ -17,13 +17,19 @@ if TYPE_CHECKING:
 
 def adapt(
     model: Annotated[Path, typer.Option(help="the folder of a finished run, with config.toml, model.safetensors and clients/")],
-    domain: Annotated[str, typer.Option(help="the new client has this domain of the run's data. Default: the held-out domain")] = "",
+    domain: Annotated[
+        str, typer.Option(help="domain of the run's data to which the new client belongs. Default: the domain that the run held out")
+    ] = "",
     data: Annotated[str, typer.Option(help="the new client's own data: npz:PATH, folder:PATH or package.module:function")] = "",
     how: Annotated[
-        str, typer.Option(help="average-affine, recompute, nearest, test-batch, separated by commas; all: each way that the method allows")
+        str,
+        typer.Option(
+            help="ways of adapting, separated by commas: average-affine, recompute, nearest, test-batch; all: every way that the "
+            "method allows"
+        ),
     ] = "all",
     samples: Annotated[int, typer.Option(min=0, help="number of training samples, without labels, for the statistics; 0: all")] = 0,
-    batch_size: Annotated[int, typer.Option(min=2, help="test samples per batch of test-batch")] = 64,
+    batch_size: Annotated[int, typer.Option(min=2, help="number of test samples in a batch of the way test-batch")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="seed of the drawn samples, and of the order of the test samples")] = 0,
     output: Annotated[str, typer.Option(help="folder for the table, picture and models. Default: adapt-CLIENT in the run's folder")] = "",
 ) -> None:

@@ -67,7 +67,7 @@ def advise(
     folder = Path(output or f"runs/advise-{datetime.now():%Y%m%d-%H%M%S}")
     try:
         if methods and not pilot:
-            raise ConfigError("--methods are candidates for --pilot: give both, or neither")
+            raise ConfigError("--methods names candidates for --pilot: add --pilot, or leave out --methods")
         base = _keys(data, run_config)
         use = Usage()
         config = use.config(base)

@@ -28,7 +28,7 @@ console = Console()
 JobsOption = Annotated[
     int, typer.Option(min=0, help="runs at a time, each in its own process; 0: one per core, with --engine ray one per CPU of the nodes")
 ]
-DataOption = Annotated[str, typer.Option(help="the folder for which {data} stands in a sweep file")]
+DataOption = Annotated[str, typer.Option(help="the folder whose path replaces {data} in a sweep file")]
 RunConfigOption = Annotated[str, typer.Option("--run-config", help="keys that override those of the file: \"rounds=10 device='cuda'\"")]
 EngineOption = Annotated[
     str, typer.Option(help="in-process: processes of this machine; ray: runs spread over the nodes of a Ray cluster (docs/cluster.md)")
@@ -95,13 +95,13 @@ def perform(
     Args:
         file: The sweep file.
         variant: The name of a variant in the file; empty: the file without any variant.
-        data: The folder for which ``{data}`` stands in the file.
+        data: The folder whose path replaces ``{data}`` in the file.
         folder: The folder of the results.
         place: Where the cells run.
         retry: Run cells again that failed before.
         run_config: Run-config keys that override those of the file.
         only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
-        known: Name of a cell to leave out, since its result is elsewhere -> the file of the result.
+        known: The cells to leave out, since their results are elsewhere: name of the cell -> file of its result.
         dry_run: Check and list the cells, but run nothing.
 
     Returns:
@@ -149,7 +149,7 @@ def carry_out(
         place: Where the cells run.
         retry: Run cells again that failed before.
         only: A shell pattern; cells whose names do not match it are left out. Empty: all cells.
-        known: Name of a cell to leave out, since its result is elsewhere -> the file of the result.
+        known: The cells to leave out, since their results are elsewhere: name of the cell -> file of its result.
         dry_run: Check and list the cells, but run nothing.
 
     Returns:

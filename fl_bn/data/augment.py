@@ -31,14 +31,14 @@ Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
-    """Return the change that ``Samples.batch`` applies to images (B, C, H, W) and labels or masks.
+    """Return the augmentation that ``Samples.batch`` applies to images (B, C, H, W) and their labels or masks.
 
     Args:
         name: one of ``AUGMENTATIONS``.
-        rng: the random generator from which each call of the change draws.
+        rng: the random generator from which each call of the augmentation draws.
 
     Returns:
-        The change, or None for "none". The change raises ValueError if its inputs are not uint8 images.
+        The augmentation as a function, or None for "none". It raises ValueError if its inputs are not uint8 images.
 
     Raises:
         ValueError: the name is unknown.
@@ -91,7 +91,7 @@ def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PAD
 def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Apply ``flip``, then rotate about the centre by -30 to 30 degrees, as FedBN does for Office and DomainNet.
 
-    Pixels are read from the nearest pixel; outside the image they are black.
+    Each pixel has the value of the nearest pixel before the rotation. Where that would be outside the image, it is black.
     """
     height, width = x.shape[2:]
     angle = np.deg2rad(rng.uniform(-DEGREES, DEGREES, len(x)))
@@ -134,9 +134,10 @@ def segmentation(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor
 
 
 def _sampled(x: Tensor, affine: np.ndarray[tuple[int, ...], np.dtype[np.float64]], mode: str) -> Tensor:
-    """Return each image, read at the coordinates (in -1..1) that the matrices ``affine`` (B, 2, 3) give for its pixels.
+    """Transform each image by its affine matrix, of ``affine`` (B, 2, 3), as ``torch.nn.functional.affine_grid`` does.
 
-    Outside the image, pixels are black if ``mode`` is "nearest"; else the image's border is repeated.
+    A matrix maps the coordinates of a pixel in the result to coordinates in the image, both in -1..1. ``mode`` is the
+    interpolation. Outside the image, pixels are black if it is "nearest". Otherwise the image's border is repeated.
     """
     theta = torch.from_numpy(affine).to(x.device, torch.float32)
     grid = functional.affine_grid(theta, list(x.shape), align_corners=False)

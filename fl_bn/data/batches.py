@@ -40,12 +40,12 @@ def epoch_batches(n: int, batch_size: int, rng: np.random.Generator, least: int 
 
 
 def whole(n: int, batch_size: int) -> int:
-    """Return how many of ``n`` samples fill whole batches."""
+    """Return how many of ``n`` samples fill whole batches: the largest multiple of ``batch_size`` up to ``n``."""
     return n - n % batch_size
 
 
 def cuts(n: int, batch_size: int) -> list[int]:
-    """Return the positions at which one pass over ``n`` samples is cut into batches."""
+    """Return the positions at which one pass over ``n`` samples is cut into batches. There is one batch more than cuts."""
     positions = list(range(batch_size, n, batch_size))
     return positions[:-1] if positions and n - positions[-1] == 1 else positions
 
@@ -125,6 +125,6 @@ def _check(n: int, batch_size: int, least: int, drop_last: bool) -> None:
     check_size(n, least)
     if drop_last and n < batch_size:
         raise ClientTooSmall(
-            f"drop-last leaves out a batch of fewer than {batch_size} samples, and this client has {n}: use fewer clients, a smaller "
-            "batch-size, or a partition with larger parts"
+            f"drop-last leaves out a batch of fewer than {batch_size} samples, and this client has {n} in all: use fewer clients, a "
+            "smaller batch-size, or a partition with larger parts"
         )

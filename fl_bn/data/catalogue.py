@@ -13,13 +13,13 @@ How = Literal["included", "downloaded", "by hand"]
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """Description of one data set.
+    """Describe one data set.
 
     Attributes:
         title: title of the data set.
         terms: terms of use, in words.
         citation: authors and year of the publication.
-        how: how the files come to the user's machine.
+        how: where the files come from: "included" in an installed package, "downloaded" by the first run, or "by hand".
         tree: the files that must lie in ``data-path``.
         source: the publisher's address.
         samples: number of training and test samples together. Several numbers if editions differ; empty if it is unknown.

@@ -35,10 +35,10 @@ def check_files(name: str, path: str = "") -> list[Finding]:
 
     Args:
         name: name of the data set.
-        path: the folder of the set's files; ``data`` if empty.
+        path: the run-config key ``data-path``; ``data`` if empty.
 
     Returns:
-        The findings, at least one. Each has a status (ok, warn or fail), a text, and what to do.
+        The findings, at least one. Each has a status (ok, warn or fail), a text, and advice for the user.
 
     Raises:
         ValueError: there is no such data set.
@@ -113,7 +113,7 @@ def _public(name: str, path: str) -> Iterator[Finding]:
     except (OSError, RuntimeError) as error:  # the files are missing, or are packed archives
         missing = [str(file) for file in files_of(kind, root) if not file.is_file()]
         if missing:
-            raise DataNotFound(f"there is no {' and no '.join(missing)} (a run downloads it where there is internet)") from error
+            raise DataNotFound(f"there is no {' and no '.join(missing)} (with internet access, a run downloads it)") from error
         if not name.startswith(("cifar", "mnist")):
             raise ValueError(f"{root}: torchvision cannot read the files of {name}: {error}") from error
         yield Finding("warn", "files", f"the archives in {root} are not unpacked", "nothing to do: the first run unpacks and checks them")
@@ -163,7 +163,10 @@ def _cityscapes(name: str, path: str) -> Iterator[Finding]:
 
 
 def _csv(name: str, path: str) -> Iterator[Finding]:
-    """Read all CSV files, and yield the findings. The last finding names the run-config keys of a run of sites with such files."""
+    """Read all CSV files, and yield the findings.
+
+    The last finding has the run-config keys for a run in which every site has such a file (``dataset="sites"``).
+    """
     data = load_csv(path, 0)
     for file in csv_files(path):
         rows = read_rows(file, data.columns)

@@ -44,8 +44,10 @@ class Columns:
         ignore: names of columns that are not used.
         group: name of a column, such as the patient's. Rows with the same cell in it are all training rows or all test rows.
             Empty: there is no such column.
-        missing: what happens to a row with a missing cell, one of ``MISSING``.
-        unknown: what happens to a row with a category that is not listed, one of ``UNKNOWN``.
+        missing: what happens to a row with a missing cell: the file is refused, the row is dropped, or the cell is filled. One
+            of ``MISSING``.
+        unknown: what happens to a row with a category that is not listed: the file is refused, the row is dropped, or all
+            inputs of the column are zeros. One of ``UNKNOWN``.
         test_share: share of a file's rows to test on.
         seed: seed of the split into training and test rows.
         delimiter: character between cells.
@@ -120,7 +122,10 @@ def columns_of(values: Mapping[str, Any]) -> Columns:
     classes = _texts("classes", values["classes"], 2) if "classes" in values else ()
     scaled = {key.removeprefix("target-"): values[key] for key in ("target-mean", "target-std") if key in values}
     if classes and scaled:
-        raise ValueError("target-mean and target-std are for a target that is a number, but the target has classes: leave out one of both")
+        raise ValueError(
+            "target-mean and target-std are for a target that is a number, but the target has classes: leave out either these keys or "
+            "classes"
+        )
     columns = Columns(
         target=_text("target", values["target"]),
         classes=classes,
@@ -157,7 +162,7 @@ def is_missing(cell: str) -> bool:
 def _table(key: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
     table = values.get(key, {})
     if not isinstance(table, dict):
-        raise ValueError(f"[{key}] must be a table, a line for each column, but is {short(table)}")
+        raise ValueError(f"[{key}] must be a table with a line for each column, but is {short(table)}")
     return {_text(f"a column of [{key}]", name): value for name, value in table.items()}
 
 

@@ -80,7 +80,10 @@ def connectome(series_TR: Floats) -> NDArray[np.float32]:
 
 
 def windows(series_TR: Floats) -> list[Floats]:
-    """Return all windows of ``WINDOW`` time points, whose starts are ``STRIDE`` apart, or a shorter series as one window."""
+    """Cut a time series (T, R) into windows of ``WINDOW`` time points, which begin every ``STRIDE`` time points.
+
+    A series that is shorter than one window is returned as the only window.
+    """
     last = max(len(series_TR) - WINDOW, 0)
     return [series_TR[start : start + WINDOW] for start in range(0, last + 1, STRIDE)]
 
@@ -101,7 +104,7 @@ def load_abide(path: str, image_size: int) -> Measurements:
 
     Args:
         path: the folder of the files; ``data`` if empty.
-        image_size: 0 or 1.
+        image_size: 0 or 1, as a vector has no pixels.
 
     Raises:
         DataNotFound: there are no such files.
@@ -199,7 +202,13 @@ def _published(folder: Path, phenotypes: Path) -> dict[str, list[Subject]]:
 
 
 def read_series(file: Path) -> Floats:
-    """Read the time series (T, R) of a published text file: a header of region numbers, then one time point per line."""
+    """Read the time series (T, R) of a published text file: a header of region numbers, then one time point per line.
+
+    The column of the atlas's empty region (``EMPTY_REGION``) is left out.
+
+    Raises:
+        ValueError: the file has another form, or a number is not finite.
+    """
     with file.open(encoding="utf-8-sig") as stream:
         header = stream.readline()
     try:
@@ -240,7 +249,11 @@ def _csv(file: Path) -> list[Subject]:
 
 
 def _grouped(file: Path, x: Floats, y: NDArray[np.generic], subject: NDArray[np.generic], *, ready: bool) -> list[Subject]:
-    """Make one ``Subject`` per person from all rows of the person. A row is a vector, or the time series of a scan."""
+    """Make one ``Subject`` per person from all rows of the person. A row is a vector, or the time series of a scan.
+
+    Raises:
+        ValueError: the rows of a person have both labels.
+    """
     subjects = []
     for one in dict.fromkeys(subject.tolist()):
         rows = np.flatnonzero(subject == one)

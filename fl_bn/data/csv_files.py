@@ -112,7 +112,7 @@ def load_csv(path: str, image_size: int) -> TableData:
     test = np.concatenate(splits)
     if not test.any():
         alike = f" in one {columns.group}" if columns.group and len(tables[0].y) > 1 else ""
-        raise TableError(files[0], f"expected rows to train on and others to test on, but there {_rows(len(y))}{alike} in all: add rows")
+        raise TableError(files[0], f"expected a training row and a test row at least, but there {_rows(len(y))}{alike} in all: add rows")
     domain = torch.repeat_interleave(torch.arange(len(files)), torch.tensor([len(table.y) for table in tables]))
     several = len(files) > 1
     parts = [torch.from_numpy(chosen) for chosen in (~test, test)]
@@ -177,7 +177,8 @@ def read_rows(file: Path, columns: Columns) -> Rows:
     """Read the rows of one CSV file.
 
     Raises:
-        TableError: the file is empty or not CSV, a column is missing or not described, or a cell cannot be read.
+        TableError: the file is empty or not CSV, a column is missing or not described, a cell cannot be read, or no row is
+            left.
     """
     inputs: list[NDArray[np.float32]] = []
     targets: list[float] = []
@@ -199,7 +200,7 @@ def read_rows(file: Path, columns: Columns) -> Rows:
 
 
 def _lines(file: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield, for each line below the header, its number from 1 and column -> cell."""
+    """Yield, for each line below the header, its line number in the file (from 1), and column -> cell. Empty lines are skipped."""
     try:
         with file.open(newline="", encoding="utf-8-sig") as stream:
             reader = csv.reader(stream, delimiter=columns.delimiter, strict=True)
@@ -239,7 +240,10 @@ def _checked_header(file: Path, line: int, header: list[str], columns: Columns) 
         raise TableError(file, f"{FILE} lists this column, but {have}{other}", line, absent[0])
     if strange := [name for name in header if name not in known]:
         raise TableError(
-            file, f"{FILE} does not list this column{nearest(strange[0], known)}; add it there, to ignore or to a table", line, strange[0]
+            file,
+            f"{FILE} does not list this column{nearest(strange[0], known)}; list it there, in ignore, [numeric] or [categorical]",
+            line,
+            strange[0],
         )
     return header
 
@@ -325,10 +329,11 @@ class _Cells:
 
 
 def split(rows: Rows, columns: Columns) -> NDArray[np.bool_]:
-    """Draw the test rows of one file: the test share of each class, and at least one row of each class with two rows.
+    """Draw the test rows of one file at random.
 
-    Each class keeps a training row. If every class has one row, one row in all is a test row. With a group column, the
-    test share of all groups is drawn instead, whatever their classes.
+    The test share is drawn from each class, or from all rows if the target is a number. A class of two or more rows has
+    at least one test row and at least one training row. If every class has only one row, one row of the file is a test
+    row. With a group column, the test share of the groups is drawn instead, whatever the classes of their rows.
 
     Returns:
         Whether each row is a test row, bool (N,). A file with only one row, or only one group, has no test row.

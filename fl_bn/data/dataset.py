@@ -39,7 +39,7 @@ DATASETS: dict[str, Callable[[str, int], Dataset]] = {
 
 
 def load(name: str, path: str = "", image_size: int = 0, modules: Modules | None = None) -> Dataset:
-    """Load a data set by name. Each data set is read once per process, and then shared.
+    """Load a data set by name. The process caches the four data sets that it used last, so repeated calls share tensors.
 
     Args:
         name: one of ``DATASETS``, or a function of your own as "package.module:function".

@@ -30,7 +30,16 @@ _LEVELS = 16  # scikit-learn's digits count the inked pixels of a 4x4 cell
 
 
 def load_digits(path: str, image_size: int) -> Dataset:
-    """Load ``digits``: 1,437 training and 360 test digits (3, 20, 20), blended into patches of two photographs, half into each."""
+    """Load ``digits``: 1,437 training and 360 test digits (3, 20, 20), blended into patches of two photographs, half into each.
+
+    Args:
+        path: empty, as the digits come with scikit-learn.
+        image_size: pixels along each side. 0: 20.
+
+    Raises:
+        ValueError: there is a path, or the size is negative.
+        ImportError: scikit-learn is not installed.
+    """
     _refuse_path("digits", path)
     digits_NHW, labels_N, train, test = _enlarged_digits()
     photographs = [np.asarray(Image.open(_scikit_file("images", f"{name}.jpg"))) for name in DOMAINS]
@@ -61,7 +70,10 @@ def load_digits(path: str, image_size: int) -> Dataset:
 
 
 def load_digits_plain(path: str, image_size: int) -> Dataset:
-    """Load ``digits-plain``: the digits of ``digits``, in the same split, white on black (3, 20, 20)."""
+    """Load ``digits-plain``: the digits of ``digits``, in the same split, white on black (3, 20, 20).
+
+    Arguments and errors are those of ``load_digits``.
+    """
     _refuse_path("digits-plain", path)
     digits_NHW, labels_N, train, test = _enlarged_digits()
     grey = images_to_tensor(digits_NHW.astype(np.uint8)).expand(-1, 3, -1, -1).contiguous()
@@ -82,7 +94,7 @@ def _enlarged_digits() -> tuple[NDArray[np.int64], Tensor, NDArray[np.int64], ND
 
 
 def stratified_split(labels: NDArray[np.int64], test: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Split samples into training and ``test`` test samples, each with the classes in proportion.
+    """Split samples into training samples and ``test`` test samples, with the same share of every class in both.
 
     The indices equal those of scikit-learn's ``train_test_split(..., stratify=labels, random_state=seed)``,
     whose import takes two seconds. They are drawn from numpy's legacy generator, whose stream never changes.

@@ -1,7 +1,7 @@
 """Digits of five kinds: SVHN, USPS, SynthDigits, MNIST-M and MNIST, the five-domain task of FedBN.
 
 ``digits-five`` has the published splits. ``digits-five-pooled`` pools both splits of each set and divides them
-again, four to one, as FedBN does.
+again into 80 % training and 20 % test samples, as FedBN does.
 """
 
 from __future__ import annotations
@@ -94,6 +94,9 @@ def read_mat(file: Path, image_size: int) -> tuple[Tensor, Tensor]:
     """Read the images (N, 3, H, H) and labels (N,) of a MATLAB file in the format of SVHN.
 
     The file holds ``X`` (H, H, 3, N) and ``y`` (N, 1), in which the digit 0 may have the label 10.
+
+    Raises:
+        ValueError: the file cannot be read, or has another form.
     """
     from scipy.io import loadmat  # type: ignore[import-untyped]  # imported here because other data sets do not need it
     from scipy.io.matlab import MatReadError  # type: ignore[import-untyped]
@@ -221,10 +224,10 @@ def load_digits_five(path: str, image_size: int) -> Dataset:
 
 
 def load_digits_five_pooled(path: str, image_size: int) -> Dataset:
-    """Load ``digits-five-pooled``: ``digits-five`` with each domain's splits pooled and divided again, four to one.
+    """Load ``digits-five-pooled``: ``digits-five``, but with 80 % of each domain's samples as training samples.
 
-    The division is random, but the same in every run. The paper says: "testing samples are held out and kept the
-    same for all the experiments".
+    The published splits are pooled. The division is random, but the same in every run. The paper says: "testing samples
+    are held out and kept the same for all the experiments".
 
     Raises:
         DataNotFound: a domain has no files, and cannot be downloaded.

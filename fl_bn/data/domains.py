@@ -1,4 +1,4 @@
-"""Separation of one domain: a run trains without this domain, and its model is adapted to the domain afterwards."""
+"""Separate one domain from a data set. A run trains without this domain. Its model is adapted to the domain afterwards."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def index_of(dataset: Dataset, name: str) -> int:
     """
     if not dataset.domains:
         raise ValueError(
-            f"dataset {dataset.name!r} has no domains, so there is no domain {name!r}: give several npz or CSV files, digits, or shifts"
+            f"dataset {dataset.name!r} has no domains, so there is no domain {name!r}: give several npz or CSV files, "
+            "dataset='digits', or shifts"
         )
     if name not in dataset.domains:
         raise ValueError(f"dataset {dataset.name!r} has no domain {name!r}; it has: {', '.join(dataset.domains)}")

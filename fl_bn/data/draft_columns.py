@@ -26,7 +26,8 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
 
     A column is numeric if all its cells are numbers. Otherwise it is categorical, unless it has more than
     ``MOST_CATEGORIES`` different texts or no value at all: then it is ignored. Means and deviations are those of the
-    training rows without a missing cell. Deviations are rounded to two digits.
+    training rows without a missing cell. Deviations are rounded to two digits, and means to the same
+    decimal place.
 
     Args:
         path: a folder of CSV files, or files, separated by commas.

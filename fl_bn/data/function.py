@@ -55,7 +55,7 @@ def load_function(name: str, path: str, image_size: int, modules: Modules | None
     (regression), or 0 or 1 (N, K) (multi-label). Samples are either
 
     * floats (N, ...) of any shape, which the network receives as float32: the function must scale them. They are
-      never resized, so ``image_size`` must be 0 or the size that they have (1 for a table). Or
+      never resized, so ``image_size`` must be 0 or the size that they have (1 for a table); or
     * square uint8 images (N, H, W) or (N, H, W, C) with 1 or 3 channels. They are resized to ``image_size`` unless
       it is 0.
 

@@ -97,6 +97,10 @@ def tiny_imagenet(path: str) -> Listing:
 
     The training split is ``train/WNID/images/*``. The test split is ``val/images/*``, with the classes in
     ``val/val_annotations.txt``.
+
+    Raises:
+        DataNotFound: a file or folder is missing.
+        ValueError: a line of ``val_annotations.txt`` has another form.
     """
     name = "tiny-imagenet"
     root = find_root(name, path, ("wnids.txt", "train", "val/images", "val/val_annotations.txt"), ("tiny-imagenet-200",))
@@ -123,6 +127,9 @@ def imagenet(path: str) -> Listing:
     """List the images of ImageNet: ``train/WNID/*`` and, as the test split, ``val/WNID/*``.
 
     Classes are the folders of train, in the order of their names, which are WordNet ids (WNIDs).
+
+    Raises:
+        DataNotFound: a folder is missing, or ``val`` has no folder for each class.
     """
     name = "imagenet"
     root = find_root(name, path, ("train", "val"), ("imagenet", "ILSVRC2012"))

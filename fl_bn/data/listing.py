@@ -74,7 +74,7 @@ class Listing:
 def find_root(name: str, path: str, needs: Sequence[str], tops: Sequence[str] = ()) -> Path:
     """Find the folder of a data set: ``path`` or one of its folders ``tops``, which must hold all of ``needs``.
 
-    If several folders hold all of ``needs``, the last of ``tops`` is taken.
+    If several of these folders hold all of ``needs``, the last one is returned. ``path`` counts as the first.
 
     Args:
         name: name of the set, for the message.
@@ -156,9 +156,9 @@ def lines_of(file: Path) -> list[str]:
 def split(images: Iterable[Image], seed: int = 0) -> tuple[list[Image], list[Image]]:
     """Split images at random into training and test images.
 
-    For each class of each domain, ``TEST_SHARE`` of the images are test images, and each split has at least one
-    image. The only image of a class is a training image. The same files give the same split on every machine and
-    in every folder.
+    In each class of each domain, ``TEST_SHARE`` of the images are test images. At least one image is a test image and
+    at least one is a training image. If there is only one image, it is a training image. The same files give the same
+    split on every machine and in every folder.
 
     Returns:
         The training images, and the test images.
@@ -212,7 +212,7 @@ def read_listing(listing: Listing, image_size: int, how: Fit) -> Dataset:
 
 
 def warn_if_large(name: str, size: int, hint: str) -> None:
-    """Warn that a data set will take ``size`` bytes of memory, if they are at least ``LARGE`` GiB. ``hint`` says how to save."""
+    """Warn that a data set will take ``size`` bytes of memory, if that is ``LARGE`` GiB or more. ``hint`` says how to use less."""
     if size / 2**30 >= LARGE:
         warnings.warn(
             f"dataset {name!r} is held in memory as a whole: expect {size / 2**30:.1f} GiB in every process that loads it; {hint}",

@@ -62,10 +62,10 @@ def classes_per_client(labels: Labels, clients: int, k: int, seed: int) -> list[
 
 
 def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
-    """Give each of 5 clients ``k`` = 2, 4, 6, 8 or 10 consecutive classes of 10. Only samples are drawn at random.
+    """Give each of 5 clients ``k`` consecutive classes out of 10 (``k`` = 2, 4, 6, 8 or 10). Only samples are drawn at random.
 
     Client ``i`` has the classes ``(2 i + j) mod 10`` for ``j < k``. With ``k = 2`` these are disjoint pairs in order,
-    as in the authors' published code. With ``k = 4`` two clients have each class, with ``k = 10`` all clients. Every
+    as in the authors' published code. With ``k = 4``, two clients share each class, with ``k = 10`` all five. Every
     class is divided equally among its ``k / 2`` clients. In the supplement's table for 6 classes, the fourth row has
     eight entries of 1/6, which add up to more than 1. This function gives that client six classes, like the others.
 

@@ -27,7 +27,7 @@ class DataNotFound(FileNotFoundError):
 class Dataset:
     """Hold a labelled set of square images, in a training and a test split.
 
-    All users in a process share the tensors: do not write into them.
+    All callers in a process share the tensors: do not write into them.
 
     Attributes:
         name: name of the set.
@@ -37,8 +37,8 @@ class Dataset:
         x_test: as ``x_train``.
         y_test: as ``y_train``.
         classes: number of a network's outputs.
-        domain_train: int64 (N,) indices into ``domains``, if the samples come from several sources (cameras,
-            scripts); else None.
+        domain_train: int64 (N,) indices into ``domains``, if the samples come from several sources (such
+            as cameras or hospitals); else None.
         domain_test: as ``domain_train``.
         domains: names of the sources; empty without any.
 

@@ -142,7 +142,9 @@ def _scene(file: Path, height: int) -> Tensor:
 
 
 def read_mask(file: Path, height: int) -> Tensor:
-    """Read a mask, int64 (height, 2 height), from a file of Cityscapes' labelIds: a label of ``TRAIN_IDS``, or ``IGNORE``.
+    """Read a mask, int64 (height, 2 height), from a labelIds file of Cityscapes.
+
+    A label is the position of the pixel's id in ``TRAIN_IDS``, or ``IGNORE`` for other ids.
 
     Raises:
         ValueError: the file is not a mask, or the mask is not twice as wide as high.

@@ -142,8 +142,9 @@ def shifted(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
 
     The training samples are divided among the domains at random, equally and without overlap (the sizes
     differ by one at most). Every domain has the whole test split, under its own shift. These domains replace
-    the data set's own domains. The same arguments give the same images on every machine. A domain's test images do
-    not depend on the other domains.
+    the data set's own domains. The same arguments give the same images on every machine. If a name is "colour" or
+    "background", grey images get three channels in all domains. Otherwise a domain's test images do not depend on
+    the other domains.
 
     Args:
         dataset: uint8 images.
@@ -190,7 +191,7 @@ class Limit:
 
     Attributes:
         per_domain: the largest number of samples of a domain; 0 for no limit.
-        share: the share of the samples to keep, in (0, 1].
+        share: the share of the samples to keep, in (0, 1]. If both limits are set, the smaller number counts.
     """
 
     per_domain: int = 0

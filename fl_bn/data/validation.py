@@ -31,7 +31,8 @@ def hold_out(data: Dataset, parts: list[Indices], share: float, seed: int) -> He
     """Hold out ``share`` of every client's training samples, rounded, and replace the test split by them.
 
     The samples are drawn at random, for each client separately, so the samples of one client do not
-    depend on the other clients. A client keeps at least two samples. The old test split is not used.
+    depend on the other clients. A client keeps at least two samples, or all if it has fewer. The old test split
+    is not used.
 
     Args:
         data: the whole data set.

@@ -1,6 +1,6 @@
 """The operation behind FedTAN: ``exchange(key, local, count)`` returns averages over the cohort. All carriers offer it.
 
-Algorithms 2 and 3 of the paper both average a vector over the cohort. The forward pass averages the moments
+Algorithms 2 and 3 of FedTAN's paper both average a vector over the cohort. The forward pass averages the moments
 of a layer's input. The backward pass averages the gradients of the loss by these moments.
 """
 
@@ -22,7 +22,7 @@ class ExchangeFailed(RuntimeError):
 
 
 class Refused(ValueError):
-    """Signal that a client's request differs from the one that the session expects. The message names both."""
+    """Signal that the server refuses a client's request, for example for a wrong shape. The message gives the reason."""
 
 
 class Quantity(Enum):
@@ -45,7 +45,8 @@ class Key(NamedTuple):
     Attributes:
         layer: the layer's name.
         quantity: the kind of the vector.
-        call: the number of earlier calls of the layer in this forward pass; above 0 only for a layer that is used several times.
+        call: how often the layer was called before in this forward pass. It is above 0 only for a layer that the network
+            uses several times.
     """
 
     layer: str
@@ -72,10 +73,10 @@ class Join:
 
 @dataclass(frozen=True)
 class Local:
-    """Ask for the cohort's average of a vector, and give this client's own vector.
+    """Send this client's own vector, and ask for its average over the cohort.
 
     Attributes:
-        key: says which vector it is: the layer, the kind of the vector, and which of the layer's calls in a forward pass.
+        key: identifies the vector: the layer, the kind of the vector, and the number of the layer's call.
         values: this client's vector (d,).
         count: the number of activations per channel that ``values`` summarise.
     """
@@ -90,10 +91,10 @@ Request = Join | Local
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Give the cohort's values to a client. The answer to a ``Join`` has no values and a count of 0.
+    """Hold the server's answer to a client's request. The answer to a ``Join`` has no values and a count of 0.
 
     Attributes:
-        values: the combined vector (d,).
+        values: the vectors of the cohort, combined to one vector (d,).
         count: the number of activations per channel, summed over the cohort.
         batch: the number of samples, summed over the cohort.
     """
@@ -125,7 +126,7 @@ def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
 
 
 class Layer(NamedTuple):
-    """Describe a layer as the server knows it.
+    """Hold what the server needs to check a client's vector of one layer.
 
     Attributes:
         channels: the number of channels.

@@ -1,9 +1,9 @@
-"""The exchange inside one process: clients take turns, and each runs until it has to wait for the others.
+"""The exchange inside one process. Each client has a thread, and only one of these threads runs at a time.
 
-Each client has a thread, but only one thread runs at a time, and the turns come in a fixed order. Torch's
-random generators are restored at each turn. So results do not depend on how threads are scheduled, and
-dropout is the same as when clients run one after the other. Models need not be safe to train in two threads
-at once.
+A thread runs until its client waits for an answer. Then the next thread runs, in a fixed order. Each thread
+gets its own state of torch's random generators back whenever it continues. So results do not depend on how
+threads are scheduled, and dropout is the same as when clients run one after the other. Models need not be safe
+to train in two threads at once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _sessions: dict[str, tuple[Session, int]] = {}
 
 
 def too_many(clients: int, model: nn.Module) -> str:
-    """Explain why ``clients`` clients, each with a ``model`` of its own, do not fit into one process.
+    """Check whether one process can hold ``clients`` clients, each with its own copy of ``model``.
 
     Returns:
-        The reason. Empty if they fit.
+        Why it cannot: there are too many clients, or their models need too much memory. Empty if it can.
     """
     nbytes = clients * sum(tensor.nbytes for tensor in model.state_dict().values())
     if clients <= MOST and nbytes <= MOST_BYTES:
@@ -37,7 +37,11 @@ def too_many(clients: int, model: nn.Module) -> str:
 
 
 def admit(session: Session) -> dict[int, str]:
-    """Make a token for each client of ``session``, by client. ``LocalExchange`` finds the session by its client's token."""
+    """Make a token for each client of ``session``. A client passes its token to ``LocalExchange``, to join the session.
+
+    Returns:
+        The tokens, by client.
+    """
     tokens = {client: secrets.token_hex(16) for client in session.active}
     _sessions.update({token: (session, client) for client, token in tokens.items()})
     return tokens
@@ -56,13 +60,13 @@ def end_task(token: str, error: str) -> None:
 
 
 def dismiss(tokens: dict[int, str]) -> None:
-    """Forget tokens that ``admit`` made."""
+    """Delete tokens that ``admit`` made. No client can join with them any more."""
     for token in tokens.values():
         _sessions.pop(token, None)
 
 
 class Turns:
-    """Run tasks in threads of their own, one at a time, in the order in which they become ready."""
+    """Run each task in a thread of its own, but only one task at a time, in the order in which they become ready."""
 
     _here = threading.local()
 
@@ -75,7 +79,7 @@ class Turns:
 
     @classmethod
     def current(cls) -> tuple[Turns, int]:
-        """Return the ``Turns`` that run the calling thread, and the number of its task.
+        """Return the ``Turns`` object that runs the calling thread, and the number of the thread's task.
 
         Raises:
             ExchangeFailed: the thread was not started by ``run``.
@@ -95,7 +99,8 @@ class Turns:
             tasks: functions without arguments.
 
         Raises:
-            Exception: the first error of a task, after all tasks have ended.
+            BaseException: the error of the first failed task, in the order of ``tasks``. It is raised after all tasks
+                have ended.
         """
         at_start, results = _generators(), dict[int, T]()
         errors: dict[int, BaseException] = {}
@@ -128,7 +133,7 @@ class Turns:
             index: the number of the calling task.
 
         Raises:
-            ExchangeFailed: every other task is waiting, too, so no task could go on.
+            ExchangeFailed: every other task has ended or is waiting, too, so nothing would ever wake this task.
         """
         before = _generators()
         self._waiting.append(index)
@@ -140,7 +145,7 @@ class Turns:
             raise ExchangeFailed("every client waits for another client, so no client can go on: do all run the same model?")
 
     def ready(self, index: int) -> None:
-        """Mark the waiting task ``index`` as able to go on. It runs when its turn comes."""
+        """Mark the waiting task ``index`` as ready. It continues after the tasks that became ready before it."""
         with self._lock:
             self._ready.append(index)
 

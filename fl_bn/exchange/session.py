@@ -56,7 +56,7 @@ def reduce(requests: list[Local], batches: list[int], average: Average = weighte
     Args:
         requests: the clients' requests, in client order.
         batches: the clients' batch sizes, in the same order.
-        average: the rule that combines n values.
+        average: ``average(values, weights)`` combines values (n, d) of n clients to one vector (d,), with weights (n,).
 
     Returns:
         The cohort's vector (d,) in float64.
@@ -84,23 +84,24 @@ class Session:
     """Run the exchange of one round at the server.
 
     The session drops a client that dies, sends a wrong request, or is late. A client is late if at least half
-    of the active clients have waited for it for ``deadline`` seconds. If fewer wait, no time is counted:
-    otherwise one fast client would drop the others while they still train.
+    of the active clients have waited for it for ``deadline`` seconds. While fewer clients wait, the time does not
+    count. Otherwise one fast client would cause the others to be dropped while they still train.
 
     All methods are safe to call from several threads.
 
     Args:
         cohort: the clients.
         layers: the layers that may be exchanged, by name.
-        average: the rule that combines the clients' values: the weighted mean, or a robust rule.
+        average: the rule that combines the clients' values: the weighted mean, or a robust rule (see ``reduce``).
         policy: what happens when a client is dropped. ``abort`` fails the round for all clients. ``shrink``
             goes on with the other clients.
         deadline: seconds after which a client is late with a vector.
-        join_deadline: seconds after the latest join, after which the clients that have not joined are late.
+        join_deadline: seconds that the session waits for the next client to join. Then all clients that have not
+            joined are late.
         samples: each client's number of samples, by client. A client's batch may not be larger.
-        believing: whether to use the counts and batch sizes that clients report. False: every client gets the
-            median client's numbers, so that under a defence no client decides its own weight.
-        given_up: the last sentence of the log's message if the exchange fails for all clients.
+        believing: whether to use the counts and batch sizes that clients report. False, with robust rules: the
+            median of the reported numbers is used for every client, so that no client decides its own weight.
+        given_up: the last sentence of the warning that is logged if the exchange fails for all clients.
         called: gives the clients' names for the log.
     """
 
@@ -146,7 +147,7 @@ class Session:
         return {client: batch for client, batch in sorted(self.batches.items()) if client in self.active and batch > 0}
 
     def submit(self, client: int, request: Request, deliver: Deliver) -> None:
-        """Accept a request of ``client``.
+        """Accept a request of ``client``. A client that sends a wrong request is dropped.
 
         Args:
             client: the client.
@@ -333,8 +334,8 @@ class Session:
                 most = max(largest[client] for client in steep)
                 self._remove(
                     steep,
-                    f"refused: {key}: expected gradients of at most {limit:.2g} ({STEEPEST:g} times the median client's largest, and at "
-                    f"least {STEEPEST:g}), but the largest is {most:.2g}",
+                    f"refused: {key}: expected gradients of at most {limit:.2g} ({STEEPEST:g} times the median client's largest, or "
+                    f"{STEEPEST:g} if that is more), but the largest is {most:.2g}",
                 )
                 return None
         values = self._reduced(requests)
@@ -401,9 +402,9 @@ class Session:
         return len(votes) == 1
 
     def _may_come(self, key: Key) -> bool:
-        """Return whether the protocol allows ``key`` next.
+        """Return whether ``key`` may be the next exchange.
 
-        The forward passes of a layer come in order, and the gradients of a pass come after it.
+        The calls of a layer come in order. The gradients of a call come after the moments of that call.
         """
         if key.quantity is Quantity.GRADIENTS:
             return key.call < max(self._passes[key.layer, quantity] for quantity in (Quantity.MOMENTS, Quantity.VARIANCE))
@@ -443,7 +444,7 @@ class Session:
     def _together(self, claims: list[int], usual: Callable[[list[int]], float] = median_low) -> int:
         """Return the cohort's total of activations, or of samples, from the numbers that the clients report.
 
-        If ``believing`` is True, the total is the sum. If it is False, every client counts with the median.
+        If ``believing`` is True, the total is the sum. If it is False, the median replaces every number before the sum.
 
         Args:
             claims: the reported numbers, one per client.

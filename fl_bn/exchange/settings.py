@@ -86,8 +86,9 @@ class ExchangeSettings(Options):
         bind: The address to listen on. Empty: loopback if ``host`` is a loopback address, otherwise all
             addresses.
         port: The port to listen on. 0: any free one.
-        certificates: The files for TLS. They are needed beyond loopback, unless ``insecure`` is set.
-        insecure: Whether connections beyond this machine may be unencrypted, because Flower's own are, too.
+        certificates: The files for TLS. They are needed for connections from other machines, unless ``insecure`` is set.
+        insecure: Whether connections from other machines may be unencrypted. Set it only if Flower's own connections are
+            unencrypted, too.
 
     Raises:
         ValueError: A value is out of range, or connections would be unencrypted without ``insecure``.

@@ -37,7 +37,7 @@ class Cell:
         name: The name of the run's folder.
         axes: The value of the run on each axis.
         config: The run config, with kebab-case keys.
-        status: The state of the run, ``finished`` or ``failed``, or the state of bad files, ``unreadable`` or ``damaged``.
+        status: ``finished`` or ``failed``; or ``unreadable`` or ``damaged`` if the files of the run are bad.
         error: Why the run failed, or what is wrong with its files; empty: the run is finished.
         rows: The lines of ``rounds.jsonl``, one per round.
         layers: The diagnostics: quantity -> layer -> round -> value. A quantity of the whole network has the layer "".
@@ -143,11 +143,13 @@ def read_cells(folder: Path) -> list[Cell]:
     """Read the runs in ``folder/runs``, ordered by name, with ``run2`` before ``run10``.
 
     Raises:
-        ConfigError: The folder has no runs.
+        ConfigError: The folder has no run that has ended.
     """
     files = sorted((folder / "runs").glob("*/cell.json"), key=lambda file: _natural(file.parent.name))
     if not files:
-        raise ConfigError(f"{folder} has no runs yet: expected files {folder.name}/runs/CELL/cell.json, as `fl-bn sweep` writes them")
+        raise ConfigError(
+            f"{folder} has no runs yet that have ended: expected files {folder.name}/runs/CELL/cell.json, as `fl-bn sweep` writes them"
+        )
     return [_read(file) for file in files]
 
 

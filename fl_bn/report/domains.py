@@ -12,17 +12,18 @@ AXIS = "domain"
 
 
 def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
-    """Replace each run by one run per domain, and by one run for the mean over the domains.
+    """Replace each run by several copies: one per domain, and one for the mean over the domains.
 
-    The run of a domain has the metric on the test data of that domain. The run of the mean also has the numbers of the
-    whole run (clients, diagnostics). A run without metrics per domain counts as a run of the mean.
+    In the copy of a domain, the metric is that on the test data of the domain. In the copy of the mean, the metric is
+    the mean over the domains. Only this copy keeps the metrics of the clients and the diagnostics. A run without metrics
+    per domain stays as it is, and counts as a copy of the mean.
 
     Args:
         cells: The runs.
-        each: True: return the runs per domain and the runs of the mean. False: return only the runs of the mean.
+        each: Whether to return the copies of the domains, too. If False, only the copies of the mean are returned.
 
     Returns:
-        The new runs. If ``each`` is True, they have one more axis, ``domain``.
+        The copies. If ``each`` is True, they have one more axis, ``domain``.
     """
     split = []
     for cell in cells:

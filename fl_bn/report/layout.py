@@ -58,7 +58,7 @@ class Layout:
         settings: The settings of the report.
         cells: The runs that can be read.
         row_axis: The axis of the rows.
-        rest: The axes of the columns. A column stands for one value on each of them.
+        rest: The axes of the columns. A column is one combination of values on these axes.
         rows: The names of the rows.
         columns: The names of the columns.
         groups: The runs of each (row, column), one per seed.
@@ -192,7 +192,7 @@ class Table:
 
     @property
     def same_runs(self) -> bool:
-        """Return whether all entries have the same number of seeds, and a value for each seed."""
+        """Return whether all entries with a value have the same number of seeds, and a value for each seed."""
         return all(len(entry.values) == self.seeds == entry.runs for entry in self._filled)
 
     @property
@@ -203,7 +203,8 @@ class Table:
 def lay_out(settings: Settings, cells: Sequence[Cell]) -> Layout:
     """Place the runs in rows and columns.
 
-    Axes that the sweep file's [report] does not name become columns: runs with different settings are never averaged.
+    An axis with several values becomes columns even if the sweep file's [report] does not name it. So only runs that differ
+    in nothing but the seed are averaged.
 
     Raises:
         ConfigError: [report] names an axis that no run has.

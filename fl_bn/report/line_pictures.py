@@ -276,7 +276,7 @@ def _draw_diagnostics(layout: Layout, quantities: Mapping[str, Mapping[str, Laye
 
 
 def _band(available: Sequence[Series]) -> str:
-    """Return the sentences of a caption on bands, and on pale lines, whose means lack runs without a result."""
+    """Return the sentences of a caption that explain bands (standard deviations) and pale lines (some runs have no result)."""
     several = len({one.column for one in available}) > 1
     where = {id(one): f"{one.row} ({one.column})" if several else one.row for one in available}
     fewer = [f"{where[id(one)]}: {one.seeds} of {one.runs} runs" for one in available if one.seeds < one.runs]

@@ -32,7 +32,7 @@ def heat(layout: Layout, wanted: Heat) -> Picture:
         wanted: The axes, and the rows to show.
 
     Raises:
-        ConfigError: No run has such an axis or row.
+        ConfigError: No run has such an axis or row, or a row is wanted although x or y is the axis of the rows.
     """
     for axis in (wanted.x, wanted.y):
         layout.check(axis, "heat")

@@ -50,7 +50,8 @@ class Differing:
     Attributes:
         axes: The axes of the sweep.
         keys: The run-config keys.
-        lines: For each combination of values on the axes, these values and the values of the keys; ``–``: no such key.
+        lines: For each combination of values on the axes: these values, and the values of the keys. ``–``: the runs have no
+            such key.
     """
 
     axes: tuple[str, ...]

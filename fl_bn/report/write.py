@@ -37,7 +37,7 @@ def write_report(folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
         The paths of the files.
 
     Raises:
-        ConfigError: ``folder`` is not the folder of a sweep, none of its runs has begun, [report] has an unknown key or a
+        ConfigError: ``folder`` is not the folder of a sweep, none of its runs has ended, [report] has an unknown key or a
             wrong value, or a format is unknown.
     """
     if unknown := [name for name in formats if name not in ALL]:

@@ -55,7 +55,7 @@ KNOWN = 8  # how many run configs a process caches
 
 @dataclass(frozen=True)
 class OwnData:
-    """Name the data that a client brings itself, as its node config names them.
+    """Hold the names of a client's own data, from its node config.
 
     Attributes:
         dataset: The data set, as the run-config key ``dataset``; empty: the client takes its part of the run's data.
@@ -131,7 +131,7 @@ def _modules_of(app: Path | None, allowed: str, variable: str) -> Modules:  # ca
 
 @contextmanager
 def _as_config_error() -> Iterator[None]:
-    """Raise errors of data, model and partition in the ``with`` block as ConfigError, since run-config keys cause them."""
+    """Turn errors of data, model and partition into ConfigError, since run-config keys cause them. FileNotFoundError is kept."""
     try:
         yield
     except ConfigError:
@@ -148,7 +148,12 @@ def dataset(config: RunConfig) -> Dataset:
 
     The run-config keys change them as follows. ``shifts`` makes domains. ``samples-per-domain`` and ``samples-share``
     limit the training samples of each domain. ``hold-out`` removes a domain, and does not change the data of the
-    others. With ``validation-share``, validation samples of the clients take the place of the test samples.
+    others. With ``evaluate-on='training'``, the training samples replace the test samples. With ``validation-share``,
+    the clients' validation samples replace the test samples.
+
+    Raises:
+        DataNotFound: A file of the data is missing.
+        ConfigError: The data cannot be made as the keys describe.
     """
     return _validated(config).data if config.validation_share else _whole_dataset(config)
 
@@ -348,13 +353,13 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
     """Return the training samples of a client, its test samples, and its number of training samples per class.
 
     A client is tested on all test samples. The exception is a partition by domain with ``test-on='own'``: there, a
-    client is tested on the test samples of its own domain.
+    client is tested on the test samples of its own domain, if it has any. Under ``attack='label-flip'``, the training
+    labels of Byzantine clients are flipped.
 
     Args:
         config: The run config.
         client: The index of the client.
-        own: The names of data that the client brings itself, which it uses in full; empty: the client takes its part of
-            the run's data.
+        own: The names of the client's own data, of which it uses all samples; empty: it has its part of the run's data.
 
     Returns:
         Training samples, test samples, and the number of training samples per class. The counts are empty if samples
@@ -377,14 +382,15 @@ def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> 
 
 @_as_config_error()
 def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
-    """Load the data that a client brings itself, and check that they have the form of the run's data.
+    """Load a client's own data, and check that they have the form of the run's data.
 
     Args:
         config: The run config.
         own: The names of the data in the client's node config.
 
     Raises:
-        ConfigError: The data are missing or malformed, or do not suit the model or the task of the run.
+        DataNotFound: A file of the data is missing.
+        ConfigError: The data are malformed, or do not suit the model or the task of the run.
     """
     try:
         data = load(own.dataset, own.path, config.image_size)
@@ -458,13 +464,13 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
 
     Args:
         node: The node config of the client. Its ``partition-id`` is the index.
-        config: The run config. If it has ``client-nodes``, the index is the position of ``node_id`` in them. For a
-            site whose key was renewed since, it is the position of its name in ``client-names``.
+        config: The run config. If it has ``client-nodes``, the index is the position of ``node_id`` in them. If the
+            site's key was renewed after the run was submitted, it is the position of its name in ``client-names``.
         node_id: Flower's id of the client's node.
 
     Raises:
-        ConfigError: Neither the node config nor ``client-nodes`` gives the index, or ``num-partitions`` in the node config
-            is not the run's number of clients.
+        ConfigError: Neither the node config nor ``client-nodes`` gives the index, the index is out of range, or
+            ``num-partitions`` in the node config is not the run's number of clients.
     """
     nodes, names = nodes_of(config.client_nodes), sites_of(config.client_names)
     if "partition-id" not in node and nodes:
@@ -488,7 +494,7 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
             f'e.g. --run-config "clients={clients}" or {federation_config({"num-supernodes": config.clients})}'
         )
     if not 0 <= index < clients:
-        raise ConfigError(f"partition-id must be 0..{clients - 1}, but got {index}")
+        raise ConfigError(f"partition-id in this client's node config must be 0..{clients - 1}, but got {index}")
     return index
 
 

@@ -141,7 +141,10 @@ def _optimizer(settings: LocalTraining, parameters: list[nn.Parameter], rate: fl
 
 
 def _batches(config: RunConfig, local: LocalRound) -> tuple[Merged | IndexBatches, Sequence[IndexBatches]]:
-    """Return the training batches of a round, and the batches that supply their samples: one set per client, or a single set."""
+    """Return the training batches of a round, and the clients' batches from which they are joined.
+
+    With ``update="weights"`` nothing is joined: the second value is a list of the training batches alone.
+    """
     number, cohort = local.instruction.round, max(1, round_half_up(config.fraction * config.clients))
     if config.update == "gradients":
         chosen = sample_cohort(range(config.clients), cohort, random.Random(f"{config.seed}/{number}"))

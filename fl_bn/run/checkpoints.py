@@ -1,4 +1,4 @@
-"""Keep the checkpoints of a run in its folder, and find the run that the run-config key ``resume`` names."""
+"""Store the checkpoints of a run in its folder, and find the run that the run-config key ``resume`` names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FREE = {  # run-config keys that may differ from those of the resumed run, since
 
 
 class Checkpoints:
-    """Keep the checkpoints of one run.
+    """Store and load the checkpoints of one run.
 
     Args:
         run: The folder of the run.
@@ -83,7 +83,8 @@ def run_to_resume(config: RunConfig) -> Path:
     """Find the folder of the run to resume.
 
     Args:
-        config: The run config. ``resume`` is the name of the run, or ``latest`` for the newest unfinished one.
+        config: The run config. ``resume`` is the name of the run, or ``latest`` for the newest unfinished run that has
+            the same run config.
 
     Raises:
         ConfigError: There is no such run, or its run config differs. The message names the keys.

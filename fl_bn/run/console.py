@@ -17,7 +17,7 @@ from fl_bn.task import Task
 
 
 def in_full(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a copy of ``record`` with the long line of a round as its text. Return other records than those of rounds unchanged."""
+    """Return a copy of ``record`` whose text is the long line of the round. Other records are returned unchanged."""
     if not hasattr(record, DETAIL):
         return record
     made = copy.copy(record)
@@ -81,7 +81,7 @@ def shown(verbose: bool = False) -> Iterator[None]:
 
 
 def bars(task: Task) -> list[Bar]:
-    """Return the progress bars that display the log. Set their ``task`` first, so that they show the metric of this task."""
+    """Make the progress bars on the terminal show the metric of ``task``, and return these bars."""
     displayed = [handler.bar for handler in LOGGER.handlers if isinstance(handler, Console) and handler.bar is not None]
     for bar in displayed:
         bar.task = task

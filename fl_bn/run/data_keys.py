@@ -33,15 +33,16 @@ class DataKeys:
     method: str = option("fbn", "how normalisation is federated", METHODS)
     freeze_after: int = option(
         -1,
-        "last round before the statistics freeze, any method; -1: never (fixbn, fedtan2: half of the rounds)",
+        "last round before the statistics freeze, under any method; -1: they never freeze (under fixbn and fedtan2: after half of the "
+        "rounds)",
         "-1 or >= 0",
         used=when.FREEZES_EARLY_ENOUGH,
     )
     frozen_rate: float = option(
         0.0,
         "upper limit of the learning rate in rounds with frozen statistics, as a share of the highest rate before them; 1: the schedule "
-        f"alone decides; 0: {BOUNDED_FROZEN_RATE:g} where gradients are clipped and centred, else {FROZEN_RATE:g} (fedtan2: "
-        f"{FEDTAN2_RATE:g})",
+        f"alone decides; 0: the default limit, {BOUNDED_FROZEN_RATE:g} where gradients are clipped and centred, else {FROZEN_RATE:g} "
+        f"(fedtan2: {FEDTAN2_RATE:g})",
         "0 or (0, 1]",
         used=when.FREEZES_LATER,
     )
@@ -57,8 +58,10 @@ class DataKeys:
         ("auto", "imagenet", "small"),
         used=when.TORCHVISION,
     )
-    model_weights: str = option("", "file of weights to start from (.pt, .pth, .safetensors); a head of another size stays fresh", "path")
-    dropout: bool = option(True, "false: the network's dropout layers leave everything as it is")
+    model_weights: str = option(
+        "", "file of weights to start from (.pt, .pth, .safetensors); a head of another size keeps its initial weights", "path"
+    )
+    dropout: bool = option(True, "whether the network's dropout layers are active in training; false: they pass their inputs on unchanged")
     scale_start: str = option(
         "one", "BatchNorm's scales before round 1: one, or uniform in (0, 1), as in FedTAN's published code", ("one", "uniform")
     )
@@ -95,15 +98,17 @@ class DataKeys:
         "domain); or the argument of package.module:function",
         "path",
     )
-    image_size: int = option(0, "side of the images in pixels; 0: as they are", "0..4096")
+    image_size: int = option(0, "side in pixels to which images are resized; 0: the data set's own size", "0..4096")
     shifts: str = own_data(
         "",
-        "feature shifts, each makes a domain of a share of the data; empty: the data's own",
+        "feature shifts: each makes a domain from a part of the data; empty: the data keep their own domains",
         f"{', '.join(SHIFTS)}, separated by commas",
         keys.all_of(SHIFTS),
         like=SHIFTS,
     )
-    samples_per_domain: int = own_data(0, "training samples kept of each domain (of all, where there are no domains); 0: all", ">= 0")
+    samples_per_domain: int = own_data(
+        0, "the most training samples that are kept of each domain, or in all if there are no domains; 0: no limit", ">= 0"
+    )
     samples_share: float = own_data(1.0, "share of each domain's training samples that is kept, rounded down; 1: all", "(0, 1]")
     hold_out: str = option(
         "", "a domain that the run is trained and tested without, to adapt to afterwards (fl-bn adapt)", "a domain's name"
@@ -117,7 +122,8 @@ class DataKeys:
     partition: str = own_data("classes", "how the training data are split over the clients", KINDS)
     partition_parameter: float = option(
         1.0,
-        "classes: classes per client; dirichlet, domain-dirichlet: concentration; similarity: fraction; else unused",
+        "classes, table: number of classes per client; dirichlet, domain-dirichlet: concentration; similarity: share of each client's "
+        "data that is drawn at random; other partitions: unused",
         ">= 0",
         used=when.PARAMETER,
     )
@@ -128,7 +134,7 @@ class DataKeys:
         ("own", "all"),
         used=when.OWN_DOMAINS,
     )
-    sizes: str = own_data("natural", "equal: every client keeps as many samples as the smallest has", ("natural", "equal"))
+    sizes: str = own_data("natural", "equal: every client keeps only as many samples as the smallest client has", ("natural", "equal"))
     validation_share: float = option(
         0.0,
         "share of each client's training samples that is not trained on, but used for testing in place of the test data: to choose a "
@@ -136,11 +142,11 @@ class DataKeys:
         "0..0.9",
     )
     share_label_counts: bool = option(
-        True, "clients tell the server their samples per class, for labels.png (never with secure-aggregation)"
+        True, "clients report their number of samples per class to the server, for labels.png (never with secure-aggregation)"
     )
     share_drift: bool = option(
         False,
-        "fedbn, silobn, single: clients tell how far their own statistics moved (largest drift, least variance, growth), for the log",
+        "fedbn, silobn, single: clients report how far their own statistics moved (largest drift, least variance, growth), for the log",
         used=when.KEEPS_STATISTICS,
     )
     unseen_client: bool = declared(Rounds, "unseen")

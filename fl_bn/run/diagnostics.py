@@ -181,7 +181,7 @@ class Diagnostics:
         return rows
 
     def _seen(self, key: tuple[str, int, str], value: Tensor) -> Moments:
-        """Add the value of a batch statistic in this round, and return its moments over the evaluated rounds so far."""
+        """Store this round's value of a batch statistic under ``key``, and return the moments of all its values so far."""
         before = self._over_rounds.get(key)
         new = Moments(1, value.double(), torch.zeros_like(value, dtype=torch.float64))
         self._over_rounds[key] = new if before is None else pool([before, new])

@@ -25,10 +25,10 @@ BATCHES = re.compile(r"(?<=after )\d+(?= batches)")  # in the description of a d
 
 @dataclass(frozen=True)
 class Kind:
-    """Hold the totals of one kind of content that left one client, such as its weights: one kind of *disclosure*.
+    """Hold the totals of one kind of *disclosure*: content of one kind, such as weights, that one client sent.
 
     Attributes:
-        tensors: The number of tensors in one message.
+        tensors: The largest number of tensors in one message.
         messages: The number of messages.
         rounds: The number of rounds with such a message.
         nbytes: The bytes of all messages.
@@ -45,7 +45,7 @@ class Kind:
 
     @property
     def traceable(self) -> bool:
-        """Return whether a statistic summarises so few samples (below ``FEW``) that they may be traced to a person."""
+        """Return whether a statistic summarises fewer than ``FEW`` samples, so that it may be traced to a person."""
         return self.least is not None and self.least.samples < FEW
 
 
@@ -106,9 +106,10 @@ def disclosure_csv(found: Mapping[tuple[int, str, str], Kind], called: ClientNam
 
 
 def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: ClientNames = UNNAMED) -> list[str]:
-    """Return lines of Markdown: a table with one row per kind, over all clients, and a warning per traceable client.
+    """Return lines of Markdown: a table with one row per kind, over all clients, and warnings.
 
-    Kinds that differ only in their number of batches share a row.
+    Kinds that differ only in their number of batches share a row. A warning names a client and its traceable statistic.
+    There is at most one per client and at most ``SHOWN`` in all, and none for evaluations.
 
     Args:
         found: The totals by client, section and description.

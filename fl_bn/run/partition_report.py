@@ -32,7 +32,7 @@ def write(config: RunConfig, folder: Path) -> tuple[Path, Path]:
         ConfigError: The data are at the sites, or cannot be divided as configured.
     """
     if config.dataset == SITES:
-        raise ConfigError(f"dataset={SITES!r}: every client brings its own data, so there is no partition to show")
+        raise ConfigError(f"dataset={SITES!r}: every client has data of its own, so there is no partition to show")
     data, parts = dataset(config), [part.numpy() for part in partitions(config)]
     domains = np.zeros(len(data.y_train), dtype=np.int64) if data.domain_train is None else data.domain_train.numpy()
     names = data.domains or ("",)

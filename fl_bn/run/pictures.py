@@ -59,7 +59,7 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task
 
 
 def split_of(config: RunConfig) -> str:
-    """Return which samples a run is evaluated on: ``test`` or ``validation``."""
+    """Return ``validation`` if the run has validation samples, else ``test``, also with ``evaluate-on='training'``."""
     return "validation" if config.validation_share else "test"
 
 

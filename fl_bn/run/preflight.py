@@ -1,4 +1,4 @@
-"""Try data, network and task of a run on the server before it begins, so that mistakes are found before any client works."""
+"""Try data, network and task of a run on the server before it begins, so that mistakes are found before clients train."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def check(config: RunConfig) -> None:
 
 
 def _warn_of_an_early_freeze(config: RunConfig, method: Method, model: nn.Module) -> None:
-    """Warn if statistics freeze with much of a new network's in them, although they are not measured before round 1."""
+    """Warn if the statistics freeze so early that they still consist largely of the initial values (mean 0, variance 1).
+
+    There is no warning if the clients measure statistics before round 1 (``calibrate``).
+    """
     left = start_left(method, config, [layer.momentum for layer in batch_norms(model).values() if layer.momentum is not None])
     if left > MUCH and config.round_policy().calibrate in (0, AS_METHOD):
         LOGGER.warning(

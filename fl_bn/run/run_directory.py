@@ -140,7 +140,7 @@ class RunDirectory(Callback):
         return self
 
     def start(self, strategy: BatchNormStrategy) -> None:
-        """Store the strategy of the run, whose model is saved at the end. Start to record its noisy sums in privacy.jsonl."""
+        """Store the strategy, whose model is saved at the end. With ``dp-noise``, each noisy sum is recorded in privacy.jsonl."""
         self.strategy = strategy
         if self.path is not None and strategy.secure is not None and strategy.secure.accountant is not None:
             strategy.secure.accountant.keep_in(Journal(self.path / RELEASES))
@@ -155,7 +155,7 @@ class RunDirectory(Callback):
         note_domains(self.config, record)
 
     def on_round(self, record: RoundRecord, rounds: int) -> None:
-        """Append a round to the files that have every round. Ctrl-C waits until the round is in all of these files."""
+        """Append a round to rounds.csv and the other files with lines per round. Ctrl-C waits until all of them have the round."""
         with held():
             self._keep(record)
             if len(self.records) == 1:  # passes are made before round 1, and a resumed run makes none
@@ -190,7 +190,7 @@ class RunDirectory(Callback):
             LOGGER.error("some results could not be written to %s: %s", self.path, problem)
             if error is None:
                 raise RunFailed(
-                    f"the run trained all its rounds, but its results could not be written ({problem}). Make room, and go on with "
+                    f"the run trained all its rounds, but its results could not be written ({problem}). Free disk space, and go on with "
                     f"resume={self.name!r}, if it has checkpoints"
                 ) from problem
 

@@ -70,11 +70,11 @@ class RunKeys(DataKeys):
     checkpoint_every: int = declared(Rounds, "checkpoint_every")
     resume: str = option(
         "",
-        "go on from the last checkpoint: latest (the newest run in output that is not finished), or a run's folder name",
+        "the run to continue from its last checkpoint: latest (the newest run in output that is not finished), or the name of its folder",
         "latest or a name",
     )
     run_signature: str = option(
-        "", "the submitter's signature of a deployed run, which `fl-bn submit` makes", "as submit made it, or empty"
+        "", "the submitter's signature of a deployed run, which `fl-bn submit` makes", "made by `fl-bn submit`, or empty"
     )
     # layer-wise exchange (fedtan, fedtan2, fedavg-alg2; recalibration)
     exchange: str = declared(ExchangeSettings, "carrier")
@@ -111,7 +111,7 @@ class RunKeys(DataKeys):
     declared_byzantine: int = declared(Defence, "f")
     # secure aggregation, and differential privacy
     secure_aggregation: bool = option(
-        False, "the server sees sums of the clients' updates, statistics and evaluations alone (SecAgg+; not FedTAN's exchange)"
+        False, "the server sees only sums over clients of updates, statistics and evaluations (SecAgg+); FedTAN's exchange is not protected"
     )
     secagg_shares: int = declared(SecureAggregation, "shares")
     secagg_threshold: int = declared(SecureAggregation, "threshold")
@@ -141,17 +141,21 @@ class RunKeys(DataKeys):
     # local objective
     objective: str = option("none", "what clients minimise beside the loss, or how they correct its gradient", OBJECTIVES)
     moon_projection: int = option(
-        0, "features of a projection of two layers before the head, as in MOON's paper, with any objective; 0: none", ">= 0"
+        0,
+        "number of output features of a projection (two layers) before the head, as in MOON's paper, with any objective; 0: no projection",
+        ">= 0",
     )
     # server
     server_optimizer: str = option(
-        "fedavg", "steps on the pseudo-gradient of weights and affine parameters, never on statistics", SERVER_OPTIMIZERS
+        "fedavg",
+        "the server's optimiser, which steps on the pseudo-gradient of weights and affine parameters, and never on statistics",
+        SERVER_OPTIMIZERS,
     )
     # evaluation, machine and output
     evaluate_every: int = declared(Rounds, "evaluate_every")
     evaluate_on: str = option(
         TEST,
-        "what is evaluated: the test samples, or the training samples, for their loss after the averaging",
+        "the samples of the evaluation: test samples, or training samples (for their loss after the averaging)",
         SPLITS,
         used=when.TESTED_AS_GIVEN,
     )
@@ -199,7 +203,7 @@ class RunKeys(DataKeys):
     pictures: bool = option(True, "draw pictures at the end, and write TensorBoard events after every round")
     early_stop: int = option(
         0,
-        "the run ends after so many evaluations in a row whose metric is not better than the best; 0: it never ends early",
+        "the run ends after this many evaluations in a row without a new best metric; 0: it never ends early",
         ">= 0",
     )
     keep_best: bool = option(

@@ -43,7 +43,7 @@ def conditions(config: Any, registries: Registries, general: Mapping[str, Option
 
     Args:
         config: The run config.
-        registries: Key that chooses an entry by name, such as ``method`` -> the registry, name -> constructor.
+        registries: For each key that chooses an entry by name, such as ``method``, the registry: name -> constructor.
         general: The options of all general keys, by key.
     """
     uses: dict[str, Used | None] = {key: spec.used for key, spec in general.items()}
@@ -66,7 +66,7 @@ def check_used(config: Any, defaults: Mapping[str, Value], registries: Registrie
     Args:
         config: The run config.
         defaults: The default of every key. A key with another value was set by the user.
-        registries: Key that chooses an entry by name, such as ``method`` -> the registry, name -> constructor.
+        registries: For each key that chooses an entry by name, such as ``method``, the registry: name -> constructor.
         general: The options of all general keys, by key.
 
     Raises:
@@ -108,14 +108,14 @@ FREEZES_LATER = method_where(
     "where statistics freeze after some rounds (methods fixbn and fedtan2, or freeze-after)", _freezes_later, "freeze-after", "rounds"
 )
 FREEZES_EARLY_ENOUGH = Used(
-    "where rounds follow after that one",
+    "where the run has more rounds than that",
     lambda c: c["freeze-after"] < c["rounds"] or c["rounds"] == 0 or "freeze-after" in options_by_key(METHODS[c["method"]]),
     ("rounds",),
 )
 TORCHVISION = Used("for a network of torchvision's", lambda c: is_torchvision(c["model"]), ("model",))
 PARAMETER = OWN_DATA & used_with("partition", *PARAMETRISED)
 TESTED_AS_GIVEN = Used(
-    "where no validation samples stand in the place of the test data", lambda c: not c["validation-share"], ("validation-share",)
+    "where runs are tested on the test data, and not on validation samples", lambda c: not c["validation-share"], ("validation-share",)
 )
 OWN_DOMAINS = used_with("partition", *BY_DOMAIN)
 KEEPS_STATISTICS = method_where(
@@ -124,4 +124,4 @@ KEEPS_STATISTICS = method_where(
 ATTACKERS = Used("with attackers, byzantine > 0", lambda c: c["byzantine"] > 0, ("byzantine",))
 LIES = used_with("attack", *(name for name in ATTACKS if name != LABEL_FLIP))
 STRENGTH = used_with("attack", *STRENGTHS)
-WRITES = Used("with an output, the folder that runs are written to", lambda c: bool(c["output"]), ("output",))
+WRITES = Used("where results are written to a folder (output)", lambda c: bool(c["output"]), ("output",))

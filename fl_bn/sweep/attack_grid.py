@@ -93,7 +93,7 @@ class Grid:
         return list(dict.fromkeys(settings))
 
     def misdeclared(self, scores: Scores) -> list[Setting]:
-        """Return the settings of the second pass, in which each rule expects one attacker too few under its worst attack."""
+        """Return the settings of the second pass: each rule but ``mean`` under its worst attack, expecting one attacker too few."""
         worst = {row: self.worst(scores, *row) for row in self.rows() if row[3] != "mean"}
         return [Setting(m, h, f, f - 1, rule, attack) for (m, h, f, rule), attack in worst.items() if attack]
 
@@ -161,7 +161,7 @@ def grid_sweep(settings: Sequence[Setting], seeds: Sequence[int], base: Mapping[
 def run_grid(
     grid: Grid, seeds: Sequence[int], base: Mapping[str, Any], title: str, output: Path, perform: Perform, too_few: bool = True
 ) -> tuple[Scores, dict[str, str]]:
-    """Run both passes of the grid.
+    """Run the attack grid in two passes: all settings, then the rules that expect one attacker too few.
 
     Args:
         grid: The axes.

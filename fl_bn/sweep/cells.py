@@ -171,6 +171,7 @@ def run_cell(cell: Cell) -> None:
 
     Raises:
         RunFailed: Another process runs the cell already. In this case the cell is not marked as failed.
+        Exception: The run failed, see ``run_held``.
     """
     with cell.held():
         run_held(cell)
@@ -183,6 +184,7 @@ def run_held(cell: Cell) -> None:
 
     Raises:
         ConfigError: The folder holds another run.
+        Exception: The run failed with this error. It is also written to ``cell.json``.
     """
     from fl_bn.run.centralised import run_centralised
 

@@ -229,7 +229,7 @@ class _Sweep:
             self.tasks[self.run_on.options(scheduling_strategy=place).remote(cell, str(self.shared))] = Task(cell, node, time.monotonic())
 
     def take(self, future: Any, task: Task) -> None:
-        """Store the result of a task that has ended. If the task was lost, its cell waits to run again, or has failed."""
+        """Store the result of a task that has ended. If its process died, the cell is run again, or has failed (see ``died``)."""
         name, seconds = task.cell.config.name, time.monotonic() - task.begun
         try:
             done: Done = ray.get(future)

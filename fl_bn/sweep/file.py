@@ -87,8 +87,8 @@ class Where:
 
         Args:
             at: Axis -> the label of the combination.
-            keys: The run-config keys of the combination. An axis of the file is a key here if the variant sets it to a
-                single value.
+            keys: The run-config keys of the combination. If the variant replaces an axis by a single value, the name of the
+                axis is one of these keys, and its value is compared instead of a label.
         """
         return all(at.get(axis, str(keys.get(axis))) == value for axis, value in self.at.items())
 
@@ -102,10 +102,10 @@ class Sweep:
     Attributes:
         title: The title in the report.
         keys: Run-config keys of all runs.
-        axes: Axis -> label of a value -> the run-config keys, with values, for which the label stands.
+        axes: Axis -> label of a value -> the run-config keys that the value sets, each with its value.
         skip: The combinations to leave out. Each entry has the labels on some axes.
-        own: Keys that must have an effect in at least one run. For a variant of a file these are the keys of the
-            variant only, since the other keys of the file serve all variants.
+        own: Keys that must have an effect in at least one run. For a variant of a file, these are the keys that the
+            variant itself sets. Other keys of the file may have an effect in other variants only.
         where: Keys for some combinations only, which override those of ``keys`` and ``axes``.
         tables: The other tables of the file, such as [report].
         strict: Whether each key of a label must have an effect in every run with this label. If False, runs leave out
@@ -122,7 +122,7 @@ class Sweep:
     strict: bool = False
 
     def points(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield, for every combination, axis -> its value and run-config key -> its value.
+        """Yield two mappings for every combination of values: axis -> value, and run-config key -> value.
 
         All combinations with the first seed come before those with the second.
         """
@@ -193,7 +193,7 @@ def read(path: Path, variant: str = "", data: str = "data", overrides: Mapping[s
     Args:
         path: The file.
         variant: The name of a variant in the file; empty: the file without any variant.
-        data: The folder for which ``{data}`` stands.
+        data: The folder whose path replaces ``{data}`` in values.
         overrides: Run-config keys that override those of the file.
 
     Raises:
@@ -227,7 +227,7 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
         tables: The content of the file.
         name: The title of the sweep, if the file has none.
         variant: The name of a variant in the file; empty: the file without any variant.
-        data: The folder for which ``{data}`` stands.
+        data: The folder whose path replaces ``{data}`` in values.
         overrides: Run-config keys that override those of the file.
 
     Raises:
@@ -280,7 +280,7 @@ def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str
         cases: The entries.
         axes: The axes of the file and of the variant, each with all labels from the file and from the variant.
         overrides: Run-config keys that override those of the entries.
-        data: The folder for which ``{data}`` stands.
+        data: The folder whose path replaces ``{data}`` in values.
 
     Raises:
         ConfigError: An entry has an unknown axis or label, or is not of the right form.
@@ -364,7 +364,7 @@ def _without(keys: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any
 
 
 def _keys_in(axes: Mapping[str, Any]) -> set[str]:
-    """Return the run-config keys for which the labels of the axes stand. An axis given as a list of labels adds no keys."""
+    """Return the run-config keys that the values on the axes set. An axis given as a list of labels adds no keys."""
     return {key for values in axes.values() if isinstance(values, dict) for keys in values.values() for key in keys}
 
 
@@ -380,7 +380,7 @@ def _overridden(axis: str, values: Axis, overrides: Mapping[str, Any]) -> Axis:
     """Return an axis without the keys that ``overrides`` sets for all runs.
 
     Raises:
-        ConfigError: Values of the axis differ in a key of ``overrides``, so they would become equal.
+        ConfigError: ``overrides`` has the axis itself, or only keys of ``overrides`` distinguish two of its values.
     """
     remaining = {label: {key: value for key, value in keys.items() if key not in overrides} for label, keys in values.items()}
     for one, other in itertools.combinations(values, 2):
@@ -431,7 +431,7 @@ def made(maker: str, folder: Path) -> Path:
 
     Args:
         maker: The function that makes the data, as ``module:function``. It takes the path of the folder to make.
-        folder: The folder of the data. It gets its name when the data are complete.
+        folder: The folder of the data. They are made in ``folder.unfinished``, which is renamed when they are complete.
 
     Returns:
         ``folder``.

@@ -191,10 +191,10 @@ def test_a_cell_is_refused_by_file_line_and_column(rows: list[str], line: int, c
             "columns.toml lists this column, but the file has 'id, age, smoker, ward, outcome'",
         ),
         (HEADER.replace("outcome", "Outcome") + "\n", 1, "outcome", "did you mean 'Outcome'?"),
-        (HEADER + ",zip\n", 1, "zip", "columns.toml does not list this column; add it there, to ignore or to a table"),
+        (HEADER + ",zip\n", 1, "zip", "columns.toml does not list this column; list it there, in ignore, [numeric] or [categorical]"),
         (HEADER + ",age\n", 1, "age", "expected every column once"),
         (HEADER.replace(",", ";") + "\n", 1, "outcome", "it looks as if cells were separated by ';': set delimiter in columns.toml"),
-        (HEADER + "\n1,40,1,no,a,well\n", 0, "", "expected rows to train on and others to test on, but there is 1 row in all"),
+        (HEADER + "\n1,40,1,no,a,well\n", 0, "", "expected a training row and a test row at least, but there is 1 row in all"),
         (b"\xff\xfe", 0, "", "expected text in UTF-8, but invalid start byte at byte 0"),
     ],
 )

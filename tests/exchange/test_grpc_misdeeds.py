@@ -100,8 +100,8 @@ MISDEEDS = {
     "another call": sends(
         changed(call=7), r"expected the client's values of block.bn \(mean\), but it sent those of block.bn \(mean, call 8\)", told=True
     ),
-    "empty request": refused(b"", "expected a join, a layer's values or a leave, but got an empty request"),
-    "unknown fields": refused(b"\x78\x01", "expected a join, a layer's values or a leave, but got an empty request"),
+    "empty request": refused(b"", "expected a request to join, to average a layer's values or to leave, but got an empty one"),
+    "unknown fields": refused(b"\x78\x01", "expected a request to join, to average a layer's values or to leave, but got an empty one"),
     "second join": refused(JOIN, "the client joined the round twice"),
     "not joined": refused(
         encode_request(local_of(2, KEYS[0])), r"the client sent its values of 1 \(moments\) before it had joined the round", joins=False

@@ -119,7 +119,7 @@ def message(layer: str = "stem.bn", quantity: int = pb.MEAN, call: int = 0, coun
 
 
 REFUSED = {
-    "an empty request": (pb.Request(), "expected a join, a layer's values or a leave, but got an empty request"),
+    "an empty request": (pb.Request(), "expected a request to join, to average a layer's values or to leave, but got an empty one"),
     "no quantity": (message(quantity=0), r"expected a kind of vector \(quantity\) from 1 to 5, but got 0"),
     "a quantity of a later version": (message(quantity=6), r"expected a kind of vector \(quantity\) from 1 to 5, but got 6"),
     "a negative quantity": (message(quantity=-1), r"expected a kind of vector \(quantity\) from 1 to 5, but got -1"),

@@ -105,6 +105,6 @@ class GrpcExchange:
             return decode_answer(answer, dtype)
         except ValueError as error:
             raise ExchangeFailed(
-                f"the exchange at {self._address} should answer with values of {dtype}, but {len(answer.values)} bytes are no whole number "
-                "of these"
+                f"the exchange at {self._address} should answer with values of {dtype}, but its {len(answer.values)} bytes are not a whole "
+                "number of such values"
             ) from error

@@ -31,7 +31,7 @@ FRAME = 4096  # the most bytes that a message needs beside its values
 
 
 class Ticket(NamedTuple):
-    """Allow a client to join a session. The client shows the ticket's token.
+    """Name the session and the client that belong to a token. The service finds the ticket by the token that a client sends.
 
     Attributes:
         session: the session.
@@ -49,7 +49,7 @@ class Stream:
     Attributes:
         ticket: the client's ticket.
         context: gRPC's object for the stream.
-        busy: whether the stream's own handler is about to answer or end it.
+        busy: whether the stream's handler is answering a request or ending the stream. If it is, nobody else may end it.
         ended: whether the stream's handler has ended.
     """
 
@@ -178,7 +178,7 @@ class ExchangeService:
         """Answer one request.
 
         Returns:
-            The answer, or an ``ExchangeFailed`` that says why there is none. None if the client leaves the session.
+            The answer, or an ``ExchangeFailed`` with the reason for having no answer. None if the client leaves the session.
         """
         session, client = ticket
         try:

@@ -44,7 +44,8 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
         The request, or None if the client leaves the session.
 
     Raises:
-        Refused: the message cannot be read, or names a layer or kind of vector that does not exist.
+        Refused: the message cannot be read, names a layer or kind of vector that does not exist, or has a vector of a
+            wrong length.
     """
     try:
         message = pb.Request.FromString(data)
@@ -58,7 +59,7 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
     if kind == "join":
         return Join(message.join.batch)
     if kind != "local":
-        raise Refused("expected a join, a layer's values or a leave, but got an empty request")
+        raise Refused("expected a request to join, to average a layer's values or to leave, but got an empty one")
     local = message.local
     if local.quantity not in QUANTITIES:
         raise Refused(f"expected a kind of vector (quantity) from 1 to {len(QUANTITIES)}, but got {local.quantity}")
