@@ -90,7 +90,7 @@ def audit(
 
 
 def _readable(site: SiteFolder) -> list[Path]:
-    """Return the folders of a site's logs that this user may read. Where the SuperNode's own log is not, print a message."""
+    """Return the folders of a site's logs. Leave out the SuperNode's own log where this user may not read it: print a message."""
     logs = site.audit_logs()
     if site.node_audit_log in logs and not os.access(site.node_audit_log, os.R_OK | os.X_OK):
         logs.remove(site.node_audit_log)

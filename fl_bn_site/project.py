@@ -120,10 +120,10 @@ def _add_modules(source: Path, app: Path) -> None:
 def stage(project: Path) -> Iterator[Path]:
     """Copy those files of a project that Flower sends into a temporary folder.
 
-    The copy is submitted in place of the project. For Flower writes files beside a project, and reads every file in it, also
-    those of a virtual environment. The copy lacks environments, folders of a kit, hidden files, and the paths at
-    ``[tool.fl-bn] not-sent`` in the project's pyproject.toml. A copy of fl-bn itself has a file with its commit, since the
-    copy has no git repository.
+    The copy is submitted in place of the project, for two reasons. Flower writes files beside the project that it submits. And
+    it reads every file in the project, even those of a virtual environment. The copy lacks virtual environments, folders of a
+    kit, hidden files, and the paths at ``[tool.fl-bn] not-sent`` in the project's pyproject.toml. A copy of fl-bn itself has a
+    file with the number of its commit, since it has no git repository.
 
     Args:
         project: The folder of the project.

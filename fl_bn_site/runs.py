@@ -20,7 +20,7 @@ from fl_bn_site.queue_store import STARTED, STARTING, WAITING, run_name
 from fl_bn_site.registered import Submitted
 
 ACTIVE = ("pending", "starting", "running")
-NOT_TOLD = "its app has told no rounds: only the strategies of fl_bn.flower tell them"
+NOT_TOLD = "its app has reported no rounds: only the strategies of fl_bn.flower report them"
 NOT_RESUMED = "it ended early; a run of an own Flower app is not resumed, so submit it again"
 
 

@@ -114,7 +114,7 @@ def resolves(host: str, port: int) -> Finding:
 
 
 def leads_here(host: str, port: int) -> Finding:
-    """Check, on the server's machine, whether the name ``host`` leads to this machine."""
+    """Check, on the server's machine, whether the name ``host`` is resolved to an address of this machine."""
     finding = resolves(host, port)
     if finding.status == "ok" and not any(_own(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
         return Finding(
