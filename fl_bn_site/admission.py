@@ -1,6 +1,6 @@
 """Refuse runs in the SuperNode, before the site stores, unpacks or imports their packages (Flower's FAB archives).
 
-The SuperNode checks every message by the site's policy. It holds the site's key, and runs no code that the server
+The SuperNode checks every message by the site's policy. The SuperNode holds the site's key, and runs no code that the server
 sends. So the code of a run can change neither the decision nor the files that record accepted signatures.
 A refused message gets an error as its answer. The error names the line of the policy that refuses the run.
 

@@ -350,9 +350,10 @@ def answer(site: Site, request: Request, app: Any) -> None:
 
 
 def placed(context: Any, app: str) -> dict[str, Any]:
-    """Return the node config of a message. For apps other than fl-bn's, add the client's place in the run.
+    """Return the node config of a message, with the number of the client for apps other than fl-bn's.
 
-    Such apps look for their place in ``partition-id`` and ``num-partitions``. fl-bn's app finds its place itself.
+    Such apps read ``partition-id`` (the number of the client, from 0) and ``num-partitions`` (the number of clients). fl-bn's
+    app finds its number by itself.
 
     Args:
         context: Flower's context of the message.
@@ -385,13 +386,16 @@ class Record:
             self._about["submitter"] = name or None
 
     def listen(self) -> None:
-        """Also write a line for each vector of a layer-wise exchange (as in FedTAN). The app sends vectors apart from its answer."""
+        """From now on, also write a line for each vector that the app sends in a layer-wise exchange (as in FedTAN).
+
+        These vectors are sent while the app works on the message. They are not part of its answer.
+        """
         if self._folder is not None and (departures := sys.modules.get("fl_bn.support.departures")) is not None:
             exchanged, asked = site_module("leaving").exchanged, self._message.metadata.message_type
             departures.listen(lambda *vector: self._write({"message": "exchange", **exchanged(asked, *vector)}))
 
     def checked(self, reply: Any) -> Any:
-        """Write the line about an answer, and return the answer.
+        """Write the line about ``reply``, an answer of the app, and return ``reply``.
 
         Raises:
             AuditError: The line cannot be written.

@@ -46,7 +46,7 @@ def check(folder: Path, noted: str = "") -> Findings:
 
     Args:
         folder: The folder of the log.
-        noted: The hash of a line, or its first digits, as noted elsewhere; empty: look for no hash.
+        noted: A hash that ``fl-bn audit`` printed earlier, or its first digits: a line must have it; empty: look for none.
 
     Raises:
         OSError: A file cannot be read.

@@ -134,11 +134,11 @@ def tables_of(report: Report, found: Mapping[Path, Findings]) -> Group:
         kept.add_row(when, escape(run), escape(str(one["message"])), escape(f"{one['decision']}: {one['reason']}"))
     more = len(report.refused) - SHOWN
     ended = [
-        f"{report.lines} line{'s' * (report.lines != 1)}; as messages of Flower {report.message_bytes:,} bytes, "
+        f"{report.lines} line{'s' * (report.lines != 1)}; {report.message_bytes:,} bytes in Flower's messages, "
         "without the frames of gRPC and TLS",
         *([f"and {more} more that did not leave: --lines shows all"] if more > 0 else []),
         *(
-            f"to note elsewhere{f', of {log}' if len(found) > 1 else ''}: line {one.lines} has the hash {one.head}"
+            f"note this elsewhere{f', of {log}' if len(found) > 1 else ''}: line {one.lines} has the hash {one.head}"
             for log, one in found.items()
         ),
     ]

@@ -62,9 +62,7 @@ def create(
     exchange_port: Annotated[int, typer.Option(help="the first port of FedTAN's exchange")] = 9095,
     submitters: Annotated[
         str,
-        typer.Option(
-            metavar="A,B", help="who signs runs: a name, for which a key is made, or a file NAME.pub with the public key of a submitter"
-        ),
+        typer.Option(metavar="A,B", help="who may sign runs: a name (makes a key pair), or a file NAME.pub with a submitter's public key"),
     ] = "submitter",
 ) -> None:
     """Make a kit: an authority, the server's folder, and one folder per site."""
@@ -166,7 +164,9 @@ def renew(
 @kit.command()
 def verify(
     folder: Annotated[Path, typer.Argument(help="a kit, its server folder, or one of its sites")],
-    noted: Annotated[str, typer.Option(metavar="HASH", help="the hash of a line of the site's audit log, as noted elsewhere")] = "",
+    noted: Annotated[
+        str, typer.Option(metavar="HASH", help="a hash that `fl-bn audit` printed earlier: a line of the log must have it")
+    ] = "",
 ) -> None:
     """Check whether the parts of a kit fit together: certificates, keys, modes, TOML files, audit logs. Exit code 1 if not."""
     from fl_bn_site.verify import verify as checks_of
@@ -228,7 +228,7 @@ def submit(
     run_config: Annotated[str, typer.Option("--run-config", help="keys to override: \"rounds=10 method='hbn'\"")] = "",
     control: ControlOption = "",
     parallel: Annotated[
-        int, typer.Option(min=0, help="start this run when fewer runs than this number are going on; 0: the number in server.toml")
+        int, typer.Option(min=0, help="start this run when fewer runs than this number are active; 0: the number in server.toml")
     ] = 0,
     key: KeyOption = None,
     own: Annotated[

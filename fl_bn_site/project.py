@@ -75,7 +75,9 @@ def build(server: ServerFolder, own: Path | None = None) -> bytes:
 
 
 def _complete(app: Path, source: Path) -> None:
-    """Add those run-config keys of ``OF_RUN`` that the copy of a Flower app lacks. By these keys fl-bn finds the run again.
+    """Add the run-config keys in ``OF_RUN``, such as ``name``, to the copy of a Flower app that lacks them.
+
+    fl-bn sets these keys when it submits the run, and finds the run by them later. Flower refuses keys that an app lacks.
 
     Args:
         app: The folder of the copy.

@@ -37,7 +37,7 @@ class RunLine:
     """Describe a run, as one line of ``fl-bn runs``.
 
     Attributes:
-        id: Flower's id of the run; empty while the run waits in the queue.
+        id: Flower's id of the run; empty: the run waits in the queue, or never began.
         name: The name of the run's folder.
         state: ``waiting``, ``pending``, ``starting``, ``running``, ``completed``, ``failed`` or ``stopped``;
             ``resumed``: the run ended early, and a later run went on with its folder; ``refused`` or ``dropped``: the run
@@ -46,7 +46,7 @@ class RunLine:
             later run went on with the folder, or where an own Flower app does not tell its rounds.
         rounds: The number of rounds of the whole run; 0: not known yet.
         start: When the run started, or was submitted if it has not started, in ISO 8601.
-        seconds: The seconds that the run took, or has taken so far; None: the run waits in the queue.
+        seconds: The seconds that the run took, or has taken so far; None: the run has not begun.
         submitter: Who submitted the run: USER@HOST; empty: not known.
         code: The SHA-256 of the app that the sites receive; empty: no app has been sent yet.
         why: Why the run was refused, or who took it out of the queue; empty: neither happened.
@@ -251,7 +251,7 @@ def to_json(runs: list[RunLine]) -> str:
 
 
 def _copy_if_there(source: str, target: str) -> None:
-    """Copy a file, unless it does not exist any more: a running run deletes its old checkpoints."""
+    """Copy a file. Do nothing where it does not exist any more, since an active run deletes its old checkpoints."""
     try:
         shutil.copy2(source, target)
     except FileNotFoundError:
