@@ -228,7 +228,7 @@ class Accepted:
         except (ValueError, KeyError, TypeError):
             before = f"(unknown, since the file {path} is damaged)"
         if before != run:
-            raise NotSigned(f"its signature came with run {before} before: {signature.submitter.name} signed one run, and not two")
+            raise NotSigned(f"its signature was used for run {before} already: {signature.submitter.name} has signed one run only")
 
 
 def _sync(folder: Path) -> None:

@@ -45,7 +45,7 @@ ABSENT = 15.0  # seconds after which the program that runs ClientApps counts as 
 NOT_LET_IN = "generator didn't yield"  # Flower's last error where the server refuses this site; the log has the reason before it
 SILENT = "its process sent no heartbeat for a minute, or none in its first half minute"
 UNREADABLE = "this site cannot open the app of the run ({}): pack and submit it anew"
-NOBODY = f"the program that runs its ClientApps has not asked for work for {ABSENT:.0f} s: look at the site's clientapp"
+NOBODY = f"the program that runs its ClientApps has not asked for work for {ABSENT:.0f} s: read the site's logs/clientapp.log"
 
 compat = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))
 find: Callable[[str], Any] = compat["find"]
