@@ -91,8 +91,8 @@ def refuse_runs(names: dict[str, Any], admission: Admission, fail: Callable[...,
         names: The globals of the module with the main loop.
         admission: Decides on runs.
         fail: Answers the messages of a run with an error: ``supernode.fail``.
-        known: A dict. At each message, this function empties it and enters the run of the message: run id -> Flower's record
-            of the run. A refused run is entered, too. None: no dict is filled.
+        known: A dict with the run of the latest message, replaced at every message: run id -> Flower's record of the run. A
+            refused run is entered, too. None: the caller needs no such dict.
     """
     take_in = names["_pull_and_store_message"]
 

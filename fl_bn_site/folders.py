@@ -313,7 +313,7 @@ class SiteFolder(Folder):
     def audit_logs(self) -> list[Path]:
         """Return those folders of audit logs that exist: the ClientApp's first, then the SuperNode's own.
 
-        Where this user may not look whether a folder exists, it counts as existing. Reading it then raises PermissionError.
+        A folder also counts as existing where this user may not check that. Reading it then raises PermissionError.
         """
 
         def there(folder: Path) -> bool:

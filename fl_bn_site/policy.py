@@ -103,7 +103,7 @@ class Policy:
         min_samples: The smallest number of samples that a statistic or a reply may summarise; 0: no limit.
         max_evaluations: The largest number of evaluations that this site answers in one run.
         max_unknown_rounds: A limit for secure sums with methods such as FedBN, where clients keep tensors of their own. The other
-            clients may have trained these tensors in earlier rounds without this site. If there were more such rounds, the site
+            clients may have trained these tensors in earlier rounds without this site. Above this number of such rounds, the site
             refuses the sum. None: no limit.
     """
 

@@ -156,7 +156,7 @@ def _is_own(package: Package) -> bool:
 
 
 def _named(server: ServerFolder, overrides: str, package: Package) -> tuple[dict[str, Scalar], bool]:
-    """Return the user's run-config keys, completed by the run's name; and True if this function made that name."""
+    """Return the user's run-config keys and the run's name in one dict, and whether this function made the name."""
     if _is_own(package):
         return own_config(package, overrides, datetime.now())
     given = _with_defaults(server, parse_overrides(overrides))

@@ -281,7 +281,7 @@ def _online(federation: Federation, *sites: str) -> None:
 
 
 def _command(*words: str, timeout: float = 180.0) -> str:
-    """Return the standard output and error of ``fl-bn WORDS``. Its exit code may have any value."""
+    """Run ``fl-bn WORDS``, and return its standard output and error. The exit code is not checked."""
     done = subprocess.run([*FL_BN, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
     return done.stdout + done.stderr
 

@@ -69,7 +69,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Drill:
-    """Hold one run that a drill disturbs, with what the drill needs for it."""
+    """Hold one run that a drill disturbs: the federation, the case, the run config and the outcome."""
 
     federation: DockerFederation
     case: Case

@@ -344,13 +344,14 @@ class Running:
     """
 
     def __init__(self, case: Case, config: dict[str, Any], wait: bool = True, until: int = 0) -> None:
-        """Take the run to submit.
+        """Define the run to submit, and when the block begins.
 
         Args:
             case: The repetition of the drill.
             config: The run config.
             wait: True: begin the block at a random moment. False: begin it at once.
-            until: The block begins after a random number of rounds below this one, and up to 12 s; 0: the run's rounds.
+            until: The block begins in or before this round: after a random number of rounds, less than ``until``, and up to
+                12 s more. 0: the number of rounds of the run.
         """
         self._case, self._config, self._wait, self._until = case, config, wait, until or config["rounds"]
         self.said: list[str] = []

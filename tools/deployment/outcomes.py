@@ -93,7 +93,7 @@ class Case:
 
     @property
     def data(self) -> dict[str, Any]:
-        """Return run-config keys for the data set digits in an npz file. The processes read this file faster than they make the data."""
+        """Return run-config keys for the data set digits in an npz file, which clients read faster than they make the data."""
         path = self.folder / "digits.npz"
         if not path.exists():
             digits = load("digits-plain")
