@@ -15,7 +15,7 @@ ROUNDS = "num-server-rounds"  # the key of Flower's own apps for the number of r
 
 
 def own_config(package: Package, overrides: str, now: datetime) -> tuple[dict[str, Scalar], bool]:
-    """Read the run-config keys that the user gave for a Flower app of his own, and add the name of the run.
+    """Read the run-config keys that the user gave for their own Flower app, and add the name of the run.
 
     Args:
         package: The package of the app.

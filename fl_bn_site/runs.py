@@ -200,8 +200,8 @@ def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Pat
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of ``rounds.jsonl`` in the folder of a run, one per round.
 
-    Without this file, return the rows that an own Flower app has reported; empty: there are no rows, either. An incomplete
-    last line, which a running run is writing, is left out.
+    Where this file is missing, return the rows that a user's own Flower app has reported; where these are missing, too, an
+    empty list. An incomplete last line, which an active run is writing, is left out.
     """
     return _lines(folder / "rounds.jsonl") or [row for row in _lines(folder / PROGRESS) if row["round"]]
 

@@ -140,7 +140,7 @@ class SupervisedProgram:
         self.done = False
 
     def look(self, now: float) -> None:
-        """Start the program if its wait is over, or notice that it has ended. Call this method again and again.
+        """Start the program if its wait is over, or notice that it has ended. Call this method at short intervals.
 
         Args:
             now: The present time, as ``time.monotonic()`` returns it.
