@@ -23,7 +23,7 @@ def kit_files(folder: Path) -> Iterator[Finding]:
     The checks cover dates, names and signatures of certificates, pairs of keys, and file modes.
     """
     for check in verify(folder):
-        yield Finding("ok", "kit", check.subject) if check.ok else Finding("fail", "kit", f"this is not true: {check.subject}", check.remedy)
+        yield Finding("ok", "kit", check.subject) if check.ok else Finding("fail", "kit", f"not true: {check.subject}", check.remedy)
 
 
 def expiry(certificates: Iterable[Path], clock: Clock = now, mend: str = RENEW) -> Finding:
