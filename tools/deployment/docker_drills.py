@@ -7,9 +7,8 @@ The program reports what happened, how long it took, and what was lost.
     python -m tools.deployment.docker_drills --output drills                  # drills.csv and drills.md
     python -m tools.deployment.docker_drills --repetitions 1 --only clientapp message --times 20
 
-The conditions are those of tools/deployment/drills.py. The final model, and the tensors that each site keeps, must be bit
-for bit those of a run in one process in which exactly the same replies were missing. After a resume, no reply may be
-missing. The image is built from this checkout first.
+The criterion is that of tools/deployment/drills.py. A run in one process, in which exactly the same replies were missing,
+must give the same final model and the same tensors at each site, bit for bit. After a resume, no reply may be missing. The image is built from this checkout first.
 """
 
 from __future__ import annotations
