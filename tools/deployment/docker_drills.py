@@ -8,7 +8,9 @@ The program reports what happened, how long it took, and what was lost.
     python -m tools.deployment.docker_drills --repetitions 1 --only clientapp message --times 20
 
 The criterion is that of tools/deployment/drills.py. A run in one process, in which exactly the same replies were missing,
-must give the same final model and the same tensors at each site, bit for bit. After a resume, no reply may be missing. The image is built from this checkout first.
+must give the same final model and the same tensors at each site, bit for bit. After a resume, no reply may be missing.
+
+The image is built from this checkout first.
 """
 
 from __future__ import annotations
