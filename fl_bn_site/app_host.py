@@ -386,7 +386,7 @@ class Record:
             self._about["submitter"] = name or None
 
     def listen(self) -> None:
-        """From now on, also write a line for each vector that the app sends in a layer-wise exchange (as in FedTAN).
+        """Begin to write a line, too, for each vector that the app sends in a layer-wise exchange (as in FedTAN).
 
         These vectors are sent while the app works on the message. They are not part of its answer.
         """
