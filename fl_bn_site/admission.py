@@ -1,6 +1,6 @@
 """Refuse runs in the SuperNode, before the site stores, unpacks or imports their packages (Flower's FAB archives).
 
-The SuperNode checks every message by the site's policy. It holds the site's key, and runs no code that the server
+The SuperNode checks every message by the site's policy. The SuperNode holds the site's key, and runs no code that the server
 sends. So the code of a run can change neither the decision nor the files that record accepted signatures.
 A refused message gets an error as its answer. The error names the line of the policy that refuses the run.
 
@@ -85,14 +85,14 @@ def _log(run: int, decision: Any) -> None:
 
 
 def refuse_runs(names: dict[str, Any], admission: Admission, fail: Callable[..., None], known: dict[int, Any] | None = None) -> None:
-    """Change Flower's main loop of a SuperNode so that every message is checked before it is taken in.
+    """Change Flower's main loop of a SuperNode so that every message is checked before Flower stores it.
 
     Args:
         names: The globals of the module with the main loop.
         admission: Decides on runs.
         fail: Answers the messages of a run with an error: ``supernode.fail``.
-        known: A dict to fill: run id -> Flower's record of the run of the last message, refused or not. Earlier entries are
-            removed. None: no dict is filled.
+        known: A dict with the run of the latest message, replaced at every message: run id -> Flower's record of the run. A
+            refused run is entered, too. None: the caller needs no such dict.
     """
     take_in = names["_pull_and_store_message"]
 
@@ -136,7 +136,7 @@ def refuse_runs(names: dict[str, Any], admission: Admission, fail: Callable[...,
             try:
                 of["confirm_message_received"](message.metadata.run_id, message.metadata.message_id)
             except Exception as error:  # the error is sent to the server nevertheless
-                logging.getLogger("flwr").warning("the server was not told that the message arrived: %s", error)
+                logging.getLogger("flwr").warning("the server could not be informed that the message arrived: %s", error)
             run_id = message.metadata.run_id
         return run_id
 

@@ -67,7 +67,7 @@ endings = runpy.run_path(str(HERE / "endings.py"))
 
 @dataclass(frozen=True)
 class Request:
-    """Name one message to answer, and the app that answers it.
+    """Identify one message that waits for its answer, and the app that answers it.
 
     Attributes:
         token: The token with which the message is fetched from the SuperNode.
@@ -136,7 +136,7 @@ def ask_for_work(site: Site, hand_over: Callable[[Request], None], is_ready: Cal
         site: The site.
         hand_over: Called with a ``Request`` for each message.
         is_ready: Returns whether the cold process has finished its imports. No message is taken before that, because
-            the process of a message must give a first sign of life within half a minute.
+            the process of a message must send its first heartbeat within half a minute.
     """
     stub = _stub(site)
     tell_end(stub, "", endings["RESTARTED"])  # the processes of an earlier start of this program have ended with it
@@ -154,7 +154,7 @@ def ask_for_work(site: Site, hand_over: Callable[[Request], None], is_ready: Cal
 
 
 def serve(lines: Iterable[str], site: Site, ready: Callable[[], None] = lambda: None) -> None:
-    """Do the work of the cold process: have each request answered in a process of its own.
+    """Do the work of the cold process: for each request, fork a process that answers it.
 
     Args:
         lines: One request per line, as JSON. The lines end when the host ends.
@@ -222,13 +222,13 @@ class WarmProcess:
         os.close(told)
 
     def answer(self, line: str) -> bool:
-        """Hand over a request.
+        """Pass a request to the warm process, which forks a process that answers it.
 
         Args:
             line: The request as one line of JSON.
 
         Returns:
-            Whether the warm process took the request; False where the process has ended.
+            True: the warm process received the request. False: the warm process has ended.
         """
         try:
             if self._usable:
@@ -298,7 +298,7 @@ def watch(site: Site, request: Request, app: Any) -> None:
     status = os.waitpid(fork(lambda: answer(site, request, app)), 0)[1]
     for_memory = endings["out_of_memory_kills"]() > kills
     if why := endings["ending"](os.waitstatus_to_exitcode(status), for_memory):
-        print(f"the process of a message {why}; the server is told", file=sys.stderr, flush=True)
+        print(f"the process that worked on a message {why}; the server gets this reason as an error", file=sys.stderr, flush=True)
         tell_end(_stub(site), request.token, f"its process {why}")
 
 
@@ -350,9 +350,10 @@ def answer(site: Site, request: Request, app: Any) -> None:
 
 
 def placed(context: Any, app: str) -> dict[str, Any]:
-    """Return the node config of a message. For apps other than fl-bn's, add the client's place in the run.
+    """Return the node config of a message, with the number of the client for apps other than fl-bn's.
 
-    Such apps look for their place in ``partition-id`` and ``num-partitions``. fl-bn's app finds its place itself.
+    Such apps read ``partition-id`` (the number of the client, from 0) and ``num-partitions`` (the number of clients). fl-bn's
+    app finds its number by itself.
 
     Args:
         context: Flower's context of the message.
@@ -385,13 +386,16 @@ class Record:
             self._about["submitter"] = name or None
 
     def listen(self) -> None:
-        """Also write a line for each vector of a layer-wise exchange (as in FedTAN). The app sends vectors apart from its answer."""
+        """Begin to write a line, too, for each vector that the app sends in a layer-wise exchange (as in FedTAN).
+
+        These vectors are sent while the app works on the message. They are not part of its answer.
+        """
         if self._folder is not None and (departures := sys.modules.get("fl_bn.support.departures")) is not None:
             exchanged, asked = site_module("leaving").exchanged, self._message.metadata.message_type
             departures.listen(lambda *vector: self._write({"message": "exchange", **exchanged(asked, *vector)}))
 
     def checked(self, reply: Any) -> Any:
-        """Write the line about an answer, and return the answer.
+        """Write the line about ``reply``, an answer of the app, and return ``reply``.
 
         Raises:
             AuditError: The line cannot be written.
@@ -534,7 +538,7 @@ def main() -> None:
     os.close(requests)
     os.close(ready)
     signal.signal(
-        signal.SIGCHLD, lambda number, frame: sys.exit("the cold process, which answers the messages, has ended: start this program again")
+        signal.SIGCHLD, lambda number, frame: sys.exit("the process that answers the messages has ended: start this program again")
     )
 
     def hand_over(request: Request) -> None:

@@ -140,7 +140,7 @@ def _append(folder: Path, entry: Mapping[str, Any], largest: int) -> str:
     path = files[-1] if files else folder / "audit-000001.jsonl"
     notes = []
     if removed := _complete(path):
-        notes.append(f"half a line of {removed} bytes was removed before this one: the process that wrote it ended meanwhile")
+        notes.append(f"half a line of {removed} bytes was removed before this one: the process that wrote it ended too early")
     number, before, note = _place(folder, files)
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     about = {"note": "; ".join(filter(None, [*notes, note]))} if notes or note else {}
@@ -162,14 +162,14 @@ def _append(folder: Path, entry: Mapping[str, Any], largest: int) -> str:
 def _place(folder: Path, files: list[Path]) -> tuple[int, str, str]:
     """Return the number and the hash of the last line, and a note to write into the next line.
 
-    The note is empty unless the log has lines, but the file ``head`` is missing or damaged.
+    The note says that the file ``head`` is missing or damaged. It is empty where ``head`` is sound, or the log has no lines.
     """
     head, last = head_in(folder), _last(files)
     if last is None and head is None:
         return 0, START, ""
     if head is None:
         assert last is not None
-        return *last, "the file head was missing: whether lines before this one were cut off cannot be told"
+        return *last, "the file head was missing: it is unknown whether lines before this one were cut off"
     if last is not None and last[0] > head[0]:  # a crash may leave a ``head`` that names an earlier line
         return *last, ""
     return *head, ""  # if the last line is not the one in ``head``, ``audit_check`` still notices that

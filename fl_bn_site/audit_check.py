@@ -46,7 +46,7 @@ def check(folder: Path, noted: str = "") -> Findings:
 
     Args:
         folder: The folder of the log.
-        noted: The hash of a line, or its first digits, as noted elsewhere; empty: look for no hash.
+        noted: A hash that ``fl-bn audit`` printed earlier, or its first digits: a line must have it; empty: look for none.
 
     Raises:
         OSError: A file cannot be read.
@@ -98,7 +98,7 @@ def forget(folder: Path, until: datetime) -> tuple[int, int]:
 
 
 def _is_older(line: Line, than: datetime) -> bool:
-    """Tell whether a line was written before a time. A line whose time cannot be read was not, so its file is kept."""
+    """Return whether ``line`` was written before ``than``. False where its time cannot be read: ``forget`` then keeps the file."""
     try:
         return datetime.fromisoformat((line.values or {})["time"]) < than
     except (KeyError, TypeError, ValueError):
@@ -106,7 +106,7 @@ def _is_older(line: Line, than: datetime) -> bool:
 
 
 def _forgotten(lines: Sequence[Line]) -> int:
-    """Return how many lines ``forget`` has removed at the beginning, as a later line says; 0: no line says so."""
+    """Return how many lines ``forget`` has removed from the beginning, as it noted in a later line; 0: there is no such note."""
     if not lines or lines[0].values is None:
         return 0
     wanted = FORGOTTEN, lines[0].number - 1, lines[0].values["before"]
@@ -132,7 +132,7 @@ def _faults(lines: Sequence[Line], forgotten: int) -> list[str]:
             continue
         if line.number <= number:
             if line.number not in displaced:
-                found.append(f"line {line.number} stands once more after line {number}: it was put in ({where})")
+                found.append(f"line {line.number} appears again after line {number}: it was inserted ({where})")
             continue
         if line.number > number + 1:
             missing = range(number + 1, line.number)
@@ -163,7 +163,7 @@ def _end(folder: Path, lines: Sequence[Line], head: tuple[int, str] | None) -> l
     """Return a list with one sentence if the last line is not the one in the file ``head``; else an empty list."""
     last = max((line.number for line in lines), default=0)
     if head is None:
-        return [f"the file {HEAD} is missing or damaged: whether lines were cut off at the end cannot be told"] if files_in(folder) else []
+        return [f"the file {HEAD} is missing or damaged: it is unknown whether lines were cut off at the end"] if files_in(folder) else []
     if head[0] > last:
         gone = range(last + 1, head[0] + 1)
         return [f"{_lines(gone)} {_were(gone)} cut off at the end: the file {HEAD} names line {head[0]} as the last"]

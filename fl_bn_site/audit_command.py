@@ -90,7 +90,7 @@ def audit(
 
 
 def _readable(site: SiteFolder) -> list[Path]:
-    """Return the folders of a site's logs that this user may read. Where the SuperNode's own log is not, print a message."""
+    """Return the folders of a site's logs. Leave out the SuperNode's own log where this user may not read it: print a message."""
     logs = site.audit_logs()
     if site.node_audit_log in logs and not os.access(site.node_audit_log, os.R_OK | os.X_OK):
         logs.remove(site.node_audit_log)
@@ -134,11 +134,11 @@ def tables_of(report: Report, found: Mapping[Path, Findings]) -> Group:
         kept.add_row(when, escape(run), escape(str(one["message"])), escape(f"{one['decision']}: {one['reason']}"))
     more = len(report.refused) - SHOWN
     ended = [
-        f"{report.lines} line{'s' * (report.lines != 1)}; as messages of Flower {report.message_bytes:,} bytes, "
+        f"{report.lines} line{'s' * (report.lines != 1)}; {report.message_bytes:,} bytes in Flower's messages, "
         "without the frames of gRPC and TLS",
         *([f"and {more} more that did not leave: --lines shows all"] if more > 0 else []),
         *(
-            f"to note elsewhere{f', of {log}' if len(found) > 1 else ''}: line {one.lines} has the hash {one.head}"
+            f"note this elsewhere{f', of {log}' if len(found) > 1 else ''}: line {one.lines} has the hash {one.head}"
             for log, one in found.items()
         ),
     ]

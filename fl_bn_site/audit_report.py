@@ -93,7 +93,12 @@ class Total:
     last: int = 0
 
     def and_also(self, of: Mapping[str, int], round: int) -> Total:
-        """Return the totals with one more answer of ``round``. ``of``: the section's tensors, bytes and samples in that answer."""
+        """Return new totals, which include one more answer.
+
+        Args:
+            of: The fields ``tensors``, ``bytes`` and, where known, ``samples`` of the section in that answer.
+            round: The round of the answer; 0: before the first round.
+        """
         smallest = min((n for n in (self.smallest, of.get("samples")) if n), default=None)
         first = min(self.first, round) if self.answers else round
         return replace(
@@ -142,7 +147,7 @@ class Report:
             self.totals[key] = self.totals.get(key, Total()).and_also(of, int(entry.get("round") or 0))
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the totals as rows with ``COLUMNS``, in the order of the log."""
+        """Yield one row for each entry of ``totals``, in the order of the log. ``COLUMNS`` names the items of a row."""
         for key, total in self.totals.items():
             yield (*key, total.answers, total.tensors, total.nbytes, total.smallest, total.first, total.last)
 

@@ -62,9 +62,7 @@ def create(
     exchange_port: Annotated[int, typer.Option(help="the first port of FedTAN's exchange")] = 9095,
     submitters: Annotated[
         str,
-        typer.Option(
-            metavar="A,B", help="who signs runs: a name, for which a key is made, or a file NAME.pub with the public key of a submitter"
-        ),
+        typer.Option(metavar="A,B", help="who may sign runs: a name (makes a key pair), or a file NAME.pub with a submitter's public key"),
     ] = "submitter",
 ) -> None:
     """Make a kit: an authority, the server's folder, and one folder per site."""
@@ -127,7 +125,7 @@ def renew(
         bool, typer.Option("--stolen", help="the server's key was stolen: make a new authority, too, and a new ca.crt for every site")
     ] = False,
     keep_renewed: Annotated[
-        bool, typer.Option("--keep-renewed", help="stay, and renew the certificate whenever it expires soon; `fl-bn start` does so")
+        bool, typer.Option("--keep-renewed", help="keep running, and renew the certificate before it expires; `fl-bn start` does so")
     ] = False,
 ) -> None:
     """Make a new server certificate, or a new key of a site. The replaced files stay in a folder `former`."""
@@ -156,7 +154,7 @@ def renew(
             typer.echo(f"send {signs / 'ca.crt'} to every site, to put in the place of its own: {', '.join(folder.sites)}")
             if files:
                 typer.echo(f"the sites' folders of this kit have it already: {', '.join(file.parent.name for file in files)}")
-            typer.echo("a site with the old ca.crt cannot connect until then. `fl-bn start` begins again by itself, here and at the sites")
+            typer.echo("a site with the old ca.crt cannot connect until then. `fl-bn start` restarts by itself, here and at the sites")
         else:
             former = renew_server(folder, signs, days)
             typer.echo(f"{folder.certificate} is valid for {days_left(folder)[1]} days; the former one is in {former}")
@@ -166,7 +164,9 @@ def renew(
 @kit.command()
 def verify(
     folder: Annotated[Path, typer.Argument(help="a kit, its server folder, or one of its sites")],
-    noted: Annotated[str, typer.Option(metavar="HASH", help="the hash of a line of the site's audit log, as noted elsewhere")] = "",
+    noted: Annotated[
+        str, typer.Option(metavar="HASH", help="a hash that `fl-bn audit` printed earlier: a line of the log must have it")
+    ] = "",
 ) -> None:
     """Check whether the parts of a kit fit together: certificates, keys, modes, TOML files, audit logs. Exit code 1 if not."""
     from fl_bn_site.verify import verify as checks_of
@@ -228,7 +228,7 @@ def submit(
     run_config: Annotated[str, typer.Option("--run-config", help="keys to override: \"rounds=10 method='hbn'\"")] = "",
     control: ControlOption = "",
     parallel: Annotated[
-        int, typer.Option(min=0, help="start this run when fewer runs than this number are going on; 0: the number in server.toml")
+        int, typer.Option(min=0, help="start this run when fewer runs than this number are active; 0: the number in server.toml")
     ] = 0,
     key: KeyOption = None,
     own: Annotated[
@@ -457,9 +457,9 @@ def _clients_from_now_on(server: ServerFolder) -> str:
 
 
 def _tell_superlink(server: ServerFolder) -> None:
-    """Tell the SuperLink of ``server`` which sites may connect now, and print the answer.
+    """Register the sites of ``server`` at its SuperLink, and print a line for each site.
 
-    If the SuperLink does not answer, print that ``fl-bn start`` or ``fl-bn register`` will tell it.
+    If the SuperLink does not answer, print that ``fl-bn start`` or ``fl-bn register`` will register them.
     """
     from fl_bn_site.control import ControlError, register_sites
 
@@ -467,7 +467,7 @@ def _tell_superlink(server: ServerFolder) -> None:
         for site, outcome in register_sites(server, wait=0.0):
             typer.echo(f"{site}: {outcome}")
     except ControlError as error:
-        typer.echo(f"the SuperLink was not told ({error}). `fl-bn start`, or `fl-bn register {server.path}`, tells it")
+        typer.echo(f"the SuperLink does not know of this change yet ({error}): `fl-bn start` or `fl-bn register {server.path}` reports it")
 
 
 @contextmanager

@@ -34,9 +34,8 @@ class Command:
         argv: The program and its arguments.
         env: Environment variables that are added to those of this process.
         cwd: The working directory of the program.
-        once: Whether the program is not started again after it has ended with exit code 0.
-        hints: Explanations of lines that the program may print: words in such a line -> what the line means, and what
-            to do.
+        once: True: the program is started again only after a failure. False: it is also started again after exit code 0.
+        hints: Part of a line that the program may print -> an explanation for the user: what the line means, and what to do.
         reads: Files that the program reads at its start. When one changes, the program is started again.
     """
 
@@ -140,7 +139,10 @@ def superlink(server: ServerFolder) -> Command:
 
 
 def serverapp(server: ServerFolder) -> Command:
-    """Return the command of Flower's SuperExec, which starts a ServerApp for each run in the folder that holds ``results``."""
+    """Return the command of Flower's SuperExec, which starts a ServerApp for each run.
+
+    The working directory of the ServerApps is the parent of the folder ``results``.
+    """
     options = {"--plugin-type": "serverapp", "--appio-api-address": local(server.serverappio)}
     argv = (program("flower-superexec"), "--insecure", *_flat(options))
     allowed = {VARIABLE: server.allow_modules} if server.allow_modules else {}

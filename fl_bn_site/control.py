@@ -48,7 +48,7 @@ root-certificates = {authority}
 
 
 class ControlError(RuntimeError):
-    """Signal that the SuperLink does not answer, or refuses a request. The message quotes that of Flower."""
+    """Signal that the SuperLink does not answer, or refuses a request. The message includes Flower's own message."""
 
 
 class NotRegistered(ControlError):
@@ -91,7 +91,7 @@ class Control:
 
         Args:
             argv: The program and its arguments.
-            called: What the program is called in the message of an error.
+            called: The name of the program in error messages.
             lock: As for ``ask``.
 
         Raises:
@@ -301,10 +301,10 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
 
 
 def _note_nodes(server: ServerFolder, keys: Mapping[str, bytes], control: Control) -> None:
-    """Write a file that says which Flower node each site has now. Active runs read it, since a new key means a new node.
+    """Write the file ``nodes_file``: site -> Flower's id of its node. Active runs read it, since a new key means a new node.
 
     If this program may not write to the folder, as in docker-compose.yml, there is no such file. Then a site with a new key
-    takes part from the next run on.
+    takes part in no active run, but in the next one.
     """
     nodes = control.registered()
     known = {site: nodes[key] for site, key in keys.items() if key in nodes}

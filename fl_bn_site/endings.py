@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 ENDED = "fl-bn-ended-bin"  # gRPC metadata key of a heartbeat: why a process ended; an empty token stands for all processes
-RESTARTED = "the program that runs its ClientApps was started again in the midst of the message"
+RESTARTED = "the program that runs its ClientApps was restarted while it worked on the message"
 OWN = ("fl_bn", "policy_of_this_site")  # packages whose error messages are sentences for users
 VMSTAT = Path("/proc/vmstat")  # counts the processes that the system killed because memory ran out
 

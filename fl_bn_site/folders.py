@@ -204,7 +204,7 @@ class ServerFolder(Folder):
     metrics: str = _line("where metrics for Prometheus are published: 127.0.0.1:9096, say; empty: nowhere", "", _nowhere_or_address)
     state: Path = _line("the SuperLink's database and files; relative paths start at this folder", "state", _given)
     results: Path = _line("each run makes a folder here", "results", _given)
-    allow_modules: str = _line("installed modules of which a run config may name a function, separated by commas", "")
+    allow_modules: str = _line("installed modules whose functions a run config may name, separated by commas", "")
     app: Path | None = _line("folder of the fl-bn project that is submitted; empty: the one that is installed (editable)", "")
 
     file = "server.toml"
@@ -227,7 +227,7 @@ class ServerFolder(Folder):
 
     @property
     def kit_authority(self) -> Path:
-        """Return the folder of the kit's authority. It exists only on the machine where the kit was made, unless it was moved."""
+        """Return the folder of the kit's authority, beside this folder. Only the machine where the kit was made has it."""
         return self.path.parent / "authority"
 
     @property
@@ -254,8 +254,8 @@ class ServerFolder(Folder):
 class SiteFolder(Folder):
     """Hold the settings of ``kit/sites/NAME``, the folder for the machine of one site.
 
-    Paths in ``data_path`` become absolute, unless ``dataset`` names a function. The function gets the text of ``data-path``
-    unchanged. Paths in ``code`` become absolute.
+    ``code`` and ``data_path`` have absolute paths, with one exception. Where ``dataset`` names a function
+    (``package.module:function``), ``data_path`` is the text of the line, unchanged. The function receives this text.
     """
 
     site: str = _line("this site's name", check=_site)
@@ -273,11 +273,11 @@ class SiteFolder(Folder):
     )
     data_path: str = _line("where these data are; npz and CSV files are separated by commas", "")
     code: tuple[str, ...] = _line("folders with modules of this site's own, for dataset = package.module:function, say", (), _code)
-    allow_modules: str = _line("modules here, beside the app's own, of which a run config may name a function; separated by commas", "")
+    allow_modules: str = _line("installed modules whose functions a run config may name, besides the app's own; separated by commas", "")
     device: str = _line("auto (a GPU if there is one), cpu, cuda:1, ...", "auto", _device)
     state_dir: Path = _line("what must survive a crash of this machine (local layers, momentum): back it up", "state", _given)
     clientappio: str = _line("plaintext in Flower 1.25, so this machine only", "127.0.0.1:9094", host_port)
-    poll_seconds: float = _line("seconds between questions to the server while a run is on (3 without a run)", 0.5, _pace)
+    poll_seconds: float = _line("seconds between requests to the server while a run is active (3 without a run)", 0.5, _pace)
     policy: Path = _line("the policy: in which runs this site takes part; without the file, in all", "policy.toml", _given)
     audit: Path | None = _line("folder of the audit log, which says what left this site; empty: audit in state-dir", "")
 
@@ -313,7 +313,7 @@ class SiteFolder(Folder):
     def audit_logs(self) -> list[Path]:
         """Return those folders of audit logs that exist: the ClientApp's first, then the SuperNode's own.
 
-        A folder that this user may not look for counts as existing. Reading it raises PermissionError.
+        A folder also counts as existing where this user may not check that. Reading it then raises PermissionError.
         """
 
         def there(folder: Path) -> bool:

@@ -67,7 +67,7 @@ class KitPlan:
             raise KitError(f"a kit needs at least one submitter, and their names must differ, but got {names}")
         ports = (self.fleet_port, self.exchange_port, self.exchange_port + EXCHANGE_PORTS - 1)
         if self.days < 1 or not all(0 < port < 65536 for port in ports):
-            raise KitError(f"days must be at least 1 and ports 1..65535, but got {self.days}, {self.fleet_port}, {self.exchange_port}")
+            raise KitError(f"days must be at least 1 and ports 1..65535, but got days {self.days} and ports {', '.join(map(str, ports))}")
 
     @property
     def exchange(self) -> str:

@@ -72,7 +72,7 @@ class _Collector(Collector):
         yield _gauge("run_loss", "Mean training loss of the last round", of_runs(lambda run: run.loss))
         values = [({**labels, "metric": run.metric}, run.value) for labels, run in runs if run.value is not None]
         yield _gauge("run_metric", "The task's metric in the last round, if it was evaluated", values)
-        yield _gauge("run_replies_asked", "Clients that were asked in the last round", of_runs(lambda run: run.cohort))
+        yield _gauge("run_replies_asked", "Clients that the server asked for a reply in the last round", of_runs(lambda run: run.cohort))
         yield _gauge("run_replies_used", "Replies of the last round that were used", of_runs(lambda run: run.accepted))
         yield _gauge("run_round_seconds", "Mean duration of the last five rounds, in seconds", of_runs(lambda run: run.seconds))
         yield _gauge(

@@ -15,15 +15,19 @@ ROUNDS = "num-server-rounds"  # the key of Flower's own apps for the number of r
 
 
 def own_config(package: Package, overrides: str, now: datetime) -> tuple[dict[str, Scalar], bool]:
-    """Return the user's run-config keys for an own app, with the run's name, and whether this function made that name.
+    """Read the run-config keys that the user gave for their own Flower app, and add the name of the run.
 
     Args:
         package: The package of the app.
         overrides: The user's keys, such as ``num-server-rounds=3 lr=0.1``.
         now: The present time, which is part of a new name.
 
+    Returns:
+        keys: The user's keys and ``name``. ``num-server-rounds`` is added where the app has it as a whole number.
+        made: True: this function made the name. False: the user gave it.
+
     Raises:
-        ConfigError: The app lacks a key of the user, or a value has another type than the default of its key.
+        ConfigError: The app has no such key, or a value has another type than the default of its key.
     """
     defaults, given = package.defaults or {}, parse_overrides(overrides)
     for name, value in given.items():

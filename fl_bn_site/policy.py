@@ -102,8 +102,9 @@ class Policy:
         max_memory: The memory in GB (2**30 bytes) that the process of each message may use for data.
         min_samples: The smallest number of samples that a statistic or a reply may summarise; 0: no limit.
         max_evaluations: The largest number of evaluations that this site answers in one run.
-        max_unknown_rounds: The largest number of earlier rounds without this site after which it still takes part in a
-            secure sum. In these rounds, the tensors that other clients add may have changed. None: no limit.
+        max_unknown_rounds: A limit for secure sums with methods such as FedBN, where clients keep tensors of their own. The other
+            clients may have trained these tensors in earlier rounds without this site. Above this number of such rounds, the site
+            refuses the sum. None: no limit.
     """
 
     allow_methods: tuple[str, ...] | None = None
@@ -317,7 +318,7 @@ def _check_line(file: Path, name: str, value: Any) -> Any:
         return value
     if name == "trusted-submitters":
         if not isinstance(value, list) or not all(type(item) is str for item in value):
-            raise wrong(f"a list of names, each of a file NAME.pub in the folder {SUBMITTERS}, or of public keys")
+            raise wrong(f"a list of names (each with a file {SUBMITTERS}/NAME.pub) or of public keys")
         return tuple(_submitter(file, item) for item in value)
     if name in ("max-evaluations", "max-unknown-rounds"):
         if type(value) is not int or value < 0:

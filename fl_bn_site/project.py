@@ -75,7 +75,9 @@ def build(server: ServerFolder, own: Path | None = None) -> bytes:
 
 
 def _complete(app: Path, source: Path) -> None:
-    """Add those run-config keys of ``OF_RUN`` that the copy of a Flower app lacks. By these keys fl-bn finds the run again.
+    """Add the run-config keys in ``OF_RUN``, such as ``name``, to the copy of a Flower app that lacks them.
+
+    fl-bn sets these keys when it submits the run, and finds the run by them later. Flower refuses keys that an app lacks.
 
     Args:
         app: The folder of the copy.
@@ -120,10 +122,10 @@ def _add_modules(source: Path, app: Path) -> None:
 def stage(project: Path) -> Iterator[Path]:
     """Copy those files of a project that Flower sends into a temporary folder.
 
-    The copy is submitted in place of the project. For Flower writes files beside a project, and reads every file in it, also
-    those of a virtual environment. The copy lacks environments, folders of a kit, hidden files, and the paths at
-    ``[tool.fl-bn] not-sent`` in the project's pyproject.toml. A copy of fl-bn itself has a file with its commit, since the
-    copy has no git repository.
+    The copy is submitted in place of the project, for two reasons. Flower writes files beside the project that it submits. And
+    it reads every file in the project, even those of a virtual environment. The copy lacks virtual environments, folders of a
+    kit, hidden files, and the paths at ``[tool.fl-bn] not-sent`` in the project's pyproject.toml. A copy of fl-bn itself has a
+    file with the number of its commit, since it has no git repository.
 
     Args:
         project: The folder of the project.

@@ -61,7 +61,7 @@ class Queue:
             config: The keys of the run config. ``name`` is the name of a new run, ``resume`` that of a run to resume.
             parallel: How many runs may be active while this run is active, itself included; 0: the number in
                 server.toml.
-            rename: Where another run has the name, append a number to the name instead of raising NameTaken.
+            rename: What to do where another run has the name. True: append a number to the name. False: raise NameTaken.
             package: The package of the run, with the key that signs it. The entry gets the package's hash and the signature,
                 and the queue keeps the package until the run starts. None: the project is packed when the run starts.
 
@@ -223,6 +223,10 @@ class Queue:
 
         Returns:
             Why the run was refused, or has to wait; empty: the run was started.
+
+        Raises:
+            ControlError: The SuperLink does not answer.
+            QueueError: The queue cannot be written.
         """
         given = dict(entry.config)
         if "exchange-port" not in given:

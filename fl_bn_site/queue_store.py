@@ -75,7 +75,7 @@ class QueuedRun:
     code: str = ""
 
     def started_as(self, run: Submitted) -> bool:
-        """Return whether ``run`` came from the present attempt to start this entry. False without such an attempt."""
+        """Return whether ``run`` is the run of this entry, while the entry is in the state ``starting``; else False."""
         return self.state == STARTING and run.id not in self.earlier_runs and run_name(run) == self.name
 
 

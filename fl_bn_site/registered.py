@@ -65,7 +65,7 @@ class Submitted:
 
     @property
     def own(self) -> bool:
-        """Return whether the run is of a user's own Flower app, and not of fl-bn's."""
+        """Return whether the run's app is a user's own Flower app. False: it is fl-bn's app, or is not known."""
         return self.app not in ("", OUR_APP) and not all(key in self.config for key in OF_OUR_APP)
 
 

@@ -20,7 +20,7 @@ from fl_bn_site.queue_store import STARTED, STARTING, WAITING, run_name
 from fl_bn_site.registered import Submitted
 
 ACTIVE = ("pending", "starting", "running")
-NOT_TOLD = "its app has told no rounds: only the strategies of fl_bn.flower tell them"
+NOT_TOLD = "its app has reported no rounds: only the strategies of fl_bn.flower report them"
 NOT_RESUMED = "it ended early; a run of an own Flower app is not resumed, so submit it again"
 
 
@@ -37,7 +37,7 @@ class RunLine:
     """Describe a run, as one line of ``fl-bn runs``.
 
     Attributes:
-        id: Flower's id of the run; empty while the run waits in the queue.
+        id: Flower's id of the run; empty: the run waits in the queue, or never began.
         name: The name of the run's folder.
         state: ``waiting``, ``pending``, ``starting``, ``running``, ``completed``, ``failed`` or ``stopped``;
             ``resumed``: the run ended early, and a later run went on with its folder; ``refused`` or ``dropped``: the run
@@ -46,7 +46,7 @@ class RunLine:
             later run went on with the folder, or where an own Flower app does not tell its rounds.
         rounds: The number of rounds of the whole run; 0: not known yet.
         start: When the run started, or was submitted if it has not started, in ISO 8601.
-        seconds: The seconds that the run took, or has taken so far; None: the run waits in the queue.
+        seconds: The seconds that the run took, or has taken so far; None: the run has not begun.
         submitter: Who submitted the run: USER@HOST; empty: not known.
         code: The SHA-256 of the app that the sites receive; empty: no app has been sent yet.
         why: Why the run was refused, or who took it out of the queue; empty: neither happened.
@@ -200,8 +200,8 @@ def folder_of(server: ServerFolder, config: Mapping[str, Any], name: str) -> Pat
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of ``rounds.jsonl`` in the folder of a run, one per round.
 
-    Without this file, return the rows that an own Flower app has reported; empty: there are no rows, either. An incomplete
-    last line, which a running run is writing, is left out.
+    Where this file is missing, return the rows that a user's own Flower app has reported; where these are missing, too, an
+    empty list. An incomplete last line, which an active run is writing, is left out.
     """
     return _lines(folder / "rounds.jsonl") or [row for row in _lines(folder / PROGRESS) if row["round"]]
 
@@ -251,7 +251,7 @@ def to_json(runs: list[RunLine]) -> str:
 
 
 def _copy_if_there(source: str, target: str) -> None:
-    """Copy a file, unless it does not exist any more: a running run deletes its old checkpoints."""
+    """Copy a file. Do nothing where it does not exist any more, since an active run deletes its old checkpoints."""
     try:
         shutil.copy2(source, target)
     except FileNotFoundError:

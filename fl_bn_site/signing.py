@@ -39,7 +39,10 @@ FORM = re.compile(r"1\.([0-9a-f]{64})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{
 
 
 class NotSigned(Exception):
-    """Signal that a run has no valid signature of a trusted submitter. The message completes "this site's policy ..., but"."""
+    """Signal that a run has no valid signature of a trusted submitter.
+
+    The message is the end of a sentence that begins "this site's policy has allow-code = signed, but".
+    """
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,7 @@ class Accepted:
         except (ValueError, KeyError, TypeError):
             before = f"(unknown, since the file {path} is damaged)"
         if before != run:
-            raise NotSigned(f"its signature came with run {before} before: {signature.submitter.name} signed one run, and not two")
+            raise NotSigned(f"its signature was used for run {before} already: {signature.submitter.name} has signed one run only")
 
 
 def _sync(folder: Path) -> None:

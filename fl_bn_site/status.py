@@ -54,7 +54,7 @@ class RunStatus:
             later run went on with the folder, or where an own Flower app does not tell its rounds.
         rounds: The number of rounds of the whole run; 0: not known yet.
         accepted: How many replies were used in the last round; None: no round is complete.
-        cohort: How many clients took part in the last round; None: no round is complete.
+        cohort: How many clients the server asked for a reply in the last round; None: no round is complete.
         loss: The mean training loss of the last round; None: the last round has no loss.
         metric: The name of the task's metric.
         value: The metric in the last round; None: it was not evaluated.

@@ -156,7 +156,7 @@ def _is_own(package: Package) -> bool:
 
 
 def _named(server: ServerFolder, overrides: str, package: Package) -> tuple[dict[str, Scalar], bool]:
-    """Return the user's keys with the name of the run, and whether this function made the name."""
+    """Return the user's run-config keys and the run's name in one dict, and whether this function made the name."""
     if _is_own(package):
         return own_config(package, overrides, datetime.now())
     given = _with_defaults(server, parse_overrides(overrides))
@@ -252,10 +252,10 @@ def how_to_go_on(server: ServerFolder, name: str, own: bool = False, modules: Pa
 
 
 def _with_defaults(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Return ``given``, and the default of each key that ``complete_config`` would set but that this run ignores.
+    """Return ``given``, and the defaults of keys that ``complete_config`` would set, but that have no effect in this run.
 
-    For example, a method without a layer-wise exchange ignores the keys of the exchange. A run config is refused if an ignored
-    key has another value than its default.
+    For example, the keys of the layer-wise exchange have no effect with FedAvg. A run config is refused if a key without
+    effect has another value than its default.
 
     Raises:
         ConfigError: A key of ``given`` is unknown or has no effect, or its value is out of range.

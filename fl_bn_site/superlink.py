@@ -142,7 +142,7 @@ def wait_for_room(*kinds: Any) -> None:
 
 
 def tells(record: logging.LogRecord) -> bool:
-    """Return whether to keep a log record: True, except for records that say that a site asks for messages."""
+    """Return False for log records about a site that asks for messages, so that they are left out; else True."""
     return POLL not in str(record.msg)
 
 

@@ -43,9 +43,9 @@ IDLE = 60.0  # seconds without a message after which the pause is Flower's again
 SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for a tensor
 ABSENT = 15.0  # seconds after which the program that runs ClientApps counts as gone, if it has not asked for work
 NOT_LET_IN = "generator didn't yield"  # Flower's last error where the server refuses this site; the log has the reason before it
-SILENT = "its process sent no sign of life for a minute, or for the first half of one"
+SILENT = "its process sent no heartbeat for a minute, or none in its first half minute"
 UNREADABLE = "this site cannot open the app of the run ({}): pack and submit it anew"
-NOBODY = f"the program that runs its ClientApps has not asked for work for {ABSENT:.0f} s: look at the site's clientapp"
+NOBODY = f"the program that runs its ClientApps has not asked for work for {ABSENT:.0f} s: read the site's logs/clientapp.log"
 
 compat = runpy.run_path(str(Path(__file__).parents[1] / "fl_bn" / "flower" / "compat.py"))
 find: Callable[[str], Any] = compat["find"]
@@ -134,7 +134,7 @@ def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
     get_messages, list_apps, beat = state_class.get_messages, servicer.ListAppsToLaunch, servicer.SendAppHeartbeat
 
     def whole_replies(self: Any, *, run_ids: Any = None, is_reply: bool | None = None, limit: int | None = None) -> Any:
-        """Return only replies of runs without a token: a process gives its token back when its whole reply has arrived."""
+        """Return messages as Flower does, but a reply only after its process has returned its token: then the reply is complete."""
         if is_reply:
             _look_for_host(self)
             self._cleanup_expired_tokens()

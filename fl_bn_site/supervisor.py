@@ -43,7 +43,7 @@ class Delays:
     Attributes:
         first: The wait before a program is started again after its first failure. Each further failure doubles it.
         longest: The longest wait before a program is started again.
-        steady: If a program has run for so long, its next failure counts as the first again.
+        steady: After a program has run for this time, its next failure counts as its first failure again.
         grace: How long a program may take to end after SIGTERM, before it is killed.
     """
 
@@ -140,7 +140,7 @@ class SupervisedProgram:
         self.done = False
 
     def look(self, now: float) -> None:
-        """Start the program if its wait is over, or notice that it has ended. Call this method again and again.
+        """Start the program if its wait is over, or notice that it has ended. Call this method at short intervals.
 
         Args:
             now: The present time, as ``time.monotonic()`` returns it.

@@ -43,7 +43,7 @@ def verify(folder: Path, noted: str = "") -> list[Check]:
 
     Args:
         folder: The folder. Its files show which of them it is.
-        noted: The hash of a line of a site's audit log, as noted elsewhere; empty: look for no hash.
+        noted: A hash that ``fl-bn audit`` printed earlier: a line of the site's audit log must have it; empty: look for none.
 
     Returns:
         The results. A fault is a failed check: this function raises nothing.
@@ -78,7 +78,10 @@ def _kit(folder: Path) -> Iterator[Check]:
         parts.append(own)
         yield from _site(own)
         yield _same(
-            f"{server.public_key(name)} is {own / 'site.pub'}", server.public_key(name).read_bytes, (own / "site.pub").read_bytes, NEW_KIT
+            f"{server.public_key(name)} is equal to {own / 'site.pub'}",
+            server.public_key(name).read_bytes,
+            (own / "site.pub").read_bytes,
+            NEW_KIT,
         )
         try:
             site = SiteFolder.read(own)
@@ -94,7 +97,7 @@ def _kit(folder: Path) -> Iterator[Check]:
     for own in sorted((folder / SUBMITTERS).glob(f"*/{PRIVATE}")):
         yield from _private(own)
     for part in parts:
-        yield _same(f"{part / 'ca.crt'} is {authority}", (part / "ca.crt").read_bytes, authority.read_bytes, NEW_KIT)
+        yield _same(f"{part / 'ca.crt'} is equal to {authority}", (part / "ca.crt").read_bytes, authority.read_bytes, NEW_KIT)
 
 
 def _server(folder: Path) -> Iterator[Check]:
@@ -165,7 +168,7 @@ def _has(log: Path, noted: str) -> bool:
 
 
 def _policy(site: SiteFolder) -> Check:
-    """Return the check that the policy can be read, with the public keys that it names."""
+    """Check whether the site's policy, and the public keys that it names, can be read."""
     subject = f"{site.policy} is complete"
     try:
         Policy.read(site.policy)
@@ -230,7 +233,7 @@ def _readable(path: Path) -> Check:
 
 
 def _same(subject: str, one: Callable[[], object], other: Callable[[], object], remedy: str) -> Check:
-    """Return the check that two functions return equal values.
+    """Check whether two functions return equal values.
 
     The check also fails where one of the functions raises OSError or ValueError, since it cannot read its file.
 

@@ -20,7 +20,7 @@ DEADLINE = 3.0  # seconds for each address; the compose file allows 10 s for all
 
 
 def serving(address: str) -> str:
-    """Return what is wrong with the health service at ``address``; empty: it is well."""
+    """Return what is wrong with the health service at ``address``, HOST:PORT; empty: it reports SERVING."""
     with grpc.insecure_channel(address) as channel:
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=DEADLINE)
@@ -32,7 +32,7 @@ def serving(address: str) -> str:
 
 
 def reachable(address: str) -> str:
-    """Return why ``address`` does not accept a TCP connection; empty: it does."""
+    """Return why ``address``, HOST:PORT, does not accept a TCP connection; empty: it accepts one."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=DEADLINE):

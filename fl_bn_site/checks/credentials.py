@@ -23,7 +23,7 @@ def kit_files(folder: Path) -> Iterator[Finding]:
     The checks cover dates, names and signatures of certificates, pairs of keys, and file modes.
     """
     for check in verify(folder):
-        yield Finding("ok", "kit", check.subject) if check.ok else Finding("fail", "kit", f"not so: {check.subject}", check.remedy)
+        yield Finding("ok", "kit", check.subject) if check.ok else Finding("fail", "kit", f"not true: {check.subject}", check.remedy)
 
 
 def expiry(certificates: Iterable[Path], clock: Clock = now, mend: str = RENEW) -> Finding:
@@ -32,7 +32,7 @@ def expiry(certificates: Iterable[Path], clock: Clock = now, mend: str = RENEW) 
     Args:
         certificates: Certificate files, at least one.
         clock: Returns the current time.
-        mend: What to do where a certificate expires, and on which machine.
+        mend: The advice in the finding: what to do about a certificate that expires, and on which machine.
 
     Returns:
         A finding about the certificate that expires first: a failure where it has expired, a warning where it

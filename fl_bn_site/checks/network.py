@@ -22,7 +22,7 @@ def port_free(check: str, address: str, line: str, *, running: bool) -> Finding:
     Args:
         check: The name of the check.
         address: HOST:PORT.
-        line: Which line of which TOML file has the address. The finding names it.
+        line: The line that has the address, and its TOML file, such as ``clientappio in site.toml``. The finding names it.
         running: Whether ``fl-bn start`` of this folder runs, so that its programs may use the port themselves.
     """
     host, port = host_port(address)
@@ -51,7 +51,7 @@ def ports_free(check: str, first: int, last: int, lines: str, *, running: bool) 
         check: The name of the check.
         first: The first port.
         last: The last port.
-        lines: Which lines of which TOML file have the range. The finding names them.
+        lines: The lines that have the range, and their TOML file, as for ``port_free``. The finding names them.
         running: Whether ``fl-bn start`` of this folder runs, so that its runs may use some of the ports.
     """
     findings = [port_free(check, f"0.0.0.0:{port}", lines, running=running) for port in range(first, last + 1)]
@@ -114,7 +114,7 @@ def resolves(host: str, port: int) -> Finding:
 
 
 def leads_here(host: str, port: int) -> Finding:
-    """Check, on the server's machine, whether the name ``host`` leads to this machine."""
+    """Check, on the server's machine, whether the name ``host`` is resolved to an address of this machine."""
     finding = resolves(host, port)
     if finding.status == "ok" and not any(_own(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
         return Finding(

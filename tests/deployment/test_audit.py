@@ -68,7 +68,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "first removed": (lambda lines: lines[2:], "lines 1 to 2 were removed or moved away: the log begins with line 3"),
     "swapped": (lambda lines: [*lines[:2], lines[3], lines[2], *lines[4:]], "line 3 stands after line 4: lines were swapped"),
     "far swapped": (lambda lines: [lines[0], lines[4], *lines[2:4], lines[1], *lines[5:]], "line 2 stands after line 5: lines were"),
-    "repeated": (lambda lines: [*lines[:3], lines[1], *lines[3:]], "line 2 stands once more after line 3: it was put in"),
+    "repeated": (lambda lines: [*lines[:3], lines[1], *lines[3:]], "line 2 appears again after line 3: it was inserted"),
     "cut off": (lambda lines: lines[:-1], "line 7 was cut off at the end: the file head names line 7 as the last"),
     "several cut off": (lambda lines: lines[:3], "lines 4 to 7 were cut off at the end"),
     "cut in a line": (lambda lines: [*lines[:5], lines[5][:40]], "lines 6 to 7 were cut off at the end"),
@@ -92,7 +92,7 @@ def test_without_its_head_a_log_says_that_its_end_is_unknown_and_goes_on_to_say_
     (log / audit.HEAD).unlink()
     change(log, lambda lines: lines[:-1])
     (fault,) = check(log).faults
-    assert "whether lines were cut off at the end cannot be told" in fault
+    assert "it is unknown whether lines were cut off at the end" in fault
     append(log, ENTRY)
     (fault,) = check(log).faults
     assert fault.startswith("before line 7, the file head was missing")

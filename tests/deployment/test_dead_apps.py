@@ -56,7 +56,7 @@ def test_a_host_that_is_started_again_gives_up_its_predecessor_s_messages(federa
     run = Run(federation, tmp_path, "restarted")
     run.hang("east")
     kill(federation, "east", federation.find("clientapp", "east")[0])
-    seconds = run.asked_again("east", "the program that runs its ClientApps was started again in the midst of the message")
+    seconds = run.asked_again("east", "the program that runs its ClientApps was restarted while it worked on the message")
     print(f"told after {seconds:.1f} s")
     assert seconds < SECONDS
     assert run.end().count("2/2 clients") == 4

@@ -122,7 +122,7 @@ def test_an_app_that_does_not_tell_its_rounds_is_said_to(federation: Federation,
     submitted(federation, own_app, 1, "name='other'")
     run = state_of(federation, "other")
     assert (run["round"], run["rounds"]) == (None, 1)
-    note = "its app has told no rounds: only the strategies of fl_bn.flower tell them"
+    note = "its app has reported no rounds: only the strategies of fl_bn.flower report them"
     assert run["note"] == note
     for command in ("status", "runs"):
         shown = asked(federation, command)

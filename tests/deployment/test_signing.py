@@ -166,7 +166,7 @@ def test_a_signature_serves_for_one_run_also_after_a_restart(tmp_path: Path) -> 
         accepted.admit(7, one, CODE)  # each message of the run
     accepted.admit(8, two, CODE)
     for again in (accepted, Accepted(tmp_path / "accepted")):
-        with pytest.raises(NotSigned, match="its signature came with run 7 before: alice signed one run, and not two"):
+        with pytest.raises(NotSigned, match="its signature was used for run 7 already: alice has signed one run only"):
             again.admit(9, one, CODE)
     (file,) = (path for path in (tmp_path / "accepted").iterdir() if one.nonce in path.name)
     assert json.loads(file.read_text()) == {"run": 7, "submitter": "alice", "key": fingerprint(ALICE.key), "code": CODE, "at": int(NOW)}

@@ -1,9 +1,8 @@
-"""Drills of an operator's daily troubles on a real federation: lost or wrong sites, clocks, certificates, disks,
-queues.
+"""Rehearse an operator's daily troubles on a real federation: removed and outdated sites, clocks, certificates, disks, queues.
 
-A drill is a trouble caused on purpose. It passes if the final model is, bit for bit, that of a run in one process in
-which exactly the same replies were missing. The one who has to act must also be told, and every message must name
-sites, not Flower's node numbers.
+A drill causes one trouble on purpose. It passes if the final model is, bit for bit, that of a run in one process in
+which exactly the same replies were missing. Besides, a message must inform the person who has to act. Messages must
+name sites, not Flower's node numbers.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ SKEW = 300  # seconds
 
 
 def site_removed(case: Case) -> Outcome:
-    """Remove a third site at a random moment of a FedBN run: it must get no further message, and the other sites
-    finish the run.
+    """Add a third site, and remove it at a random moment of a FedBN run.
+
+    The removed site must get no further message. The other sites must finish the run.
     """
     federation, guest = case.federation, f"north-{case.repetition}"
     with _guest(federation, guest):
@@ -53,7 +53,7 @@ def site_removed(case: Case) -> Outcome:
 def certificate_expires(case: Case) -> Outcome:
     """Let the server's certificate expire at a random moment of a run, and renew it: during the run, or after it.
 
-    The server is not started again by hand, and the run is not resumed.
+    The running server must use the new certificate without a new start by hand. The run must not need ``fl-bn resume``.
     """
     federation, method = case.federation, ("fedbn", "hbn")[case.repetition % 2]
     server = federation.kit / "server"
@@ -101,7 +101,7 @@ def certificate_expires(case: Case) -> Outcome:
 
 
 def two_at_once(case: Case) -> Outcome:
-    """Submit two runs at the same moment: they run one after the other or, two runs of FedTAN, side by side."""
+    """Submit two runs within 1.5 s. A run of FedBN and one of HBN run one after the other; two of FedTAN may run side by side."""
     beside = case.repetition % 2 == 1
     method, other = ("fedtan", "fedtan") if beside else ("fedbn", "hbn")
     one = case.config(method, name=f"one-{case.repetition}")
@@ -137,9 +137,7 @@ def two_at_once(case: Case) -> Outcome:
 
 
 def disk_full_under_the_state(case: Case) -> Outcome:
-    """Let the disk that holds the state of the SuperLink and of the queue run full, while one run trains and another
-    waits.
-    """
+    """Fill the disk with the state of the SuperLink and of the queue, while one run trains and another waits."""
     federation = case.federation
     server = federation.kit / "server"
     first = case.config("fedbn", name=f"first-{case.repetition}", rounds=8)
@@ -175,11 +173,10 @@ def disk_full_under_the_state(case: Case) -> Outcome:
 
 
 def clock_skew(case: Case) -> Outcome:
-    """Bring a site back during a run with a clock five minutes ahead (which Flower refuses) or behind; set the clock
-    right later.
+    """Stop a site during a run, and start it again with a wrong clock; correct the clock later.
 
-    Only the clock that the site's Python processes read is wrong (``skewed/sitecustomize.py``). TLS reads the true
-    clock.
+    The clock is five minutes ahead, which Flower refuses, or five minutes behind. Only the clock that the site's Python
+    processes read is wrong (``skewed/sitecustomize.py``). TLS reads the true clock.
     """
     ahead = case.rng.random() < 0.7
     config = case.config("fedbn", name=f"skew-{case.repetition}", rounds=8, **{"retry-timeout": 20.0})
@@ -238,7 +235,7 @@ DAILY: dict[str, Callable[[Case], Outcome]] = {
 
 @contextmanager
 def _guest(federation: Federation, name: str) -> Iterator[None]:
-    """Add the site ``name`` as the last one for the block; afterwards remove it, whatever the drill did to it."""
+    """Add the site ``name`` to the federation for the ``with`` block. Remove it afterwards, unless the drill removed it already."""
     federation.add_site(name)
     federation.sites.append(name)
     try:
@@ -252,8 +249,9 @@ def _guest(federation: Federation, name: str) -> Iterator[None]:
 
 @contextmanager
 def _changed(federation: Federation, site: str, environment: Mapping[str, str]) -> Iterator[None]:
-    """Stop ``site``. The block may start it with ``environment``; afterwards start it as usual and wait until it is
-    back.
+    """Stop ``site``, and add ``environment`` to its environment variables for the ``with`` block, which may start it.
+
+    Afterwards, start the site with its usual variables, and wait until it is connected again.
     """
     part = f"sites/{site}"
     usual = federation.environment[part]
@@ -283,7 +281,7 @@ def _online(federation: Federation, *sites: str) -> None:
 
 
 def _command(*words: str, timeout: float = 180.0) -> str:
-    """Return the output of ``fl-bn WORDS``, whatever its exit code."""
+    """Run ``fl-bn WORDS``, and return its standard output and error. The exit code is not checked."""
     done = subprocess.run([*FL_BN, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
     return done.stdout + done.stderr
 

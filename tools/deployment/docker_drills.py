@@ -7,9 +7,10 @@ The program reports what happened, how long it took, and what was lost.
     python -m tools.deployment.docker_drills --output drills                  # drills.csv and drills.md
     python -m tools.deployment.docker_drills --repetitions 1 --only clientapp message --times 20
 
-The conditions are those of tools/deployment/drills.py. The final model, and the tensors that each site keeps, must be bit
-for bit those of a run in one process in which exactly the same replies were missing. After a resume, no reply may be
-missing. The image is built from this checkout first.
+The criterion is that of tools/deployment/drills.py. A run in one process, in which exactly the same replies were missing,
+must give the same final model and the same tensors at each site, bit for bit. After a resume, no reply may be missing.
+
+The image is built from this checkout first.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ ROUNDS = 8  # of a run whose ClientApps die, for each death
 
 
 class Snapshot:
-    """The files fetched from the containers, laid out as the kit of a federation of processes, so that ``outcomes``
-    can compare them.
+    """Hold copies of the containers' results and sites' states, in the folders of a kit.
+
+    ``outcomes`` can then compare them as those of a federation of processes on this machine.
     """
 
     sites = list(SITES)
@@ -68,7 +70,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Drill:
-    """One run that a drill will disturb."""
+    """Hold one run that a drill disturbs: the federation, the case, the run config and the outcome."""
 
     federation: DockerFederation
     case: Case
@@ -240,14 +242,15 @@ def message(drill: Drill) -> None:
 
 
 def _deaths(drill: Drill, die: Callable[[], tuple[str, float]]) -> None:
-    """Let ClientApps die, ``case.times`` times in one run, each in another round.
+    """Make ClientApps die, ``case.times`` times in one run, each time in another round.
 
-    The outcome tells the seconds from each death to the end of the next round, and what the server was told. It is
-    told nothing of a death between two messages.
+    The outcome has the seconds from each death to the end of the next round, and the lines that the server logged about
+    the deaths. A ClientApp that dies between two messages causes no such line.
 
     Args:
         drill: The run.
-        die: Lets one die, and returns its service's name and the moment.
+        die: Kills one ClientApp. It returns the name of the service in docker-compose.yml, and the time of the death
+            (``time.monotonic()``).
     """
     seconds: list[float] = []
     with drill.started() as process:
@@ -267,15 +270,16 @@ def _deaths(drill: Drill, die: Callable[[], tuple[str, float]]) -> None:
 
 
 def _told(drill: Drill) -> list[str]:
-    """Return the server's lines about messages that it sends again."""
+    """Return the lines that the server has logged about messages that it sends again after a failure."""
     lines = drill.federation.logs("serverapp", tail=10_000).splitlines()
     return [line.partition("WARNING")[2].lstrip(" :") for line in lines if line.endswith("it is asked again")]
 
 
 def _message_processes(container: str) -> list[int]:
-    """Return the processes of this machine that work on a message in a ClientApp's ``container``.
+    """Return the ids of the processes that work on a message in a ClientApp's ``container``.
 
-    They have no children, and stand below the engine's init, the host, the cold process and a watcher.
+    Such a process has no children. Its ancestors are the engine's init, the host, the cold process and a watcher (see
+    ``fl_bn_site/app_host.py``).
     """
     lines = command("docker", "top", container, "-eo", "pid,ppid", check=False).splitlines()[1:]
     parents = {int(pid): int(parent) for pid, parent in (line.split() for line in lines if line.replace(" ", "").isdigit())}
@@ -308,7 +312,14 @@ def _restarts(federation: DockerFederation, service: str) -> int:
 
 
 def perform(federation: DockerFederation, name: str, repetition: int, times: int) -> Outcome:
-    """Do one repetition of a drill on a healthy federation."""
+    """Wait until the federation is healthy, and do one repetition of the drill ``name``.
+
+    Args:
+        federation: The federation.
+        name: A key of ``DRILLS``.
+        repetition: The number of the repetition, from which its random moments are drawn.
+        times: The number of ClientApps that die, for the drills ``clientapp`` and ``message``.
+    """
     federation.wait_healthy()
     with tempfile.TemporaryDirectory() as folder:
         snapshot: Any = Snapshot(federation, Path(folder) / "fetched")

@@ -68,13 +68,12 @@ def command(*words: str, timeout: float = 600.0, check: bool = True) -> str:
 
 
 class DockerFederation:
-    """The services, networks and volumes of the compose project ``project``; leaving the ``with`` block removes all
-    of them.
+    """Control the services, networks and volumes of a compose project. The end of the ``with`` block removes them.
 
     Args:
         project: The name of the compose project.
         compose: The compose command, e.g. ``docker-compose`` or ``docker compose``.
-        keep: Remove nothing when the block is left.
+        keep: True: the end of the block removes nothing.
     """
 
     def __init__(self, project: str = "fl-bn-test", compose: str = "docker-compose", keep: bool = False) -> None:
@@ -147,7 +146,10 @@ class DockerFederation:
         return dict(json.loads(command("docker", "inspect", "--format", "{{json .State}}", self.container(service))))
 
     def health(self, service: str) -> str:
-        """Return healthy, unhealthy or starting; of a container that does not run, its status."""
+        """Return the health of a service's container: ``healthy``, ``unhealthy`` or ``starting``.
+
+        Where the container does not run, return its status, such as ``exited``.
+        """
         state = self.state(service)
         health = state.get("Health")
         return str(health["Status"]) if isinstance(health, dict) and state["Running"] else str(state["Status"])

@@ -28,7 +28,7 @@ staged: the metadata of a Flower 1.31. Everything else is real: keys, certificat
 
 
 def said(folder: Path, breaking: Callable[[Setup], None] = lambda setup: None) -> tuple[int, list[str]]:
-    """Return the doctor's exit code and the lines that it prints."""
+    """Make a sound kit in ``folder``, spoil it by ``breaking``, and run the doctor. Return its exit code and its lines."""
     with made(folder, breaking) as setup:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(setup.pythonpath), os.environ.get("PYTHONPATH", "")])}
         argv = [program("fl-bn"), "doctor", str(Path("kit") / SITE)]
@@ -39,7 +39,7 @@ def said(folder: Path, breaking: Callable[[Setup], None] = lambda setup: None) -
 
 
 def found_out(code: int, lines: list[str], check: str, words: str) -> bool:
-    """Tell whether only ``check`` failed, its line has ``words``, and the exit code is 1."""
+    """Return whether ``check`` alone failed, its line contains ``words``, and the exit code is 1."""
     failed = [line for line in lines if line.startswith("fail")]
     return code == 1 and len(failed) == 1 and failed[0].startswith(f"fail  {check}: ") and words in failed[0]
 

@@ -1,6 +1,6 @@
-"""Drills on a real deployment: each causes one failure, and returns what happened and whether anything was lost.
+"""Rehearse failures of a real deployment. Each drill causes one failure, and returns what happened and what was lost.
 
-The measure is always the same. The final model must be, bit for bit, that of a run in one process in which exactly
+All drills have the same criterion. The final model must be, bit for bit, that of a run in one process in which exactly
 the same replies were missing. After a resume, no reply may be missing.
 """
 
@@ -28,8 +28,9 @@ MEMORY = 3 * 10**9  # bytes for all processes that compute a site's messages; ``
 
 
 def kill_supernode(case: Case) -> Outcome:
-    """SIGKILL one SuperNode at a random moment of a FedBN run; it is started again, and must have the layers that it
-    kept before.
+    """SIGKILL one SuperNode at a random moment of a FedBN run.
+
+    ``fl-bn start`` starts it again. The site must then have the BatchNorm layers that it had kept before.
     """
     site = case.rng.choice(case.federation.sites)
     config = case.config("fedbn", **{"round-timeout": 150.0, "name": f"supernode-{case.repetition}"})
@@ -109,8 +110,9 @@ def kill_superlink(case: Case) -> Outcome:
 
 
 def truncate_checkpoint(case: Case) -> Outcome:
-    """SIGKILL the ServerApp once it has two checkpoints, cut the newest one short at a random byte, resume;
-    ``case.times`` times.
+    """SIGKILL the ServerApp once it has two checkpoints, truncate the newest at a random byte, and resume.
+
+    This is done ``case.times`` times.
     """
     config = case.config("fedbn", rounds=2 * case.times + 3)
     outcome = Outcome("truncated checkpoint", case.repetition, "fedbn", "when there are two checkpoints", times=case.times)
@@ -131,25 +133,26 @@ def truncate_checkpoint(case: Case) -> Outcome:
 
 
 def client_raises(case: Case) -> Outcome:
-    """Make one site's data unreadable for a while: the server must leave the site out by name, and use it again
-    later.
+    """Make one site's data unreadable for a while.
+
+    The server must leave the site out and name it. Later, the site must take part again.
     """
     return _in_a_mood(case, "raise", "a client that raises", "the network drive is gone", **{"round-timeout": 120.0})
 
 
 def client_hangs(case: Case) -> Outcome:
-    """Let one site's process hang: the round must go on at its deadline, and the site must take part again later.
+    """Make one site's process hang. The round must go on at its deadline, and the site must take part again later.
 
-    The method is FedAvg, which keeps no tensors at the sites: so it does not matter whether the hanging process still
-    finished its late reply.
+    The method is FedAvg, which keeps no tensors at the sites. So it does not matter whether the process that hung has
+    finished its reply after the deadline.
     """
     return _in_a_mood(case, "hang", "a client that never answers", "no reply before the deadline", **{"round-timeout": 75.0})
 
 
 def memory_limit_hit(case: Case) -> Outcome:
-    """Let one site's data need more memory than the site's control group has, ``case.times`` times in one run.
+    """Make one site's data need more memory than its control group allows, ``case.times`` times in one run.
 
-    The kernel kills the process of the message. The server must name the site and the reason, and ask again.
+    The kernel then kills the process of the message. The server must name the site and the reason, and send the message again.
     """
     federation, site = case.federation, case.federation.sites[1]
     config = case.config(
@@ -202,10 +205,10 @@ def control_group(most: int, pids: Sequence[int]) -> Iterator[None]:
 
 
 def site_renewed(case: Case) -> Outcome:
-    """Give a site another key in mid-run, ``case.times`` times: it goes on in the same run, and no other site does anything.
+    """Renew a site's key during a run, ``case.times`` times. The site must go on in the same run; the other sites need no change.
 
-    The method is FedAvg, which keeps no tensors at the sites: so it does not matter whether the SuperNode ended before or after
-    its reply was made.
+    The method is FedAvg, which keeps no tensors at the sites. So it does not matter whether the SuperNode ended before or
+    after the site had trained.
     """
     federation, site = case.federation, case.federation.sites[1]
     config = case.config("fedavg", **{"rounds": 14 * case.times + 4, "evaluate-every": 1000, "name": f"renewed-{case.repetition}"})
@@ -228,16 +231,14 @@ def site_renewed(case: Case) -> Outcome:
 
 
 def disk_full_at_a_site(case: Case) -> Outcome:
-    """Let the disk that holds a site's state run full: the site must then send no reply, and the other sites go on."""
+    """Fill the disk with a site's state for a while. The site must then send no reply, and the other sites must go on."""
     state = case.federation.kit / "sites" / case.federation.sites[1] / "state"
     config = case.config("fedbn", name=f"site-disk-{case.repetition}")
     return _episodes(case, config, "disk full at a site", "No space left on device", lambda: filled(state))
 
 
 def disk_full_at_the_server(case: Case) -> Outcome:
-    """Let the disk that holds the results run full for a while: the log must say so, and in the end no result may be
-    missing.
-    """
+    """Fill the disk with the results for a while. The log must report it, and in the end no result may be missing."""
     config = case.config("fedbn", name=f"server-disk-{case.repetition}")
     results = case.federation.result("")
     return _episodes(case, config, "disk full at the server", "", lambda: filled(results))
@@ -310,7 +311,11 @@ def _episodes(case: Case, config: dict[str, Any], drill: str, reason: str, troub
 
 @contextmanager
 def filled(folder: Path) -> Iterator[None]:
-    """Fill the file system of ``folder``, which must be a small one of its own, during the block."""
+    """Fill the file system of ``folder`` during the ``with`` block. ``folder`` must be the mount point of a small file system.
+
+    Raises:
+        RuntimeError: ``folder`` is not a mount point.
+    """
     if not os.path.ismount(folder):
         raise RuntimeError(f"{folder} must be a file system of its own (Federation(small_disks=True), as root)")
     filler = folder / "filler"
@@ -332,19 +337,21 @@ def rounds_done(case: Case, config: dict[str, Any]) -> int:
 
 
 class Running:
-    """A block in which a submitted run trains. It begins at a random moment of the run, and kills ``fl-bn submit``
-    when it ends.
+    """Submit a run for a ``with`` block, which begins at a random moment of the run. Its end kills ``fl-bn submit``.
 
-    ``said`` has the lines that ``fl-bn submit`` has printed so far.
+    The ``with`` statement gives the process of ``fl-bn submit`` and the moment in words. ``said`` has the lines that
+    ``fl-bn submit`` has printed so far.
     """
 
     def __init__(self, case: Case, config: dict[str, Any], wait: bool = True, until: int = 0) -> None:
-        """Set up the block.
+        """Define the run to submit, and when the block begins.
 
         Args:
-            wait: False begins the block at once, not at a random moment.
-            until: The moment is drawn before this round begins, and may be up to 12 s later; 0 stands for the last
-                round.
+            case: The repetition of the drill.
+            config: The run config.
+            wait: True: begin the block at a random moment. False: begin it at once.
+            until: The block begins in or before this round: after a random number of rounds, less than ``until``, and up to
+                12 s more. 0: the number of rounds of the run.
         """
         self._case, self._config, self._wait, self._until = case, config, wait, until or config["rounds"]
         self.said: list[str] = []
@@ -378,8 +385,9 @@ def drained(process: subprocess.Popen[str], said: list[str]) -> threading.Thread
 
 
 def _checkpointed(case: Case, count: int, beyond: int = 0) -> Path | None:
-    """Return the folder of a run with at least ``count`` checkpoints, the newest of a round after ``beyond``; None if
-    there is none yet.
+    """Return the folder of a run with ``count`` or more checkpoints, the newest of which is of a round after ``beyond``.
+
+    None: there is no such run yet.
     """
     for folder in run_folders(case):
         found = sorted(int(path.stem.removeprefix("round-")) for path in (folder / "checkpoints").glob("round-*.safetensors"))
@@ -393,7 +401,7 @@ def starts(federation: Federation, site: str) -> list[str]:
 
 
 def _resume(case: Case, config: dict[str, Any], outcome: Outcome, what: str = "") -> None:
-    """Submit the run again, from the last checkpoint or, if it has none yet, from the start; then compare."""
+    """Submit the run again, and compare its result. It resumes from the last checkpoint; without one, it begins anew."""
     if _checkpointed(case, 1):
         config, what = {**config, "resume": "latest"}, f"{what}resumed"
     else:
@@ -408,7 +416,11 @@ def perform(federation: Federation, folder: Path, do: Callable[[Case], Outcome],
     """Do the drill ``do`` once. An error in the drill itself becomes an outcome, too.
 
     Args:
-        number: The repetition; its random moments are drawn from it.
+        federation: The running federation.
+        folder: The folder for the runs in one process with which the result is compared.
+        do: The drill.
+        drill: The name of the drill.
+        number: The number of the repetition, from which its random moments are drawn.
         times: How often the failure is caused, if it can be repeated in one run.
     """
     begin, case = time.monotonic(), Case(federation, folder, number, random.Random(f"{drill} {number}"), times)

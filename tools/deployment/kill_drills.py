@@ -41,10 +41,16 @@ Row = dict[str, str]
 
 
 def worker(place: int, folder: Path, work: mp.Queue[Any], done: mp.Queue[Any]) -> None:
-    """Do the drills in ``work`` until it yields None.
+    """Do the drills in the queue ``work`` until it gives None. Put each name and outcome into ``done``, and None at the end.
 
-    One federation serves for several drills, until one goes wrong. Then a new federation is started, and the folder
-    of the old one stays.
+    The drills share one federation until one of them fails. Then a new federation is started for the following drills. The
+    folder of the former one stays, to look for the cause.
+
+    Args:
+        place: The number of this worker, which becomes part of its folders' names.
+        folder: The folder for the federations.
+        work: Gives the arguments of each drill.
+        done: Takes the outcomes.
     """
     item, number = work.get(), 0
     while item is not None:
@@ -99,7 +105,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def generally(text: str) -> str:
-    """Remove what differs between repetitions: the text in brackets, and the name of the site."""
+    """Return ``text`` without the parts that differ between repetitions: texts in brackets, and names of sites."""
     for site in ("east", "west"):
         text = text.replace(f"site {site}", "a site")
     return re.sub(r"north-\d+", "north", text.partition(" (")[0])
@@ -112,7 +118,7 @@ def write_page(page: Path, rows: Sequence[Row]) -> None:
 
 
 def items_of(names: Sequence[str], times: int, seed: int, record: Sequence[Row]) -> list[Item]:
-    """Return the drills still to be done: those of ``names`` without those in ``record``."""
+    """Return the drills that remain to be done: those of ``names`` that ``record`` does not have yet."""
     often = [name for name in names if name in DRILLS and name not in ONE_PER_RUN]
     items = [(name, seed, times) for name in often]
     items += [(name, n, 1) for n in range(seed, seed + times) for name in names if name not in often]

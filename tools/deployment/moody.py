@@ -1,5 +1,8 @@
-"""A data set that fails on demand. The file named by FL_BN_MOOD says how: ``raise``, ``hang``, or ``memory`` (it asks
-for more memory than it may have). Else an npz file is loaded.
+"""Load a data set that fails on demand, for the drills.
+
+The environment variable FL_BN_MOOD has the path of a file. The word in this file is read for every message. ``raise``: the
+loader raises an error. ``hang``: it never returns. ``memory``: it asks for more memory than the site has. Any other content,
+or no file: it loads an npz file.
 """
 
 from __future__ import annotations

@@ -30,14 +30,14 @@ NUMBER = re.compile(r"\bnodes? \d{9,}")
 
 @dataclass
 class Outcome:
-    """What became of a drill.
+    """Hold the outcome of a drill.
 
     Attributes:
         moment: When the failure was caused, in words.
         what: What happened then, in words.
-        missing: The replies that the run did without, in words.
-        identical: The run that the result equals: the uninterrupted one, or one in which exactly the replies in
-            ``missing`` were missing. Empty if it equals neither.
+        missing: The replies that the server did not use, and the clients that were offline, in words.
+        identical: The run in one process that the result equals, in words: the uninterrupted one, or one in which exactly
+            the replies in ``missing`` were missing. Empty: the result equals neither.
         times: How often the failure was caused within the run.
         missed: What should have happened or been reported, but did not or was not.
     """
@@ -62,7 +62,7 @@ class Outcome:
         self.missed += [] if happened else [what]
 
     def expect_names(self, lines: Sequence[str]) -> None:
-        """Note every line that names a node by Flower's number."""
+        """Add every line that has Flower's number of a node, instead of a site's name, to ``missed``."""
         self.missed += [f"a name in: {line.strip()}" for line in lines if NUMBER.search(line)]
 
     def conclude(self, wrong: Sequence[str], to: str) -> None:
@@ -78,10 +78,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Case:
-    """One repetition of a drill on a running federation.
+    """Hold one repetition of a drill on a running federation.
 
     Attributes:
-        folder: The folder for the runs in one process that the result is compared with.
+        folder: The folder for the runs in one process with which the result is compared.
         times: How often the failure is caused, if it can be repeated in one run.
     """
 
@@ -93,7 +93,7 @@ class Case:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The data set digits as a file: each message's process reads it faster than it would make it."""
+        """Return run-config keys for the data set digits in an npz file, which clients read faster than they make the data."""
         path = self.folder / "digits.npz"
         if not path.exists():
             digits = load("digits-plain")
@@ -148,8 +148,9 @@ def compare_all(case: Case, configs: Sequence[dict[str, Any]], outcome: Outcome)
 
 
 def differences(case: Case, deployed: Path, reference: Path) -> list[str]:
-    """Return the names of the tensors that differ in any bit, in the final model and in the tensors that the sites
-    keep.
+    """Return the names of the tensors that differ in any bit.
+
+    The final model and the tensors that the sites keep are compared.
     """
     if not (deployed / "model.safetensors").exists():
         return ["everything: there is no model"]
@@ -160,14 +161,20 @@ def differences(case: Case, deployed: Path, reference: Path) -> list[str]:
 
 
 def compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome, kept: tuple[bool, ...] = (False, True)) -> None:
-    """Compare with runs in one process in which the same replies are missing.
+    """Compare the result with runs in one process in which the same replies are missing.
 
-    A client can die before or after it kept the round's tensors, and either leaves its reply missing. So both are
-    tried (``kept``), and one of them must give the same bits. If the client's replies are missing in consecutive
-    rounds, only the first can have been kept: in the others the client was already gone.
+    A reply may be missing because the client died before it stored the round's tensors, or after that. The server cannot
+    see which. So both are tried, and one of them must give the same bits. If a client's replies are missing in several
+    rounds in a row, it can have stored the tensors of the first only: in the others it was gone already.
 
-    A client that was not asked because it was offline is offline in the reference, too. An average over fewer clients
-    is rounded differently from one that leaves out some of the replies.
+    A client that was offline, so that it got no message, is offline in these runs, too. Leaving out its reply instead
+    would round the average differently.
+
+    Args:
+        case: The repetition of the drill.
+        config: The run config.
+        outcome: The outcome, to which the result of the comparison is added.
+        kept: What to try for a missing reply. False: the client died before it stored the tensors. True: after that.
     """
     deployed = case.federation.result(config["name"])
     gaps, away = gaps_of(deployed, config["clients"])
@@ -195,7 +202,7 @@ def compare_with_gaps(case: Case, config: dict[str, Any], outcome: Outcome, kept
 
 
 def gaps_of(folder: Path, clients: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return two lists of (client, round): replies that were asked for but not used, and clients that were not asked."""
+    """Return two lists of (client, round): clients whose reply was not used, and clients that got no message in that round."""
     with (folder / "clients.csv").open() as file:
         used = {(int(row["client"]), int(row["round"])): bool(row["samples"]) and not row["refused"] for row in csv.DictReader(file)}
     every = [(client, round) for round in range(1, rounds_of(folder) + 1) for client in range(clients)]
@@ -204,7 +211,7 @@ def gaps_of(folder: Path, clients: int) -> tuple[list[tuple[int, int]], list[tup
 
 @contextmanager
 def offline(away: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Run the block with clients offline: each (client, round) of ``away`` is not connected when that round begins."""
+    """Make clients offline during the ``with`` block: for each (client, round) of ``away``, the client is not connected in the round."""
     gone: set[int] = set()  # nodes, which are numbered from 1
 
     def wait_for(population: Population, least: int, round: int) -> None:
@@ -221,8 +228,9 @@ def offline(away: Sequence[tuple[int, int]]) -> Iterator[None]:
 
 
 def with_gaps(gaps: dict[tuple[int, int], bool]) -> ClientApp:
-    """Return a ClientApp that fails for the (client, round) in ``gaps``: False, before it trains; True, after it kept
-    its tensors.
+    """Return a ClientApp whose training fails for every (client, round) in ``gaps``.
+
+    The value says when. False: before the client trains. True: after it has stored its tensors.
     """
     app = ClientApp()
 

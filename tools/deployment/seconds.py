@@ -36,7 +36,7 @@ EVENT = re.compile(r"^(\S+ \S+) .*(Receiving|Sending): (\S+) message")
 
 @dataclass(frozen=True)
 class Visit:
-    """One message at one site; ``begin`` and ``end`` are seconds since the epoch."""
+    """Hold a site's work on one message, from its arrival to the answer; ``begin`` and ``end`` are in seconds since 1970."""
 
     kind: str
     begin: float
@@ -46,7 +46,10 @@ class Visit:
 def visits(log: str, since: float, zone: tzinfo | None = None) -> Iterator[Visit]:
     """Yield the messages in a SuperNode's log that arrived at ``since`` or later, in their order.
 
-    ``zone``: the time zone of the log's times; None for this machine's.
+    Args:
+        log: The text of the log.
+        since: The earliest time, in seconds since 1970.
+        zone: The time zone of the times in the log; None: that of this machine.
     """
     begin: tuple[str, float] | None = None
     for line in log.splitlines():
@@ -92,7 +95,15 @@ def by_compose(configs: Iterable[dict[str, Any]], folder: Path) -> Rows:
 
 
 def measured(config: dict[str, Any], run: Path, whole: float, by_site: Sequence[Sequence[Visit]], folder: Path) -> dict[str, Any]:
-    """Return one row about the run ``config`` in its folder ``run``: medians over its rounds from the second on."""
+    """Return one row of the table about a run: medians over its rounds, from the second on.
+
+    Args:
+        config: The run config.
+        run: The folder of the run.
+        whole: The seconds of the whole run.
+        by_site: The messages of each site during the run.
+        folder: The folder for the same run in one process, whose model must be equal.
+    """
     lines = (run / "rounds.jsonl").read_text().splitlines()
     times = [record["seconds"] for record in map(json.loads, lines) if "seconds" in record and "client" not in record]
     times = times[:-1] if config["evaluate-every"] > len(times) > 2 else times  # the last round is always evaluated, so it is left out

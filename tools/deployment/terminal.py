@@ -1,4 +1,4 @@
-"""Type commands as an operator does, and keep their output and duration. Make the copies of the repository that they need."""
+"""Run commands as an operator types them, record output and duration, and make the copies of the repository for them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ PYTHON = ((sysconfig.get_path("purelib"), "site-packages"), (sysconfig.get_path(
 
 
 class Terminal:
-    """Type commands in a folder, and collect the text of a page about them.
+    """Run commands in a folder, and write them with their output as the text of a page.
 
     Args:
-        folder: The folder. Commands find the fl-bn of its ``server-copy`` in PATH, unless they name another copy.
+        folder: The folder. By default, commands use the fl-bn that is installed in its ``server-copy``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,7 +54,7 @@ class Terminal:
         self.lines += [self._clean(line) for line in lines]
 
     def taken(self) -> str:
-        """Return the text that was written since the last call."""
+        """Return the text of the page that was written since the last call of this method."""
         self.fence(False)
         text, self.lines = "\n".join(self.lines), []
         return text.strip() + "\n"
@@ -78,11 +78,11 @@ class Terminal:
         return {**kept, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "150", "FLWR_TELEMETRY_ENABLED": "0"}
 
     def type(self, command: str, keep: str = "", code: int = 0, copy: Path | None = None, timeout: float = 900.0) -> str:
-        """Type ``command``, and show its output.
+        """Run ``command``, and add it and its output to the page.
 
         Args:
-            command: The command. Its ``fl-bn`` commands must occur in a guide.
-            keep: A regular expression: only lines that match it are shown; empty: all lines.
+            command: The command line. Each ``fl-bn`` command in it must occur in a guide.
+            keep: A regular expression: only lines that match it come into the page; empty: all lines.
             code: The exit code that the command must have.
             copy: The copy of the repository whose fl-bn is used; None: the server's.
             timeout: The seconds after which the command is killed.
@@ -113,7 +113,7 @@ class Terminal:
         return out
 
     def start(self, command: str, name: str, copy: Path | None = None) -> None:
-        """Type ``command`` in a terminal of its own, where it keeps running. Its output goes to the file ``name``.out."""
+        """Start ``command`` in the background, as in a terminal of its own. Its output goes to the file ``name``.out."""
         self._in_a_guide(command)
         self.shown(f"$ {command}    (in a terminal of its own)")
         with self._output(name).open("ab") as output:
@@ -139,7 +139,16 @@ class Terminal:
         return found
 
     def ended(self, name: str, keep: str, code: int = 0) -> str:
-        """Wait until the command that was started as ``name`` ends. Show the lines of its output that match ``keep``."""
+        """Wait until the command that ``start`` started as ``name`` ends. Return its output.
+
+        Args:
+            name: The name that was given to ``start``.
+            keep: A regular expression: the lines of the output that match it come into the page.
+            code: The exit code that the command must have.
+
+        Raises:
+            RuntimeError: The command has another exit code.
+        """
         process = self.started.pop(name)
         begin = time.monotonic()
         found = process.wait(900)

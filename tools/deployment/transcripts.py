@@ -228,7 +228,7 @@ def make_images(folder: Path, count: int, bright: bool, seed: int) -> None:
 
 
 def with_own_data(t: Terminal, data: Mapping[str, tuple[str, str]]) -> None:
-    """Write the data of sites into their site.toml, and start these sites again."""
+    """Write ``data`` (site -> data set and path) into the sites' site.toml, and start these sites again."""
     for site, (dataset, path) in data.items():
         lines_of(t.folder / f"kit/sites/{site}/site.toml", {"dataset": dataset, "data-path": path})
         t.shown(f'# in kit/sites/{site}/site.toml: dataset = "{dataset}", data-path = "{path}"')

@@ -1,4 +1,4 @@
-"""Print the lines that change in ``examples/flower_apps``, for docs/start/flower-apps.md.
+"""Print the lines of ``examples/flower_apps`` that change when fl-bn is put in, for docs/start/flower-apps.md.
 
 python -m tools.documentation.conversions
 """
@@ -39,7 +39,7 @@ def files(name: str) -> list[Path]:
 
 
 def changed(name: str, file: Path) -> list[str]:
-    """Return the lines of one file that are taken away (``-``) or added (``+``), as ``git diff -w`` counts them."""
+    """Return the lines of one file that the conversion removes (``-``) or adds (``+``), as ``git diff -w`` shows them."""
     texts = [(APPS / name / side / file).read_text().splitlines() for side in ("before", "after")]
     plain = [[line.strip() for line in text] for text in texts]
     found = list[str]()
@@ -50,7 +50,7 @@ def changed(name: str, file: Path) -> list[str]:
 
 
 def counts(name: str) -> tuple[int, int]:
-    """Return how many lines of an app are added, and how many are taken away."""
+    """Return how many lines the conversion adds to an app, and how many it removes."""
     lines = [line[0] for file in files(name) for line in changed(name, file)]
     return lines.count("+"), lines.count("-")
 

@@ -23,7 +23,7 @@ AT = 12  # the round in which the terminal is looked at, and Ctrl-C typed
 
 
 def recorded() -> dict[str, str]:
-    """Make all recordings; return name in the page -> text."""
+    """Make all recordings. Return the name of each in the page -> its text."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cut, came = on_a_terminal("run", "--run-config", CUT, type_at=f"round {AT}/", folder=folder)

@@ -1,6 +1,4 @@
-"""Lies in replies of the right form: counts, samples and steps that agree with each other but are too large, and
-oversized weights.
-"""
+"""Send well-formed replies with false numbers: consistent but too large counts, samples and steps, and oversized weights."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ MOMENTS, STATISTICS = "fl-bn/moments", "fl-bn/statistics"
 
 
 class Boasts(Liar):
-    """A client that multiplies its counts, some of its other claims, and the values of a section by one random
-    factor.
+    """Simulate a client that exaggerates.
+
+    It draws one factor, and may multiply by it its counts, its numbers of samples and steps, and the values of one section.
     """
 
     def __init__(self, rng: Rng) -> None:
@@ -61,10 +60,17 @@ class Boasts(Liar):
 
 
 def boast(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """Play a round with a client that boasts.
+    """Run a round with one client that exaggerates (``Boasts``), and judge it.
 
-    If the server believes the reply, its counts may be no larger than its samples and the largest inputs allow. In
-    any case the model's numbers must stay moderate.
+    If the server accepts the reply, its counts and samples may be no larger than an honest client could send. In any case,
+    the model's weights must stay below a bound.
+
+    Args:
+        name: The scenario.
+        rng: Draws the exaggeration.
+
+    Returns:
+        What the client multiplied, and the outcome.
     """
     liar = Boasts(rng)
     with listening() as said:
@@ -84,9 +90,9 @@ def boast(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 
 def _too_much(reply: RecordDict) -> str:
-    """Return the claims of ``reply`` that a client with 6 samples cannot make; empty if there are none.
+    """Return the numbers in ``reply`` that are impossible for a client with 6 samples; empty: all are possible.
 
-    Such a client's inputs are at most ``FAR`` times those of the other clients.
+    A count is impossible above ``FAR`` times that of an honest client. A number of samples is impossible above 6.
     """
     counts = {name: plain(a) for name, a in reply.array_records.get("fl-bn/moments", ArrayRecord()).items() if name.endswith("count")}
     for name, honest_count in _counts(honest_reply=recorded("fbn").canned).items():
@@ -97,8 +103,9 @@ def _too_much(reply: RecordDict) -> str:
 
 
 def _counts(honest_reply: dict[tuple[int, int], tuple[str, RecordDict]]) -> dict[str, float]:
-    """Return tensor name -> the count of a client with 6 samples: the count of FBN's first batch, times 6, divided by
-    the batch's samples.
+    """Return the name of each count tensor -> the count of an honest client with 6 samples.
+
+    It is computed from the recorded count of FBN's first batch: times 6, divided by the number of samples in that batch.
     """
     for (node, _), (asked, content) in honest_reply.items():
         if node == CLIENTS and asked == "train":

@@ -1,5 +1,6 @@
-"""Lies in the layer-wise exchange: a liar's requests, changed or out of order, to a session alone and in rounds in
-which others train.
+"""Attack the layer-wise exchange by one lying client, whose requests are changed or come in a wrong order.
+
+The requests go either directly to a session, without training, or to the exchange of a round in which the others train.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ STEEP = 1e4  # largest gradient in an answer, in units of the largest honest one
 
 @contextmanager
 def overheard(submit: Callable[..., None], leave: Callable[..., None] | None = None) -> Iterator[None]:
-    """Replace ``submit`` and ``leave`` of every session during the block; the replacements get the true methods as
-    their first argument.
+    """Replace the methods ``submit`` and ``leave`` of every session during the ``with`` block.
+
+    Each replacement gets the original method as its first argument. None: ``leave`` is not replaced.
     """
     true_submit, true_leave = Session.submit, Session.leave
     Session.submit = lambda *asked: submit(true_submit, *asked)  # type: ignore[method-assign]
@@ -62,8 +64,9 @@ def requests() -> dict[int, list[Request]]:
 
 
 def lie_to_session(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """Change, leave out, repeat or reorder some of the liar's requests; the other clients must get usable answers to
-    all of theirs.
+    """Change, leave out, repeat or reorder some of the liar's requests to a session.
+
+    The other clients must get a usable answer to each of their requests. Return what was changed, and the outcome.
     """
     strategy = honest("fedtan").strategy
     believing = bool(rng.integers(2))
@@ -120,7 +123,13 @@ def ask(session: Session, client: int, data: bytes, got: list[Any]) -> None:
 
 
 def unusable(request: Request, got: list[Any], believing: bool) -> str:
-    """Return the reason why a client could not go on with the answer that it got; empty if it could."""
+    """Return the reason why an honest client could not go on with the answer to ``request``; empty: it could.
+
+    Args:
+        request: The client's request.
+        got: What the session delivered for it: one answer is expected.
+        believing: Whether the session uses the counts that clients report.
+    """
     if len(got) != 1 or not isinstance(answer := got[0], Answer):
         return f"it got {got}"
     if not bool(answer.values.isfinite().all()):
@@ -139,7 +148,7 @@ def unusable(request: Request, got: list[Any], believing: bool) -> str:
 
 
 def called(step: int, data: bytes, rng: Rng) -> tuple[str, list[bytes]]:
-    """Return what the liar sends in place of one request: a description, and the requests as protobuf's bytes."""
+    """Draw what the liar sends in place of its request of one step. Return a description, and the messages as protobuf's bytes."""
     how = int(rng.integers(12))
     if how == 0:
         return "nothing", []
@@ -180,7 +189,7 @@ def called(step: int, data: bytes, rng: Rng) -> tuple[str, list[bytes]]:
 
 
 def any_request(rng: Rng) -> bytes:
-    """Return a random request of the honest round. In half of the cases, a layer's request gets a random call number."""
+    """Return a random request of the honest round, as bytes. Half of the requests about a layer get a random call number."""
     request = pick(rng, requests()[int(rng.integers(CLIENTS))])
     message = encode_request(request)
     if message.WhichOneof("kind") == "local" and rng.integers(2):
@@ -192,7 +201,10 @@ def any_request(rng: Rng) -> bytes:
 
 
 def lie_in_a_round(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """Change one request of the liar, or add one, while the others train on; the round must still change the model."""
+    """Change one request of the liar, or add one, in a round in which the others train. The round must still change the model.
+
+    Return what was changed, and the outcome.
+    """
     lie, turn, what = int(rng.integers(sum(isinstance(r, Local) for r in requests()[LIAR]) + 3)), [0], [""]
 
     def submit(true: Callable[..., None], session: Session, client: int, request: Request, deliver: Heard) -> None:

@@ -1,6 +1,6 @@
-"""State machine of an exchange's session with honest clients and one liar, who asks for anything in any order.
+"""Test the session of an exchange by a state machine: honest clients, and one liar that sends any request in any order.
 
-Only the liar may be dropped, and no failure may name an honest client.
+The session may drop only the liar, and no failure may name an honest client.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 class Exchange(RuleBasedStateMachine):
-    """The client ``liar`` does anything; the others join, send ``keys`` one by one as each is answered, and leave."""
+    """Simulate the clients of one session. The client ``liar`` does anything.
+
+    The honest clients join, send a request for each of ``keys`` after the answer to the one before, and leave.
+    """
 
     @initialize(
         clients=st.integers(3, 7),
@@ -107,8 +110,8 @@ class Exchange(RuleBasedStateMachine):
         """Send a request as an honest client would.
 
         Args:
-            early: The request that the others send next, not the one that they sent last.
-            waits: Afterwards, let the exchange's deadline pass before the others go on.
+            early: True: the request that the others send next. False: the one that they sent last.
+            waits: True: afterwards, the exchange's deadline passes before the others go on.
         """
         self.patience -= 1
         step = max(len(got) for got in self.got.values()) + early
@@ -125,9 +128,7 @@ class Exchange(RuleBasedStateMachine):
     @precondition(lambda self: self.in_step())
     @rule()
     def time_passes(self) -> None:
-        """Let more time than the deadline pass, while either all honest clients train, or all of them wait for the
-        liar.
-        """
+        """Let the exchange's deadline pass. Meanwhile, either all honest clients train, or all of them wait for the liar."""
         before, self.session.deadline = self.session.deadline, -1.0
         self.session.expire()
         self.session.deadline = before
@@ -156,7 +157,7 @@ class Exchange(RuleBasedStateMachine):
                     assert bool(outcome[0].values.isfinite().all())
 
     def teardown(self) -> None:
-        """Check that in the end all honest clients have all their answers and take part."""
+        """Let the honest clients finish. Check that they got all their answers, and that none of them was dropped."""
         if not hasattr(self, "session"):
             return
         self.session.leave(self.liar, "its stream broke")

@@ -86,7 +86,14 @@ class Tally(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One mutation and its outcome. ``name``: the scenario; ``what``: what was changed."""
+    """Hold one mutation and its outcome.
+
+    Attributes:
+        target: The target of the mutation, such as ``server``.
+        name: The scenario.
+        what: What was changed.
+        outcome: What became of it.
+    """
 
     target: str
     name: str
@@ -95,7 +102,7 @@ class Case(NamedTuple):
 
 
 class Hangs(BaseException):
-    """A case takes too long. It is not an Exception, because a server may catch those."""
+    """Signal that a case takes too long. It is a BaseException, because a server may catch every Exception."""
 
 
 @contextmanager
@@ -136,7 +143,7 @@ def run_case(seed: int, number: int, only: Sequence[str] = ()) -> Case:
 
 
 def warm_up(only: Sequence[str] = ()) -> None:
-    """Load the recordings of honest runs before memory is measured."""
+    """Make the recordings of honest runs now, so that their memory does not count as that of the first mutation."""
     with listening():
         for name in {name for target in asked(only, TARGETS) if target != "own app" for name in TARGETS[target][1]}:
             if not SCENARIOS[name].meets:
@@ -153,8 +160,18 @@ def fuzz(
     only: Sequence[str] = (),
     told: Callable[[int, Counter[tuple[str, str]]], None] = lambda done, counts: None,
 ) -> Tally:
-    """Run the cases ``first``, ``first`` + 1, ... of ``seed``: ``mutations`` of them, or as many as fit into
-    ``seconds``.
+    """Run mutations, each with random numbers drawn from ``seed`` and from its number.
+
+    Args:
+        mutations: How many mutations to run.
+        seed: The seed.
+        seconds: The seconds after which no new mutation begins.
+        first: The number of the first mutation.
+        only: The names of the targets to attack; empty: all.
+        told: Called after each mutation with the number of those done, and (target, kind of outcome) -> how many.
+
+    Returns:
+        The numbers of outcomes, a line for each mutation that broke something, and the growth of peak memory.
     """
     warm_up(only)
     before, end = peak_memory(), time.monotonic() + seconds
@@ -177,9 +194,17 @@ def sequences(
     told: Callable[[int, Counter[str]], None] = lambda done, counts: None,
     shrinks: bool = True,
 ) -> tuple[Counter[str], list[str]]:
-    """Run ``number`` sequences. Return the number for each machine, and the sequences that broke something.
+    """Run sequences of calls by the state machines.
 
-    ``shrinks``: look for the shortest sequence that breaks it.
+    Args:
+        number: How many sequences to run, over all machines.
+        first_seed: The seed.
+        only: The names of the machines; empty: all.
+        told: Called now and then with the number of sequences done, and machine -> how many.
+        shrinks: Whether to look for the shortest sequence that still breaks something.
+
+    Returns:
+        Machine -> the number of sequences, and a text for each sequence that broke something.
     """
     counts, broken = Counter[str](), list[str]()
     names = asked(only, MACHINES)
@@ -203,7 +228,16 @@ def sequences(
 def run_machine(
     machine: type[RuleBasedStateMachine], steps: int, number: int, drawn_from: int, begun: Callable[[], None], shrinks: bool = True
 ) -> str:
-    """Return the error, with the sequence of calls that causes it; empty if no sequence causes an error."""
+    """Run sequences of one machine until one causes an error. Return the error and the calls of the sequence; empty: no error.
+
+    Args:
+        machine: The state machine.
+        steps: The largest number of calls in a sequence.
+        number: The number of sequences.
+        drawn_from: The seed.
+        begun: Called at the beginning of each sequence.
+        shrinks: Whether to look for the shortest sequence that causes the error.
+    """
 
     class Counted(machine):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:

@@ -29,11 +29,13 @@ ERRORS = (
 
 
 class Lies(Liar):
-    """A client that lies in the messages whose numbers are in ``turns``.
+    """Simulate a client that changes some of its replies.
 
     Args:
-        others: Contents to send in place of its own: from other messages, other clients or other runs.
-        in_bytes: Whether it may also change messages as bytes.
+        rng: Draws the changes.
+        turns: Which replies it changes, counted from 1 in the order of the messages that it gets.
+        others: Contents that it may send in place of its own: from other messages, other clients or other runs.
+        in_bytes: Whether it may also change the serialised bytes of a reply.
     """
 
     def __init__(self, rng: Rng, turns: set[int], others: list[RecordDict], in_bytes: bool) -> None:
@@ -98,8 +100,9 @@ class Lies(Liar):
 
 
 def replays(name: str) -> list[RecordDict]:
-    """Return the contents that a liar may send in place of its own: all messages of the recorded run, and some of
-    another method's run.
+    """Return contents that a liar may send in place of its own.
+
+    They are all replies of the recorded run ``name``, and ten of another method's run.
     """
     other = "fbn" if name != "fbn" else "hbn"
     return [content for _, content in recorded(name).canned.values()] + [content for _, content in recorded(other).canned.values()][:10]
@@ -128,14 +131,19 @@ def lie_to_server(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 
 def rendezvous() -> RecordDict:
-    """Return the instruction that asks a client to meet the others for an exchange. Nobody listens at its address."""
+    """Return the instruction that asks a client to join a layer-wise exchange. No program listens at the address in it."""
     told = {"exchange": "grpc", "exchange-token": "0" * 64, "exchange-address": "127.0.0.1:1", "exchange-authority": b""}
     return RecordDict({"fl-bn/config": ConfigRecord({**told, "exchange-timeout": 2.0, "exchange-patience": 1.0})})
 
 
 def lie_to_client(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """Change one instruction to a client; afterwards the client must still answer the honest one, which one case in
-    four tries.
+    """Send a client one changed instruction, and judge its answer.
+
+    The client must answer as usual, or with an error that says what is wrong. In one of four cases of training without
+    secure aggregation, the unchanged instruction follows. The client must answer it without an error.
+
+    Returns:
+        What was changed, and the outcome.
     """
     exchanges = [one for one in recorded(name).exchanges if one[0] != "query.rendezvous"]
     asked, instruction, _ = pick(rng, exchanges)
@@ -182,8 +190,9 @@ def lie_to_client(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 
 def elsewhere(content: RecordDict) -> bool:
-    """Tell whether the instruction names an address other than ``127.0.0.1:1``: a test must not connect to another
-    machine.
+    """Return whether the instruction names an address other than ``127.0.0.1:1``.
+
+    Such an instruction is not sent, because a test must not connect to another machine.
     """
     config = content.config_records.get("fl-bn/config")
     return config is not None and not str(config.get("exchange-address", "127.0.0.1:1")).startswith("127.0.0.1:1")

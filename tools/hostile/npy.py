@@ -1,5 +1,6 @@
-"""Change arrays as bytes: headers of ``.npy`` files on which NumPy's parsers may raise anything, and values at the
-limits of every dtype.
+"""Change the bytes of serialised arrays: malformed headers of NumPy's ``.npy`` format, and values at the limits of a dtype.
+
+NumPy's parsers may raise any exception for such headers.
 """
 
 from __future__ import annotations
@@ -71,15 +72,23 @@ RAW = [  # sent in place of the header's whole dict
 
 
 class Npy(NamedTuple):
-    """The parts of an array's bytes. ``head``: the text of the header's dict."""
+    """Hold the parts of an array in NumPy's ``.npy`` format.
+
+    Attributes:
+        version: The version of the format.
+        head: The text of the header, which is a Python dict.
+        body: The bytes of the values.
+    """
 
     version: tuple[int, int]
     head: str
     body: bytes
 
     def bytes(self, claimed: int | None = None) -> bytes:
-        """Put the parts together again. ``claimed``: the length that the header is said to have; None for the true
-        one.
+        """Return the parts as the bytes of one array.
+
+        Args:
+            claimed: The length of the header, in bytes, that is written before it; None: the true length.
         """
         head = self.head.encode("latin1", "replace") + b"\n"
         size = min(len(head) if claimed is None else claimed, 2**32 - 1)
@@ -88,7 +97,7 @@ class Npy(NamedTuple):
 
 
 def taken_apart(data: bytes) -> Npy | None:
-    """Take the bytes of an array apart; None if they are not those of an honest array."""
+    """Split the bytes of an array into their parts. None: ``data`` is not an array in version 1 of the format."""
     if data[:6] != b"\x93NUMPY" or data[6:7] != b"\x01":
         return None
     end = 10 + int.from_bytes(data[8:10], "little")
@@ -100,7 +109,7 @@ def pick(rng: Rng, values: list[Any]) -> Any:
 
 
 def shapes(honest: tuple[int, ...], rng: Rng) -> Any:
-    """Return a shape, or a value of another type in its place."""
+    """Return a random value for the header's ``shape``: the shape ``honest``, a wrong shape, or a value of another type."""
     n = math.prod(honest)
     choices: list[Any] = [
         honest,
@@ -137,7 +146,7 @@ def shapes(honest: tuple[int, ...], rng: Rng) -> Any:
 
 
 def changed(data: bytes, rng: Rng) -> bytes:
-    """Return the bytes of an array with another header, and a body that fits it or does not; or with extreme values."""
+    """Change the bytes of an array at random: its header, with or without a body of the fitting length, or its values."""
     if (honest := taken_apart(data)) is None:
         return data + b"x"
     how = int(rng.integers(12))
@@ -171,7 +180,14 @@ def changed(data: bytes, rng: Rng) -> bytes:
 
 
 def fitting(told: dict[str, Any], body: bytes) -> bytes:
-    """Return a body of the length that the header claims, if that is not too long: it passes a parser's first checks."""
+    """Return ``body``, cut or repeated to the length that follows from a header. It then passes a parser's check of the length.
+
+    Where that length is above 1 MiB, or cannot be computed, return ``body`` unchanged.
+
+    Args:
+        told: The fields of the header.
+        body: The bytes of the values.
+    """
     try:
         dtype = np.dtype([tuple(one) for one in told["descr"]] if isinstance(told["descr"], list) else told["descr"])
         wanted = math.prod(told["shape"]) * dtype.itemsize
@@ -183,7 +199,10 @@ def fitting(told: dict[str, Any], body: bytes) -> bytes:
 
 
 def edges(dtype: np.dtype[Any], size: int, rng: Rng) -> bytes:
-    """Return a body with a value at the limits of ``dtype``, either everywhere or in one place."""
+    """Return ``size`` bytes of values, all or one of which are at a limit of ``dtype``, such as its largest value.
+
+    For a ``dtype`` that is neither float nor integer, return random bytes.
+    """
     if dtype.kind == "f":
         info = np.finfo(dtype)
         values = [info.max, info.min, info.tiny, -info.tiny, info.smallest_subnormal, info.eps, 0.0, -0.0, np.inf, -np.inf, np.nan]

@@ -1,4 +1,4 @@
-"""Lie as one client of an app with a strategy of its own."""
+"""Attack a user's own Flower app, which has a strategy of its own, by one lying client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TURNS = 6  # more messages than a client gets in one round
 
 
 class OwnGrid(InProcessGrid):
-    """Real clients; the one on ``node`` lies."""
+    """Run the app's clients in this process, and let ``liar`` change the replies of the client on ``node``."""
 
     def __init__(self, app: ClientApp, node: int, liar: Lies) -> None:
         super().__init__(app, CLIENTS, {})
@@ -59,13 +59,13 @@ def lie_to_own_app(name: str, rng: Rng) -> tuple[str, Outcome]:
             return liar.what, Outcome(BROKEN, f"the server ended: {error!r}")
     others = [c for c in records[-1].clients if c.client != node - 1 and c.refused]
     if others or not records[-1].aggregated:
-        return liar.what, Outcome(BROKEN, f"client {others[0].client} paid: {others[0].refused}" if others else "nothing changed")
+        return liar.what, Outcome(BROKEN, f"honest client {others[0].client} refused: {others[0].refused}" if others else "nothing changed")
     if len(records[-1].accepted) < CLIENTS - 1:
         return liar.what, Outcome(BROKEN, f"only {[c.client for c in records[-1].accepted]} took part")
     for key, value in (result.evaluate_metrics_clientapp.get(1) or {}).items():
         if not key.isprintable() or not isinstance(value, int | float) or not math.isfinite(value):
-            return liar.what, Outcome(BROKEN, f"an evaluation was believed: {key[:80]!r}: {value}")
+            return liar.what, Outcome(BROKEN, f"an impossible metric was accepted: {key[:80]!r}: {value}")
     if any(len(line) > 4000 or "\x1b" in line or "\n" in line for line in said.lines):
-        return liar.what, Outcome(BROKEN, "a line of the log holds what a client made of it")
+        return liar.what, Outcome(BROKEN, "a line of the log is overlong or has control characters from a client")
     named = [line for line in said.lines if (f"client {node - 1}" in line or f"node {node} " in line) and FEW not in line]
     return liar.what, Outcome(REFUSED, named[0]) if named else Outcome(HONEST, "")

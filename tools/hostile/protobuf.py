@@ -142,10 +142,13 @@ def changed_json(data: bytes, rng: Rng) -> bytes:
 
 
 def in_bytes(message: Message, rng: Rng) -> tuple[str, Message]:
-    """Change one of the objects of ``message``; return what was changed, and the message as the server gets it from
-    Flower.
+    """Change the bytes of one of the objects into which Flower takes ``message`` apart.
 
-    Raises whatever Flower raises on such objects.
+    Returns:
+        What was changed, and the message that Flower puts together from the objects.
+
+    Raises:
+        Exception: Any exception that Flower raises for such objects.
     """
     what = ""
 
@@ -159,8 +162,11 @@ def in_bytes(message: Message, rng: Rng) -> tuple[str, Message]:
 
 
 def opened(message: Message, change: Callable[[dict[str, bytes]], None]) -> Message:
-    """Take ``message`` apart into Flower's objects, let ``change`` alter them (object id -> bytes), and let Flower
-    put them together.
+    """Take ``message`` apart into Flower's objects, pass them to ``change``, and let Flower put them together again.
+
+    Args:
+        message: The message.
+        change: Changes a dict of the objects in place: object id -> bytes.
     """
     from flwr.common.inflatable import get_all_nested_objects  # private to Flower, and in another module in later versions
     from flwr.common.inflatable_utils import inflate_object_from_contents

@@ -101,7 +101,13 @@ TEXTS = [
 
 @dataclass(frozen=True)
 class Case:
-    """One config, how it ended (one of GOOD or BAD), and the sentence or traceback that it ended with."""
+    """Hold one run config and how its run ended.
+
+    Attributes:
+        values: The run config.
+        outcome: One of ``GOOD`` or ``BAD``.
+        text: The error message or traceback at the end; empty: there was none.
+    """
 
     values: Values
     outcome: str
@@ -109,7 +115,7 @@ class Case:
 
 
 def choices(name: str) -> list[Any]:
-    """Return the values that the key lists as allowed; none if it has no such list."""
+    """Return the values that the key ``name`` allows, where it has a list of them; else an empty list."""
     key = KEYS[name]
     return [part for part in key.shown.split(", ") if type(key.default) is str and key.accepts(part)]
 
@@ -129,7 +135,7 @@ def some_value(name: str, rng: random.Random, tame: bool) -> Any:
 
 
 def fitting_value(name: str, rng: random.Random, tame: bool) -> Any:
-    """Return a value that the key accepts by itself, so that a refusal can only come from how the keys combine."""
+    """Return a random value that the key accepts. If such a config is refused, the combination of its keys is the reason."""
     for _ in range(TRIES):
         if takes(name, value := some_value(name, rng, tame)):
             return value
@@ -145,13 +151,14 @@ def takes(name: str, value: Any) -> bool:
 
 
 def some_config(rng: random.Random, tame: bool = True) -> Values:
-    """Return a few keys with random values; now and then with a key that does not exist.
+    """Return a few keys with random values; in one of 50 configs, also a key that does not exist.
 
-    In half of the configs, every value fits its key. Otherwise a fifth of the values do not fit, so that a config of
-    several keys is mostly refused for one of them, and the other keys are not tested.
+    In half of the configs, each key accepts its value. In the others, a fifth of the values are wrong. One wrong value is
+    enough to refuse a config, and its other keys are then not tested.
 
     Args:
-        tame: Draw only values whose runs end soon.
+        rng: Draws keys and values.
+        tame: Whether to draw mostly values with which a run ends soon.
     """
     values: Values = {}
     draw = fitting_value if rng.random() < 0.5 else some_value
@@ -166,7 +173,7 @@ def some_config(rng: random.Random, tame: bool = True) -> Values:
 
 
 def counting(values: Values, keys: Collection[str]) -> Values:
-    """Return ``values`` without the entries in ``keys`` that have no effect, for which the run would be refused."""
+    """Return ``values`` without those of ``keys`` that have no effect in this run. A run config with such keys is refused."""
     use = Usage()
     with suppress(Exception):  # refused for another reason, which the run reports
         use.config(values)
@@ -181,11 +188,11 @@ def base(folder: Path) -> Values:
 
 
 class Hangs(BaseException):
-    """A run took longer than PATIENCE."""
+    """Signal that a run took longer than ``PATIENCE`` seconds."""
 
 
 class Listener(logging.Handler):
-    """Keeps the log messages that have a traceback."""
+    """Collect the log messages that have a traceback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,8 +265,8 @@ def well(values: Values, records: list[RoundRecord]) -> str:
     """Judge a run that ended without an error.
 
     Returns:
-        "trained" if a training round changed the model; "measured" if the run had no training rounds, as requested, and
-        measured; "empty" if it did neither.
+        "trained": a training round changed the model. "measured": the run config has ``rounds=0``, and its statistics pass
+        succeeded. "empty": neither happened.
     """
     if any(record.aggregated for record in records if record.phase != "measure"):
         return "trained"

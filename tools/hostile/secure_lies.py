@@ -1,5 +1,6 @@
-"""Secure aggregation with a two-faced server: it tells one client something else than the others, so that the masks
-hide less.
+"""Attack secure aggregation by a two-faced server, which sends one client other values than it sends the others.
+
+Such a server wants a sum from which it can learn that client's update.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ ARRAYS = "one number of what went down"
 
 
 class TwoFaced(LivingGrid):
-    """A grid that tells the clients on the nodes ``odd`` another value of ``field``.
+    """Run clients in this process, and send those on the nodes ``odd`` another value of ``field`` than the others.
 
     Attributes:
-        told: Whether it told another value in the sum that is being made.
-        ever: Whether it told another value in any sum.
-        mixed: The clients of each sum that has clients of both kinds: some were told one value, some the other.
+        told: Whether another value was sent for the present sum.
+        ever: Whether another value was sent for any sum.
+        mixed: For each sum that combines updates of both groups of clients, the clients in the sum. There must be none.
     """
 
     def __init__(self, name: str, odd: set[int], field: str, value: Any, only: int = 0) -> None:
@@ -51,7 +52,7 @@ class TwoFaced(LivingGrid):
         self.mixed = list[list[int]]()
 
     def sum(self, *of: Any, **options: Any) -> Sum:
-        """Call ``secure_sum``, and note whose parts are in the sum."""
+        """Call ``secure_sum``. If the sum combines updates of both groups of clients, add its clients to ``mixed``."""
         self.told = False
         total = secure_sum(*of, **options)
         nodes = {part.client.node for part in total.parts}
@@ -61,7 +62,7 @@ class TwoFaced(LivingGrid):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch every sum that is made inside the block."""
+        """Replace ``secure_sum`` by ``self.sum`` during the ``with`` block."""
         with mock.patch.object(secure_rounds, "secure_sum", self.sum):
             yield
 
@@ -89,7 +90,10 @@ class TwoFaced(LivingGrid):
 
 
 def two_faced(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """Play a round in which the server tells clients different values; no sum may have clients of both kinds."""
+    """Run a round in which the server sends different values to two groups of clients, one of which is a single client.
+
+    No sum may combine updates of both groups. Return what was sent, and the outcome.
+    """
     victim = LIAR + 1
     odd = {victim} if rng.integers(2) else set(range(1, CLIENTS + 1)) - {victim}
     field = pick(rng, [*TOLD, ARRAYS])
@@ -117,10 +121,10 @@ SHAPES = ["learning-rate", ARRAYS]  # fields that change the tensors that a clie
 
 
 def two_faced_before(name: str, rng: Rng) -> tuple[str, Outcome]:
-    """Tell one client, or all but one, another value in round 1; the sum of round 2 may not have clients of both
-    kinds.
+    """Run two rounds. In round 1, the server sends one client, or all but one, another value than the rest.
 
-    In round 2 all clients are told the same.
+    In round 2, all clients get the same values. The sum of round 2 may still not combine updates of both groups, since their
+    tensors come from round 1. Return what was sent, and the outcome.
     """
     victim = LIAR + 1
     odd = {victim} if rng.integers(2) else set(range(1, CLIENTS + 1)) - {victim}
@@ -154,7 +158,7 @@ def two_faced_before(name: str, rng: Rng) -> tuple[str, Outcome]:
 
 
 def anything_sent(name: str, rng: Rng) -> tuple[str, str, int]:
-    """Return a section, a tensor and a place in it, at random from the tensors that the server sends for training."""
+    """Draw one number among the tensors that the server sends for training. Return its section, its tensor and its place there."""
     trained = [content for kind, content, _ in recorded(name).exchanges if kind.startswith("train")]
     asked = [content for content in trained if "fl-bn/weights" in content.array_records]
     content = pick(rng, asked)

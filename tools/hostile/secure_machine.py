@@ -1,4 +1,4 @@
-"""State machine of SecAgg+: clients whose server asks anything, in any order.
+"""Test the clients of SecAgg+ by a state machine, which is a server that sends any request in any order.
 
 The clients must answer the stages in order, each once, and never for more than one sum.
 """
@@ -49,8 +49,10 @@ OTHERWISE: list[tuple[str, Any]] = [
 
 @contextmanager
 def hidden_errors() -> Iterator[list[str]]:
-    """Inside the block, collect in the yielded list the kinds of errors that a client's gate hides from the server
-    and only logs.
+    """Collect the names of the errors that a client's gate logs, but hides from the server, during the ``with`` block.
+
+    Yields:
+        The list of names, to which each error is added.
     """
     found: list[str] = []
 
@@ -63,7 +65,7 @@ def hidden_errors() -> Iterator[list[str]]:
 
 
 class Clients(RuleBasedStateMachine):
-    """Three clients whose owners require secure aggregation; the machine is their server."""
+    """Simulate the server of three clients whose node configs require secure aggregation."""
 
     CLEAR: tuple[str, ...] = ("train", "evaluate", "query.statistics", "query.kept")  # messages that such a client must not answer unmasked
 
@@ -140,8 +142,9 @@ class Clients(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 4))
     def all_are_asked_as_is_right(self, steps: int) -> None:
-        """Ask the next stages, ``steps`` of them, as an honest server does, starting at the stage of the first
-        client.
+        """Ask all clients for the next ``steps`` stages of SecAgg+, as an honest server does.
+
+        The first of them is the stage that follows the last answer of the first client.
         """
         for _ in range(steps):
             done = self.answered[NODES[0]]

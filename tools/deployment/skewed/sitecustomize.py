@@ -16,7 +16,7 @@ REAL = datetime.datetime
 
 
 class AnyDatetime(type):
-    """Make ``isinstance`` accept the true ``datetime`` objects, which C code creates."""
+    """Make ``isinstance(..., datetime)`` accept objects of the original class ``datetime``, too, since C code still creates them."""
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, REAL)
