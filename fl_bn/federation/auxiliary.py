@@ -40,7 +40,7 @@ class Auxiliary:
     at_least: float = float("-inf")
 
     def like(self, parameter: Tensor) -> Tensor:
-        """Return the initial tensor for ``parameter``: zeros on the CPU."""
+        """Return the initial tensor for ``parameter``: zeros on the CPU, in its shape, or a single zero if ``scalar``."""
         return torch.zeros((), dtype=parameter.dtype) if self.scalar else torch.zeros_like(parameter, device="cpu")
 
     def combine(self, before: Named, parts: Sequence[Named], weights: Sequence[float], clients: int) -> dict[str, Tensor]:

@@ -64,10 +64,10 @@ class Best(Callback):
             LOGGER.warning("%s had no effect, because no round was evaluated", type(self).__name__)
 
     def improved(self, record: RoundRecord) -> None:
-        """Handle an evaluation that is the best so far."""
+        """Handle an evaluation that is the best so far. The base class does nothing; subclasses override this method."""
 
     def did_not(self, record: RoundRecord, rounds: int) -> None:
-        """Handle an evaluation that is not better than the best one."""
+        """Handle an evaluation that is not better than the best one. The base class does nothing; subclasses override this method."""
 
     def _better(self, record: RoundRecord) -> bool:
         """Tell whether an evaluation is the best so far, and store it if so. NaN and infinite values are not better."""

@@ -32,7 +32,7 @@ def _rule(rule: str | Rule) -> Rule:
 
 
 class TooFew(ValueError):
-    """Report that there are fewer replies than a rule needs against ``f`` Byzantine clients."""
+    """Report that too few replies can be used: for a round, or for a rule against ``f`` Byzantine clients."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Defence:
 
         A refused client may be honest: its training diverged, say. The remaining replies may then include those
         of all Byzantine clients. So ``f`` stays as it is if ``n`` replies are enough for it. Otherwise the
-        result has a smaller ``f``, smaller by at most ``refused``.
+        result has the largest smaller ``f`` for which they are enough, but at least ``f - refused``.
 
         Args:
             refused: The number of refused replies.

@@ -373,8 +373,8 @@ class Federation:
         if rounds != state.rounds:
             self._resumed = state
             raise ValueError(
-                f"the checkpoint is of round {state.round} of {state.rounds}, and learning rates and phases depend on this number: "
-                f"expected run({state.rounds}), but got run({rounds})"
+                f"the checkpoint is of round {state.round} of {state.rounds}, and learning rates and phases depend on the number of "
+                f"rounds: expected run({state.rounds}), but got run({rounds})"
             )
         if self.server.shared.statistics() and Passes(self.server).rescales(rounds):
             self.server.shared.was_at_unit_scale()

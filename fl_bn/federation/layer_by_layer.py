@@ -41,7 +41,7 @@ LayerMoments = tuple[str, Moments]
 
 
 def called(model: nn.Module, x: Any) -> Any:
-    """Return ``model(x)``. This is the default of arguments ``forward``."""
+    """Return ``model(x)``. This is the default value of the parameters named ``forward``."""
     return model(x)
 
 
@@ -51,7 +51,8 @@ class LayerOrder:
 
     Attributes:
         problem: The reason why the layers cannot be measured one after the other; empty if they can.
-        held: The estimated bytes that a forward pass keeps while it waits at a layer, per element of its input.
+        held: The estimated bytes that a forward pass keeps while it waits at a layer, per element of the batch that
+            the network gets.
     """
 
     problem: str
@@ -60,7 +61,7 @@ class LayerOrder:
     @classmethod
     @torch.no_grad()
     def at(cls, model: nn.Module, inputs: Inputs, forward: Forward) -> LayerOrder:
-        """Try a forward pass of two samples from the first batch. ``model`` stays unchanged."""
+        """Find the order by a forward pass of two samples from the first batch. ``model`` stays unchanged."""
         batch = next(iter(inputs()), None)
         if batch is None:
             return cls("there is no batch to measure")

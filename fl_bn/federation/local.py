@@ -93,7 +93,7 @@ def statistics_pass(
 
     The model stays unchanged: its gradients, its statistics and the modes of its modules. Random numbers come only from
     ``rng``. Moments with which training batches are normalised (``NORMALISERS``) depend on how samples are divided into
-    batches, so for these the batches are random. If there are fewer than two samples, they are not measured.
+    batches, so for these the batches are random. With fewer than two samples, such moments are not measured.
 
     Args:
         model: The network.
@@ -116,7 +116,10 @@ def statistics_pass(
 
 
 def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: int = PASS_BATCH) -> list[np.ndarray]:
-    """Return, for each batch of a statistics pass over ``n`` samples, the indices of its samples. Empty for too few samples."""
+    """Return the indices of the samples of each batch, for a statistics pass over ``n`` samples.
+
+    The list is empty if the pass measures ``NORMALISERS`` on fewer than two samples.
+    """
     chosen = np.arange(n)
     if 0 < how.samples < n:
         chosen = np.sort(rng.choice(n, how.samples, replace=False))

@@ -40,12 +40,12 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
 
 
 def registering(kind: str) -> str:
-    """Return, as text, the call that registers the class named ``kind`` as BatchNorm. It does not derive from torch's BatchNorm."""
+    """Return, as text, the call that registers the class named ``kind``, which is not derived from torch's BatchNorm, as BatchNorm."""
     return f"fl_bn.register_batch_norm({kind}, convert=...)"
 
 
 def without_subject(method: Method) -> bool:
-    """Tell whether ``method`` has no effect without BatchNorm, because it is about statistics that clients report or measure.
+    """Tell whether ``method`` needs a network with BatchNorm, because its clients report or measure statistics of BatchNorm.
 
     Such a method is refused for a network without BatchNorm. Other methods keep BatchNorm at the clients, or replace it by
     another normaliser. For a network without BatchNorm they are plain federated averaging, and a warning says so.
@@ -57,7 +57,7 @@ def check_layers(model: nn.Module, method: Method) -> None:
     """Check that ``model``, converted for ``method`` or not, has BatchNorm if ``method`` needs it.
 
     Raises:
-        ValueError: ``model`` has no BatchNorm layer, and ``method`` is about the statistics of BatchNorm.
+        ValueError: ``model`` has no BatchNorm layer, and ``method`` needs one (see ``without_subject``).
     """
     if without_subject(method) and (reason := no_batch_norm(model, method)):
         raise ValueError(reason)

@@ -42,7 +42,7 @@ def fewest(model: nn.Module, method: Method, phase: Phase) -> int:
 
 
 class Trainable:
-    """Iterate over the ``batches`` of a loader without batches of one sample that have no variance. Use it in ``round.open()``.
+    """Iterate over a loader's batches, but leave out batches of one sample that have no variance. Use it in ``round.open()``.
 
     Attributes:
         all: The batches as the loader gives them.

@@ -151,7 +151,7 @@ def with_clients(
     distances: Sequence[float] = (),
     warning: str = "round {round}: {client}'s reply is not used: {reason}",
 ) -> RoundRecord:
-    """Return ``record`` with every client of the cohort and the bytes of the round. Log a warning for each refused reply.
+    """Return ``record`` with a record of each client of the cohort, and the bytes sent. Log a warning for each refused reply.
 
     Args:
         record: The record of the round, with the bytes of one instruction.

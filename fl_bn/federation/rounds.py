@@ -88,7 +88,7 @@ def _measures_exactly(method: Method, config: Any) -> bool:
 
 
 def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM,)) -> float:
-    """Return how much of a new network's running statistics (mean 0, variance 1) is left in them when they freeze.
+    """Return the share of a new network's running statistics (mean 0, variance 1) that is left in them when they freeze.
 
     A running statistic keeps the share 1 - momentum of itself in every local step.
 
@@ -109,7 +109,7 @@ def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM
 
 
 def _at_server(weights: str) -> str:
-    """Return the server's ``client_weights`` for an option's value. ``data`` becomes ``samples``: clients send the number to use."""
+    """Translate the option client-weights for the server: ``data`` becomes ``samples``, since clients send the number to use."""
     return "samples" if weights == ALL_SAMPLES else weights
 
 
@@ -165,7 +165,7 @@ class Rounds(Options):
         min_cohort: The number of clients that must be connected for a round to start, and whose replies must be
             usable.
         at_clients: Whether models are evaluated on the clients' own test data.
-        retry: How long a round waits for a client whose process died to come back. FedTAN's exchange does not
+        retry: How long a round waits until a client whose process died comes back. FedTAN's exchange does not
             wait.
         checkpoint_every: The number of rounds between the server's checkpoints; 0: none are made.
         auxiliary: The kinds of tensors that are sent with the weights: control variates, momentum
@@ -229,7 +229,7 @@ class Rounds(Options):
     max_steps: int = shared(LocalTraining, "steps", 0)
     planned_steps: Callable[[int], int] = unbounded
     min_cohort: int = option(
-        1, "clients that must be there for a round to start, and whose replies must be usable, else it changes nothing", ">= 1"
+        1, "smallest number of connected clients with which a round starts, and of usable replies with which it changes the model", ">= 1"
     )
     at_clients: bool = False
     retry: float = option(
