@@ -158,6 +158,7 @@ class Adaptation:
 
         Raises:
             NotAdaptable: The way is impossible (see ``refusal``), or a layer gets fewer than two values per channel.
+            ValueError: ``how`` is not in ``HOW``.
         """
         if reason := self.refusal(how):
             raise NotAdaptable(reason)
@@ -193,7 +194,7 @@ def recompute_statistics(model: nn.Module, x: Tensor) -> None:
     A layer is measured after all layers before it have their new statistics. This is ``recalibrate`` with one client.
 
     Raises:
-        NotAdaptable: A layer sees fewer than two values per channel.
+        NotAdaptable: A layer gets fewer than two values per channel.
     """
     input_statistics(model, x)
     recalibrate(model, [_unlabelled(x)])
@@ -216,6 +217,8 @@ def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
 @torch.no_grad()
 def first_layer(model: nn.Module, x: Tensor) -> tuple[str, float]:
     """Return the name and the eps of the BatchNorm layer that ``x`` reaches first in the forward pass.
+
+    Only the first sample is used. ``model`` stays in evaluation mode afterwards.
 
     Raises:
         NotAdaptable: The forward pass uses no BatchNorm layer.

@@ -48,7 +48,7 @@ def combine(
 ) -> dict[str, Running]:
     """Combine the clients' moments into new shared statistics of each layer, in float64.
 
-    A layer that no client ran in this round keeps its statistics.
+    A layer keeps its statistics if the clients' moments have fewer than two values per channel in total.
 
     Args:
         rule: The method's rule for one layer.
@@ -105,7 +105,7 @@ class Drift:
         largest: The largest change of a mean, in standard deviations of the old statistics.
         layer: The layer of that change.
         min_var: The smallest of the new running variances.
-        growth: New / old running variance, averaged over a layer's channels, in the layer in which this factor is largest.
+        growth: New / old mean over channels of the running variances, in the layer in which this factor is largest.
     """
 
     largest: float

@@ -205,7 +205,7 @@ class LocalRound:
 
     @property
     def centred(self) -> list[str]:
-        """Return the names of the weights whose gradients lose their mean in this round (see ``centring``)."""
+        """Return the names of the weights whose gradients are centred in this round (see ``centring``)."""
         return self.network.centred if self.method.centres(self.phase) else []
 
     @property

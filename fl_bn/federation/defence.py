@@ -46,6 +46,9 @@ class Defence:
         f: The number of Byzantine clients that the rules withstand, at least 0.
         statistics: The rule that combines BN statistics: a name (``robust.rule_named``) or the rule itself.
         updates: The rule that combines updates of the weights: a name or the rule itself.
+
+    Raises:
+        ValueError: ``f`` is negative, or there is no rule of a given name.
     """
 
     f: int = option(

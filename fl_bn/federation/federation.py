@@ -268,6 +268,8 @@ class Federation:
 
         Raises:
             Diverged: In three rounds in a row, too few replies could be used.
+            TooFewMeasured: In a run of 0 rounds, too few clients measured.
+            ValueError: The run continues from a checkpoint (``resume``), which has another number of rounds.
         """
         callbacks, start = Callbacks([*self._bar(), *self.callbacks]), self._start(rounds)
         shared = self.server.shared

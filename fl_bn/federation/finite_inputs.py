@@ -85,7 +85,7 @@ class InputWatch:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Check the inputs of training forward passes of ``model`` inside the ``with`` block."""
+        """Count the training forward passes of ``model`` with inputs that are not finite, inside the ``with`` block."""
 
         def forward(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             if learns_from_pass(model):
@@ -98,7 +98,7 @@ class InputWatch:
             handle.remove()
 
     def count(self) -> int:
-        """Return the number of batches with an input that is not finite."""
+        """Return the number of batches with an input that is not finite. All inputs in ``later`` count as one batch."""
         if self.later is not None:
             self.note(self.later)
             self.later = None

@@ -162,7 +162,7 @@ def _kept(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, forw
 
 
 def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, by_layer: Mapping[str, Moments]) -> LayerMoments | None:
-    """Run every batch up to the first layer that is not in ``by_layer``. Return it and its moments; None if no layer is left."""
+    """Run every batch up to the first layer not in ``by_layer``. Return this layer and its moments; None if no layer is left."""
     at: list[LayerMoments | None] = []
     passed: set[str] = set()
 

@@ -62,7 +62,7 @@ class Samples:
         return to_input(x.to(like.device), like.dtype), y.to(like.device)
 
     def rows(self, index: np.ndarray, augment: Augment | None = None) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of a batch as they are stored: not scaled, and not moved to a device."""
+        """Return inputs and targets of a batch, changed by ``augment``, but neither scaled nor moved to a device."""
         chosen = torch.from_numpy(index)
         x, y = self.x.index_select(0, chosen), self.y.index_select(0, chosen)
         return (x, y) if augment is None else augment(x, y)

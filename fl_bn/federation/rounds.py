@@ -213,9 +213,9 @@ class Rounds(Options):
     calibrate: int = option(
         AS_METHOD,
         "number of statistics-only exchanges before round 1, in which clients measure BatchNorm's statistics and do not train; -1: as many "
-        "as make the statistics of all layers exact; -2: as -1 without dp-noise, if training starts with these statistics (hbn, fbn, "
-        f"freeze-after=0) or would freeze them with more than {100 * MUCH:.0f} % of a new network's in them (after fewer than 29 local "
-        "steps, at torch's momentum); else 0",
+        "as make the statistics of all layers exact; -2: as -1 if training starts with these statistics (hbn, fbn, freeze-after=0), or if "
+        f"they would freeze while more than {100 * MUCH:.0f} % of a new network's statistics is left in them (after fewer than 29 local "
+        "steps, at torch's momentum); but 0 otherwise, and with dp-noise",
         ">= -2",
     )
     unit_scale: bool = option(
@@ -256,8 +256,8 @@ class Rounds(Options):
     )
     min_sites: int = option(
         0,
-        "number of sites with which the run goes on if the others refuse it by their policy (summary.md names those); 0: a refusal ends "
-        "the run",
+        "number of sites with which the run goes on if the policies of the others refuse it (summary.md names the others); 0: a refusal "
+        "ends the run",
         ">= 0",
         key="min-sites",
     )

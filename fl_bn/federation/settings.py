@@ -94,7 +94,7 @@ class LocalTraining(Options):
     objective: Objective = PLAIN
     maintain: str = option(
         "reset",
-        "between rounds: reset, kept by each client (local), or averaged by the server (global: double payload)",
+        "momentum buffers between rounds: reset to zeros, kept by each client (local), or averaged by the server (global: double payload)",
         MAINTAIN,
         key="maintain-momentum",
     )
@@ -135,7 +135,7 @@ class LocalTraining(Options):
         "each client tests its network on its own test data before and after local training, in every round that it trains in (costs two "
         "evaluations each)",
         used=Used(
-            "with update='weights' and without secure-aggregation, under which no client tells numbers of its own",
+            "with update='weights' and without secure-aggregation, under which clients send no numbers of their own",
             lambda c: c["update"] == "weights" and not c["secure-aggregation"],
             ("update", "secure-aggregation"),
         ),

@@ -208,7 +208,7 @@ class SharedModel:
         self._copy.load(tensors)
 
     def to_unit_scale(self) -> None:
-        """Rescale weights so that BatchNorm's inputs have deviation ``Method.scale``, see ``unit_scale.rescaled``.
+        """Rescale weights so that BatchNorm's inputs have the standard deviation ``Method.scale``, see ``unit_scale.rescaled``.
 
         If torch.fx cannot trace the network, log a warning and change nothing.
         """
