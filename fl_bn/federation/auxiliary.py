@@ -21,7 +21,7 @@ from fl_bn.roles import roles
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """Describe one section of auxiliary tensors. Instructions and replies both have it.
+    """Describe one section of auxiliary tensors. Instructions and replies both have this section.
 
     The server's tensors start as zeros. With ``added``, a round adds to them the sum of the clients' tensors divided by the
     number of all clients (SCAFFOLD's control variate). Otherwise the average of the clients' tensors replaces the server's

@@ -511,7 +511,7 @@ class LocalRound:
         if reports is StatisticsReport.FIRST and self.batch > samples:
             raise ValueError(
                 f"the first batch had {int(self.batch)} samples, but round.reply got samples={samples}: give the number of different "
-                "samples that this round trained on, and make forward passes that do not train in evaluation mode"
+                "samples that this round trained on, and put round.model into evaluation mode for forward passes that do not train"
             )
         gradients = ema_gradients(self) if self.settings.update == "gradients" else {}
         finish = self._objective.finish(self.steps, self._learning_rate())

@@ -83,7 +83,7 @@ def bounded(
     """Choose how clients clip gradients with ``clip="auto"``: so that SGD moves their weights by a limited distance per round.
 
     Method and settings stay as they are with ``clip="none"``, if a client uses another optimiser than SGD, or if the
-    objective has control variates (SCAFFOLD).
+    objective has control variates (SCAFFOLD). A method without ``calibrate`` needs no clipping, and gets none.
 
     Args:
         method: The method.

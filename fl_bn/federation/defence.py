@@ -98,7 +98,7 @@ class Defence:
 
     @property
     def update_rule(self) -> Rule:
-        """Return the rule for updates."""
+        """Return the rule for updates as a function, even if ``updates`` is a name."""
         return _rule(self.updates)
 
     @property

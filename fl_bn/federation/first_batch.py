@@ -35,7 +35,7 @@ class Batch(int):
 
 
 class FirstBatch:
-    """Hold the size of a round's first batch, and the layer-wise exchange of that batch. A ``with`` block ends the exchange.
+    """Hold the size of a round's first batch, and the layer-wise exchange of that batch. The end of a ``with`` block ends the exchange.
 
     Args:
         model: The network whose layers exchange statistics.

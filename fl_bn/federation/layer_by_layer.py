@@ -61,7 +61,7 @@ class LayerOrder:
     @classmethod
     @torch.no_grad()
     def at(cls, model: nn.Module, inputs: Inputs, forward: Forward) -> LayerOrder:
-        """Find the order by a forward pass of two samples from the first batch. ``model`` stays unchanged."""
+        """Make the ``LayerOrder`` of ``model`` from a forward pass of two samples of the first batch. ``model`` stays unchanged."""
         batch = next(iter(inputs()), None)
         if batch is None:
             return cls("there is no batch to measure")

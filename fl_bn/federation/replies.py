@@ -95,7 +95,7 @@ class Expected:
             raise WireError("metrics", "", f"expected numbers by name, but got a {type(reply.metrics).__name__}")
         values = self.numbers(reply.client, {**reply.metrics, "samples": reply.samples})
         if type(reply.weight) is not int or not 1 <= reply.weight <= reply.samples:
-            problem = f"expected a whole number 1..{reply.samples}, its samples, but got {excerpt(reply.weight)}"
+            problem = f"expected a whole number 1..{reply.samples}, the number of its samples, but got {excerpt(reply.weight)}"
             raise WireError("metrics", "weight", problem)
         if reply.folded is not False:
             raise WireError(

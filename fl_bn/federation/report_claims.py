@@ -19,7 +19,7 @@ MOMENTS = "moments"
 
 
 def behind(reply: Reply, report: StatisticsReport) -> tuple[int, str]:
-    """Return the number of samples or steps behind the moments of ``reply``, and its unit: "sample" or "step".
+    """Return of how many samples or steps the moments of ``reply`` were taken, and the unit of this number: "sample" or "step".
 
     If the reply does not give this number, return the number of all its samples.
     """

@@ -141,7 +141,10 @@ class SharedModel:
         self.auxiliary = {c.section: {name: c.like(p.detach()) for name, p in like.items()} for c in auxiliary}
 
     def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
-        """Return the instruction to measure or evaluate. It has the weights, and the statistics if they are shared."""
+        """Return the instruction to measure or evaluate. It has the weights, and the statistics if they are shared.
+
+        ``fields`` are further fields of ``Instruction``, by name.
+        """
         return Instruction(round, phase, self.sections(), signature=self.signature, **fields)
 
     def sections(self) -> Sections:

@@ -124,7 +124,7 @@ class SampleSource:
         return torch_seed(seed, inputs_like(round.model).device)
 
     def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]]:
-        """Return a function that computes the gradient over all samples."""
+        """Return a function that computes the gradient of the mean loss over all samples, see ``sources.full_gradient``."""
         return full_gradient(round, self.samples, self.task)
 
     def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
