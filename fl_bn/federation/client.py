@@ -393,7 +393,7 @@ class LocalRound:
         """Return layer -> the moments of each BatchNorm layer that this round needs, over all batches of ``inputs()``.
 
         In a statistics-only exchange that goes layer by layer, the client exchanges the statistics of each layer with
-        the cohort. If the network has no fixed order of layers, the client leaves the exchange and measures alone.
+        the cohort. If the network has no fixed order of layers, the client leaves the exchange and measures all layers in one pass.
 
         Args:
             inputs: Returns the batches of inputs, the same in every call.

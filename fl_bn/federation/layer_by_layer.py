@@ -247,7 +247,7 @@ class _Pass(threading.Thread):
             raise _Stop
 
     def end(self) -> None:
-        """End the pass at the layer where it is."""
+        """End the pass without the layers after the one at which it waits."""
         self._over, self._forward = True, None
         if self.ident is not None:
             self._going.release()

@@ -19,7 +19,7 @@ MOMENTS = "moments"
 
 
 def behind(reply: Reply, report: StatisticsReport) -> tuple[int, str]:
-    """Return of how many samples or steps the moments of ``reply`` were taken, and the unit of this number: "sample" or "step".
+    """Return the number of samples or steps from which the moments of ``reply`` come, and its unit: "sample" or "step".
 
     If the reply does not give this number, return the number of all its samples.
     """

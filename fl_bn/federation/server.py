@@ -203,5 +203,5 @@ class Server:
         )
 
     def far(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
-        """Return client -> why its reply is refused: its numbers are far from the others'. With a defence, refuse none."""
+        """Return client -> the reason why its reply is refused, for replies with numbers far from those of others. Empty with a defence."""
         return {} if self.defence.active else far_replies(parts, self.method.reports(phase), phase, self.policy, self._sent)
