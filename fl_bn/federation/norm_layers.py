@@ -40,7 +40,10 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
 
 
 def registering(kind: str) -> str:
-    """Return, as text, the call that registers the class named ``kind``, which is not derived from torch's BatchNorm, as BatchNorm."""
+    """Return, as text, the call that makes fl-bn treat layers of the class named ``kind`` as BatchNorm.
+
+    Only a class that does not derive from torch's BatchNorm needs this call.
+    """
     return f"fl_bn.register_batch_norm({kind}, convert=...)"
 
 

@@ -339,7 +339,7 @@ class Rounds(Options):
             raise ValueError(f"joining (join-rounds) must name clients 0..{self.clients - 1}, but got {strangers}")
         if not 0 <= self.at_start <= (first := len(self.starting(1))) or first == 0:
             raise ValueError(
-                f"of {self.clients} clients {first} may take part in round 1 (at least 1 must): at_start must be 0..{first}, but got "
+                f"{first} of {self.clients} clients may take part in round 1 (at least 1 must): at_start must be 0..{first}, but got "
                 f"{self.at_start}"
             )
         if self.min_sites > self.clients:
