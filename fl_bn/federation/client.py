@@ -482,8 +482,8 @@ class LocalRound:
             The reply, and the state.
 
         Raises:
-            ValueError: ``samples`` or ``client`` is not a whole number, the first batch has more than ``samples``
-                samples, or the method needs the call ``round.measure`` before training and it is missing.
+            ValueError: ``samples`` or ``client`` is not a whole number, or the first batch has more than ``samples``
+                samples. Or the method needs ``round.measure`` before training, and it was not called.
         """
         samples, client = whole_number("samples", samples), whole_number("client", client)
         weight = samples

@@ -78,8 +78,8 @@ class Federation:
         clients: The training batches of each client: a list, a DataLoader or ``SeededBatches``, but no
             generator.
         task: Reads a batch, and computes loss and metrics. ``task``, ``loss``, ``metrics``, ``optimizer`` and
-            ``scheduler`` may also be lists with one value for each client, or ``per_client(function)``, a function
-            of the client's number.
+            ``scheduler`` may also be lists with one value for each client. Or give ``per_client(function)``, with a
+            function of the client's number.
         loss: ``loss(output, targets)`` returns the mean over a batch. Default: the task's loss.
         metrics: Further metrics by name: objects with ``update``, ``compute`` and ``reset``, such as those of
             torchmetrics. In an evaluation, each object sees all test samples before its one call of ``compute``.
@@ -328,8 +328,8 @@ class Federation:
         """Load the state that ``checkpoint`` saved, into a federation made with the same arguments.
 
         ``run(rounds)`` then continues after the saved round; ``rounds`` must be the same number as before. On the
-        CPU the results are bit for bit those of a run without interruption, if every loader is ``SeededBatches`` or
-        has a generator of its own.
+        CPU the results are bit for bit those of a run without interruption. For this, every loader must be
+        ``SeededBatches`` or have a generator of its own.
 
         Args:
             path: The file.
