@@ -48,9 +48,9 @@ def registering(kind: str) -> str:
 
 
 def without_subject(method: Method) -> bool:
-    """Tell whether ``method`` needs a network with BatchNorm, because its clients report or measure statistics of BatchNorm.
+    """Tell whether clients report or measure statistics of BatchNorm under ``method``.
 
-    Such a method is refused for a network without BatchNorm. Other methods keep BatchNorm at the clients, or replace it by
+    Except for fedavg, such a method is refused for a network without BatchNorm. Other methods keep BatchNorm at the clients, or replace it by
     another normaliser. For a network without BatchNorm they are plain federated averaging, and a warning says so.
     """
     return method.report is not StatisticsReport.NOTHING or method.refresh is not Refresh.NOTHING
@@ -60,7 +60,7 @@ def check_layers(model: nn.Module, method: Method) -> None:
     """Check that ``model``, converted for ``method`` or not, has BatchNorm if ``method`` needs it.
 
     Raises:
-        ValueError: ``model`` has no BatchNorm layer, and ``method`` needs one (see ``without_subject``).
+        ValueError: ``model`` has no BatchNorm layer, and ``method`` uses its statistics (see ``without_subject``).
     """
     if without_subject(method) and (reason := no_batch_norm(model, method)):
         raise ValueError(reason)
