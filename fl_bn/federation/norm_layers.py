@@ -50,8 +50,9 @@ def registering(kind: str) -> str:
 def without_subject(method: Method) -> bool:
     """Tell whether clients report or measure statistics of BatchNorm under ``method``.
 
-    Except for fedavg, such a method is refused for a network without BatchNorm. Other methods keep BatchNorm at the clients, or replace it by
-    another normaliser. For a network without BatchNorm they are plain federated averaging, and a warning says so.
+    Except for fedavg, such a method is refused for a network without BatchNorm. Other methods keep BatchNorm at the clients,
+    or replace it by another normaliser. For a network without BatchNorm they are plain federated averaging, and a warning
+    says so.
     """
     return method.report is not StatisticsReport.NOTHING or method.refresh is not Refresh.NOTHING
 
