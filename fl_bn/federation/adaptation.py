@@ -63,7 +63,7 @@ class Known:
         shared: The server's tensors.
         clients: Name of a known client -> all tensors of its model. Empty if clients keep no tensors, or if their
             models are not available.
-        average: The average of the tensors that clients keep, if only this average is known.
+        average: The average of the tensors that clients keep. Give it if ``clients`` is empty.
     """
 
     shared: Named
@@ -139,7 +139,7 @@ class Adaptation:
         """
         check_name("how to adapt", how, HOW)
         if how == NEAREST and not self._kept[Role.STATISTIC]:
-            return f"nearest: {self.method.name} shares all tensors of BatchNorm, so no client has its own ones for a new client to take"
+            return f"nearest: {self.method.name} shares all tensors of BatchNorm, so no client keeps any that a new client could take"
         if how == NEAREST and not self.known.clients:
             return "nearest: the models of the clients that trained are needed, but not given"
         if how in (AVERAGE_AFFINE, TEST_BATCH) and any(name not in self._average for name in self._kept[Role.AFFINE]):
@@ -158,6 +158,7 @@ class Adaptation:
 
         Raises:
             NotAdaptable: The way is impossible (see ``refusal``), or a layer gets fewer than two values per channel.
+            ValueError: ``how`` is not in ``HOW``.
         """
         if reason := self.refusal(how):
             raise NotAdaptable(reason)
@@ -193,7 +194,7 @@ def recompute_statistics(model: nn.Module, x: Tensor) -> None:
     A layer is measured after all layers before it have their new statistics. This is ``recalibrate`` with one client.
 
     Raises:
-        NotAdaptable: A layer sees fewer than two values per channel.
+        NotAdaptable: A layer gets fewer than two values per channel.
     """
     input_statistics(model, x)
     recalibrate(model, [_unlabelled(x)])
@@ -216,6 +217,8 @@ def input_statistics(model: nn.Module, x: Tensor) -> dict[str, Running]:
 @torch.no_grad()
 def first_layer(model: nn.Module, x: Tensor) -> tuple[str, float]:
     """Return the name and the eps of the BatchNorm layer that ``x`` reaches first in the forward pass.
+
+    Only the first sample is used. ``model`` stays in evaluation mode afterwards.
 
     Raises:
         NotAdaptable: The forward pass uses no BatchNorm layer.
@@ -249,7 +252,7 @@ def divergence(a: Running, b: Running, eps: float = 0.0) -> float:
 
 
 def with_batch_statistics(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` whose BatchNorm layers normalise every batch with its own statistics, also in evaluation."""
+    """Return a copy of ``model`` whose BatchNorm layers normalise each batch with the statistics of this batch, also in evaluation."""
     model = copied(model)
     for layer in batch_norms(model).values():
         layer.running_mean = layer.running_var = None

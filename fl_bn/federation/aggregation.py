@@ -48,7 +48,7 @@ def combine(
 ) -> dict[str, Running]:
     """Combine the clients' moments into new shared statistics of each layer, in float64.
 
-    A layer that no client ran in this round keeps its statistics.
+    A layer keeps its statistics if the clients' moments have fewer than two values per channel in total.
 
     Args:
         rule: The method's rule for one layer.
@@ -79,8 +79,8 @@ def combine(
 def pseudo_gradient(weights: Named, mean: Named) -> dict[str, Tensor]:
     """Return ``weights - average`` in float64, with the average rounded to the dtype of the weights.
 
-    So the difference is exact, and a step of size 1 along it gives the rounded average bit for bit. With the unrounded
-    average, the step could end at the neighbouring float32 number. This happens to one value in 40 if two clients are
+    The rounding makes the difference exact, so a step of size 1 along it gives the rounded average bit for bit. Without
+    rounding, the step could end at the neighbouring float32 number. This happens to one value in 40 if two clients are
     averaged in the ratio 3 to 7.
     """
     return {name: difference(weights[name].double(), mean[name].clone(), weights[name].dtype) for name in mean}
@@ -105,7 +105,7 @@ class Drift:
         largest: The largest change of a mean, in standard deviations of the old statistics.
         layer: The layer of that change.
         min_var: The smallest of the new running variances.
-        growth: The largest factor by which the running variance of a layer, averaged over its channels, grew.
+        growth: New / old mean over channels of the running variances, in the layer in which this factor is largest.
     """
 
     largest: float

@@ -21,7 +21,7 @@ from fl_bn.roles import roles
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """Describe one section of auxiliary tensors. Instructions and replies both have it.
+    """Describe one section of auxiliary tensors. Instructions and replies both have this section.
 
     The server's tensors start as zeros. With ``added``, a round adds to them the sum of the clients' tensors divided by the
     number of all clients (SCAFFOLD's control variate). Otherwise the average of the clients' tensors replaces the server's
@@ -40,7 +40,7 @@ class Auxiliary:
     at_least: float = float("-inf")
 
     def like(self, parameter: Tensor) -> Tensor:
-        """Return the initial tensor for ``parameter``: zeros on the CPU."""
+        """Return the initial tensor for ``parameter``: zeros on the CPU, in its shape, or a single zero if ``scalar``."""
         return torch.zeros((), dtype=parameter.dtype) if self.scalar else torch.zeros_like(parameter, device="cpu")
 
     def combine(self, before: Named, parts: Sequence[Named], weights: Sequence[float], clients: int) -> dict[str, Tensor]:

@@ -31,6 +31,9 @@ class Best(Callback):
         best: The best value so far; NaN before the first evaluation.
         round: The round of the best value; 0 before the first evaluation.
         since: The number of evaluations since the best one.
+
+    Raises:
+        ValueError: ``least`` is negative or not finite.
     """
 
     def __init__(self, metric: str = "", higher_is_better: bool | None = None, least: float = 0.0) -> None:
@@ -52,7 +55,11 @@ class Best(Callback):
                 self._better(record)
 
     def on_evaluation(self, record: RoundRecord, rounds: int) -> None:
-        """Compare an evaluation with the best one so far, and call ``improved`` or ``did_not``."""
+        """Compare an evaluation with the best one so far, and call ``improved`` or ``did_not``.
+
+        Raises:
+            ValueError: The evaluation does not have the metric.
+        """
         if self._better(record):
             self.improved(record)
         else:
@@ -64,10 +71,10 @@ class Best(Callback):
             LOGGER.warning("%s had no effect, because no round was evaluated", type(self).__name__)
 
     def improved(self, record: RoundRecord) -> None:
-        """Handle an evaluation that is the best so far."""
+        """Handle an evaluation that is the best so far. The base class does nothing; subclasses override this method."""
 
     def did_not(self, record: RoundRecord, rounds: int) -> None:
-        """Handle an evaluation that is not better than the best one."""
+        """Handle an evaluation that is not better than the best one. The base class does nothing; subclasses override this method."""
 
     def _better(self, record: RoundRecord) -> bool:
         """Tell whether an evaluation is the best so far, and store it if so. NaN and infinite values are not better."""
@@ -97,6 +104,9 @@ class EarlyStop(Best):
         metric: The metric. Default: the task's own.
         higher_is_better: Whether a higher value is better. Default: as the task declares; for ``loss``, lower is better.
         least: An evaluation counts as better only if it improves the best value by more than ``least``, at least 0.
+
+    Raises:
+        ValueError: ``patience`` is below 1, or ``least`` is negative or not finite.
     """
 
     def __init__(self, patience: int, metric: str = "", higher_is_better: bool | None = None, least: float = 0.0) -> None:

@@ -58,7 +58,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def joined(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the values of ``tensors`` in fewer tensors of one axis: small tensors of one dtype and device become one."""
+    """Return flat tensors (one axis) with the values of ``tensors``. Small tensors of one dtype and device are joined into one."""
     large, small = list[Tensor](), dict[tuple[torch.dtype, torch.device], list[Tensor]]()
     for tensor in tensors:
         flat = tensor.reshape(-1)
@@ -67,12 +67,12 @@ def joined(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def fits(tensor: Tensor, dtype: torch.dtype, before: Tensor | None = None) -> bool:
-    """Tell whether all values are finite in ``dtype``.
+    """Tell whether all values stay finite when they are stored in ``dtype``.
 
     Args:
         tensor: The values.
         dtype: The dtype to store them in.
-        before: Earlier values, in the shape of ``tensor``. A value may be infinite or NaN if it was so before.
+        before: Earlier values, in the shape of ``tensor``. A value may be infinite or NaN if the earlier value is the same.
     """
     if not dtype.is_floating_point:
         return True
@@ -93,8 +93,8 @@ def views(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 class WeightedSum:
     """Sum named tensors, each times its weight, in float64 and in the order in which they are added.
 
-    Large tensors are added block by block, without a float64 copy of the whole tensor. Small neighbours of one dtype are
-    added as one block. The result has the same bits.
+    Large tensors are added block by block, without a float64 copy of the whole tensor. Neighbouring small
+    tensors of one dtype are added as one block. Neither changes a bit of the sum.
 
     Attributes:
         tensors: The sum so far, by name.
@@ -130,14 +130,14 @@ class WeightedSum:
                     few.add_(copy[: len(few)].copy_(value[block]), alpha=weight)
 
     def _begin(self, like: Mapping[str, Tensor], whole: Tensor, runs: list[list[str]]) -> None:
-        """Let ``whole`` be the memory of the sum, whose tensors have the names and shapes of ``like``."""
+        """Use the flat tensor ``whole`` as the memory of the sum. Divide it into tensors with the names and shapes of ``like``."""
         pieces = whole.split([tensor.numel() for tensor in like.values()])
         self.tensors = {name: piece.view(tensor.shape) for (name, tensor), piece in zip(like.items(), pieces, strict=True)}
         self._whole, self._runs = whole, runs
 
 
 def _runs(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names in order and in groups: a large tensor alone, and small ones of one dtype with at most ``BLOCK`` values together."""
+    """Group the names, in order: a large tensor alone; neighbouring small tensors of one dtype together, up to ``BLOCK`` values."""
     runs, last, size = list[list[str]](), None, BLOCK
     for name, tensor in tensors.items():
         kind = (tensor.dtype, tensor.device) if tensor.numel() <= SMALL else None

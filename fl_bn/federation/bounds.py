@@ -45,7 +45,7 @@ def far_numbers(parts: Sequence[Reply], sections: Sequence[str]) -> dict[int, st
         sections: The names of the sections with auxiliary tensors.
 
     Returns:
-        Client -> the reason to refuse its reply.
+        Client -> the reason to refuse its reply. Empty if there are fewer than ``FEWEST`` replies to compare.
     """
     reasons: dict[int, str] = {}
     for section in sections:
@@ -71,7 +71,7 @@ def far_statistics(parts: Sequence[Reply], sent: Mapping[str, float]) -> dict[in
         sent: Name -> the largest absolute value of a tensor in the statistics of the instruction (``sizes``).
 
     Returns:
-        Client -> the reason to refuse its reply.
+        Client -> the reason to refuse its reply. Empty if there are fewer than ``FEWEST`` replies to compare.
     """
     reasons: dict[int, str] = {}
     for name in sent:

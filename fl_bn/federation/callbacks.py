@@ -22,11 +22,11 @@ class Running:
 
     Attributes:
         task: The task whose metrics are evaluated.
-        arrays: Returns a copy of the shared tensors as evaluated last, by their names in your network's
-            state_dict. Load it with ``load_state_dict``. Tensors that clients keep are missing. If there are such
-            tensors, load with ``strict=False``.
-        clients: Returns client -> all tensors of its own network, if clients keep tensors and are in this
-            process. Otherwise it returns an empty dict. Clients of a Flower app do not send their own tensors.
+        arrays: A function that returns a copy of the shared tensors as evaluated last, by their names in your
+            network's state_dict. Load it with ``load_state_dict``. Tensors that clients keep are missing. If there
+            are such tensors, load with ``strict=False``.
+        clients: A function that returns client -> all tensors of its own network, if clients keep tensors and are
+            in this process. Otherwise it returns an empty dict. Clients of a Flower app do not send their own tensors.
         history: The records of earlier rounds, if the run continues an earlier one.
         reason: The reason why the run ends early; empty if it does not.
     """

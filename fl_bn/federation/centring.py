@@ -47,11 +47,11 @@ def centred_weights(model: nn.Module) -> list[str]:
 class Centring:
     """Centre each gradient as soon as autograd has computed it, inside the ``with`` block. Any training loop can be inside.
 
-    Gradients that autograd did not make for the parameters (``torch.func.grad``, written to ``p.grad``) are centred by
-    ``complete``, before an optimiser steps along them.
+    A loop may also write gradients to ``p.grad`` that autograd did not compute there, such as those of
+    ``torch.func.grad``. The method ``complete`` centres these before an optimiser steps along them.
 
     Args:
-        parameters: Name -> parameter. Those with ``requires_grad=False`` are centred once the loop lets them learn.
+        parameters: Name -> parameter. While a parameter has ``requires_grad=False``, it has no gradient to centre.
         names: The names of the weights to centre, see ``centred_weights``.
         stacked: Whether axis 0 of each parameter is the client, as in the vectorised engine.
     """
@@ -83,7 +83,7 @@ class Centring:
 
     @torch.no_grad()
     def complete(self, parameters: Container[int]) -> None:
-        """Centre, in place, the gradients of ``parameters`` (their ids) that autograd did not make."""
+        """Centre ``p.grad``, in place, where autograd did not compute it. ``parameters`` has the ids of the parameters to check."""
         if len(self._made) == len(self._weights):
             return
         for name, weight in self._weights.items():
@@ -92,10 +92,10 @@ class Centring:
                 self._made.add(name)
 
     def stepped(self) -> list[str]:
-        """Note a step of the weights. Return the names of those that moved along a gradient that is not centred.
+        """Record a step of the weights. Return the names of the weights that moved along a gradient that is not centred.
 
-        A weight without a centred gradient may move, too: by weight decay, in a step whose batch did not reach it. Its
-        ``grad`` is then zero.
+        A gradient whose mean is zero counts as centred. An example is the zero gradient of a weight that moved by weight
+        decay alone.
         """
         moved = [name for name, weight in self._weights.items() if weight._version != self._versions[name]]
         wrong = [name for name in moved if name not in self._made and not self._has_no_mean(self._weights[name].grad)]

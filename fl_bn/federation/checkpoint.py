@@ -62,7 +62,7 @@ def read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
 
 
 def generators() -> str:
-    """Return the states of the global generators of Python, NumPy and torch, as JSON."""
+    """Return the states of the global generators of Python, NumPy and torch (on the CPU), as JSON."""
     name, keys, *rest = np.random.get_state(legacy=True)
     version, state, gauss = random.getstate()
     return json.dumps(
@@ -101,7 +101,7 @@ class FederationState:
         optimizer: The server optimizer's buffers.
         auxiliary: ``section/name`` -> auxiliary tensor.
         clients: The state that each client keeps, in order.
-        loaders: For each client, the states of its loader's generators, as ``loaders.generators`` returns them.
+        loaders: For each client, the states of its loader's generators, in the order of ``loaders.generators``.
         history: The records of all rounds so far.
         keeps: Whether the server waits for all replies of a round before it adds any to the average.
         generators: The states of the global generators, see ``generators``.

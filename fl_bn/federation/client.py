@@ -58,7 +58,7 @@ LOGGER = logging.getLogger("flwr")
 def trainable(model: nn.Module, method: Method, phase: Phase, role: Mapping[str, Role] | None = None) -> dict[str, nn.Parameter]:
     """Return the parameters that an optimiser updates in ``phase``, by name.
 
-    Parameters without a gradient, and those that the method freezes, are left out.
+    Parameters with ``requires_grad=False``, and those that the method freezes in ``phase``, are left out.
 
     Args:
         model: The converted network.
@@ -83,7 +83,7 @@ class LocalRound:
             round.
         settings: The settings of fl-bn's training loop. Default: those for a user's own loop.
         connect: Joins the layer-wise exchange with the cohort, see ``Connect``. Phase EXCHANGE (FedTAN) needs
-            this function. In phase MEASURE, the client then measures one layer after the other.
+            this function. If it is given in phase MEASURE, the client measures one layer after the other.
 
     Raises:
         ValueError: The server's model differs from ``model``, or ``connect`` does not fit the phase.
@@ -134,7 +134,7 @@ class LocalRound:
 
     @property
     def auxiliary(self) -> tuple[Auxiliary, ...]:
-        """Return the kinds of tensors that accompany the weights in this round."""
+        """Return the kinds of auxiliary tensors that are sent with the weights; empty if the client only measures."""
         return auxiliary_of(self.settings) if self.trains else ()
 
     def _load(self) -> None:
@@ -154,7 +154,10 @@ class LocalRound:
         self._before = {} if self.method.shares(Role.STATISTIC) else running_statistics(model)
 
     def _unmixed(self) -> dict[str, Tensor]:
-        """Return zeros for HBN's mixing logits, by name; empty if they are shared. ``model`` may hold another client's logits."""
+        """Return a zero tensor for each of HBN's mixing logits, by name; empty if the logits are shared.
+
+        They replace the values in ``model``, which may be those of another client.
+        """
         if Role.MIXING not in self.method.local:
             return {}
         return {name: torch.zeros_like(p) for name, p in self.parameters.items() if self.network.role[name] is Role.MIXING}
@@ -202,7 +205,7 @@ class LocalRound:
 
     @property
     def centred(self) -> list[str]:
-        """Return the names of the weights whose gradients lose their mean in this round (see ``centring``)."""
+        """Return the names of the weights whose gradients are centred in this round (see ``centring``)."""
         return self.network.centred if self.method.centres(self.phase) else []
 
     @property
@@ -258,11 +261,11 @@ class LocalRound:
         self._first.begin(samples, self.steps)
 
     def inputs_seen(self, samples: int) -> None:
-        """Add ``samples`` to the count of input samples before the first step, which ``batch`` uses if no other count is known."""
+        """Add ``samples`` to the number of input samples before the first step. ``batch`` returns it if no other number is known."""
         self._first.inputs += samples
 
     def gradient_ready(self) -> None:
-        """End the layer-wise exchange, if the gradient of the first batch is complete now. Later batches do not exchange."""
+        """End the layer-wise exchange before the first step. Call this when the gradient of a batch is complete."""
         if self.steps == 0:
             self._first.end(self.method.name)
 
@@ -277,17 +280,18 @@ class LocalRound:
         """
         if wrong := self._centring.stepped():
             raise ValueError(
-                f"{self.method.name} centres gradients as autograd makes them for round.model, but {wrong[0]} moved along another gradient "
-                "(of torch.func, say): write gradients to p.grad and step by a torch.optim optimiser, or leave all as they are, at the "
-                "server and all clients: dataclasses.replace(method, centre=False)"
+                f"{self.method.name} centres gradients that autograd computes for round.model, but {wrong[0]} moved along another gradient "
+                "(of torch.func, say): write it to p.grad and step by a torch.optim optimiser. Or switch centring off, at the server and "
+                "at all clients, by the method dataclasses.replace(method, centre=False)"
             )
         self.count_step()
 
     def count_step(self, goes_on: bool = False) -> None:
-        """Count a step of the weights along gradients that are as the method needs them.
+        """Count one local step, without the check of ``step_done`` that gradients are centred.
 
         Args:
-            goes_on: Whether it belongs to the step before: that of a second optimiser, after the same backward pass.
+            goes_on: Whether a second optimiser made this step after the same backward pass. If so, it is a part of the
+                step that was counted last, and the number of steps stays the same.
         """
         self._centring.stepped()
         if goes_on:
@@ -302,7 +306,7 @@ class LocalRound:
             self._observing.close()
 
     def optimizer_steps(self, parameters: Container[int]) -> None:
-        """Prepare the step of a user's own optimiser: centre the gradients that autograd did not make.
+        """Prepare the step of a user's own optimiser: centre the gradients that autograd did not compute.
 
         Args:
             parameters: The ids of the optimiser's parameters.
@@ -310,11 +314,13 @@ class LocalRound:
         self._centring.complete(parameters)
 
     def optimizer_stepped(self, optimizer: Optimizer, goes_on: bool = False) -> None:
-        """Record the learning rate of a step that a user's own ``optimizer`` made.
+        """Record the learning rate of a step that a user's own ``optimizer`` made. Call this before ``count_step``.
+
+        If the method asks for it, the momentum buffers are cleared after the first step (see ``momentum.restart``).
 
         Args:
             optimizer: The optimiser.
-            goes_on: Whether the step belongs to that of another optimiser before it, see ``count_step``.
+            goes_on: Whether the step is a part of the step that was counted last, see ``count_step``.
 
         Raises:
             ValueError: The objective needs plain SGD, but this is another optimiser.
@@ -387,7 +393,7 @@ class LocalRound:
         """Return layer -> the moments of each BatchNorm layer that this round needs, over all batches of ``inputs()``.
 
         In a statistics-only exchange that goes layer by layer, the client exchanges the statistics of each layer with
-        the cohort. If the network has no fixed order of layers, the client leaves the exchange and measures alone.
+        the cohort. If the network has no fixed order of layers, the client leaves the exchange and measures all layers in one pass.
 
         Args:
             inputs: Returns the batches of inputs, the same in every call.
@@ -400,7 +406,7 @@ class LocalRound:
             if not order.problem:
                 return layer_by_layer(self.model, lambda: noted(inputs()), order, exchange, self.instruction.memory, forward)
             exchange.close()
-            LOGGER.warning("this client cannot measure its BatchNorm layers one after the other: %s", order.problem)
+            LOGGER.warning("this client leaves the layer-wise exchange and measures all layers in one pass: %s", order.problem)
         return measured(self.model, noted(inputs()), self.statistics_pass, forward)
 
     def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
@@ -445,7 +451,7 @@ class LocalRound:
             self.buffers = buffers_of(optimizer, self.parameters, SECTIONS[self.settings.optimizer])
 
     def report(self) -> dict[str, Moments]:
-        """Return layer -> the moments that a statistics pass or the training batches gave so far."""
+        """Return layer -> the moments to report: of the statistics pass if there was one, else of the training batches so far."""
         if self.moments is not None:
             return self.moments
         if self.method.reports(self.phase) is not StatisticsReport.MOVING:
@@ -466,7 +472,7 @@ class LocalRound:
 
         Args:
             samples: The number of different samples that the client trained on. It is the client's weight in
-                averages, except in phase EXCHANGE, where the size of the first batch is.
+                averages. In phase EXCHANGE, the weight is the size of the first batch instead.
             loss: The mean loss over the training batches.
             client: The client's number.
             metrics: Further numbers for the record, by name.
@@ -476,8 +482,8 @@ class LocalRound:
             The reply, and the state.
 
         Raises:
-            ValueError: ``samples`` or ``client`` is not a whole number, the first batch has more than ``samples``
-                samples, or the method needs the call ``round.measure`` before training and it is missing.
+            ValueError: ``samples`` or ``client`` is not a whole number, or the first batch has more than ``samples``
+                samples. Or the method needs ``round.measure`` before training, and it was not called.
         """
         samples, client = whole_number("samples", samples), whole_number("client", client)
         weight = samples
@@ -505,7 +511,7 @@ class LocalRound:
         if reports is StatisticsReport.FIRST and self.batch > samples:
             raise ValueError(
                 f"the first batch had {int(self.batch)} samples, but round.reply got samples={samples}: give the number of different "
-                "samples that this round trained on, and make forward passes that do not train in evaluation mode"
+                "samples that this round trained on, and put round.model into evaluation mode for forward passes that do not train"
             )
         gradients = ema_gradients(self) if self.settings.update == "gradients" else {}
         finish = self._objective.finish(self.steps, self._learning_rate())
@@ -566,12 +572,12 @@ def whole_number(name: str, value: Any) -> int:
     """Return ``value`` as an ``int``.
 
     Raises:
-        ValueError: It is no whole number of an integer type.
+        ValueError: ``value`` is not of an integer type. A float is refused, even if it is whole.
     """
     try:
         return index(value)
     except TypeError as error:
-        raise ValueError(f"{name} must be a whole number, such as {name}=40, but got {name}={value!r}: give int(...) of it") from error
+        raise ValueError(f"{name} must be a whole number, such as {name}=40, but got {name}={value!r}: convert it by int(...)") from error
 
 
 def _no_full_gradient() -> dict[str, Tensor]:

@@ -62,8 +62,8 @@ def client_rounds(members: Sequence[Member], engine: Engine = ONE_BY_ONE) -> lis
         For each member, in order, the reply to the server and the state that the client keeps.
 
     Raises:
-        ClientTooSmall: A client has too few samples: one, if its method needs a variance, or with ``drop_last``
-            fewer than a batch.
+        ClientTooSmall: A client has only one sample, and its method needs a variance. Or ``drop_last`` is set, and the
+            client has fewer samples than a batch.
     """
     if not members:
         return []

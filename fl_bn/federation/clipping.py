@@ -80,7 +80,10 @@ def chosen(how: str, limit: float, drifts: bool) -> tuple[str, float]:
 def bounded(
     method: Method, clip: str, optimizers: Mapping[int, Optimizer], settings: LocalTraining
 ) -> tuple[Method, dict[int, LocalTraining]]:
-    """Limit how far SGD moves each client's weights in a round, if ``clip`` is ``auto`` and all clients use SGD.
+    """Choose how clients clip gradients with ``clip="auto"``: so that SGD moves their weights by a limited distance per round.
+
+    With ``clip="none"``, method and settings stay as they are. They also do if a client uses another optimiser than SGD,
+    or if the objective has control variates (SCAFFOLD). A method without ``calibrate`` needs no clipping, and gets none.
 
     Args:
         method: The method.
@@ -89,7 +92,8 @@ def bounded(
         settings: The settings of local training.
 
     Returns:
-        The method with the scale for clipped training, and key -> settings of local training with the clipping.
+        The method with its values for clipped training (``Method.bounded``), and key -> the settings of local training
+        with the chosen clipping.
     """
     check_name("clip", clip, ("auto", "none"))
     if clip == "none" or not all(isinstance(one, SGD) for one in optimizers.values()) or settings.objective.travels:

@@ -42,8 +42,11 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
             f"{objective.name} compares a client's weights with the server's, but {method.name} shares no weights: set objective to none"
         )
     if robust and (objective.travels or settings.maintain == "global"):
-        what = f"{objective.name}'s control variates" if objective.travels else "maintain-momentum='global'"
-        raise ValueError(f"{what} are sent beside the weights, and no robust rule guards them against Byzantine clients: leave them out")
+        what = f"{objective.name}'s control variates" if objective.travels else "the buffers of maintain-momentum='global'"
+        raise ValueError(
+            f"{what} are sent with the weights, and no robust rule guards them against Byzantine clients: take another objective or "
+            "maintain-momentum"
+        )
     if settings.update == "gradients" and method.frozen - {Role.STATISTIC}:
         raise ValueError(
             f"{method.name} freezes scale and shift at the clients, but with update='gradients' the server changes them: set "

@@ -32,7 +32,7 @@ def _rule(rule: str | Rule) -> Rule:
 
 
 class TooFew(ValueError):
-    """Report that there are fewer replies than a rule needs against ``f`` Byzantine clients."""
+    """Report that too few replies can be used: for a round, or for a rule against ``f`` Byzantine clients."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ class Defence:
         f: The number of Byzantine clients that the rules withstand, at least 0.
         statistics: The rule that combines BN statistics: a name (``robust.rule_named``) or the rule itself.
         updates: The rule that combines updates of the weights: a name or the rule itself.
+
+    Raises:
+        ValueError: ``f`` is negative, or there is no rule of a given name.
     """
 
     f: int = option(
@@ -79,7 +82,7 @@ class Defence:
 
         A refused client may be honest: its training diverged, say. The remaining replies may then include those
         of all Byzantine clients. So ``f`` stays as it is if ``n`` replies are enough for it. Otherwise the
-        result has a smaller ``f``, smaller by at most ``refused``.
+        result has the largest smaller ``f`` for which they are enough, but at least ``f - refused``.
 
         Args:
             refused: The number of refused replies.
@@ -95,7 +98,7 @@ class Defence:
 
     @property
     def update_rule(self) -> Rule:
-        """Return the rule for updates."""
+        """Return the rule for updates as a function, even if ``updates`` is a name."""
         return _rule(self.updates)
 
     @property

@@ -47,8 +47,8 @@ def why_failed(record: RoundRecord) -> str:
 def watch(record: RoundRecord, first_loss: float = math.nan) -> Iterator[str]:
     """Yield warnings if the statistics or the training loss of a round show that training diverges.
 
-    Where training normalises with shared constants, too many steps at too high a learning rate let statistics change more
-    and more from round to round. A loss shows divergence if it is not finite, or far above that of round 1.
+    Some methods normalise with shared constants in training. With too many steps or too high a learning rate, their
+    statistics change more and more from round to round. A loss shows divergence if it is not finite, or far above that of round 1.
 
     Args:
         record: The record of a round.

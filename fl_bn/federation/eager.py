@@ -20,7 +20,7 @@ from torch import optim
 
 
 class Eager(optim.Optimizer):
-    """Replace ``add_param_group`` and ``zero_grad`` of torch's optimizers by versions that do not import the compiler.
+    """Replace ``add_param_group`` and ``zero_grad`` of torch's optimizers by versions that do not import torch's compiler.
 
     Derive from this class alone, or from this class first and an optimizer class of torch second.
     """
@@ -35,7 +35,7 @@ class Eager(optim.Optimizer):
 
 
 class SGD(Eager, optim.SGD):
-    """Optimise as ``torch.optim.SGD`` does, with the same bits, but without importing the compiler."""
+    """Optimise as ``torch.optim.SGD`` does, with the same bits, but without importing torch's compiler (``torch.compile``)."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -46,7 +46,7 @@ class SGD(Eager, optim.SGD):
 
 
 class Adam(Eager, optim.Adam):
-    """Optimise as ``torch.optim.Adam`` does, with the same bits, but without importing the compiler."""
+    """Optimise as ``torch.optim.Adam`` does, with the same bits, but without importing torch's compiler (``torch.compile``)."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

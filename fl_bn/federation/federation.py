@@ -78,8 +78,8 @@ class Federation:
         clients: The training batches of each client: a list, a DataLoader or ``SeededBatches``, but no
             generator.
         task: Reads a batch, and computes loss and metrics. ``task``, ``loss``, ``metrics``, ``optimizer`` and
-            ``scheduler`` may also be lists with one value for each client, or ``per_client(function)``, a function
-            of the client's number.
+            ``scheduler`` may also be lists with one value for each client. Or give ``per_client(function)``, with a
+            function of the client's number.
         loss: ``loss(output, targets)`` returns the mean over a batch. Default: the task's loss.
         metrics: Further metrics by name: objects with ``update``, ``compute`` and ``reset``, such as those of
             torchmetrics. In an evaluation, each object sees all test samples before its one call of ``compute``.
@@ -268,6 +268,8 @@ class Federation:
 
         Raises:
             Diverged: In three rounds in a row, too few replies could be used.
+            TooFewMeasured: In a run of 0 rounds, too few clients measured.
+            ValueError: The run continues from a checkpoint (``resume``), which has another number of rounds.
         """
         callbacks, start = Callbacks([*self._bar(), *self.callbacks]), self._start(rounds)
         shared = self.server.shared
@@ -326,8 +328,8 @@ class Federation:
         """Load the state that ``checkpoint`` saved, into a federation made with the same arguments.
 
         ``run(rounds)`` then continues after the saved round; ``rounds`` must be the same number as before. On the
-        CPU the results are bit for bit those of a run without interruption, if every loader is ``SeededBatches`` or
-        has a generator of its own.
+        CPU the results are bit for bit those of a run without interruption. For this, every loader must be
+        ``SeededBatches`` or have a generator of its own.
 
         Args:
             path: The file.
@@ -373,8 +375,8 @@ class Federation:
         if rounds != state.rounds:
             self._resumed = state
             raise ValueError(
-                f"the checkpoint is of round {state.round} of {state.rounds}, and learning rates and phases depend on this number: "
-                f"expected run({state.rounds}), but got run({rounds})"
+                f"the checkpoint is of round {state.round} of {state.rounds}, and learning rates and phases depend on the number of "
+                f"rounds: expected run({state.rounds}), but got run({rounds})"
             )
         if self.server.shared.statistics() and Passes(self.server).rescales(rounds):
             self.server.shared.was_at_unit_scale()

@@ -32,14 +32,14 @@ class Hook:
 
     @property
     def __name__(self) -> str:
-        """Refuse torch.jit.script, which alone asks a hook for its name.
+        """Raise an error: the hook has no name. Only torch.jit.script asks for one, so the message is for its users.
 
         Raises:
-            AttributeError: always, so that others see a hook without a name.
+            AttributeError: Always. Other code that asks sees an object without a name.
         """
         raise AttributeError(
-            "torch.jit.script cannot compile the network of a round, which fl-bn watches in Python: train without it, and script a copy "
-            "after the round"
+            "torch.jit.script cannot compile the network during a round, because fl-bn has Python hooks on it: train without "
+            "torch.jit.script, and script a copy after the round"
         )
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
@@ -85,7 +85,7 @@ class InputWatch:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Check the inputs of training forward passes of ``model`` inside the ``with`` block."""
+        """Count the training forward passes of ``model`` with inputs that are not finite, inside the ``with`` block."""
 
         def forward(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             if learns_from_pass(model):
@@ -98,7 +98,7 @@ class InputWatch:
             handle.remove()
 
     def count(self) -> int:
-        """Return the number of batches with an input that is not finite."""
+        """Return the number of batches with an input that is not finite. All inputs in ``later`` count as one batch."""
         if self.later is not None:
             self.note(self.later)
             self.later = None
@@ -118,7 +118,7 @@ def _not_finite(part: Tensor) -> bool | Tensor:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in ``value``, but no sparse ones, without the wrappers of ``torch.func``."""
+    """Yield the dense floating-point tensors in ``value`` (nested lists, tuples, dicts), without wrappers of ``torch.func``."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and not value.is_sparse:
             yield whole(value)

@@ -35,7 +35,7 @@ class Batch(int):
 
 
 class FirstBatch:
-    """Hold the size of a round's first batch, and the layer-wise exchange of that batch. A ``with`` block ends the exchange.
+    """Hold the size of a round's first batch, and the layer-wise exchange of that batch. The end of a ``with`` block ends the exchange.
 
     Args:
         model: The network whose layers exchange statistics.
@@ -72,9 +72,11 @@ class FirstBatch:
         if samples < 1:
             raise ValueError(f"a batch has at least 1 sample, but got round.batch({samples})")
         if steps:
-            raise ValueError("round.batch(n) says how many samples the first batch has: call it before the first step")
+            raise ValueError("round.batch(n) sets the size of the first batch, but the first step is over: call it before the first step")
         if self.samples and self._connect is not None:
-            raise ValueError(f"this client has joined its cohort's exchange with a batch of {self.samples}: call round.batch once")
+            raise ValueError(
+                f"this client has already joined its cohort's exchange with a batch of {self.samples} samples: call round.batch only once"
+            )
         self.samples = samples
         if self._connect is not None:
             self._live = self._connect(samples)

@@ -76,7 +76,8 @@ class StreamingAverage:
     Args:
         planned: Client of the cohort -> its planned weight.
         weigh: Returns the weight of a reply.
-        waits: Takes a reply and some other replies, and tells whether the server may still refuse the reply.
+        waits: ``waits(reply, others)`` tells whether the server may still refuse ``reply``, given some of the replies
+            that have arrived. If so, this reply and all after it are not added before ``end``.
         least: The number of replies that must have arrived before the first reply is added.
     """
 
@@ -93,7 +94,7 @@ class StreamingAverage:
         self._folded = PartialAverage(float(sum(planned.values())) or 1.0)
 
     def take(self, reply: Reply) -> None:
-        """Take a checked reply. Call this once per client."""
+        """Store a checked reply. Add it to the sum as soon as the replies before it are added. Call this once per client."""
         self._replies[reply.client] = reply
         self._advance()
 

@@ -41,7 +41,7 @@ LayerMoments = tuple[str, Moments]
 
 
 def called(model: nn.Module, x: Any) -> Any:
-    """Return ``model(x)``. This is the default of arguments ``forward``."""
+    """Return ``model(x)``. This is the default value of the parameters named ``forward``."""
     return model(x)
 
 
@@ -51,7 +51,8 @@ class LayerOrder:
 
     Attributes:
         problem: The reason why the layers cannot be measured one after the other; empty if they can.
-        held: The estimated bytes that a forward pass keeps while it waits at a layer, per element of its input.
+        held: The estimated bytes that a forward pass keeps while it waits at a layer, per element of the batch that
+            the network gets.
     """
 
     problem: str
@@ -60,7 +61,7 @@ class LayerOrder:
     @classmethod
     @torch.no_grad()
     def at(cls, model: nn.Module, inputs: Inputs, forward: Forward) -> LayerOrder:
-        """Try a forward pass of two samples from the first batch. ``model`` stays unchanged."""
+        """Make the ``LayerOrder`` of ``model`` from a forward pass of two samples of the first batch. ``model`` stays unchanged."""
         batch = next(iter(inputs()), None)
         if batch is None:
             return cls("there is no batch to measure")
@@ -161,7 +162,7 @@ def _kept(model: nn.Module, inputs: Inputs, order: LayerOrder, memory: int, forw
 
 
 def _repeated(model: nn.Module, inputs: Inputs, forward: Forward, by_layer: Mapping[str, Moments]) -> LayerMoments | None:
-    """Run every batch up to the first layer that is not in ``by_layer``. Return it and its moments; None if no layer is left."""
+    """Run every batch up to the first layer not in ``by_layer``. Return this layer and its moments; None if no layer is left."""
     at: list[LayerMoments | None] = []
     passed: set[str] = set()
 
@@ -246,7 +247,7 @@ class _Pass(threading.Thread):
             raise _Stop
 
     def end(self) -> None:
-        """End the pass at the layer where it is."""
+        """End the pass without the layers after the one at which it waits."""
         self._over, self._forward = True, None
         if self.ident is not None:
             self._going.release()

@@ -25,7 +25,7 @@ LOGGER = logging.getLogger("flwr")
 
 
 def without_far(parts: Sequence[Reply], far: Collection[int], called: ClientNames) -> list[Reply]:
-    """Return ``parts`` without the replies of the clients ``far``. A reply that is in the average already stays."""
+    """Return ``parts`` without the replies of the clients in ``far``. A reply that is in the average already stays, with a warning."""
     for part in (stays := [part for part in parts if part.folded and part.client in far]):
         LOGGER.warning(
             "%s: its counts are far from the other clients', but its reply is already in the average and stays there",

@@ -62,7 +62,7 @@ class Samples:
         return to_input(x.to(like.device), like.dtype), y.to(like.device)
 
     def rows(self, index: np.ndarray, augment: Augment | None = None) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of a batch as they are stored: not scaled, and not moved to a device."""
+        """Return inputs and targets of a batch, changed by ``augment``, but neither scaled nor moved to a device."""
         chosen = torch.from_numpy(index)
         x, y = self.x.index_select(0, chosen), self.y.index_select(0, chosen)
         return (x, y) if augment is None else augment(x, y)
@@ -93,7 +93,7 @@ def statistics_pass(
 
     The model stays unchanged: its gradients, its statistics and the modes of its modules. Random numbers come only from
     ``rng``. Moments with which training batches are normalised (``NORMALISERS``) depend on how samples are divided into
-    batches, so for these the batches are random. If there are fewer than two samples, they are not measured.
+    batches, so for these the batches are random. With fewer than two samples, such moments are not measured.
 
     Args:
         model: The network.
@@ -116,7 +116,10 @@ def statistics_pass(
 
 
 def pieces(n: int, how: StatisticsPass, rng: np.random.Generator, batch_size: int = PASS_BATCH) -> list[np.ndarray]:
-    """Return, for each batch of a statistics pass over ``n`` samples, the indices of its samples. Empty for too few samples."""
+    """Return the indices of the samples of each batch, for a statistics pass over ``n`` samples.
+
+    The list is empty if the pass measures ``NORMALISERS`` on fewer than two samples.
+    """
     chosen = np.arange(n)
     if 0 < how.samples < n:
         chosen = np.sort(rng.choice(n, how.samples, replace=False))

@@ -28,9 +28,9 @@ def measured(
     """Measure, for every BatchNorm layer, the moments that ``how`` describes, over ``batches`` of inputs.
 
     The model runs in evaluation mode and stays unchanged: its gradients, its statistics and the modes of its modules. No
-    random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers are in training mode, so they normalise with
-    the batch, unless the model's owner has frozen them (``held_layers``). A batch that gives a layer in training mode only
-    one value per channel is left out.
+    random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers run in training mode, so they normalise with
+    the batch. Layers that the model's owner has put into evaluation mode (``held_layers``) stay in it. A batch that gives a
+    layer in training mode only one value per channel is left out.
 
     Returns:
         Layer -> the moments over all batches.

@@ -40,15 +40,19 @@ def no_batch_norm(model: nn.Module, method: Method) -> str:
 
 
 def registering(kind: str) -> str:
-    """Return, as text, the call that registers the class named ``kind`` as BatchNorm. It does not derive from torch's BatchNorm."""
+    """Return, as text, the call that makes fl-bn treat layers of the class named ``kind`` as BatchNorm.
+
+    Only a class that does not derive from torch's BatchNorm needs this call.
+    """
     return f"fl_bn.register_batch_norm({kind}, convert=...)"
 
 
 def without_subject(method: Method) -> bool:
-    """Tell whether ``method`` has no effect without BatchNorm, because it is about statistics that clients report or measure.
+    """Tell whether clients report or measure statistics of BatchNorm under ``method``.
 
-    Such a method is refused for a network without BatchNorm. Other methods keep BatchNorm at the clients, or replace it by
-    another normaliser. For a network without BatchNorm they are plain federated averaging, and a warning says so.
+    Except for fedavg, such a method is refused for a network without BatchNorm. Other methods keep BatchNorm at the clients,
+    or replace it by another normaliser. For a network without BatchNorm they are plain federated averaging, and a warning
+    says so.
     """
     return method.report is not StatisticsReport.NOTHING or method.refresh is not Refresh.NOTHING
 
@@ -57,7 +61,7 @@ def check_layers(model: nn.Module, method: Method) -> None:
     """Check that ``model``, converted for ``method`` or not, has BatchNorm if ``method`` needs it.
 
     Raises:
-        ValueError: ``model`` has no BatchNorm layer, and ``method`` is about the statistics of BatchNorm.
+        ValueError: ``model`` has no BatchNorm layer, and ``method`` uses its statistics (see ``without_subject``).
     """
     if without_subject(method) and (reason := no_batch_norm(model, method)):
         raise ValueError(reason)

@@ -42,7 +42,14 @@ def fewest(model: nn.Module, method: Method, phase: Phase) -> int:
 
 
 class Trainable:
-    """Iterate over the ``batches`` of a loader without batches of one sample that have no variance. Use it in ``round.open()``.
+    """Iterate over a loader's batches, but leave out batches of one sample that have no variance. Use it in ``round.open()``.
+
+    Args:
+        round: The client's round.
+        batches: The loader.
+        task: Reads a batch.
+        drawn: Whether fl-bn drew the batches. If so, every batch of one sample is left out where a layer normalises with
+            its batch.
 
     Attributes:
         all: The batches as the loader gives them.

@@ -127,7 +127,9 @@ def client_model(model: nn.Module, method: Method, instruction: Instruction, kep
 
 
 def _check_processes(round: LocalRound) -> None:
-    """Check whether the round works if the client trains in several processes (``torch.distributed``). Log a warning if needed.
+    """Warn or refuse if the client trains in several processes (``torch.distributed``), which see only a part of every batch.
+
+    The warning is logged if the method reports moments of training batches.
 
     Raises:
         ValueError: The method exchanges the statistics of whole batches, but each process sees a part of every batch.
@@ -163,7 +165,7 @@ def _check_steps(round: LocalRound, before: Mapping[str, Tensor], without_gradie
     if round.batch:
         stepped, advice = (
             "no optimiser stepped a parameter of round.model",
-            "make the optimiser of round.model.parameters(), not of the network before convert",
+            "make the optimiser with round.model.parameters(), not with the parameters of the network before convert",
         )
         if without_gradients:
             stepped, advice = (
@@ -182,7 +184,7 @@ def _check_steps(round: LocalRound, before: Mapping[str, Tensor], without_gradie
 def _per_sample(round: LocalRound) -> bool:
     """Tell whether opacus (differential privacy) computes the gradient of each single sample.
 
-    opacus itself refuses torch's BatchNorm by its type, and trainable layers with buffers. It accepts other layers
+    opacus itself refuses torch's BatchNorm classes, and trainable layers with buffers. It accepts other layers
     that mix samples, so this function refuses these layers.
 
     Raises:
@@ -222,10 +224,10 @@ def _watched(round: LocalRound) -> Iterator[None]:
 
 
 class _Steps:
-    """Notice the steps of the optimisers that have parameters of a round's model.
+    """Count the local steps that optimisers make with parameters of a round's model.
 
-    A step that had no gradient and moved nothing is none. Optimisers of different parameters that step after the same batch
-    make one step of the weights together. So do those that step inside the backward pass, one for each parameter.
+    A step without gradients that changed no parameter does not count. Optimisers of different parameters that step after the
+    same batch make one local step together. So do optimisers that step inside the backward pass, one for each parameter.
 
     Attributes:
         seen: Whether an optimiser made a step.
@@ -241,7 +243,7 @@ class _Steps:
         self.seen = self.without_gradients = False
 
     def begin(self, optimizer: Optimizer, args: Any, named: Any) -> None:
-        """Prepare a step."""
+        """Prepare a step of ``optimizer``: note its parameters, and centre gradients if the method requires it."""
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._ids.pop(id(optimizer), None)
         self._before.pop(id(optimizer), None)
@@ -253,10 +255,11 @@ class _Steps:
         self._round.optimizer_steps(ids)
 
     def end(self, optimizer: Optimizer, args: Any, named: Any) -> None:
-        """Count the step, unless it had no gradient and moved nothing.
+        """Count the step of ``optimizer``. A step without gradients that changed no parameter does not count.
 
         Raises:
-            ValueError: The loop does not use the objective.
+            ValueError: The loop did not call ``round.backward``, though the round has an objective. Or the optimiser does
+                not suit the objective, or the round does not work with opacus (see ``_per_sample``).
         """
         round = self._round
         if (ids := self._ids.pop(id(optimizer), None)) is None:
@@ -296,7 +299,7 @@ def _check_rate(round: LocalRound) -> None:
     rate, step_rate = round.instruction.learning_rate, round.rates[-1]
     if round.instruction.rate_share < 1 and step_rate > rate * (1 + 1e-6):
         LOGGER.warning(
-            "round %d: the statistics are frozen. For such rounds %s lowers the learning rate to %.3g, but this loop steps at %.3g: "
+            "round %d: the statistics are frozen. For such rounds %s lowers the learning rate to %.3g, but the rate of this loop is %.3g: "
             "multiply your rate by round.instruction.rate_share (%.3g), or the network may collapse",
             round.instruction.round, round.method.name, rate, step_rate, round.instruction.rate_share,
         )  # fmt: skip
@@ -342,7 +345,14 @@ class _FirstBatch:
         round.inputs_seen(next(iter(self._sizes), 0))
 
     def _layer(self, layer: nn.Module, x: Tensor) -> bool:
-        """Begin the exchange with the batch size before the first layer runs. Return False, so that no moments are stored here."""
+        """Begin the exchange before the first layer runs. The number of rows of its input ``x`` is taken as the batch size.
+
+        Returns:
+            False, so that ``observe`` stores no moments.
+
+        Raises:
+            ValueError: The batch size is unclear, because the network's inputs or layers have different numbers of rows.
+        """
         round, rows = self._round, len(x)
         if round.steps or not learns_from_pass(layer):
             return False

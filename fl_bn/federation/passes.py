@@ -104,7 +104,7 @@ class Passes:
             transport: Carries instructions to the clients, and replies back.
             tensors: Name -> shared tensor.
             rounds: The number of rounds of the run.
-            show: In a run of 0 rounds, called with the state before the exchanges, and after each of them.
+            show: Called in a run of 0 rounds: with the state before the exchanges, and with the result of each exchange.
 
         Returns:
             The shared tensors with which round 1 starts.

@@ -21,7 +21,7 @@ MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 @dataclass(frozen=True)
 class PerClient:
-    """Hold a value for every client, see ``per_client``.
+    """Hold one value per client for an argument of ``Federation``. The function ``per_client`` makes it.
 
     Attributes:
         values: A sequence with one value per client, or a function of a client's number.

@@ -149,13 +149,14 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
         model: The network. Its statistics are set in place.
         clients: The samples of each client.
         passes: The largest number of passes; 0: as many as make all layers exact.
-        tolerance: The largest change that counts as no change, see ``TOLERANCE``. Passes stop when none is larger.
+        tolerance: The largest change that counts as no change, see ``TOLERANCE``. A pass without a larger one is the last.
 
     Returns:
         The result of each pass.
 
     Raises:
-        ValueError: There is no data, or a BatchNorm layer keeps no running statistics.
+        ValueError: There is no data, there is no BatchNorm layer with running statistics, a BatchNorm layer keeps none, or
+            ``passes`` or ``tolerance`` is negative.
     """
     if passes < 0 or tolerance < 0:
         raise ValueError(f"passes (0: until all layers are exact) and tolerance must be >= 0, but got {passes} and {tolerance}")

@@ -151,7 +151,7 @@ def with_clients(
     distances: Sequence[float] = (),
     warning: str = "round {round}: {client}'s reply is not used: {reason}",
 ) -> RoundRecord:
-    """Return ``record`` with every client of the cohort and the bytes of the round. Log a warning for each refused reply.
+    """Return ``record`` with a record of each client of the cohort, and the bytes sent. Log a warning for each refused reply.
 
     Args:
         record: The record of the round, with the bytes of one instruction.
@@ -200,7 +200,7 @@ def batches_trained(records: Iterable[RoundRecord]) -> int:
     """Count the training batches of an average client, in the rounds that changed the model.
 
     Returns:
-        The sum over these rounds of the clients' mean number of local steps, rounded to at least 1.
+        The sum over these rounds of the clients' mean number of local steps. Each mean is rounded, to at least 1.
     """
     steps = [[client.steps for client in record.accepted] for record in records if record.aggregated and record.phase != "measure"]
     return sum(max(1, round(sum(own) / len(own))) for own in steps if own)

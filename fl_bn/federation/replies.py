@@ -95,7 +95,7 @@ class Expected:
             raise WireError("metrics", "", f"expected numbers by name, but got a {type(reply.metrics).__name__}")
         values = self.numbers(reply.client, {**reply.metrics, "samples": reply.samples})
         if type(reply.weight) is not int or not 1 <= reply.weight <= reply.samples:
-            problem = f"expected a whole number 1..{reply.samples}, its samples, but got {excerpt(reply.weight)}"
+            problem = f"expected a whole number 1..{reply.samples}, the number of its samples, but got {excerpt(reply.weight)}"
             raise WireError("metrics", "weight", problem)
         if reply.folded is not False:
             raise WireError(
@@ -127,7 +127,7 @@ class Expected:
         if trains and 0 < (most := self.most_steps(self.samples.get(client, samples))) < values["steps"]:
             raise WireError("metrics", "steps", f"expected at most {most}, as the server asked for, but got {values['steps']}")
         if "kept" in self.form.fields and "kept" in values and values["kept"] >= self.round:
-            raise WireError("metrics", "kept", f"expected a round before {self.round}, but got {values['kept']}")
+            raise WireError("metrics", "kept", f"expected the round of the client's state, before {self.round}, but got {values['kept']}")
         return values
 
     def reply(self, client: int, values: Values, payload: Payload) -> Reply:
@@ -235,7 +235,7 @@ def checked(
 
 
 def _stranger(reply: Reply, clients: int) -> str | None:
-    """Return the reason why ``reply`` is no reply of a client of this run; None if it is one."""
+    """Return the reason why ``reply`` cannot come from a client of this run; None if it can."""
     if not isinstance(reply, Reply):
         return f"expected a Reply, the first value that round.reply(...) returns, but got a {type(reply).__name__}"
     if type(reply.client) is not int or not 0 <= reply.client < clients:

@@ -19,7 +19,7 @@ MOMENTS = "moments"
 
 
 def behind(reply: Reply, report: StatisticsReport) -> tuple[int, str]:
-    """Return the number of samples or steps behind the moments of ``reply``, and its unit: "sample" or "step".
+    """Return the number of samples or steps from which the moments of ``reply`` come, and its unit: "sample" or "step".
 
     If the reply does not give this number, return the number of all its samples.
     """

@@ -88,7 +88,7 @@ def _measures_exactly(method: Method, config: Any) -> bool:
 
 
 def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM,)) -> float:
-    """Return how much of a new network's running statistics (mean 0, variance 1) is left in them when they freeze.
+    """Return the share of a new network's running statistics (mean 0, variance 1) that is left in them when they freeze.
 
     A running statistic keeps the share 1 - momentum of itself in every local step.
 
@@ -109,7 +109,7 @@ def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM
 
 
 def _at_server(weights: str) -> str:
-    """Return the server's ``client_weights`` for an option's value. ``data`` becomes ``samples``: clients send the number to use."""
+    """Translate the option client-weights for the server: ``data`` becomes ``samples``, since clients send the number to use."""
     return "samples" if weights == ALL_SAMPLES else weights
 
 
@@ -165,7 +165,7 @@ class Rounds(Options):
         min_cohort: The number of clients that must be connected for a round to start, and whose replies must be
             usable.
         at_clients: Whether models are evaluated on the clients' own test data.
-        retry: How long a round waits for a client whose process died to come back. FedTAN's exchange does not
+        retry: How long a round waits until a client whose process died comes back. FedTAN's exchange does not
             wait.
         checkpoint_every: The number of rounds between the server's checkpoints; 0: none are made.
         auxiliary: The kinds of tensors that are sent with the weights: control variates, momentum
@@ -213,9 +213,9 @@ class Rounds(Options):
     calibrate: int = option(
         AS_METHOD,
         "number of statistics-only exchanges before round 1, in which clients measure BatchNorm's statistics and do not train; -1: as many "
-        "as make the statistics of all layers exact; -2: as -1 without dp-noise, if training starts with these statistics (hbn, fbn, "
-        f"freeze-after=0) or would freeze them with more than {100 * MUCH:.0f} % of a new network's in them (after fewer than 29 local "
-        "steps, at torch's momentum); else 0",
+        "as make the statistics of all layers exact; -2: as -1 if training starts with these statistics (hbn, fbn, freeze-after=0), or if "
+        f"they would freeze while more than {100 * MUCH:.0f} % of a new network's statistics is left in them (after fewer than 29 local "
+        "steps, at torch's momentum); but 0 otherwise, and with dp-noise",
         ">= -2",
     )
     unit_scale: bool = option(
@@ -229,7 +229,7 @@ class Rounds(Options):
     max_steps: int = shared(LocalTraining, "steps", 0)
     planned_steps: Callable[[int], int] = unbounded
     min_cohort: int = option(
-        1, "clients that must be there for a round to start, and whose replies must be usable, else it changes nothing", ">= 1"
+        1, "smallest number of connected clients with which a round starts, and of usable replies with which it changes the model", ">= 1"
     )
     at_clients: bool = False
     retry: float = option(
@@ -256,8 +256,8 @@ class Rounds(Options):
     )
     min_sites: int = option(
         0,
-        "number of sites with which the run goes on if the others refuse it by their policy (summary.md names those); 0: a refusal ends "
-        "the run",
+        "number of sites with which the run goes on if the policies of the others refuse it (summary.md names the others); 0: a refusal "
+        "ends the run",
         ">= 0",
         key="min-sites",
     )
@@ -339,7 +339,7 @@ class Rounds(Options):
             raise ValueError(f"joining (join-rounds) must name clients 0..{self.clients - 1}, but got {strangers}")
         if not 0 <= self.at_start <= (first := len(self.starting(1))) or first == 0:
             raise ValueError(
-                f"of {self.clients} clients {first} may take part in round 1 (at least 1 must): at_start must be 0..{first}, but got "
+                f"{first} of {self.clients} clients may take part in round 1 (at least 1 must): at_start must be 0..{first}, but got "
                 f"{self.at_start}"
             )
         if self.min_sites > self.clients:

@@ -49,8 +49,7 @@ class Round:
     Attributes:
         record: The record of the round.
         tensors: Name -> shared tensor after the round.
-        evaluated: Name -> shared tensor of the model that was evaluated. Its statistics may differ from those of
-            ``tensors``.
+        evaluated: Name -> shared tensor of the model that was evaluated. Its statistics may differ from those of ``tensors``.
         failed: The number of failed rounds in a row, including this one; 0 if this round changed the model.
     """
 
@@ -78,7 +77,7 @@ def run(
         rounds: The number of rounds of the whole run; 0: only the statistics are measured.
         passes: Makes the statistics-only exchanges, and keeps their results. Default: a new ``Passes``.
         start: The first round. Default: round 1.
-        show: Called with the result of each statistics-only exchange in a run of 0 rounds.
+        show: Called in a run of 0 rounds: with the state before the exchanges, and with the result of each exchange.
 
     Yields:
         The results of each round.

@@ -223,8 +223,8 @@ WEIGHTS = (Role.WEIGHT, Role.AFFINE, Role.OTHER_AFFINE, Role.BUFFER)
 def instruction(model: nn.Module, method: Method, auxiliary: Sequence[Auxiliary] = ()) -> Schema:
     """Describe the tensors of the server's instruction: weights, buffers that only the server sends, and shared statistics.
 
-    An instruction to train also has the auxiliary tensors. A client that has kept no tensors yet may also get the section
-    ``START`` with the initial values of the tensors that it will keep.
+    An instruction to train also has the auxiliary tensors. For a client that has kept no tensors yet, it may have the
+    section ``START``: the initial values of the tensors that the client will keep.
 
     Args:
         model: The converted network.

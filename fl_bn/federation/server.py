@@ -43,13 +43,11 @@ class Server:
         method: The method. It decides what is shared, and how statistics are combined.
         policy: The options of the server's rounds.
         rounds: The number of rounds of the run. The phases and the learning rates depend on it.
-        optimizer: Steps along the pseudo-gradient of the shared weights. Default: the new weights are the clients'
-            average.
+        optimizer: Steps along the pseudo-gradient of the shared weights. Default: the new weights are the clients' average.
         defence: Rules against Byzantine clients. Default: none.
 
     Raises:
-        ValueError: ``method`` needs BatchNorm, but ``model`` has none (``norm_layers.check_layers``). Or
-            ``policy`` does not fit the method.
+        ValueError: ``method`` needs BatchNorm, but ``model`` has none. Or ``policy`` does not fit the method.
     """
 
     def __init__(
@@ -84,9 +82,8 @@ class Server:
     def instruction(self) -> Instruction:
         """Return the instruction to the next round's clients.
 
-        Section ``start`` holds the initial values of the tensors that clients keep. Only a client without kept
-        tensors needs this section. You may leave it out for other clients. The record's bytes do not include
-        this section.
+        Section ``start`` has the initial values of the tensors that clients keep. Only a client without kept tensors needs it. You may
+        leave it out for other clients. The record's bytes do not include this section.
         """
         instruction = self.begin(self.round + 1)
         return replace(instruction, sections=instruction.sections | self.shared.start())
@@ -202,5 +199,5 @@ class Server:
         )
 
     def far(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
-        """Return client -> why its reply is refused: its numbers are far from the others'. With a defence, refuse none."""
+        """Return client -> the reason why its reply is refused, for replies with numbers far from those of others. Empty with a defence."""
         return {} if self.defence.active else far_replies(parts, self.method.reports(phase), phase, self.policy, self._sent)

@@ -94,7 +94,7 @@ class LocalTraining(Options):
     objective: Objective = PLAIN
     maintain: str = option(
         "reset",
-        "between rounds: reset, kept by each client (local), or averaged by the server (global: double payload)",
+        "momentum buffers between rounds: reset to zeros, kept by each client (local), or averaged by the server (global: double payload)",
         MAINTAIN,
         key="maintain-momentum",
     )
@@ -135,7 +135,7 @@ class LocalTraining(Options):
         "each client tests its network on its own test data before and after local training, in every round that it trains in (costs two "
         "evaluations each)",
         used=Used(
-            "with update='weights' and without secure-aggregation, under which no client tells numbers of its own",
+            "with update='weights' and without secure-aggregation, under which clients send no numbers of their own",
             lambda c: c["update"] == "weights" and not c["secure-aggregation"],
             ("update", "secure-aggregation"),
         ),
@@ -202,8 +202,9 @@ class LocalTraining(Options):
     def norm_in_round(self, learning_rate: float, steps: int) -> float:
         """Return the largest norm of a gradient under ``clip="round"``, in a round of ``steps`` local steps.
 
-        In a round of one step, momentum from zero buffers has no effect. So if ``step_clip`` is set, it is used without
-        momentum.
+        With gradients up to this norm, SGD moves the weights by at most ``clip_limit`` in the round. If there is only one
+        step and ``step_clip`` is set, it replaces ``clip_limit``. Momentum is then left out of the formula: it has no
+        effect on a first step from zero buffers.
         """
         if steps == 1 and self.step_clip:
             return norm_in_round(self.step_clip, learning_rate, 1, 0.0)

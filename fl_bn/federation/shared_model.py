@@ -147,7 +147,10 @@ class SharedModel:
         return self._copy.network.reply(phase, update, self._auxiliary_kinds)
 
     def instruction(self, round: int, phase: Phase, **fields: Any) -> Instruction:
-        """Return the instruction to measure or evaluate. It has the weights, and the statistics if they are shared."""
+        """Return the instruction to measure or evaluate. It has the weights, and the statistics if they are shared.
+
+        ``fields`` are further fields of ``Instruction``, by name.
+        """
         return Instruction(round, phase, self.sections(), signature=self.signature, **fields)
 
     def sections(self) -> Sections:
@@ -214,7 +217,7 @@ class SharedModel:
         self._copy.load(tensors)
 
     def to_unit_scale(self) -> None:
-        """Rescale weights so that BatchNorm's inputs have deviation ``Method.scale``, see ``unit_scale.rescaled``.
+        """Rescale weights so that BatchNorm's inputs have the standard deviation ``Method.scale``, see ``unit_scale.rescaled``.
 
         If torch.fx cannot trace the network, log a warning and change nothing.
         """

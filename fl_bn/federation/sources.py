@@ -124,11 +124,14 @@ class SampleSource:
         return torch_seed(seed, inputs_like(round.model).device)
 
     def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]]:
-        """Return a function that computes the gradient over all samples."""
+        """Return a function that computes the gradient of the mean loss over all samples, see ``sources.full_gradient``."""
         return full_gradient(round, self.samples, self.task)
 
     def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the client's weight in averages, in samples, and the mean loss. If the round only measured: all its samples."""
+        """Return the numbers for the client's reply: its weight in averages as a number of samples, and the mean loss.
+
+        In a round that only measures, the weight is the number of all its samples.
+        """
         n = len(self.samples)
         if not round.trains:
             return Outcome(n)

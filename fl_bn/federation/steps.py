@@ -15,10 +15,10 @@ OWN_LOOP = "or write a loop of your own (docs/how-to/loop.md)"
 
 
 def check_optimizer_steps(optimizer: Optimizer, model: nn.Module) -> None:
-    """Check that ``optimizer`` can step after every batch. Warn of a scheduler that nobody steps.
+    """Check that ``optimizer`` can step after every batch. Warn if it has a scheduler, which ``Federation`` does not step.
 
     Args:
-        optimizer: One that the user's function made of the parameters of ``model``.
+        optimizer: The optimiser that the user's function made for the parameters of ``model``.
         model: The network.
 
     Raises:
@@ -33,7 +33,7 @@ def check_optimizer_steps(optimizer: Optimizer, model: nn.Module) -> None:
         sparse = {id(p) for module in model.modules() if getattr(module, "sparse", False) for p in module.parameters(recurse=False)}
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if dense := [name for name, p in model.named_parameters() if id(p) in mine - sparse]:
-            raise ValueError(f"optimizer makes {kind}, which takes sparse gradients alone, but that of {dense[0]} is dense: take Adam")
+            raise ValueError(f"optimizer makes {kind}, which needs sparse gradients, but the gradient of {dense[0]} is dense: take Adam")
     if any("initial_lr" in group for group in optimizer.param_groups):
         LOGGER.warning(
             "optimizer makes a scheduler of %s, too, which Federation does not step: give it as scheduler=..., or the rate stays at %.3g",
@@ -56,7 +56,7 @@ def check_scheduler_steps(scheduler: LRScheduler) -> None:
 
 
 def _needed(steps: Any) -> str:
-    """Return the arguments without a default value of ``steps.step``, in words. Empty if there are none."""
+    """Return, in words, the arguments that ``steps.step`` requires. Empty if there are none."""
     _, *parameters = inspect.signature(type(steps).step).parameters.values()  # the class's: a scheduler wraps its optimiser's own
     named = [one.name for one in parameters if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     return f"arguments ({', '.join(named)})" if len(named) > 1 else f"a {named[0]}" if named else ""

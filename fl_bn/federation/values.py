@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Instruction:
-    """Tell every client of a cohort what to do.
+    """Hold the server's instruction to the clients of a cohort: what to do in a round, and with which tensors.
 
     Attributes:
         round: The round, from 1.

@@ -31,7 +31,7 @@ def federation(model: nn.Module | None = None, x: Callable[[], Tensor] = lambda:
             r"optimizer makes LBFGS, whose step needs a closure, but Federation calls step\(\) once per batch: take SGD",
         ),
         ({"optimizer": per_client([SGD, LBFGS])}, "optimizer makes LBFGS, whose step needs a closure"),
-        ({"optimizer": SparseAdam}, "optimizer makes SparseAdam, which takes sparse gradients alone, but that of 0.weight is dense"),
+        ({"optimizer": SparseAdam}, "optimizer makes SparseAdam, which needs sparse gradients, but the gradient of 0.weight is dense"),
         ({"scheduler": ReduceLROnPlateau}, "scheduler makes ReduceLROnPlateau, whose step needs a metrics, but .* such as StepLR"),
         ({"scheduler": per_client([None, ReduceLROnPlateau])}, "scheduler makes ReduceLROnPlateau"),
     ],

@@ -75,7 +75,10 @@ def of_fixbn(reply: Reply) -> Reply:
 
 
 NO_REPLY: dict[str, tuple[Callable[[Reply], Any], str]] = {
-    "weight=-32": (lambda r: replace(r, weight=-32), "metrics/weight: expected a whole number 1..16, its samples, but got -32"),
+    "weight=-32": (
+        lambda r: replace(r, weight=-32),
+        "metrics/weight: expected a whole number 1..16, the number of its samples, but got -32",
+    ),
     "weight=10**30": (lambda r: replace(r, weight=10**30), "metrics/weight: expected a whole number 1..16"),
     "weight=nan": (lambda r: replace(r, weight=float("nan")), "metrics/weight: expected a whole number 1..16"),  # type: ignore[arg-type]
     "samples=-5": (lambda r: replace(r, samples=-5, weight=-5), "metrics/samples: expected a whole number >= 0"),

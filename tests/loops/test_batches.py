@@ -346,7 +346,7 @@ def test_samples_are_a_whole_number(wrong: Any) -> None:
     method = methods.fedavg()
     with local_round(convert(net(), method), method, server_state(net(), method, rounds=2).instruction()) as round:
         plain(round, *clients()[0])
-    with pytest.raises(ValueError, match=r"samples must be a whole number, such as samples=40, but got samples=.*: give int\("):
+    with pytest.raises(ValueError, match=r"samples must be a whole number, such as samples=40, but got samples=.*: convert it by int\("):
         round.reply(samples=wrong)
     with pytest.raises(ValueError, match="client must be a whole number"):
         round.reply(samples=16, client=wrong)

@@ -264,7 +264,7 @@ def test_no_method_is_missed() -> None:
 def test_other_refusals() -> None:
     with pytest.raises(NotAdaptable, match="single shares no tensor"):
         Adaptation(network(), METHODS["single"](), Known({}))
-    with pytest.raises(NotAdaptable, match="nearest: fedavg shares all tensors of BatchNorm, so no client has its own ones"):
+    with pytest.raises(NotAdaptable, match="nearest: fedavg shares all tensors of BatchNorm, so no client keeps any that"):
         adaptation("fedavg").adapt(NEAREST, OWN.x)
     with pytest.raises(ValueError, match="how to adapt must be one of average-affine, recompute, nearest, test-batch, but got 'guess'"):
         adaptation().adapt("guess", OWN.x)

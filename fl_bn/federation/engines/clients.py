@@ -163,7 +163,7 @@ class LoaderSource:
 
     @property
     def samples(self) -> Samples:
-        """Return the samples from which ``SeededBatches`` draws. Other loaders have none."""
+        """Return the samples from which the loader draws its batches. The loader must be ``SeededBatches``."""
         assert isinstance(self.loader, SeededBatches)
         return self.loader.samples
 
@@ -216,11 +216,15 @@ class LoaderSource:
         handle.remove()
 
     def full_gradient(self, round: LocalRound) -> Callable[[], dict[str, Tensor]] | None:
-        """Return None: there is no such function, since SCAFFOLD's option 1 would need a further pass over the loader."""
+        """Return None: this source does not compute the gradient over all samples, which only SCAFFOLD's option 1 needs."""
         return None
 
     def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
-        """Return the number of samples per epoch, and the mean loss. If the loader gave no batch, the number is 0."""
+        """Return the numbers for the client's reply: the samples of one epoch, the mean loss, and the batches left out.
+
+        The number of samples is 0 if the loader gave no batch. In a round that only measures, it is the number of
+        measured samples.
+        """
         if not round.trains:
             return Outcome(round.measured_samples)
         assert isinstance(batches, Trainable)

@@ -67,7 +67,7 @@ class LocalTransport(Transport):
 
     @contextmanager
     def serving(self, rounds: int, start: Start = FROM_THE_START) -> Iterator[None]:
-        """Prepare for a run of ``rounds`` rounds inside the ``with`` block, and start worker processes if they are wanted."""
+        """Prepare for a run of ``rounds`` rounds in the ``with`` block, and start the worker processes if ``workers`` is above 1."""
         self._rounds = rounds
         if start.round == 1:
             self.kept = [replace(kept, round=0) for kept in self.kept]  # the state of an earlier run counts as from before round 1
@@ -182,7 +182,7 @@ class LocalTransport(Transport):
         return own
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Note in the kept state of each client of the cohort whether the server used its reply."""
+        """Record in the kept state of each client of the cohort whether the server used its reply."""
         counted = {client.client for client in self.server.record.accepted if changed}
         for client in self.cohort(number):
             self.kept[client] = replace(self.kept[client], counted=client in counted)
@@ -284,7 +284,10 @@ class LocalTransport(Transport):
 
 
 def _in_turns(session: Session, clients: Sequence[int], work: Callable[[int, Callable[[int], LocalExchange]], Reply]) -> list[Reply]:
-    """Return the result of ``work(client, connect)`` for each client. They take turns and exchange in ``session``."""
+    """Call ``work(client, connect)`` for each client, one client at a time, and return the replies in order.
+
+    A client runs until it waits for the others in the exchange of ``session``, or is finished. Then the next one runs.
+    """
     tokens = turns.admit(session)
 
     def one(client: int) -> Reply:

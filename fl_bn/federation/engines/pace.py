@@ -32,8 +32,8 @@ class Pace:
     def worth_it(self, round: int) -> bool:
         """Tell whether worker processes save more time than they cost, if they compute the rounds from ``round`` on.
 
-        They cost the time of their start, and the time to load the data and build the network. The latter is
-        taken as the time by which the first round was slower than later rounds.
+        They cost the time to start, to load the data, and to build the network. The last two are estimated from the
+        first round: the time by which it was slower than later rounds. False until ``WATCHED`` rounds were timed.
         """
         before = [seconds for number, seconds in sorted(self.seconds.items()) if number < round]
         if self.workers < 2 or len(before) < WATCHED:

@@ -35,8 +35,8 @@ def can_move(clients: Clients) -> bool:
     """Tell whether worker processes can compute the clients with the same effects as this process.
 
     A user's own code may change variables, and changes in a worker process are lost. So the tasks must be fl-bn's. The
-    loaders must be ``SeededBatches``, or DataLoaders of a TensorDataset with ``num_workers=0``. The clients must train on
-    a CPU, and their data must not exceed ``MOST_BYTES``.
+    loaders must be ``SeededBatches``, or DataLoaders of a TensorDataset with ``num_workers=0`` and torch's own
+    ``collate_fn``. The clients must train on a CPU, and their data must not exceed ``MOST_BYTES``.
     """
     if clients.device.type != "cpu" or not all(is_ours(own.task) for own in clients.own):
         return False

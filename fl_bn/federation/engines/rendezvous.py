@@ -1,4 +1,7 @@
-"""Compute clients' rounds together although each client calls for its own: each call waits until all have called."""
+"""Compute the rounds of several clients together, although each client's code asks only for its own round.
+
+Each request waits until all clients have made theirs. One vectorised program then computes all rounds.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ class VmapRendezvous:
             self._last(Turns.current()[1])
 
     def _last(self, index: int) -> bool:
-        """Note that task ``index`` has called ``round`` or ended. If it is the last task, compute all rounds, and return True."""
+        """Record that task ``index`` has called ``round`` or ended. If it is the last task, compute all rounds, and return True."""
         if index not in self._awaited:
             return False
         self._awaited.discard(index)
@@ -97,7 +100,9 @@ class VmapRendezvous:
         try:
             sources = [cast(SampleSource, member.source) for member in members]
             if any((one.seed, one.task, one.tells_drift) != (sources[0].seed, sources[0].task, sources[0].tells_drift) for one in sources):
-                raise CannotVectorise("all clients of a cohort need the same seed, task and tells_drift, but theirs differ")
+                raise CannotVectorise(
+                    "all clients of a cohort need the same seed and task, and all or none must report the drift of statistics"
+                )
             results = client_rounds(members, AsOneProgram())
         except CannotVectorise as reason:
             self._fallback.say(reason)

@@ -221,7 +221,8 @@ def train_together(
         rounds: The clients' rounds.
         batches: The batches of each client.
         task: Reads a batch and computes its loss.
-        optimizer: Makes the optimiser of the first round. It then steps the stacked parameters of all clients.
+        optimizer: Makes an optimiser for one round. It is called once, with the round that has most batches. The
+            optimiser then steps the stacked parameters of all clients.
         scheduler: Makes the scheduler of the learning rate, or returns None.
         device: The device of the stack. Default: the device of the networks.
 
@@ -331,7 +332,10 @@ class _Training:
 
     @contextmanager
     def _exchanging(self, now: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """In FedTAN's first local step, normalise with the statistics of all clients' batches together, in the ``with`` block."""
+        """Let BatchNorm normalise with the statistics of all clients' batches together, in FedTAN's first local step.
+
+        This holds inside the ``with`` block. In other steps and phases, the block changes nothing.
+        """
         if self.first.phase is not Phase.EXCHANGE or self.number > 0:
             yield
             return
