@@ -82,7 +82,7 @@ def test_a_site_s_policy_bounds_its_evaluations(federation: Federation) -> None:
 
 
 def supernode(
-    federation: Federation, folder: Path, *options: str, isolation: str = "process", wait: float = WAIT
+    federation: Federation, folder: Path, *options: str, isolation: str = "process", wait: float = WAIT, port: int = 0
 ) -> tuple[int | None, str]:
     """A node of one's own: its exit code (None: it still tried when it was ended, after ``wait`` s), and what it said."""
     argv = ["flower-supernode", "--superlink", f"127.0.0.1:{federation.fleet}", "--max-retries", "2", "--isolation", isolation]
@@ -94,7 +94,7 @@ def supernode(
                 str(Path(sys.executable).with_name(argv[0])),
                 *argv[1:],
                 "--clientappio-api-address",
-                f"127.0.0.1:{free_ports(1)[0]}",
+                f"127.0.0.1:{port or free_ports(1)[0]}",
                 *options,
             ],
             stdout=target,
@@ -135,8 +135,13 @@ def test_strangers_are_refused(federation: Federation, tmp_path: Path) -> None:
         "that trusts another CA": ((*other, *own_key), ("CERTIFICATE_VERIFY_FAILED", "certificate")),
         "in plaintext": (("--insecure",), ("details =",)),
     }
-    for name, (options, words) in cases.items():
-        code, out = supernode(federation, tmp_path / name.replace(" ", "-"), *options)
+    with ThreadPoolExecutor(len(cases)) as pool:  # they mostly wait
+        tried = {
+            name: pool.submit(supernode, federation, tmp_path / name.replace(" ", "-"), *options, port=port)
+            for (name, (options, _)), port in zip(cases.items(), free_ports(len(cases)), strict=True)
+        }
+    for name, (_, words) in cases.items():
+        code, out = tried[name].result()
         print(f"node {name}: exit code {code}: {said(out, *words)}")
         assert "SuperNode ID" not in out
         assert code != 0
