@@ -1,4 +1,4 @@
-"""Which test files take longest, and which tests must run alone."""
+"""List the test files that take longest, the tests that count as slow, and the tests that must run alone."""
 
 from __future__ import annotations
 
@@ -255,12 +255,12 @@ PLACES = {file: place for place, file in enumerate(LONGEST)}
 
 
 def place(nodeid: str) -> int:
-    """Return where the test's file stands among ``LONGEST``; the others are all behind."""
+    """Return the position of the test's file in ``LONGEST``; files that are not listed share the position after the last one."""
     return PLACES.get(nodeid.partition("::")[0], len(PLACES))
 
 
 def long(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests that are slow ones by the tables ``LONG``, ``ENOUGH`` and ``EVERY_THIRD``."""
+    """Return the tests that the tables ``LONG``, ``ENOUGH`` and ``EVERY_THIRD`` declare to be slow."""
     seen = Counter[str]()
     found = []
     for item in items:
@@ -273,17 +273,17 @@ def long(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def alone(item: pytest.Item) -> bool:
-    """Return whether a test runs with no other beside it: Ray, containers, and the slow ones of ``ALONE``."""
+    """Return whether no other test may run at the same time: tests with Ray or containers, and slow tests in ``ALONE``."""
     if any(item.get_closest_marker(mark) for mark in ("ray", "docker")):
         return True
     return item.nodeid.startswith(ALONE) and item.get_closest_marker("slow") is not None
 
 
 def common_first(methods: Iterable[str]) -> list[Any]:
-    """Return the methods as cases of ``parametrize``, all but the common ones as slow tests."""
+    """Return the methods as cases of ``parametrize``. Methods that are not in ``COMMON`` become slow tests."""
     return [name if name in COMMON else slow(name) for name in methods]
 
 
 def slow(*values: Any) -> Any:
-    """Return a case of ``parametrize`` as a slow test."""
+    """Return a case of ``parametrize`` that is marked as slow; ``values`` are its parameters."""
     return pytest.param(*values, marks=pytest.mark.slow)

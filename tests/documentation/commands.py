@@ -1,4 +1,4 @@
-"""Shell commands in the pages, checked without running them: the program is there, takes the options, and the run config is valid."""
+"""Check the shell commands of the pages without running them: the program exists, has the options, and the run config is valid."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ OPERATORS = {"&&", "||", "|", ";", "&"}
 
 
 class Incomplete(AssertionError):
-    """A command lacks an argument that it must have."""
+    """Report that a command lacks an argument which it requires."""
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of every command of a shell text. A command goes on over lines as far as its quotes do."""
+    """Split a shell text into commands; yield the words of each. A command may span lines inside a quotation or after a backslash."""
     pending = ""
     for line in text.replace("\\\n", " ").splitlines():
         pending = f"{pending}\n{line}" if pending else line
@@ -54,7 +54,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def _bare(words: list[str]) -> list[str]:
-    """Without settings of the environment, ``sudo -u USER`` and redirections."""
+    """Return the command without leading variable assignments, ``sudo -u USER`` and redirections."""
     while words and re.fullmatch(r"\w+=\S*", words[0]):
         words = words[1:]
     if words[:2] == ["sudo", "-u"]:
@@ -63,13 +63,17 @@ def _bare(words: list[str]) -> list[str]:
 
 
 def check(words: list[str]) -> None:
-    """Raise AssertionError where the command could not be run as it stands."""
+    """Check one command, given as its words.
+
+    Raises:
+        AssertionError: The command could not be run as it is written.
+    """
     program, *arguments = words
     program = program.rsplit("/", 1)[-1]
     if program in CHECKS:
         CHECKS[program](arguments)
     elif program not in SYSTEM and program not in (".", "start.sh", "run.sh", "run"):
-        raise AssertionError(f"{program!r} is no program that the pages may use: {shlex.join(words)}")
+        raise AssertionError(f"{program!r} is not a program that the pages may use: {shlex.join(words)}")
 
 
 def _fl_bn(arguments: list[str]) -> None:
