@@ -9,9 +9,9 @@ An older version, in a checkout of its own, writes the cells of the table's last
 
 A cell is one ``Federation`` in plain torch on scikit-learn's digits, with its default optimiser: nothing is tuned.
 Under *features*, every site has all digits, seen through a camera of its own. Under *two classes*, every site has two
-digits, and all cameras are alike. Under *both*, every site has two digits, seen through its own camera. Every site's
-own model (``client_model``) is tested under the site's own camera, on the test digits of all classes and on those of
-the site's two classes.
+digits, and all cameras are alike. Under *both*, every site has two digits, seen through its own camera. A camera is a
+change of the images: none, inverted, darker, noisy or blurred. Every site's own model (``client_model``) is tested
+under the site's own camera, on the test digits of all classes and on those of the site's own classes.
 
 The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again.
 ``at_freeze`` is the accuracy on all classes after half of the rounds, where FixBN freezes; ``lowest`` is the lowest

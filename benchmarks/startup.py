@@ -57,7 +57,7 @@ def first_round(tree: Path, folder: Path, name: str) -> float:
     rounds = folder / name / "rounds.jsonl"
     while not (rounds.exists() and rounds.stat().st_size):
         if process.poll() is not None:
-            raise RuntimeError(f"fl-bn run ended with {process.returncode} before its first round")
+            raise RuntimeError(f"fl-bn run ended with exit status {process.returncode} before its first round")
         time.sleep(0.005)
     took = time.perf_counter() - begin
     process.kill()

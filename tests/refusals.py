@@ -1,4 +1,4 @@
-"""Check the errors with which fl-bn refuses wrong input, by their fields. Only one test of each door checks the whole text."""
+"""Check the errors with which fl-bn refuses wrong input, by their fields. Only one test of each user interface checks the whole text."""
 
 from __future__ import annotations
 

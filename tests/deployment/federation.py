@@ -248,7 +248,7 @@ class Federation:
 
 
 def in_process(config: Mapping[str, Any], folder: Path) -> Path:
-    """Make the same run in this process, in the folder ``folder``; return its run directory."""
+    """Run ``config`` in this process, for comparison with the deployed run; write into ``folder``, and return the run directory."""
     shutil.rmtree(folder, ignore_errors=True)
     path = run_in_process({**config, "output": str(folder), "device": "cpu", "resume": ""})
     assert path is not None

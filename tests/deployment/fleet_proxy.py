@@ -21,9 +21,9 @@ class FleetProxy(grpc.GenericRpcHandler):
 
     Attributes:
         trees: Id of a message -> the ids of the objects in its answer.
-        objects: Id of an object -> its bytes, for the objects that were sent.
-        pushed: The bytes of each object, in the order sent.
-        requests: The bytes of each request that carried answers or objects, with protobuf's framing.
+        objects: Id of an object -> its size in bytes, for the objects that were sent.
+        pushed: The size in bytes of each object, in the order sent.
+        requests: The size in bytes of each request that carried answers or objects, with protobuf's framing.
 
     Args:
         server: The server's folder of the kit, which has the certificate that the proxy presents.

@@ -95,7 +95,7 @@ def reissue(kit: Path, hosts: Sequence[str], begins: float = -1, ends: float = 1
 
 @contextlib.contextmanager
 def serving(listening: socket.socket, server: Path | None) -> Iterator[int]:
-    """Accept connections on ``listening`` inside the block, make a TLS handshake, and close them.
+    """Accept connections on ``listening`` inside the block, make a TLS handshake, and close them; yield the port.
 
     ``server`` is the folder with the certificate and the key. None: the answer is plain text, without TLS.
     """

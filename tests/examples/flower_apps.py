@@ -164,7 +164,7 @@ def run(name: str, app: Path, folder: Path, rounds: int = 2, **config: Any) -> R
 
 
 def with_method(name: str, method: str, folder: Path) -> Path:
-    """Copy the converted app into ``folder``, and change its method; return the folder."""
+    """Copy the converted app ``name`` into ``folder``, and change its method to ``method``; return the folder."""
     own = METHOD[name]
     shutil.copytree(APPS / name / "after", folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in folder.rglob("*.py"):

@@ -60,7 +60,7 @@ class Strike:
 
     Attributes:
         signal: The signal, such as SIGKILL.
-        where: ``forward`` or ``backward``: before an exchange of that pass; ``step``: at the begin of a local step.
+        where: ``forward`` or ``backward``: before an exchange of that pass; ``step``: at the beginning of a local step.
         number: The number of the exchange or of the step in the round, from 0.
     """
 

@@ -1,4 +1,4 @@
-"""A Flower app as a user may write it, with its own config, metrics and records, for the tests of door 3."""
+"""A Flower app as a user may write it, with its own config, metrics and records, for the tests of ``OwnAppStrategy``."""
 
 from __future__ import annotations
 

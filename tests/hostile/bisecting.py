@@ -77,7 +77,7 @@ class Bisecting:
         return float(records.get("fl-bn/metrics", records.get("metrics"))[number])  # type: ignore[arg-type,index]
 
     def bisect(self, node: int, number: str, of: Sequence[float], rounds: int = 22) -> list[tuple[float, float]]:
-        """For each share in ``of``, return the interval of thresholds in which the metric ``number`` falls below the share.
+        """Return, for each share in ``of``, the interval of thresholds in which the metric ``number`` falls below the share.
 
         Each interval contains the feature of one sample.
         """

@@ -84,7 +84,7 @@ class Ran:
 
 
 def lied(node: int | Collection[int], spoil: Spoil, name: str = "fbn", rounds: int = 2, **options: Any) -> Ran:
-    """Run the app; one ``node``, or several, lie."""
+    """Run the app for ``rounds`` rounds, in which one ``node``, or several, lie."""
     ran = Ran.__new__(Ran)
     ran.records, ran.trajectory = [], []
     strategy = OwnAppStrategy(net(), METHODS[name](), callbacks=[Kept(ran.records)], **options)

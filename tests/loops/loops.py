@@ -1,4 +1,4 @@
-"""Run a federation around a user's own training loop, in plain torch (door 2) and in a Flower app (door 3)."""
+"""Run a federation around a user's own training loop, in plain torch (``local_round``) and in a Flower app (``training``)."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ DOORS = {"own loop": door_2, "flower": door_3}
 
 
 def cells(methods: Iterable[str], loops: Iterable[Loop], quick: Loop) -> list[Any]:
-    """Return test cases: every method with every loop through both doors. Through Flower, all loops but ``quick`` are slow tests."""
+    """Return test cases: every method with every loop, in plain torch and in a Flower app.
+
+    In the Flower app, all loops but ``quick`` are slow tests.
+    """
     return [
         pytest.param(method, loop, door, id=f"{method}-{loop.__name__}-{door}", marks=[pytest.mark.slow] if slow else [])
         for method in methods

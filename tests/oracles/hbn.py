@@ -43,7 +43,8 @@ def forward(x: Array, μ_g: Array, σ2_g: Array, p: Array, γ: Array, β: Array,
 def global_statistics(μ_g: Array, σ2_g: Array, data: list[Array], λ: float) -> tuple[Array, Array]:
     """Return the new global statistics by equations 8 and 11.
 
-    The means and variances of each client's data (m_i, C) are merged without bias, and added to the global statistics with weight λ.
+    The means and variances of each client's data (m_i, C) are merged without bias. The old global statistics have weight 1 - λ, the merged
+    ones λ.
     """
     m, μ_i, σ2_i = [], [], []
     for x in data:  # every client

@@ -1,6 +1,6 @@
 """HBN's layer in training (equations 9 and 10) in plain torch operations: autograd computes the gradient, also through the batch's moments.
 
-The layer itself was computed so, until its gradient was derived by hand for the fused kernels.
+The layer itself was computed in this way, until its gradient was derived by hand for the fused kernels.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def runs(experiment: Experiment, folder: Path, data: str, accuracy: dict[str, fl
 
 
 def kept(experiment: Experiment, tmp_path: Path, accuracy: dict[str, float], out: str = "out", variant: str = VARIANT) -> Path:
-    """Write finished runs, and write their results to the file of committed results; return the folder of this file's ``results``."""
+    """Write finished runs, and write their results to the file of committed results; return the folder that has ``results``."""
     place = tmp_path / f"runs-{out}-{variant}"
     runs(experiment, place, "/somewhere", accuracy, variant)
     compact(experiment, variant, place, "/somewhere", tmp_path / out)
