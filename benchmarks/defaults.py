@@ -3,7 +3,7 @@
     python benchmarks/defaults.py --output benchmarks/results/defaults/grid.csv --data ../shared/data
     python benchmarks/defaults.py --table benchmarks/results/defaults
 
-A cell is one run: a choice of data, label split, method, local steps, rounds and seed. All other run-config keys have
+A cell is one run: a choice of data, kind of skew, method, local steps, rounds and seed. All other run-config keys have
 their defaults. The file has one line per cell, written as soon as the cell is done. Cells that are in the file are not
 run again. The most informative cells come first. Centralised training is run once for all label splits, which differ
 only in which client has which sample.

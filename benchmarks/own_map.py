@@ -8,8 +8,8 @@ their own, and scored on validation samples. These are a fifth of every client's
 best rate is then run with three other seeds on all training data, and tested on the test data.
 
 The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again. The
-cells of FixBN come after those of all other methods. In both parts, the rates and the first seed come before the
-other seeds. ``accuracy`` is in percent after the last round, ``halfway`` after half of the rounds; ``seconds`` is processor time.
+cells of FixBN come after those of all other methods. Within both groups, the cells that try rates and those of the first
+seed come before the other seeds. ``accuracy`` is in percent after the last round, ``halfway`` after half of the rounds; ``seconds`` is processor time.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def _beside(regime: Regime, plain: bool, others: str) -> str:
 
 
 def _read(found: Sequence[Regime]) -> list[str]:
-    """Return sentences for below the table: how many rounds, seeds, methods and rates were run, and what is not run yet."""
+    """Return the sentences below the table: how many rounds, seeds, methods and rates were run, and what is not run yet."""
     methods = [name for name in METHODS if any(name in regime.methods for regime in found)]
     missing = [name for name in METHODS if name not in methods]
     open_ = len(REGIMES) - len(found)

@@ -53,9 +53,9 @@ def mixed(rows: np.ndarray, f: int) -> np.ndarray:
 
 
 def of_mixed_means(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """Mix means and variances by NNM first, then take the deviations of the mixed means.
+    """Mix the means and the variances by NNM, and aggregate the mixed ones as ``of_deviations`` does.
 
-    The mixed means lie closer together than the clients' means.
+    The estimate is too small, because the mixed means lie closer together than the clients' means.
     """
     return of_deviations(rule, mixed(means, f), mixed(variances, f), f)
 

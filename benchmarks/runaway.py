@@ -1,4 +1,4 @@
-"""Measure whether the scale of activations runs away: HBN and FBN, over data, local steps and learning rates.
+"""Measure whether the scale of activations keeps growing: HBN and FBN, over data, local steps and learning rates.
 
     python benchmarks/runaway.py --output benchmarks/results/runaway/after.csv --data ../shared/data
     python benchmarks/runaway.py --table benchmarks/results/runaway        # before.csv and after.csv as one table

@@ -38,7 +38,10 @@ class Newest:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the environment variables of commands. Of Flower's variables, only those for its folder, ports and telemetry are set."""
+        """Return the environment variables of commands: this environment's programs and wheels, and Flower's own folder and ports.
+
+        No variable ``FLWR_DISABLE...`` may be set, because it would change how Flower works.
+        """
         own = {
             "PATH": os.pathsep.join([str(self.folder / "env/bin"), os.environ["PATH"]]),
             "FLWR_HOME": str(self.folder / "home"),
