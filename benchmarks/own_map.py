@@ -9,7 +9,10 @@ best rate is then run with three other seeds on all training data, and tested on
 
 The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again. The
 cells of FixBN come after those of all other methods. Within both groups, the cells that try rates and those of the first
-seed come before the other seeds. ``accuracy`` is in percent after the last round, ``halfway`` after half of the rounds; ``seconds`` is processor time.
+seed come before the other seeds.
+
+Columns: ``accuracy`` is in percent after the last round, ``halfway`` after half of the rounds; ``seconds`` is processor
+time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A user's own server optimiser: SGD with two factors.
+"""A user's own server optimiser: SGD whose options are a learning rate (``share``) and a momentum.
 
 ``tests/experiment/test_options.py`` copies this file into a package.
 """
