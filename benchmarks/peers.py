@@ -41,7 +41,7 @@ OURS, OURS_WORKERS, OURS_VECTORISED = "fl-bn, as it is by default with workers=1
 PFL, RAY, RAY_NEWEST = "pfl-research 0.6.0", "Flower's FedAvg on Ray, pinned", "Flower's FedAvg on Ray, newest"
 
 Case = dict[str, Any]
-"""What is to be computed: ``network``, ``steps``, ``batch``, ``rounds`` and ``file``, the samples."""
+"""One federation to time: its ``network``, ``steps`` per round, ``batch`` size, number of ``rounds``, and ``file`` of samples."""
 
 
 def make(file: Path, pixels: int, samples: int) -> None:

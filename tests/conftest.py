@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fl_bn.federation.local import Samples
 
 WHOLE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(ray|slow|docker|newest)\b", re.MULTILINE)
-"""A file whose tests all have that mark."""
+"""Matches a test file whose tests all have one of these marks."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

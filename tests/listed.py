@@ -16,7 +16,7 @@ import pytest
 Ids = Callable[[Any], object] | Iterable[str] | None
 PARAM = type(pytest.param())
 CHOSEN: list[str] = []
-"""What ``pytest --case TEXT`` asks for: of every list the cases with TEXT in their name, and no others."""
+"""The texts given by ``pytest --case TEXT``. Of every list, only cases run that have one of them in their name; empty: all cases."""
 
 
 def listed(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) -> Callable[..., Any]:

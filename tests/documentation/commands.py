@@ -22,7 +22,7 @@ SYSTEM = {
     *("apt-get", "cd", "chown", "cp", "docker", "docker-compose", "git", "journalctl", "mypy", "ray", "ruff", "systemctl", "tensorboard"),
     *("flower-simulation", "flower-superlink", "flower-supernode", "mlflow", "openssl", "sh", "useradd", "wandb"),
 }
-"""Programs of others, whose options are theirs."""
+"""Programs that are not part of fl-bn. Their options are not checked."""
 OPERATORS = {"&&", "||", "|", ";", "&"}
 
 

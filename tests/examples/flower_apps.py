@@ -30,7 +30,7 @@ STRATEGY = {"fbn": "FBN", "fixbn": "FixBN", "fedavg": "FedAvgBN"}
 CLIENTS = {"quickstart-pytorch": 3, "advanced-pytorch": 3, "quickstart-monai": 2, "fedbn": 5, "niid_bench": 3}
 STRATEGIES = ("FedAvg", "CustomFedAvg", *STRATEGY.values())  # the names in server_app.py
 EVALUATION = {"quickstart-pytorch": "global_evaluate", "advanced-pytorch": "get_global_evaluate_fn"}
-"""The server's function that the app gives as evaluate_fn, or that makes it."""
+"""App -> the function that it passes to Flower as ``evaluate_fn``, or (``get_...``) the function that makes it."""
 
 
 class NotingGrid(WatchedGrid):

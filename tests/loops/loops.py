@@ -27,7 +27,7 @@ from tests.noted import noted
 RATE = 0.1
 Batch = tuple[Any, Tensor]
 Loop = Callable[[Any, Any, Tensor], None]
-"""``loop(round, x, y)`` trains ``round.model`` on one batch: what stands inside the ``with`` block."""
+"""``loop(round, x, y)`` trains ``round.model`` on one batch, inside the ``with`` block of ``local_round`` or ``training``."""
 
 
 def step(model: Callable[..., Tensor], own: nn.Module, x: Any, y: Tensor) -> None:

@@ -29,7 +29,7 @@ from tests.local import train
 from tests.methods.centralised import ONE_STEP, RATE
 
 Alter = Callable[[Key, float, float, Answer], Answer]
-"""``(key, p_i, s_i, answer)``, with the client's share of the samples and of the values per channel."""
+"""A function of ``(key, p_i, s_i, answer)``. p_i is the client's share of the samples, s_i its share of the values per channel."""
 Train = Callable[[int, Exchange], None]
 CPU = torch.device("cpu")
 
