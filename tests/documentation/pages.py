@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 COPIED = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", *sorted(ROOT.glob("[be]*/README.md")))]
 PAGES = [ROOT / "README.md", *SITE, *COPIED, *sorted((ROOT / "deploy").rglob("*.md"))]
-"""All pages of the site except the tables of results."""
+"""All pages of the site except the tables of results; also the README and the pages in deploy/."""
 GIVEN = re.compile(r"<!-- given: (.*?) -->")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
