@@ -73,7 +73,7 @@ def check(words: list[str]) -> None:
     if program in CHECKS:
         CHECKS[program](arguments)
     elif program not in SYSTEM and program not in (".", "start.sh", "run.sh", "run"):
-        raise AssertionError(f"{program!r} is not a program that the pages may use: {shlex.join(words)}")
+        raise AssertionError(f"{program!r} is no program that the pages may use: {shlex.join(words)}")
 
 
 def _fl_bn(arguments: list[str]) -> None:
