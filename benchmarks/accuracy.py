@@ -51,12 +51,12 @@ def main(
     data: Annotated[Path, typer.Option(help="npz file with x_train, y_train, x_test, y_test")],
     seeds: int = 3,
     jobs: int = 2,
-    only: Annotated[str, typer.Option(help="one setting: " + ", ".join(SETTINGS))] = "",
-    methods: Annotated[str, typer.Option(help="separated by commas; default: the setting's")] = "",
-    work: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs/accuracy"),
-    results: Annotated[Path, typer.Option(help="folder of the tables")] = Path(__file__).parent / "results",
+    only: Annotated[str, typer.Option(help="the only setting to run, one of " + ", ".join(SETTINGS) + "; default: all")] = "",
+    methods: Annotated[str, typer.Option(help="the methods to run, separated by commas; default: those of each setting")] = "",
+    work: Annotated[Path, typer.Option(help="folder for the run directories")] = Path("runs/accuracy"),
+    results: Annotated[Path, typer.Option(help="folder for the tables and pictures")] = Path(__file__).parent / "results",
 ) -> None:
-    """Run the settings, and write their tables and pictures."""
+    """Train with every method in every setting, and write the tables and pictures of the results."""
     console = Console()
     for name, setting in SETTINGS.items():
         if only not in ("", name):

@@ -2,9 +2,9 @@
 
     python benchmarks/core_hours.py --data DATA         # writes experiments/results/cpu.json; some minutes on one core
 
-A few local steps of every distinct kind of round are timed and multiplied, as ``gpu.py`` does on a GPU. The times are
-processor time on one thread, which other programs hardly change. Rounds in which FedTAN exchanges statistics, and
-evaluations, are not counted.
+A few local steps are timed for each combination of data set, network, image size, method and batch size. The seconds
+per step are multiplied by the number of steps in the runs, as ``gpu.py`` does on a GPU. The times are processor time on
+one thread, which other programs hardly change. Evaluations and FedTAN's exchanges of statistics are not counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZE = Size(cohorts=(), steps=2, batch=0, timed=1, most=2)
 
 
 def shape_of(config: RunConfig) -> tuple[int, int, int, int]:
-    """Return classes, channels, side in pixels and samples of a run's data set."""
+    """Return the numbers of classes, of channels, of pixels per side and of training samples of a run's data set."""
     if config.dataset != "npz":
         classes, channels, side, samples = DATA[config.dataset.removesuffix("-pooled")]
         return classes, channels, side, 5 * config.samples_per_domain if config.samples_per_domain else samples
@@ -39,7 +39,7 @@ def shape_of(config: RunConfig) -> tuple[int, int, int, int]:
 
 
 def main(data: Annotated[str, typer.Option(help="the folder that experiments/evidence_data.py wrote")]) -> None:
-    """Time the claims without a run, and write their core hours."""
+    """Estimate the core hours of every claim that has no run yet, and write them to experiments/results/cpu.json."""
     torch.set_num_threads(1)
     spent: dict[tuple[object, ...], float] = {}
     hours: dict[str, float] = defaultdict(float)

@@ -3,9 +3,10 @@
     python benchmarks/defaults.py --output benchmarks/results/defaults/grid.csv --data ../shared/data
     python benchmarks/defaults.py --table benchmarks/results/defaults
 
-A cell is one run. All its keys but those of the axes are the run config's defaults. The file has one line per cell,
-written as soon as the cell is done. Cells that the file has are not run again. The most informative cells come first.
-Centralised training is run once for all label splits, which differ only in which client has which sample.
+A cell is one run: a choice of data, kind of skew, method, local steps, rounds and seed. All other run-config keys have
+their defaults. The file has one line per cell, written as soon as the cell is done. Cells that are in the file are not
+run again. The most informative cells come first. Centralised training is run once for all label splits, which differ
+only in which client has which sample.
 
 Columns: ``at_freeze`` is the accuracy after half of the rounds, where FixBN freezes; ``lowest`` is the lowest
 accuracy afterwards; ``seconds`` is processor time. ``growth`` tells how far standard deviations rise. In each evaluated
@@ -70,7 +71,7 @@ Row = dict[str, str]
 
 
 def cells() -> Iterator[Key]:
-    """Yield every cell once, in the order in which they are run."""
+    """Yield every cell once, in the order in which the cells are run: the most informative ones first."""
     others = [block for block in itertools.product(DATA, ROUNDS, STEPS, SEEDS) if block not in FIRST]
     for data, rounds, steps, seed in [*FIRST, *sorted(others, key=lambda block: (block[1] * block[2], block[3], block[0]))]:
         for methods in (LEADING, METHODS[len(LEADING) :]):
@@ -79,7 +80,12 @@ def cells() -> Iterator[Key]:
 
 
 def cell(key: Key, folder: str) -> dict[str, Any]:
-    """Run one cell; return its line."""
+    """Run one cell; return its line of the CSV file, column -> value.
+
+    Args:
+        key: The cell.
+        folder: The folder that has cifar10.npz.
+    """
     from fl_bn.run.assembly import limit_threads
     from fl_bn.run.config import RunConfig
 
@@ -100,7 +106,15 @@ def cell(key: Key, folder: str) -> dict[str, Any]:
 
 
 def shared(key: Key, done: dict[Key, Row]) -> dict[str, Any] | None:
-    """Return the line of a centralised cell that was run in another label split: training on all data is the same in each."""
+    """Copy the line of a centralised cell from another label split, since training on all data is the same in each split.
+
+    Args:
+        key: The cell.
+        done: The lines of the finished cells.
+
+    Returns:
+        The line. None if the cell is not centralised, if its split also shifts the images, or if no other split has run.
+    """
     if key[2] != CENTRALISED or "shifts" in REGIMES[key[1]]:
         return None
     alike = (done.get((key[0], regime, *key[2:])) for regime, keys in REGIMES.items() if "shifts" not in keys)
@@ -109,7 +123,11 @@ def shared(key: Key, done: dict[Key, Row]) -> dict[str, Any] | None:
 
 
 def _federated(config: Any) -> tuple[list[tuple[int, float]], float]:
-    """Run one federation. Return its curve, (round, accuracy in %) for each evaluated round, and its growth."""
+    """Run one federation.
+
+    Returns:
+        The curve, a pair (round, accuracy in %) for each evaluated round; and ``growth``, as the module defines it.
+    """
     from client_app.app import app
     from fl_bn.federation.aggregation import running_statistics
     from fl_bn.federation.callbacks import Callback
@@ -150,7 +168,7 @@ def _centralised(config: Any) -> tuple[list[tuple[int, float]], float]:
 
 
 def read(path: Path) -> dict[Key, Row]:
-    """Return cell -> line of a file; empty without a file."""
+    """Return the cells in a results file, each with its line; an empty dict if the file does not exist."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:
@@ -158,7 +176,7 @@ def read(path: Path) -> dict[Key, Row]:
 
 
 def key_of(row: Row) -> Key:
-    """Return the cell of a line."""
+    """Return the cell to which a line of the file belongs."""
     return row["data"], row["regime"], row["method"], int(row["steps"]), int(row["rounds"]), int(row["seed"])
 
 
@@ -177,14 +195,18 @@ def cost(key: Key, rows: dict[Key, Row]) -> float:
 
 
 def shown(values: list[float]) -> str:
-    """Format the mean and, if there are several values, the standard deviation."""
+    """Format accuracies as their mean and, of several, the standard deviation: ``81.3 (0.4)``; ``-`` if there are none."""
     if not values:
         return "-"
     return f"{mean(values):.1f} ({stdev(values):.1f})" if len(values) > 1 else f"{values[0]:.1f}"
 
 
 def table(rows: dict[Key, Row]) -> str:
-    """Return the results as Markdown: a summary, a block of tables per data set, rounds and steps, and the missing cells."""
+    """Return the results as Markdown.
+
+    The text has the summary, one table for each data set, number of rounds and number of local steps, and the missing cells
+    with their estimated core hours.
+    """
     lines = [summary(rows)]
     for data, rounds, steps in itertools.product(DATA, ROUNDS, STEPS):
         found = [row for key, row in rows.items() if (key[0], key[4], key[3]) == (data, rounds, steps)]
@@ -213,8 +235,10 @@ def table(rows: dict[Key, Row]) -> str:
 
 
 def summary(rows: dict[Key, Row]) -> str:
-    """Return as Markdown how many cells of each method are behind FedAvg, fall below their accuracy at the freeze, or
-    end at the accuracy of guessing.
+    """Return a Markdown table that counts, for each method, the cells with a poor accuracy.
+
+    Three counts are shown: cells that end more than ``MARGIN`` points behind FedAvg, cells that fall more than ``MARGIN``
+    points below their accuracy at the freeze, and cells that end within 5 points of the accuracy of guessing.
     """
     lines = [
         "# Every method as it is by default",
@@ -245,13 +269,13 @@ def summary(rows: dict[Key, Row]) -> str:
 
 
 def main(
-    output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
-    data: Annotated[str, typer.Option(help="folder of cifar10.npz")] = "../shared/data",
-    methods: Annotated[str, typer.Option(help="separated by commas")] = ",".join(METHODS),
+    output: Annotated[Path | None, typer.Option(help="CSV file of the results; missing cells are run and appended")] = None,
+    data: Annotated[str, typer.Option(help="folder that has cifar10.npz")] = "../shared/data",
+    methods: Annotated[str, typer.Option(help="methods to run, separated by commas")] = ",".join(METHODS),
     seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = float("inf"),
-    table_of: Annotated[Path | None, typer.Option("--table", help="folder of grid.csv: write table.md there")] = None,
+    table_of: Annotated[Path | None, typer.Option("--table", help="folder with grid.csv; table.md is written there")] = None,
 ) -> None:
-    """Run the cells that the file lacks, or write the table."""
+    """Run the cells that ``--output`` lacks, or write the tables of finished cells with ``--table``."""
     if table_of is not None:
         (table_of / "table.md").write_text(table(read(table_of / "grid.csv")))
     if output is None:

@@ -3,9 +3,9 @@ FedAvg.
 
     python benchmarks/exchange.py
 
-Latency is measured over loopback, with client processes that only exchange. Rounds are those of Flower's simulation
-on Ray with all clients at once, ResNet-20 and one torch thread per client. The profile says what the extra time of a
-round is spent on.
+Latency is measured over loopback, with client processes that only exchange. Rounds are timed in Flower's simulation
+on Ray, with ResNet-20, all clients at once and one torch thread per client. The profile divides the extra time of a
+round of FedTAN among its causes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,17 @@ WARM = 20
 
 
 def one_client(address: str, token: str, exchanges: int, together: Barrier, seconds: Queue[list[float]]) -> None:
-    """Exchange repeatedly as one client; put the list of the seconds of all exchanges into the queue."""
+    """Time the exchanges of one client; put the list of their seconds into the queue ``seconds``.
+
+    The first ``WARM`` exchanges are not in the list.
+
+    Args:
+        address: The address of the exchange service, ``HOST:PORT``.
+        token: The token of the client.
+        exchanges: The number of exchanges that are timed.
+        together: The barrier at which all clients wait before the first exchange.
+        seconds: The queue.
+    """
     torch.set_num_threads(1)
     values, key, taken = torch.ones(2 * CHANNELS), Key("layer", Quantity.MOMENTS), []
     together.wait()
@@ -56,7 +66,7 @@ def one_client(address: str, token: str, exchanges: int, together: Barrier, seco
 
 
 def latency(clients: int, exchanges: int) -> tuple[float, float]:
-    """Return the 50th and the 99th percentile of the time of one exchange in milliseconds."""
+    """Return the 50th and the 99th percentile of the time of one exchange of ``clients`` clients, in milliseconds."""
     spawn = multiprocessing.get_context("spawn")
     service = ExchangeService("127.0.0.1", 0, 8 * CHANNELS).start()
     session = Session(range(clients), {"layer": Layer(CHANNELS, torch.float32)})
@@ -73,7 +83,10 @@ def latency(clients: int, exchanges: int) -> tuple[float, float]:
 
 
 class Alone:
-    """Exchange with nobody, to measure the cost of the layer itself."""
+    """Stand in for the exchange: answer at once, without other clients.
+
+    A step with this exchange shows what FedTAN's layer costs, apart from the exchanges.
+    """
 
     batch = 32
     seconds = 0.0
@@ -88,7 +101,13 @@ class Alone:
 
 
 def step_milliseconds(model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[None]], repeats: int = 7) -> float:
-    """Return the median time of a training step on 32 images of 32 x 32 pixels, in milliseconds."""
+    """Return the median time of a forward and backward pass on 32 images of 32 x 32 pixels, in milliseconds.
+
+    Args:
+        model: The network.
+        context: Makes a context manager, in which each pass runs.
+        repeats: The number of passes that are timed.
+    """
     x, y = torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))
     model.train()
     taken = []
@@ -101,7 +120,13 @@ def step_milliseconds(model: nn.Module, context: Callable[[], contextlib.Abstrac
 
 
 def rounds_of(method: str, clients: int, rounds: int, schedule: str) -> tuple[float, float, int]:
-    """Run a method on Ray.
+    """Run a method in Flower's simulation on Ray.
+
+    Args:
+        method: The name of the method.
+        clients: The number of clients, all of which train in each round.
+        rounds: The number of rounds that are timed.
+        schedule: The value of the key ``fedtan-schedule``.
 
     Returns:
         The median seconds of a round, the median seconds that the longest-waiting client spent in exchanges, and the

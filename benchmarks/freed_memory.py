@@ -3,8 +3,8 @@ system.
 
     python benchmarks/freed_memory.py
 
-Every turn is a process of its own, because what an allocator does depends on its past. The two modes take turns. One
-thread.
+Each measurement is a process of its own with one thread, because an allocator's speed depends on earlier allocations.
+The two modes are measured alternately.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ CASES = (
 
 
 def turn(name: str, size: int, pixels: int) -> tuple[float, float, float]:
-    """Run one turn in this process.
+    """Time training steps of one network in this process.
+
+    Args:
+        name: The name of the network.
+        size: The batch size.
+        pixels: The side of the images in pixels.
 
     Returns:
         Milliseconds of processor time per step, page faults per step, and the peak memory in MB.
@@ -62,7 +67,7 @@ def turn(name: str, size: int, pixels: int) -> tuple[float, float, float]:
 def main(
     turns: Annotated[int, typer.Option(help="processes per mode and network; the table has their medians")] = 5,
     results: Path = Path(__file__).parent / "results" / "freed-memory.md",
-    only: Annotated[str, typer.Option(hidden=True, help="one turn: NAME,SIZE,PIXELS")] = "",
+    only: Annotated[str, typer.Option(hidden=True, help="time only this network, in this process: NAME,BATCH,PIXELS")] = "",
 ) -> None:
     """Time all networks, and write the table."""
     if only:

@@ -8,10 +8,11 @@ The data are random, with the shapes of the real data.
 
 - Numbers: two rounds of ``Federation`` in float64 are compared with the same rounds on the CPU, one client after the
   other.
-- Bits: two such runs in float32 are compared with each other.
-- Speed: only the clients' half of a round is timed: load the networks, make local steps, copy the replies to the CPU.
-- Hours: a few local steps are timed and multiplied; the other parts of a round are not counted. On a GPU the hours
-  are also written to experiments/results/gpu.json, for `fl-bn experiments evidence`.
+- Bits: two equal runs in float32 are compared bit by bit.
+- Speed: only the clients' part of a round is timed: load the networks, make local steps, copy the replies to the CPU.
+- Hours: the time of a few local steps is multiplied by the number of steps in the papers' runs. The other parts of a
+  round are not counted. On a GPU the hours are also written to experiments/results/gpu.json, for
+  `fl-bn experiments evidence`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,14 @@ COMPARED = ("fedavg", "gn", "hbn", "fbn")
 
 
 class Way(NamedTuple):
-    """Describe one way of training a cohort."""
+    """Describe one way of training a cohort.
+
+    Attributes:
+        engine: ``SEQUENTIAL``: one client after the other; ``VECTORISED``: all clients in one program.
+        layout: The memory layout of the network, a key of ``MEMORY_FORMATS``.
+        precision: The precision of the local steps, ``float32`` or ``mixed``.
+        deterministic: Whether torch may use only deterministic kernels.
+    """
 
     engine: str = SEQUENTIAL
     layout: str = "contiguous"
@@ -79,7 +87,16 @@ SIZES = {"cuda": Size((10, 50), 5, 32, 2, 10), "cpu": Size((4,), 3, 8, 2, 3), "q
 
 
 def two_rounds(name: str, device: torch.device, engine: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return all tensors of the networks of two clients after two rounds; a client has two batches of 16 images."""
+    """Train two clients for two rounds with ResNet-20; return all tensors of both clients' models, in float64.
+
+    Each client has two batches of 16 images.
+
+    Args:
+        name: The name of the method.
+        device: The device of the training.
+        engine: The engine, ``SEQUENTIAL`` or ``VECTORISED``.
+        dtype: The floating-point type of the training.
+    """
     model = build("resnet20", classes=10, image_size=16, seed=0).to(dtype)
     draw = torch.Generator().manual_seed(1)
     clients = [
@@ -93,14 +110,17 @@ def two_rounds(name: str, device: torch.device, engine: str, dtype: torch.dtype)
 
 
 def apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """Return the norm of the difference, divided by the norm of ``b``."""
+    """Return the relative difference of two lists of tensors: the norm of ``a - b``, divided by the norm of ``b``."""
     x, y = (torch.cat([tensor.double().cpu().flatten() for tensor in one]) for one in (a, b))
     return float((x - y).norm()) / float(y.norm())
 
 
 @contextmanager
 def deterministic(wanted: bool = True) -> Iterator[None]:
-    """Let torch use only deterministic kernels inside the block, as the run config's key ``deterministic`` does."""
+    """Let torch use only deterministic kernels inside the block, as the run config's key ``deterministic`` does.
+
+    If ``wanted`` is False, torch may use any kernels.
+    """
     were = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(wanted)
     try:
@@ -110,7 +130,11 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
 
 
 def check_numbers(device: torch.device, names: Sequence[str]) -> list[str]:
-    """Compare every method's numbers with the CPU's, and the bits of two runs; return the lines of the table."""
+    """Compare the numbers of each method in ``names`` with the CPU's, and the bits of two runs with each other.
+
+    Returns:
+        The lines of a Markdown table with one row per method.
+    """
     rows = ["| method | one by one | vectorised | same bits again, one by one | vectorised | deterministic: one by one | vectorised |"]
     rows.append("|---" * 7 + "|")
     for name in names:
@@ -125,7 +149,7 @@ def check_numbers(device: torch.device, names: Sequence[str]) -> list[str]:
 
 
 def again(name: str, device: torch.device, engine: str) -> bool:
-    """Tell whether two equal runs in float32 have the same bits."""
+    """Return whether two equal runs of ``two_rounds`` in float32 give the same bits."""
     one, other = (two_rounds(name, device, engine, torch.float32) for _ in range(2))
     return all(map(torch.equal, one, other))
 
@@ -134,8 +158,10 @@ def again(name: str, device: torch.device, engine: str) -> bool:
 
 
 def compare_ways(device: torch.device, size: Size, ways: Mapping[str, Way]) -> list[str]:
-    """Measure rounds per second for each of ``ways``, and for each engine the share of the time in which the GPU
-    computes.
+    """Measure how many rounds per second each of ``ways`` trains, and for which share of the time the GPU computes.
+
+    Returns:
+        The lines of a Markdown table with one row per network, cohort size and method.
     """
     rows = ["| network | method | clients x batch | " + " | ".join(ways) + " | GPU busy, one by one | vectorised |"]
     rows.append("|---" * (len(ways) + 5) + "|")
@@ -176,8 +202,10 @@ def kernels(call: Callable[[], object]) -> float:
 
 
 def compare_graphs(device: torch.device, size: Size) -> list[str]:
-    """Compare one stacked training step, launched by torch kernel by kernel, with the same step as a CUDA graph: time
-    and weights.
+    """Compare two forms of one stacked training step: kernels that torch launches one by one, and a CUDA graph.
+
+    Returns:
+        The lines of a Markdown table with the time of both forms and the relative difference of the trained weights.
     """
     rows = [
         "| network | method | clients x batch | launched (ms) | CUDA graph (ms) | ratio | difference |",
@@ -202,7 +230,19 @@ def compare_graphs(device: torch.device, size: Size) -> list[str]:
 
 
 def graph_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Tensor, graphed: bool) -> tuple[float, list[Tensor]]:
-    """Return the milliseconds of a step, and the weights after nine steps."""
+    """Time a stacked training step on the GPU.
+
+    Args:
+        model: The converted network.
+        method: The method.
+        cohort: The number of clients in the stack.
+        x: The images, of shape (cohort, B, C, H, W).
+        y: The labels, of shape (cohort, B).
+        graphed: Replay the step as a CUDA graph, instead of launching its kernels one by one.
+
+    Returns:
+        The milliseconds of a step, as a mean over 20 steps, and the weights after the first nine steps.
+    """
     step, stack = stacked_step(model, method, cohort, x, y)
     beside = torch.cuda.Stream()  # CUDA graphs need a warm-up on a stream of their own before the capture
     beside.wait_stream(torch.cuda.current_stream())
@@ -228,7 +268,11 @@ def graph_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Tens
 
 
 def stacked_step(model: nn.Module, method: Method, cohort: int, x: Tensor, y: Tensor) -> tuple[Callable[[], None], Stack]:
-    """Return a function that makes one stacked training step, and its stack."""
+    """Build a training step that trains ``cohort`` copies of ``model`` as one program; the arguments are as in ``graph_step``.
+
+    Returns:
+        A function that makes one step, and the stack, which holds the weights of all copies.
+    """
     settings = LocalTraining(x.shape[1], steps=1, momentum=0.9)
     round, template = alone(copied(model), method, settings, 0.01), copied(model).to(x.device)
     round.set_modes(template)
@@ -255,8 +299,8 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="use the smallest sizes; leave out the papers' experiments")] = False,
     minutes: Annotated[float, typer.Option(help="minutes for the papers' experiments; 0: leave them out")] = 15.0,
-    results: Annotated[Path, typer.Option(help="where the tables are written")] = HERE / "results" / "gpu.md",
-    hours: Annotated[Path, typer.Option(help="where the hours are written, on a GPU")] = HERE.parent / "experiments" / RESULTS / HOURS,
+    results: Annotated[Path, typer.Option(help="file for the tables")] = HERE / "results" / "gpu.md",
+    hours: Annotated[Path, typer.Option(help="file for the hours, written only on a GPU")] = HERE.parent / "experiments" / RESULTS / HOURS,
 ) -> None:
     """Measure everything, and write the tables."""
     logging.getLogger("flwr").setLevel(logging.WARNING)

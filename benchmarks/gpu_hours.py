@@ -1,6 +1,7 @@
 """Estimate the GPU hours of the papers' experiments, as a part of ``gpu.py``.
 
-A few local steps of every distinct kind of round are timed and multiplied.
+A few local steps are timed for each combination of data set, network, method, batch size and cohort size. The seconds
+per step are multiplied by the number of steps in the runs.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ console = Console()
 
 @dataclass(frozen=True)
 class Size:
-    """Say how much is timed.
+    """Set how much is timed.
 
     Attributes:
-        cohorts: The numbers of clients.
+        cohorts: The cohort sizes, in clients, for the comparison of ways to train.
         steps: The number of local steps.
         batch: The batch size.
-        timed: The number of timed rounds.
-        most: The largest cohort that is timed; larger cohorts of the papers are extrapolated.
+        timed: How often a round is timed; the fastest time counts.
+        most: The largest cohort that is timed. The time of larger cohorts is taken to grow in proportion to their size.
     """
 
     cohorts: tuple[int, ...]
@@ -68,8 +69,13 @@ class Size:
 
 
 class Hours(NamedTuple):
-    """Hold the hours of one experiment's local steps by engine, over its ``runs`` timed runs; ``missing`` runs were not
-    timed.
+    """Hold how many hours the local steps of one experiment take.
+
+    Attributes:
+        runs: The number of runs whose steps were timed.
+        one_by_one: The hours of these runs if clients are trained one after the other.
+        vectorised: The hours of these runs if all clients of a round are trained in one program.
+        missing: The number of runs whose steps were not timed.
     """
 
     runs: int = 0
@@ -79,7 +85,10 @@ class Hours(NamedTuple):
 
 
 def made(clients: int, n: int, shape: Sequence[int], classes: int, masks: bool = False) -> list[Samples]:
-    """Make random samples for each client. ``masks``: the targets are a class per pixel, not per image."""
+    """Make ``n`` random samples for each client: uint8 images of shape (n, ``*shape``) with labels.
+
+    If ``masks`` is True, every pixel of an image has a label of its own.
+    """
     draw = torch.Generator().manual_seed(0)
     targets = (n, *shape[1:]) if masks else (n,)
     return [
@@ -91,14 +100,17 @@ def made(clients: int, n: int, shape: Sequence[int], classes: int, masks: bool =
 def one_round(
     engine: str, model: nn.Module, method: Method, settings: LocalTraining, samples: Sequence[Samples], device: torch.device
 ) -> list[Reply]:
-    """Train all clients for one round with ``model``, a converted model on the CPU."""
+    """Train all clients for one round with ``model``, a converted model on the CPU; return their replies."""
     return prepared(engine, model, method, settings, samples, device)()
 
 
 def prepared(
     engine: str, model: nn.Module, method: Method, settings: LocalTraining, samples: Sequence[Samples], device: torch.device
 ) -> Callable[[], list[Reply]]:
-    """Give every client its network; return a function that does the rest of the round and returns the replies."""
+    """Build the network of every client; return a function that trains all clients for one round and returns their replies.
+
+    So the time to build the networks can be left out of a measurement.
+    """
     clients = range(len(samples))
     home = device if engine == SEQUENTIAL else torch.device("cpu")
     rounds = [alone(copy.deepcopy(model).to(home), method, settings, 0.01) for _ in clients]
@@ -109,10 +121,14 @@ def prepared(
 
 
 def timed(prepare: Callable[[], Callable[[], object]], times: int, device: torch.device) -> float:
-    """Return the seconds of the fastest of ``times`` calls, after one call to warm up; ``prepare`` returns the
-    function to call.
+    """Return the seconds of the fastest of ``times`` calls of a function, after one call to warm up.
 
     On the CPU the seconds are processor time, which other programs hardly change.
+
+    Args:
+        prepare: Returns the function to time. It is called before each of the calls, and is not timed itself.
+        times: The number of calls.
+        device: The device on which the function computes.
     """
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     found = []
@@ -129,16 +145,27 @@ def timed(prepare: Callable[[], Callable[[], object]], times: int, device: torch
 
 
 def steps_of(config: RunConfig, samples: int) -> int:
-    """Return the local steps of a client that has ``samples`` samples, the clients' mean."""
+    """Return the number of local steps of a client per round.
+
+    Args:
+        config: The run.
+        samples: The number of training samples of a client, as a mean over the clients.
+    """
     return config.local_steps or config.local_epochs * max(1, -(-samples // config.batch_size))
 
 
 def paper_hours(device: torch.device, size: Size, only: Callable[[RunConfig], bool], until: float) -> dict[str, Hours]:
-    """Time every distinct kind of round of the experiments' variant ``paper``; multiply by the number of such rounds.
+    """Estimate the hours of the local steps of every experiment in its variant ``paper``.
+
+    Steps are timed once for each combination of data set, network, method, batch size and cohort size, and multiplied by
+    the number of steps in the runs.
 
     Args:
-        until: When timing stops, on the monotonic clock; runs with kinds of rounds not timed by then are counted as
-            missing.
+        device: The device of the training.
+        size: How much is timed.
+        only: Returns whether a run is counted.
+        until: The value of ``time.monotonic()`` after which no further combination is timed. Runs with a combination that
+            was not timed are counted as missing.
 
     Returns:
         Experiment -> its hours.
@@ -176,7 +203,7 @@ def timed_steps(
     data: tuple[int, int, int, int] | None = None,
     engines: Sequence[str] = ENGINES,
 ) -> list[float]:
-    """Return the seconds of one local step of ``cohort`` clients, by engine.
+    """Return the seconds of one local step of ``cohort`` clients, one number for each of ``engines``.
 
     The fixed cost of a round is not counted: the time of a round with one step is subtracted from that of a round
     with more. If the clients cannot be trained in one vectorised program, the time of training one by one stands for
@@ -185,10 +212,10 @@ def timed_steps(
     Args:
         config: The run.
         cohort: The number of clients.
-        device: Where they are trained.
+        device: The device of the training.
         size: How much is timed.
-        data: Classes, channels, side in pixels and samples of the data set. Default: as ``DATA`` says.
-        engines: Which engines are timed.
+        data: The numbers of classes, channels, pixels per side and samples of the data set; None: those in ``DATA``.
+        engines: The engines that are timed.
     """
     classes, channels, side, _ = data or DATA[config.dataset]
     side = config.image_size or side
@@ -211,7 +238,13 @@ def timed_steps(
 
 
 def write_hours(file: Path, device: str, found: Mapping[str, Hours]) -> None:
-    """Write the hours of the faster engine, for ``fl-bn experiments evidence``."""
+    """Write the hours of each experiment with the faster engine to a JSON file, which ``fl-bn experiments evidence`` reads.
+
+    Args:
+        file: The file.
+        device: The name of the GPU.
+        found: Experiment -> its hours.
+    """
     said = {"device": device, "hours": {name: round(min(of.one_by_one, of.vectorised), 2) for name, of in found.items()}}
     file.write_text(json.dumps(said, indent=1) + "\n")
     console.print(f"written: {file}")

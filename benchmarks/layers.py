@@ -50,12 +50,12 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def step(layer: nn.Module, x: Tensor, upstream: Tensor) -> None:
-    """Run forward and backward; gradients accumulate in place, as in a training that does not free them."""
+    """Run one forward and one backward pass. Gradients are added to those of earlier calls."""
     layer(x).backward(upstream)
 
 
 def calls(layer: nn.Module, x: Tensor, upstream: Tensor, count: int) -> float:
-    """Return the processor seconds per call, averaged over ``count`` calls."""
+    """Return the processor seconds of one forward and backward pass, as a mean over ``count`` passes."""
     begin = time.process_time()
     for _ in range(count):
         step(layer, x, upstream)
@@ -69,7 +69,14 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def measured(shape: tuple[int, ...], turns: int, seconds: float, seed: int) -> dict[str, list[float]]:
-    """Return layer -> the seconds per call in each turn."""
+    """Time all layers on random inputs of ``shape``; return layer -> its seconds per call in each turn.
+
+    Args:
+        shape: The shape of the input, (B, C, H, W).
+        turns: How often each layer is timed.
+        seconds: The processor time of a turn.
+        seed: The seed of the inputs and of the order of the layers.
+    """
     torch.manual_seed(seed)
     layers = {name: make(shape[1]).train() for name, make in LAYERS.items()}
     x, upstream, order = torch.randn(shape).requires_grad_(), torch.randn(shape), random.Random(seed)
@@ -82,7 +89,7 @@ def measured(shape: tuple[int, ...], turns: int, seconds: float, seed: int) -> d
 
 
 def table(shape: tuple[int, ...], found: dict[str, list[float]]) -> list[str]:
-    """Return the lines of the table of one shape."""
+    """Return the lines of a Markdown table with the times of all layers for one shape of the input."""
     lines = [f"{shape}, {len(found[REFERENCE])} turns:", "", "| layer | microseconds (quartiles) | ratio (quartiles) |", "|---|---:|---:|"]
     for name, seconds in found.items():
         low, middle, high = (1e6 * value for value in quartiles(seconds))
@@ -92,7 +99,7 @@ def table(shape: tuple[int, ...], found: dict[str, list[float]]) -> list[str]:
 
 
 def machine() -> str:
-    """Describe the machine."""
+    """Return the processor's name, the operating system and the version of torch."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -101,8 +108,8 @@ def machine() -> str:
 
 def main(
     output: Annotated[Path | None, typer.Option(help="Write the tables to this file, too.")] = None,
-    turns: Annotated[int, typer.Option(min=4, help="Turns of each layer.")] = 200,
-    milliseconds: Annotated[float, typer.Option(help="Processor time of a turn.")] = 10.0,
+    turns: Annotated[int, typer.Option(min=4, help="How often each layer is timed.")] = 200,
+    milliseconds: Annotated[float, typer.Option(help="Processor time of one timing of a layer, in milliseconds.")] = 10.0,
     seed: int = 0,
 ) -> None:
     """Time all layers, and print the tables."""

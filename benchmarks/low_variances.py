@@ -1,8 +1,9 @@
 """Measure the accuracy when clients lie about their running variances, with and without a robust rule.
 
 After k honest steps, a running variance is at least (1 - momentum)^k of its earlier value. The server does not refuse
-smaller ones. The columns "0" and "least" (exactly that bound) show whether refusing them would help. Setting: digits,
-a CNN with two BatchNorm layers, ten clients; the liars lie from round 2 on.
+smaller ones. Liars report 0 in the column "0", and exactly that bound in the column "least". The difference shows
+whether refusing smaller values would help. Setting: digits, a CNN with two BatchNorm layers, ten clients; the liars
+lie from round 2 on.
 
     python benchmarks/low_variances.py --quick
 """
@@ -38,13 +39,13 @@ LIES: dict[str, Lie] = {
 
 @cache
 def data() -> tuple[Tensor, Tensor]:
-    """Load the digits."""
+    """Load scikit-learn's digits: images of shape (N, 1, 8, 8) with values in 0..1, and labels of shape (N,)."""
     x, y = load_digits(return_X_y=True)
     return torch.from_numpy(x).float().view(-1, 1, 8, 8) / 16, torch.from_numpy(y)
 
 
 def network(seed: int) -> nn.Module:
-    """Build the network with seeded weights."""
+    """Build the network, with initial weights that depend only on ``seed``."""
     torch.manual_seed(seed)
     first = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)]
     second = [nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)]
@@ -54,7 +55,17 @@ def network(seed: int) -> nn.Module:
 def trained(
     model: nn.Module, method: Method, asked: Instruction, own: np.ndarray, steps: int, client: int, rng: np.random.Generator
 ) -> Reply:
-    """Train a client honestly, and return its reply."""
+    """Train one client honestly for ``steps`` local steps; return its reply.
+
+    Args:
+        model: The network before conversion.
+        method: The method.
+        asked: The server's instruction.
+        own: The indices of the client's training samples.
+        steps: The number of local steps.
+        client: The index of the client.
+        rng: The generator of the batches.
+    """
     mine, (x, y) = convert(model, method), data()
     with local_round(mine, method, asked) as round:
         optimizer = torch.optim.SGD(mine.parameters(), lr=asked.learning_rate / 2, momentum=0.9)
@@ -74,8 +85,17 @@ def lying(reply: Reply, asked: Instruction, lie: Lie, steps: int) -> Reply:
 
 
 def accuracy(method: Method, lie: str, liars: int, defence: Defence, steps: int, skewed: bool, seed: int, rounds: int) -> float:
-    """Train for ``rounds`` rounds; return the shared model's accuracy. ``skewed``: each client has only a few of the
-    ten digits.
+    """Train ten clients for ``rounds`` rounds; return the test accuracy (0..1) of the shared model.
+
+    Args:
+        method: The method.
+        lie: The lie of the liars, a key of ``LIES``.
+        liars: The number of liars.
+        defence: The robust rule of the server.
+        steps: The local steps per round.
+        skewed: Whether each client has only a few of the ten digits.
+        seed: The seed.
+        rounds: The number of rounds.
     """
     rng, (x, y) = np.random.default_rng(seed), data()
     test, train = np.split(rng.permutation(len(y)), [TEST])
@@ -95,7 +115,7 @@ def accuracy(method: Method, lie: str, liars: int, defence: Defence, steps: int,
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table."""
+    """Measure the accuracy under every lie, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed and one number of steps: some minutes on a core")
     quick = parser.parse_args(argv).quick

@@ -46,7 +46,7 @@ def milliseconds(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int)
 
 
 def main(
-    turns: Annotated[int, typer.Option(help="turns per network and layout; the fastest counts")] = 7,
+    turns: Annotated[int, typer.Option(help="measurements per network and memory layout; the fastest counts")] = 7,
     results: Path = Path(__file__).parent / "results" / "memory-format.md",
 ) -> None:
     """Time all networks, and write the table."""

@@ -9,9 +9,9 @@ An older version, in a checkout of its own, writes the cells of the table's last
 
 A cell is one ``Federation`` in plain torch on scikit-learn's digits, with its default optimiser: nothing is tuned.
 Under *features*, every site has all digits, seen through a camera of its own. Under *two classes*, every site has two
-digits, and all cameras are alike. Under *both*, every site has two digits, seen through its own camera. Every site's
-own model (``client_model``) is tested under the site's own camera, on the test digits of all classes and on those of
-the site's two classes.
+digits, and all cameras are alike. Under *both*, every site has two digits, seen through its own camera. A camera is a
+change of the images: none, inverted, darker, noisy or blurred. Every site's own model (``client_model``) is tested
+under the site's own camera, on the test digits of all classes and on those of the site's own classes.
 
 The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again.
 ``at_freeze`` is the accuracy on all classes after half of the rounds, where FixBN freezes; ``lowest`` is the lowest
@@ -61,7 +61,7 @@ def cells() -> Iterator[Key]:
 
 
 def sites(regime: str, seed: int) -> list[tuple[Any, Any, set[int]]]:
-    """Return, for every site, its training samples, the test samples as its camera sees them, and its classes."""
+    """Return every site's training samples, the test samples as its camera shows them, and the classes that it trains on."""
     from fl_bn.data.digits import load_digits_plain
     from fl_bn.data.partition import partition
     from fl_bn.data.shift import shifted
@@ -80,7 +80,7 @@ def sites(regime: str, seed: int) -> list[tuple[Any, Any, set[int]]]:
 
 
 def cell(key: Key) -> dict[str, Any]:
-    """Run one cell; return its line."""
+    """Run one cell; return its line of the CSV file, column -> value."""
     import fl_bn
     from fl_bn import Federation, SeededBatches, methods
     from fl_bn.federation.local import Samples, evaluate
@@ -114,13 +114,13 @@ def cell(key: Key) -> dict[str, Any]:
 
 
 def commit_of(file: str) -> str:
-    """Return the commit of the checkout that ``file`` is part of, shortened."""
+    """Return the short hash of the commit that is checked out in the git repository of ``file``."""
     command = ["git", "-C", str(Path(file).parent), "describe", "--always", "--exclude=*", "--abbrev=7"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def read(path: Path) -> dict[Key, Row]:
-    """Return cell -> line of a file; empty without a file."""
+    """Return the cells in a results file, each with its line; an empty dict if the file does not exist."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:
@@ -138,15 +138,21 @@ def shown(rows: list[Row], field: str) -> str:
 
 
 def whole(rows: Mapping[Key, Row]) -> dict[Key, Row]:
-    """Return the rows of the complete seeds, those with which every cell was run: means over different seeds cannot
-    be compared.
+    """Return the rows of the complete seeds. A seed is complete if every cell was run with it.
+
+    Other seeds are left out, because means over different seeds cannot be compared.
     """
     seeds = [seed for seed in SEEDS if all((regime, method, seed) in rows for regime in REGIMES for method in METHODS)]
     return {key: row for key, row in rows.items() if key[2] in seeds}
 
 
 def table(rows: Mapping[Key, Row], before: Mapping[Key, Row]) -> str:
-    """Return the results of the complete seeds as Markdown, and those of an older version."""
+    """Return the results as Markdown, over the complete seeds.
+
+    Args:
+        rows: The cells of this version.
+        before: The cells of an older version, for the last part of the page; empty: the part is left out.
+    """
     run, left, rows = len(rows), sum(key not in rows for key in cells()), whole(rows)
     lines = [
         "# A newcomer's table",
@@ -193,11 +199,11 @@ def excerpt(rows: Mapping[Key, Row]) -> str:
 
 
 def main(
-    output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
+    output: Annotated[Path | None, typer.Option(help="CSV file of the results; missing cells are run and appended")] = None,
     seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = math.inf,
-    table_of: Annotated[Path | None, typer.Option("--table", help="folder of cells.csv: write table.md there")] = None,
+    table_of: Annotated[Path | None, typer.Option("--table", help="folder with cells.csv; table.md is written there")] = None,
 ) -> None:
-    """Run the cells that the file lacks, or write the table."""
+    """Run the cells that ``--output`` lacks, or write the tables of finished cells with ``--table``."""
     if table_of is not None:
         sys.path.insert(0, str(Path(__file__).parent.parent))
         from experiments.marks import replaced

@@ -8,8 +8,11 @@ their own, and scored on validation samples. These are a fifth of every client's
 best rate is then run with three other seeds on all training data, and tested on the test data.
 
 The file has one line per cell, written as soon as the cell is done. Cells that the file has are not run again. The
-cells of FixBN come after those of all other methods. In both parts, the rates and the first seed come before the
-other seeds. ``accuracy`` is in percent after the last round, ``halfway`` after half of the rounds; ``seconds`` is processor time.
+cells of FixBN come after those of all other methods. Within both groups, the cells that try rates and those of the first
+seed come before the other seeds.
+
+Columns: ``accuracy`` is in percent after the last round, ``halfway`` after half of the rounds; ``seconds`` is processor
+time.
 """
 
 from __future__ import annotations
@@ -57,8 +60,14 @@ RATE, TEST = "rate", "test"
 
 
 class Place(NamedTuple):
-    """Identify one cell: a rate that is tried, or a seed of the best rate (``rate`` 0: the best rate is not known
-    yet).
+    """Identify one cell.
+
+    Attributes:
+        phase: ``RATE``: a learning rate is tried on validation samples. ``TEST``: the best rate is tested.
+        regime: The name of the regime.
+        method: The name of the method.
+        seed: The seed.
+        rate: The learning rate; 0 if the best rate is not known yet.
     """
 
     phase: str
@@ -70,7 +79,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """Hold one cell's result, a line of the file."""
+    """Hold the result of one cell, a line of the CSV file; the module describes the columns."""
 
     phase: str
     regime: str
@@ -92,7 +101,7 @@ FIELDS = tuple(field.name for field in fields(Line))
 
 
 def keys(place: Place) -> dict[str, Any]:
-    """Return the run config of a cell."""
+    """Return the run-config keys of a cell."""
     own: dict[str, Any] = {"method": place.method, "seed": place.seed, "learning-rate": place.rate}
     if place.method == "hbn":
         own["hbn-stat-samples"] = 0  # the default when the first cells ran
@@ -100,7 +109,11 @@ def keys(place: Place) -> dict[str, Any]:
 
 
 def cells(lines: Mapping[Place, Line]) -> Iterator[Place]:
-    """Yield every cell in the order of the runs; a test's rate is 0 until all rates were tried."""
+    """Yield every cell in the order in which the cells are run.
+
+    Args:
+        lines: The finished cells. The cells that test the best rate have the rate 0 until all rates were tried.
+    """
     for methods in ([m for m in METHODS if m != LAST], [LAST]):
         for seeds in (SEEDS[:1], SEEDS[1:]):
             for regime in (*FIRST, *(name for name in REGIMES if name not in FIRST)):
@@ -111,8 +124,10 @@ def cells(lines: Mapping[Place, Line]) -> Iterator[Place]:
 
 
 def best_rate(lines: Mapping[Place, Line], regime: str, method: str) -> float:
-    """Return the rate with the highest accuracy on validation samples, the lowest of equals; 0 if one of the rates
-    was not tried yet.
+    """Return the learning rate with the highest accuracy on validation samples; the lowest such rate if several are equal.
+
+    Returns:
+        The rate; 0 if one of the rates was not tried yet.
     """
     tried = {rate: lines.get(Place(RATE, regime, method, RATE_SEED, rate)) for rate in RATES}
     found = {rate: line.accuracy for rate, line in tried.items() if line is not None}
@@ -146,7 +161,7 @@ def run(place: Place) -> Line:
 
 
 def read(path: Path) -> dict[Place, Line]:
-    """Return cell -> line of a file; empty without a file."""
+    """Return the cells in a results file, each with its line; an empty dict if the file does not exist."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:
@@ -159,15 +174,15 @@ def _typed(text: str, kind: str) -> Any:
 
 
 def left(lines: Mapping[Place, Line]) -> list[Place]:
-    """Return the cells without a line."""
+    """Return the cells that were not run yet."""
     return [place for place in cells(lines) if place not in lines]
 
 
 def hours(lines: Mapping[Place, Line]) -> float:
     """Estimate the core hours of the missing cells.
 
-    The seconds of a missing cell are the mean of those of the same regime and method; without any, of the same
-    regime; without any, of all.
+    A missing cell is taken to need the mean time of the finished cells with the same regime and method. If there are none,
+    those with the same regime count. If there are none either, all finished cells count.
     """
 
     def seconds(place: Place) -> float:
@@ -181,12 +196,12 @@ def hours(lines: Mapping[Place, Line]) -> float:
 
 
 def main(
-    output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
-    methods: Annotated[str, typer.Option(help="separated by commas")] = ",".join(METHODS),
+    output: Annotated[Path | None, typer.Option(help="CSV file of the results; missing cells are run and appended")] = None,
+    methods: Annotated[str, typer.Option(help="methods to run, separated by commas")] = ",".join(METHODS),
     seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = math.inf,
-    left_of: Annotated[Path | None, typer.Option("--left", help="CSV file: print how many cells it lacks, and their hours")] = None,
+    left_of: Annotated[Path | None, typer.Option("--left", help="CSV file: print how many cells are missing, and their hours")] = None,
 ) -> None:
-    """Run the cells that the file lacks, or count them."""
+    """Run the cells that ``--output`` lacks, or count the missing cells with ``--left``."""
     if left_of is not None:
         lines = read(left_of)
         print(f"{len(lines)} cells run, {len(left(lines))} not run: about {hours(lines):.1f} core hours")

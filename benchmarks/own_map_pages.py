@@ -53,10 +53,10 @@ COLOURED = 20.0  # points; larger differences have the colour of this one
 
 
 def regimes_of(lines: Mapping[Place, Line], measured: Mapping[str, Measured]) -> list[Regime]:
-    """Return the regimes that have runs of plain BatchNorm and of at least one other method.
+    """Return the regimes in which plain BatchNorm and at least one other method were run.
 
     Args:
-        lines: Cell -> line.
+        lines: The finished cells.
         measured: Regime -> what was measured about its clients.
     """
     found = []
@@ -81,8 +81,11 @@ def measured_regimes() -> dict[str, Measured]:
 
 
 def recommendation(found: Sequence[Regime], folder: str) -> str:
-    """Return the table of recommendations, with a line per regime that has runs. ``folder``: the folder of the
-    methods' pages.
+    """Return a Markdown table that recommends a method for every regime with runs, and sentences about these runs.
+
+    Args:
+        found: The regimes with runs.
+        folder: The folder of the methods' pages, relative to the page with the table.
     """
     lines = ["| your problem | try | points above plain BatchNorm | not told apart from it |", "|---|---|---:|---|"]
     for regime in found:
@@ -104,7 +107,7 @@ def _beside(regime: Regime, plain: bool, others: str) -> str:
 
 
 def _read(found: Sequence[Regime]) -> list[str]:
-    """Return sentences that describe the runs behind the table."""
+    """Return the sentences below the table: how many rounds, seeds, methods and rates were run, and what is not run yet."""
     methods = [name for name in METHODS if any(name in regime.methods for regime in found)]
     missing = [name for name in METHODS if name not in methods]
     open_ = len(REGIMES) - len(found)
@@ -125,7 +128,7 @@ def _link(name: str, folder: str) -> str:
 
 
 def table(found: Sequence[Regime], lines: Mapping[Place, Line]) -> str:
-    """Return as Markdown every method's accuracy (standard deviation) and rate, and the number of missing cells."""
+    """Return as Markdown every method's accuracy, standard deviation and best rate in each regime, and how many cells are missing."""
     failed = [place for place, line in lines.items() if place.phase == TEST and math.isnan(line.accuracy)]
     ended = sorted({f"{place.method} with {place.regime}" for place in failed})
     early = f"A run that ended early, because training diverged, counts as 0: there are some of {', '.join(ended)}. " if ended else ""
@@ -156,7 +159,7 @@ def _shown(regime: Regime, method: str) -> str:
 
 
 def draw(found: Sequence[Regime], path: Path) -> None:
-    """Draw the heat map of points above plain BatchNorm, with a column per regime."""
+    """Draw a heat map: by how many points each method is above plain BatchNorm (rows) in each regime (columns)."""
     methods = [name for name in METHODS if name != BASELINE]
     values = np.array([[regime.above(name) for regime in found] for name in methods])
     columns = [f"{regime.name} ({regime.mean(BASELINE):.0f})" for regime in found]

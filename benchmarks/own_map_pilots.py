@@ -2,10 +2,12 @@
 
     python benchmarks/own_map_pilots.py --output benchmarks/results/map/pilots.csv
 
-In every regime of the map that has runs, the map's candidates (with ``--all``: all methods), each at its best rate,
-are tried as the pilot tries them. The data are partitioned by a seed that the map does not use. ``chosen`` and
-``best`` are methods; ``behind`` is the difference of their accuracies in the map, in points. The file has one line
-per regime, written as soon as the regime is done. Regimes that the file has are not tried again.
+The pilot is run in every regime of the map that has results. It compares the methods that the map proposes (with
+``--all``: all methods), each at its best rate. The data are partitioned by a seed that the map does not use.
+
+``chosen`` is the method that the pilot chooses, ``best`` the best one of the map. ``behind`` is the difference of their
+accuracies in the map, in points. The file has one line per regime, written as soon as the regime is done. Regimes that
+are in the file are not run again.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ FIELDS = ("regime", "candidates", "chosen", "best", "behind", "rungs")
 
 
 def tried(regime: Regime, *, every: bool) -> dict[str, str]:
-    """Try the candidates in one regime; return a line of the file."""
+    """Run the pilot in one regime; return the regime's line of the CSV file.
+
+    Args:
+        regime: The regime.
+        every: Compare all methods, not only those that the map proposes.
+    """
     names = regime.methods if every else candidates(regime, regime.methods)
     labels = {f"{name}:learning-rate={regime.rates[name]}": name for name in names}
     base = {**keys(Place(TEST, regime.name, names[0], SEED, regime.rates[names[0]]))}
@@ -56,10 +63,10 @@ def tried(regime: Regime, *, every: bool) -> dict[str, str]:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="CSV file to write or go on with")],
-    every: Annotated[bool, typer.Option("--all", help="try all methods, not only the map's candidates")] = False,
+    output: Annotated[Path, typer.Option(help="CSV file of the results; missing regimes are run and appended")],
+    every: Annotated[bool, typer.Option("--all", help="compare all methods, not only those that the map proposes")] = False,
 ) -> None:
-    """Try the regimes that the file lacks."""
+    """Run the pilot in every regime that the CSV file lacks."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     limit_threads(1)
     done: set[str] = set()

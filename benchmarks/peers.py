@@ -4,7 +4,7 @@
     pip install --no-deps --target FLOWER "flwr>=1.25,<2"
     python benchmarks/peers.py --pfl PFL --newest-flower FLOWER      # on a quiet machine, about 15 minutes
 
-Everybody makes the same local steps of the same network on the same samples with torch's SGD or fl-bn's, and averages. A simulator
+All programs make the same local steps of the same network on the same samples, with torch's SGD or fl-bn's, and average. A simulator
 whose folder is not given is left out. Flower on Ray is an app of Flower's own ``FedAvg`` in this file, without fl-bn.
 pfl-research draws no batches (it cuts each client's samples once), and averages only parameters, not running statistics.
 
@@ -41,7 +41,7 @@ OURS, OURS_WORKERS, OURS_VECTORISED = "fl-bn, as it is by default with workers=1
 PFL, RAY, RAY_NEWEST = "pfl-research 0.6.0", "Flower's FedAvg on Ray, pinned", "Flower's FedAvg on Ray, newest"
 
 Case = dict[str, Any]
-"""What is to be computed: ``network``, ``steps``, ``batch``, ``rounds`` and ``file``, the samples."""
+"""One federation to time: its ``network``, ``steps`` per round, ``batch`` size, number of ``rounds``, and ``file`` of samples."""
 
 
 def make(file: Path, pixels: int, samples: int) -> None:
@@ -54,7 +54,7 @@ def make(file: Path, pixels: int, samples: int) -> None:
 
 
 def run_config(case: Case) -> dict[str, Any]:
-    """Return the keys of a run of fl-bn. All others stay as they are by default."""
+    """Return the run-config keys with which fl-bn runs ``case``. All other keys have their defaults."""
     return {
         "method": "fedavg",
         "dataset": "npz",
@@ -76,7 +76,7 @@ def run_config(case: Case) -> dict[str, Any]:
 
 
 def network_and_clients(case: Case) -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return the network at its start, and every client's inputs and labels, as fl-bn makes them."""
+    """Return the initial network, and every client's inputs and labels, all as fl-bn makes them."""
     from fl_bn.run.assembly import client_samples, source_model
     from fl_bn.run.config import RunConfig
 
@@ -89,7 +89,7 @@ def network_and_clients(case: Case) -> tuple[nn.Module, list[tuple[torch.Tensor,
 
 
 def bare(case: Case, layout: torch.memory_format = torch.contiguous_format) -> list[float]:
-    """Return the seconds of every round of FedAvg with BatchNorm in a loop written by hand."""
+    """Return the seconds of every round of FedAvg with BatchNorm in a plain PyTorch loop."""
     torch.set_num_threads(1)
     model, clients = network_and_clients(case)
     model = model.to(memory_format=layout)
@@ -113,7 +113,7 @@ def bare(case: Case, layout: torch.memory_format = torch.contiguous_format) -> l
 
 
 def ours(case: Case, **keys: Any) -> list[float]:
-    """Return the seconds of every round of a run of fl-bn in this process."""
+    """Return the seconds of every round of fl-bn in this process; ``keys`` are further run-config keys."""
     from fl_bn.flower import run_in_process
 
     folder = run_in_process({**run_config(case), **keys})
@@ -239,7 +239,19 @@ WAYS: dict[str, Callable[[Case], list[float]]] = {
 
 
 def measured(way: str, case: Case, folder: Path | None) -> tuple[float, float]:
-    """Run a way in a process of its own; return the median seconds of a round after the first, and the seconds of the process."""
+    """Run one simulator in a process of its own.
+
+    Args:
+        way: The name of the simulator, a key of ``WAYS``.
+        case: The network, samples, steps, batch size and rounds.
+        folder: The folder in which the simulator is installed; None: the environment of this process.
+
+    Returns:
+        The median seconds of a round, without the first round, and the seconds of the whole process.
+
+    Raises:
+        RuntimeError: The process failed, or reported the times of too few or too many rounds.
+    """
     root = str(Path(__file__).parent.parent)
     path = os.pathsep.join([*([str(folder)] if folder else []), root])
     environment = {**os.environ, "PYTHONPATH": path, "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
@@ -253,21 +265,21 @@ def measured(way: str, case: Case, folder: Path | None) -> tuple[float, float]:
             raise RuntimeError(f"{way} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         rounds = json.loads(file.read_text())
     if len(rounds) != case["rounds"]:
-        raise RuntimeError(f"{way} reported {len(rounds)} rounds, not {case['rounds']}")
+        raise RuntimeError(f"{way}: expected the times of {case['rounds']} rounds, but got {len(rounds)}")
     return median(rounds[1:]), whole
 
 
 def main(
     rounds: int = 20,
-    turns: Annotated[int, typer.Option(help="turns of all ways; the median counts")] = 2,
-    pfl: Annotated[Path | None, typer.Option(help="folder with pfl-research")] = None,
-    newest_flower: Annotated[Path | None, typer.Option(help="folder with a newer Flower")] = None,
+    turns: Annotated[int, typer.Option(help="how often each simulator is timed; the median counts")] = 2,
+    pfl: Annotated[Path | None, typer.Option(help="folder in which pfl-research is installed; default: left out")] = None,
+    newest_flower: Annotated[Path | None, typer.Option(help="folder in which a newer Flower is installed; default: left out")] = None,
     results: Path = RESULTS / "peers.md",
     cell: Annotated[str, typer.Option("--cell", hidden=True)] = "",
     case: Annotated[str, typer.Option("--case", hidden=True)] = "",
     into: Annotated[str, typer.Option("--into", hidden=True)] = "",
 ) -> None:
-    """Time all ways, turn about, and write the table."""
+    """Time all simulators alternately, and write the table."""
     if cell:
         Path(into).write_text(json.dumps(WAYS[cell](json.loads(case))))
         return

@@ -34,7 +34,7 @@ def seconds(command: list[str], folder: Path = HERE) -> float:
 def main(
     rounds: int = 50,
     clients: int = 100,
-    repeat: Annotated[int, typer.Option(help="times that each is run; the shortest counts")] = 2,
+    repeat: Annotated[int, typer.Option(help="how often each command is run; the shortest time counts")] = 2,
     results: Path = HERE / "results" / "quickstart.md",
 ) -> None:
     """Time all commands, and write the table."""

@@ -44,7 +44,11 @@ def comparisons(results: Path, output: Path) -> Iterator[Path]:
 
 
 def curves(numbers: Path) -> tuple[dict[str, np.ndarray], dict[str, list[int]]]:
-    """Return method -> percentages (seeds, evaluations), and method -> its evaluated rounds."""
+    """Read a curves.csv.
+
+    Returns:
+        Method -> accuracies in percent, of shape (seeds, evaluations); and method -> its evaluated rounds.
+    """
     seeds: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in _rows(numbers):
         seeds.setdefault(row["method"], {}).setdefault(row["seed index"], []).append((int(row["round"]), float(row["accuracy"])))
@@ -70,10 +74,13 @@ def heat_maps(results: Path, output: Path) -> Iterator[Path]:
 
 
 def bars(results: Path, output: Path) -> Path:
-    """Draw the bars of the held-out domains.
+    """Draw the bars of the held-out domains; return the file.
 
-    The table has only means and standard deviations. Three made values with that mean and deviation stand for the
-    seeds.
+    The table has only means and standard deviations, but ``draw_bars`` takes one value per seed. So it gets three values
+    with the same mean and standard deviation.
+
+    Raises:
+        ValueError: A cell of the table is not of the form MEAN (DEVIATION).
     """
     panels: dict[str, dict[str, dict[str, list[float]]]] = {}
     for row in _rows(results / "unseen-domain" / "table.csv"):

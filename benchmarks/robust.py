@@ -38,12 +38,12 @@ FIELDS = ("n", "d", "f", "rule", "library", "milliseconds", *MEASURED, "note")
 
 
 def byzantine(n: int) -> int:
-    """Return f for ``n`` rows: 3 for ten rows, else a fifth of them."""
+    """Return f, the assumed number of Byzantine rows among ``n``: 3 for ten rows, else a fifth of them, rounded down."""
     return 3 if n == 10 else n // 5
 
 
 def available() -> int:
-    """Return the bytes of memory that are free or could be freed."""
+    """Return how many bytes of memory a new process can use."""
     line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     return int(line.split()[1]) * 1024
 
@@ -51,7 +51,10 @@ def available() -> int:
 def measured(cell: Cell, enough: float, limit: float) -> Measured | str:
     """Measure ``cell`` in a process of its own; return its numbers, or the reason why there are none.
 
-    The process is killed if one call takes longer than ``limit`` seconds.
+    Args:
+        cell: The cell.
+        enough: The seconds for which the call is repeated.
+        limit: The process is killed if one call takes longer than this number of seconds.
     """
     if cell.bytes + cell.need > available() - MARGIN:
         return f"needs {cell.need / 1e9:.0f} GB"
@@ -78,7 +81,13 @@ def measured(cell: Cell, enough: float, limit: float) -> Measured | str:
 
 
 def row_of(cell: Cell, result: Measured | str, ours: Measured | str) -> dict[str, str]:
-    """Return a line of the table."""
+    """Return one line of the table, column -> text.
+
+    Args:
+        cell: The cell.
+        result: Its numbers, or the reason why there are none.
+        ours: The numbers of fl_bn's own rule on the same input.
+    """
     row: dict[str, str] = dict.fromkeys(FIELDS, "")
     row |= {"n": str(cell.n), "d": str(cell.d), "f": str(cell.f), "rule": cell.rule, "library": cell.library}
     if isinstance(result, str):
@@ -91,7 +100,7 @@ def row_of(cell: Cell, result: Measured | str, ours: Measured | str) -> dict[str
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    """Return a Markdown table per input."""
+    """Return the results as Markdown, with one table per input."""
     lines, case = [machine()], ""
     for row in rows:
         n, d, f = int(row["n"]), int(row["d"]), row["f"]
@@ -116,14 +125,14 @@ def cases_of(text: str) -> list[tuple[int, int]]:
     """Parse ``"10x270000,50x270000"`` to pairs (n, d).
 
     Raises:
-        typer.BadParameter: The text has another form.
+        typer.BadParameter: The text has another form, or a case has fewer than 3 rows or no column.
     """
     try:
         pairs = [(int(n), int(d)) for n, d in (case.split("x") for case in text.split(","))]
     except ValueError:
-        raise typer.BadParameter(f"expected cases like {CASES}, but got {text!r}") from None
+        raise typer.BadParameter(f"expected cases ROWSxCOLUMNS, separated by commas, such as {CASES}, but got {text!r}") from None
     if any(n < 3 or d < 1 or n < 2 * byzantine(n) + 3 for n, d in pairs):
-        raise typer.BadParameter(f"expected at least 5 rows and a column, but got {text!r}")
+        raise typer.BadParameter(f"expected at least 3 rows and 1 column in every case, but got {text!r}")
     return pairs
 
 
@@ -141,7 +150,7 @@ def main(
     """
     unknown = set(rules.split(",")) - set(RULES.split(","))
     if unknown:
-        raise typer.BadParameter(f"expected rules of {RULES}, but got {', '.join(sorted(unknown))}")
+        raise typer.BadParameter(f"--rules: expected some of {RULES}, but got {', '.join(sorted(unknown))}")
     for name in ("OPENBLAS", "OMP", "MKL"):
         os.environ[f"{name}_NUM_THREADS"] = "1"
     multiprocessing.set_forkserver_preload(PRELOAD)

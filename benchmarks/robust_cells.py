@@ -27,7 +27,7 @@ Rows = list[np.ndarray]
 
 
 class Cell(NamedTuple):
-    """Identify one cell: a rule by a library on an input."""
+    """Identify one cell: the ``rule`` of one ``library`` on ``n`` rows of ``d`` numbers, of which ``f`` may be Byzantine."""
     rule: str
     library: str
     n: int
@@ -36,12 +36,12 @@ class Cell(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the input."""
+        """Return the size of the input in bytes."""
         return 4 * self.n * self.d
 
     @property
     def need(self) -> int:
-        """Return the most bytes that the call takes besides its input.
+        """Estimate how many bytes of memory the call takes at most, in addition to its input.
 
         ByzFL's NNM gathers all neighbours of all rows: (n, n - f, d).
         """
@@ -55,8 +55,9 @@ class Measured(NamedTuple):
 
     Attributes:
         seconds: The time of the fastest call.
-        extra: Bytes by which memory rose from before the call to its peak, the result included.
-        difference: The largest difference of a coordinate from fl_bn's value, as a share of its largest coordinate.
+        extra: By how many bytes memory rose from before the call to its peak. The result is included.
+        difference: The largest difference of a coordinate from fl_bn's result, divided by the largest absolute coordinate
+            of fl_bn's result.
     """
 
     seconds: float
@@ -65,14 +66,14 @@ class Measured(NamedTuple):
 
 
 def prepared(cell: Cell, rows: Rows) -> Any:
-    """Return the rows in the form that the library takes: separate arrays or tensors."""
+    """Return the rows in the form that the cell's library takes: arrays, tensors, or Flower's pairs of arrays and a count."""
     if cell.library == TORCH:
         return [torch.from_numpy(row) for row in rows]
     return [([row], 1) for row in rows] if cell.library == FLOWER else rows
 
 
 def applied(cell: Cell) -> Callable[[Any], Any] | None:
-    """Return the rule; None if the library has none."""
+    """Return the rule as a function of the prepared rows; None if the library does not have the rule."""
     n, f = cell.n, cell.f
     if cell.library in (OURS, PLAIN):
         rule = rule_named(cell.rule)
@@ -108,8 +109,9 @@ def by_numpy_alone(call: Callable[[Any], Any], rows: Any) -> Any:
 
 
 def difference(cell: Cell, rows: Rows, value: Any) -> float:
-    """Return the difference from fl_bn's value by the library's definition: ByzFL's MultiKrum sums over one neighbour
-    more.
+    """Return how far a library's result ``value`` is from fl_bn's, relative to fl_bn's largest absolute coordinate.
+
+    For ByzFL's MultiKrum, fl_bn also sums over one neighbour more, as ByzFL does.
     """
     value = np.asarray(value[0] if isinstance(value, list) else value)
     theirs = cell.rule == "multi-krum" and cell.library in (TORCH, NUMPY)
@@ -125,7 +127,11 @@ def status(field: str) -> int:
 
 
 def peak(call: Callable[[], Any]) -> tuple[int, float, Any]:
-    """Call ``call``; return the bytes by which memory rose to its peak, the seconds, and the value."""
+    """Call ``call`` without arguments.
+
+    Returns:
+        By how many bytes memory rose to its peak during the call, the seconds that it took, and its result.
+    """
     ctypes.CDLL(None).malloc_trim(0)  # return memory freed by the first call to the system: else it would not be counted
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -136,10 +142,11 @@ def peak(call: Callable[[], Any]) -> tuple[int, float, Any]:
 
 
 def measure(pipe: Connection, cell: Cell, enough: float) -> None:
-    """Measure the cell, and send the results through ``pipe``.
+    """Measure the cell in this process, and send the results through ``pipe``.
 
-    A word is sent when the input is ready, when memory is measured, and after ``enough`` seconds of repetitions. Then
-    follows ``Measured``, or a text if the library fails.
+    Three texts report the progress: ``ready`` when the input is made, ``measured`` after the call that measures memory, and
+    ``timed`` after ``enough`` seconds of repeated calls. Then follows a ``Measured``. If the library fails, a text that
+    begins with ``fails`` is sent instead.
     """
     torch.set_num_threads(1)
     random = np.random.default_rng(0)

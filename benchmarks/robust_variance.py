@@ -24,24 +24,24 @@ Order = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
 
 def value(rule: Rule, rows: np.ndarray, f: int) -> np.ndarray:
-    """Return the value of ``rule`` for ``rows``."""
+    """Aggregate ``rows`` (clients, channels) by a robust rule against ``f`` Byzantine clients; return one value per channel."""
     result: np.ndarray = rule(rows, f).value
     return result
 
 
 def of_deviations(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """Add the robust value of the variances, and the robust value of the squared deviations from the robust mean."""
+    """Aggregate the variances by ``rule``, and add the aggregate of the squared deviations from the robust mean."""
     found: np.ndarray = value(rule, variances, f) + value(rule, (means - value(rule, means, f)) ** 2, f)
     return found
 
 
 def of_sums(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """Apply ``rule`` to the sums of every client's variance and squared deviation (as fl_bn.moments.pool does)."""
+    """Add every client's variance and squared deviation from the robust mean; aggregate the sums, as fl_bn.moments.pool does."""
     return value(rule, variances + (means - value(rule, means, f)) ** 2, f)
 
 
 def mixed(rows: np.ndarray, f: int) -> np.ndarray:
-    """Return the rows after NNM's mixing."""
+    """Replace every row by the mean of its n - f nearest rows, as NNM does."""
 
     def keep(view: object, f: int = 0) -> object:
         mixes.append(np.stack(list(view)))  # type: ignore[call-overload]
@@ -53,9 +53,9 @@ def mixed(rows: np.ndarray, f: int) -> np.ndarray:
 
 
 def of_mixed_means(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
-    """Mix means and variances by NNM first, then take the deviations of the mixed means.
+    """Mix the means and the variances by NNM, and aggregate the mixed ones as ``of_deviations`` does.
 
-    The mixed means lie closer together than the clients' means.
+    The estimate is too small, because the mixed means lie closer together than the clients' means.
     """
     return of_deviations(rule, mixed(means, f), mixed(variances, f), f)
 
@@ -63,7 +63,7 @@ def of_mixed_means(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int)
 def of_means_neighbours(rule: Rule, means: np.ndarray, variances: np.ndarray, f: int) -> np.ndarray:
     """Choose NNM's neighbours by the means only, and mix variances and deviations over these neighbours.
 
-    A false variance is then not noticed.
+    So this way does not notice a client that lies only about its variance.
     """
     squares = ((means[:, None] - means[None]) ** 2).sum(-1)
     weights = np.zeros_like(squares)
@@ -98,7 +98,7 @@ def share(order: Order, attack: Attack | None, rng: np.random.Generator) -> floa
     Both variances are means over trials and channels.
 
     Args:
-        order: The way to estimate a variance, one of ``ORDERS``.
+        order: The function that estimates the variance, one of ``ORDERS``.
         attack: The attack of the Byzantine clients; None: all clients are honest.
         rng: The generator of the clients' means.
     """
@@ -116,7 +116,7 @@ def share(order: Order, attack: Attack | None, rng: np.random.Generator) -> floa
 
 
 def main() -> None:
-    """Print and write the table."""
+    """Measure every way of estimating under every attack; print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "robust-variance.md")
     output = parser.parse_args().output

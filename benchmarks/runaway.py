@@ -1,4 +1,4 @@
-"""Measure whether the scale of activations runs away: HBN and FBN, over data, local steps and learning rates.
+"""Measure whether the scale of activations keeps growing: HBN and FBN, over data, local steps and learning rates.
 
     python benchmarks/runaway.py --output benchmarks/results/runaway/after.csv --data ../shared/data
     python benchmarks/runaway.py --table benchmarks/results/runaway        # before.csv and after.csv as one table
@@ -54,7 +54,17 @@ FIELDS = ("data", "method", "steps", "rate", "last", "best", "growth", "curve", 
 
 
 def cell(data: str, method: str, steps: int, rate: float, folder: str) -> dict[str, Any]:
-    """Run one cell; return its accuracy at the last and at the best evaluation (%), and the growth."""
+    """Train with one method, number of local steps and learning rate; return the cell's line of the CSV file.
+
+    The line has the accuracy (%) at the last and at the best evaluation, and the growth.
+
+    Args:
+        data: The name of the data set, a key of ``DATA``.
+        method: The name of the method.
+        steps: The local steps per round.
+        rate: The learning rate.
+        folder: The folder of the data.
+    """
     from client_app.app import app
     from fl_bn.federation.aggregation import running_statistics
     from fl_bn.federation.recalibration import epsilons
@@ -95,7 +105,7 @@ def cell(data: str, method: str, steps: int, rate: float, folder: str) -> dict[s
 
 
 def read(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
-    """Return cell -> line of a file; empty without a file."""
+    """Return the cells in a results file, each with its line; an empty dict if the file does not exist."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:
@@ -103,7 +113,10 @@ def read(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
 
 
 def summary(folder: Path) -> str:
-    """Return as Markdown a line per data set and method, over all local steps and rates, before and after."""
+    """Return a Markdown table with one line per data set and method, over all local steps and rates.
+
+    Its numbers have the form BEFORE -> AFTER, from before.csv and after.csv in ``folder``.
+    """
     head = "| data | method | cells | largest growth | largest fall: best - last | cells within 5 points of chance |"
     lines = [head, "|---|---|---:|---:|---:|---:|"]
     before, after = read(folder / "before.csv"), read(folder / "after.csv")
@@ -124,7 +137,7 @@ def _figures(data: str, method: str, rows: dict[tuple[str, ...], dict[str, str]]
 
 
 def table(folder: Path) -> str:
-    """Return as Markdown the summary and a line per cell: before, after, and FedAvg's accuracy."""
+    """Return as Markdown the summary, and a table with one line per cell: both versions' results, and FedAvg's accuracy."""
     before, after = read(folder / "before.csv"), read(folder / "after.csv")
     lines = [
         summary(folder),
@@ -141,13 +154,13 @@ def table(folder: Path) -> str:
 
 
 def main(
-    output: Annotated[Path | None, typer.Option(help="CSV file to write or go on with")] = None,
-    data: Annotated[str, typer.Option(help="folder of cifar10.npz and the five domains' files")] = "../shared/data",
-    methods: Annotated[str, typer.Option(help="separated by commas")] = ",".join(METHODS),
-    jobs: Annotated[int, typer.Option(help="cells at a time")] = 1,
-    table_of: Annotated[Path | None, typer.Option("--table", help="folder of before.csv and after.csv: write table.md there")] = None,
+    output: Annotated[Path | None, typer.Option(help="CSV file of the results; missing cells are run and appended")] = None,
+    data: Annotated[str, typer.Option(help="folder that has cifar10.npz and the files of the five domains")] = "../shared/data",
+    methods: Annotated[str, typer.Option(help="methods to run, separated by commas")] = ",".join(METHODS),
+    jobs: Annotated[int, typer.Option(help="how many cells run at a time")] = 1,
+    table_of: Annotated[Path | None, typer.Option("--table", help="folder with before.csv, after.csv; table.md is written there")] = None,
 ) -> None:
-    """Run the cells that the file lacks, or write the table."""
+    """Run the cells that ``--output`` lacks, or write the tables of finished cells with ``--table``."""
     if table_of is not None:
         (table_of / "table.md").write_text(table(table_of))
     if output is None:

@@ -38,14 +38,16 @@ def make(folder: Path, clients: int) -> Path:
 
 
 def memory() -> float:
-    """Return the resident memory now, in megabytes."""
+    """Return how much memory of this process is resident now, in megabytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 
 
 class Watch:
-    """Note wall seconds, megabytes and processor seconds whenever a round is written to ``file``, from a thread
-    beside the run.
+    """Record the time and memory at the end of every round, from a thread that runs beside the federation.
+
+    A round has ended when its line appears in ``file``. ``seen`` then gets the seconds since the start, the resident
+    megabytes, and the seconds of processor time.
     """
 
     def __init__(self, file: Path) -> None:

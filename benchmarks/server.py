@@ -39,7 +39,7 @@ MB = 1e-6
 
 
 def network(name: str) -> Any:
-    """Build the network with seeded weights."""
+    """Build a network of torchvision with reproducible initial weights."""
     import torch
     from torchvision import models
 
@@ -48,7 +48,7 @@ def network(name: str) -> Any:
 
 
 def wire(name: str) -> Any:
-    """Return a module of the wire format; older versions of fl-bn have it one folder up."""
+    """Import the module ``name`` of fl-bn's wire format; in older versions it is one folder up, in ``fl_bn.flower``."""
     try:
         return importlib.import_module(f"fl_bn.flower.wire.{name}")
     except ModuleNotFoundError:
@@ -56,9 +56,13 @@ def wire(name: str) -> Any:
 
 
 class Replies:
-    """Make the replies of clients 0 to ``n`` - 1; client i has 100 + i samples.
+    """Iterate over the replies of clients 0 to ``n`` - 1; client i has 100 + i samples. A reply is made when it is asked for.
 
-    With ``whole``, all arrays of a reply are in one ArrayRecord, the form that Flower's FedAvg needs.
+    Args:
+        n: The number of clients.
+        sections: Section -> named arrays. Every reply has copies of them.
+        header: The header of every reply.
+        whole: Put all arrays of a reply into one ArrayRecord, the form that Flower's FedAvg needs.
     """
 
     def __init__(self, n: int, sections: dict[str, dict[str, Any]], header: Any, whole: bool) -> None:
@@ -94,7 +98,17 @@ class Replies:
 
 
 def cell(which: str, n: int, name: str, how: str) -> dict[str, float]:
-    """Measure one line of the table in this process."""
+    """Measure one line of the table in this process.
+
+    Args:
+        which: The code that is measured: ``FLOOR``, ``OURS``, ``BEFORE`` or ``FLOWER``.
+        n: The number of clients.
+        name: The network.
+        how: The form of the replies: ``LIST`` (all in memory) or ``STREAM`` (each is made when it is asked for).
+
+    Returns:
+        Name of a figure -> its value.
+    """
     import numpy as np
     import torch
     from flwr.app import ConfigRecord
@@ -147,15 +161,20 @@ def bytes_of(replies: Any) -> Iterator[Any]:
 
 
 def encoded(result: Any) -> list[bytes]:
-    """Return the bytes of the new model in the form in which they are sent in the next round."""
+    """Return the bytes of each array of the new model.
+
+    Args:
+        result: The result of ``aggregate_train``: the arrays of the new model, and the metrics.
+    """
     arrays, _ = result
     assert arrays is not None
     return [array.data for array in arrays.values()]
 
 
 class Stages(dict[str, float]):
-    """Measure the seconds spent on reading replies and on encoding the new model; the rest of the call is averaging
-    and the server's step.
+    """Measure the seconds of two parts of ``aggregate_train``: reading the replies, and encoding the new model.
+
+    The object maps the name of each part to its seconds. The rest of the call is averaging and the server's step.
     """
 
     def __init__(self) -> None:
@@ -169,7 +188,7 @@ class Stages(dict[str, float]):
         strategy.arrays_of = self.timed("encode", strategy.arrays_of)
 
     def timed(self, stage: str, function: Any) -> Any:
-        """Wrap ``function``, and add its seconds to ``stage``."""
+        """Return a function that calls ``function`` and adds its seconds to the part ``stage``."""
         def call(*args: Any) -> Any:
             begin = time.perf_counter()
             try:
@@ -181,7 +200,13 @@ class Stages(dict[str, float]):
 
 
 def measured(which: str, n: int, name: str, how: str, before: Path | None) -> dict[str, float]:
-    """Measure one line of the table in a process of its own."""
+    """Measure one line of the table in a process of its own; the arguments are as in ``cell``.
+
+    ``before`` is the folder of the older version.
+
+    Raises:
+        RuntimeError: The process failed.
+    """
     root = before if which == BEFORE else HERE.parent
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__)), "--cell", json.dumps([which, n, name, how])]

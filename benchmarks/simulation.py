@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def on_ray(config: RunConfig, cpus_per_client: float = 1.0) -> tuple[list[dict[str, Any]], float]:
-    """Run flower-simulation; return the lines of rounds.jsonl, and the seconds of the whole run."""
+    """Run ``config`` by the command flower-simulation.
+
+    Returns:
+        The record of each round, from rounds.jsonl, and the seconds of the whole command.
+    """
     with tempfile.TemporaryDirectory() as folder:
         values = {**config.to_mapping(), "output": folder, "name": "ray"}
         run_config = " ".join(f"{name}={json.dumps(value)}" for name, value in values.items())

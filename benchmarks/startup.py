@@ -39,21 +39,25 @@ seed = {seeds}
 
 
 def seconds(tree: Path, *arguments: str) -> float:
-    """Return the wall-clock seconds of a fresh Python process that uses the sources in ``tree``."""
+    """Run a fresh Python process with the sources in ``tree``; return the wall-clock seconds that it takes."""
     begin = time.perf_counter()
     subprocess.run([sys.executable, *arguments], cwd=tree, env=_environment(tree), check=True, **SILENT)
     return time.perf_counter() - begin
 
 
 def first_round(tree: Path, folder: Path, name: str) -> float:
-    """Return the seconds from the command until round 1 is in rounds.jsonl; the run, of two rounds, is then killed."""
+    """Return the seconds from the start of `fl-bn run` until round 1 is in rounds.jsonl. Then the run is killed.
+
+    Raises:
+        RuntimeError: The command ended before that.
+    """
     keys = KEYS.format(rounds=2, folder=folder, name=name)
     begin = time.perf_counter()
     process = subprocess.Popen([sys.executable, *COMMAND, "run", "--run-config", keys], cwd=tree, env=_environment(tree), **SILENT)
     rounds = folder / name / "rounds.jsonl"
     while not (rounds.exists() and rounds.stat().st_size):
         if process.poll() is not None:
-            raise RuntimeError(f"fl-bn run ended with {process.returncode} before its first round")
+            raise RuntimeError(f"fl-bn run ended with exit status {process.returncode} before its first round")
         time.sleep(0.005)
     took = time.perf_counter() - begin
     process.kill()
@@ -62,9 +66,9 @@ def first_round(tree: Path, folder: Path, name: str) -> float:
 
 
 def cell(tree: Path, folder: Path) -> float:
-    """Return the seconds per cell of a sweep of one-round runs, one at a time.
+    """Return the wall-clock seconds of one cell in a sweep whose cells have one round each and run one after the other.
 
-    The time of a sweep of 2 cells is subtracted from that of ``CELLS``, so that the sweep's start is not counted.
+    The time of a sweep of 2 cells is subtracted from that of ``CELLS`` cells, so that the sweep's start is not counted.
     """
     whole = {}
     for cells in (2, CELLS):
@@ -75,7 +79,7 @@ def cell(tree: Path, folder: Path) -> float:
 
 
 def measure(tree: Path, repetitions: int) -> list[float]:
-    """Return the figures of all rows for the sources in ``tree``."""
+    """Measure all rows of the table (``ROWS``) with the sources in ``tree``; return the seconds of each."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
@@ -103,7 +107,7 @@ ROWS = (
 )
 
 
-def main(before: Annotated[str, typer.Option(help="a commit to measure beside this tree")] = "", repetitions: int = 3) -> None:
+def main(before: Annotated[str, typer.Option(help="another commit to measure for comparison")] = "", repetitions: int = 3) -> None:
     """Measure all rows, and write the table."""
     columns = {}
     with tempfile.TemporaryDirectory() as name:

@@ -32,7 +32,7 @@ from fl_bn.run.config import RunConfig
 
 
 def bare_loop(config: RunConfig) -> float:
-    """Return the seconds of ``config.rounds`` rounds of plain FedAvg with BatchNorm in a loop written by hand."""
+    """Return the seconds of ``config.rounds`` rounds of FedAvg with BatchNorm in a plain PyTorch loop."""
     torch.set_num_threads(1)
     clients = [client_samples(config, index)[0] for index in range(config.clients)]
     model = copy.deepcopy(source_model(config))
@@ -59,7 +59,7 @@ def bare_loop(config: RunConfig) -> float:
 
 
 def in_process(config: RunConfig) -> float:
-    """Return the seconds of a run in this process."""
+    """Run fl-bn with ``config`` in this process; return the seconds of the whole run."""
     begin = time.perf_counter()
     run_in_process(config.to_mapping())
     return time.perf_counter() - begin
@@ -69,7 +69,13 @@ Variants = dict[str, dict[str, Any]]
 
 
 def ratios(config: RunConfig, variants: Variants, repeat: int) -> dict[str, float]:
-    """Return every variant's time divided by the bare loop's, the median over ``repeat`` turns."""
+    """Return the time of every variant, divided by the time of the bare loop; the median over ``repeat`` measurements.
+
+    Args:
+        config: The run config.
+        variants: Name of a variant -> the run-config keys that it changes.
+        repeat: The number of measurements.
+    """
     found = {name: list[float]() for name in variants}
     for _ in range(repeat):
         bare = bare_loop(config)
@@ -79,7 +85,7 @@ def ratios(config: RunConfig, variants: Variants, repeat: int) -> dict[str, floa
 
 
 def above(config: RunConfig, variants: Variants, repeat: int) -> dict[str, float]:
-    """Return every variant's milliseconds per client and round beyond the bare loop's.
+    """Return by how many milliseconds per client and round every variant is slower than the bare loop.
 
     The time of ``config.rounds`` rounds is subtracted from that of five times as many, so that costs which occur once
     (start, evaluation) are not counted.
@@ -95,13 +101,13 @@ def above(config: RunConfig, variants: Variants, repeat: int) -> dict[str, float
 
 
 def changed(config: RunConfig, keys: Mapping[str, Any]) -> RunConfig:
-    """Return the config with other keys."""
+    """Return a copy of ``config`` in which ``keys`` have other values."""
     return RunConfig.from_mapping({**config.to_mapping(), **keys})
 
 
 def main(
     rounds: int = 20,
-    repeat: Annotated[int, typer.Option(help="turns of all variants; the median counts")] = 3,
+    repeat: Annotated[int, typer.Option(help="how often each variant is timed; the median counts")] = 3,
     ray: Annotated[bool, typer.Option(help="measure Flower's simulation on Ray, too")] = True,
     results: Path = Path(__file__).parent / "results" / "throughput.md",
 ) -> None:

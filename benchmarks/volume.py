@@ -42,7 +42,7 @@ def one_round(method: str, schedule: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Run one round of each method, and print its bytes beside those in the paper."""
     table = Table("", "exchanges", "one client up (bytes)", "down (bytes)", "5 up + 1 down (MB)", "in the paper (MB)")
     for name, method, schedule, printed in ROWS:
         row = one_round(method, schedule)

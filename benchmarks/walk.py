@@ -1,10 +1,10 @@
-"""Walk through one FedAvg round on Flower: the code that it enters, and how often a client's reply is passed on.
+"""Follow one round of FedAvg on Flower through the code: the functions that run, and how often a reply is passed on.
 
     python benchmarks/walk.py
     PYTHONPATH=CHECKOUT python benchmarks/walk.py          # of another checkout of fl-bn, from version 0.1 on
 
-Three clients with a small network run two rounds in this process. ``sys.setprofile`` watches the second round, from
-the train messages to the round's record. Counted are the files of fl_bn that the round enters, the lines of the
+Three clients with a small network run two rounds in this process. ``sys.setprofile`` observes the second round, from
+the train messages to the round's record. The program counts the files of fl_bn that the round enters, the lines of the
 functions that it calls, and for one client:
 
 * decodings of a header: of the instruction at the client, and of the reply at the server;
@@ -45,11 +45,12 @@ HEADER = "header_from"  # the function that every decoding of a header calls
 
 
 class Walk:
-    """Watches the code that runs between ``begin`` and ``end``.
+    """Record which functions of fl_bn run between ``begin`` and ``end``, and which of them return a reply.
 
     Attributes:
         entered: Function of fl_bn -> how often it was called.
-        returns: Every return of a reply as ``(side, function, whether as a value)``, in order, over all clients.
+        returns: One triple for every return of a reply, in order, over all clients: the side ("client" or "server"), the
+            function, and whether the reply was returned as a value.
         headers: Side -> number of headers decoded there, over all clients.
     """
 
@@ -94,11 +95,11 @@ class Walk:
 
 
 def carries(value: Any, records: bool) -> bool:
-    """Tell whether ``value`` is a reply, in any of its forms, or a collection of replies.
+    """Return whether ``value`` is a reply, in any of its forms, or a collection of replies.
 
     Args:
         value: The value that a function returned.
-        records: Whether named arrays count as a reply. Once a reply is checked, they are the model's.
+        records: Whether named arrays count as a reply. After the check of a reply, named arrays belong to the model.
     """
     if isinstance(value, Message):
         return bool(value.metadata.reply_to_message_id)
@@ -115,9 +116,7 @@ def carries(value: Any, records: bool) -> bool:
 
 
 def flat(value: Any) -> list[Any]:
-    """Return the entries of a tuple or list, with tuples among them replaced by their entries; any other value as a
-    list of one.
-    """
+    """Return a tuple or list as a list, in which tuples are replaced by their entries. Any other value becomes a list of one."""
     if not isinstance(value, tuple | list):
         return [value]
     return [one for entry in value for one in (entry if isinstance(entry, tuple) else (entry,))]
@@ -128,7 +127,7 @@ def name_of(code: CodeType) -> str:
 
 
 def lines(file: Path, codes: set[CodeType]) -> tuple[int, int]:
-    """Return the number of lines of these functions, each line counted once, and of the file."""
+    """Return how many lines these functions have together, and how many the file has. A line is counted once."""
     own: set[int] = set()
     for code in codes:
         numbers = [line for _, _, line in code.co_lines() if line is not None]
@@ -142,7 +141,7 @@ def network() -> nn.Module:
 
 
 def walked(method: str) -> Walk:
-    """Run the rounds, and watch the last one."""
+    """Run two rounds of ``method``, and record the second one."""
     walk, how, draw = Walk(), METHODS[method](), torch.Generator().manual_seed(1)
     clients = [Samples(torch.randn(24, 6, generator=draw), torch.randint(3, (24,), generator=draw)) for _ in range(CLIENTS)]
     converted, settings = convert(network(), how), LocalTraining(batch_size=8, steps=2)

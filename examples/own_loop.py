@@ -1,5 +1,5 @@
-"""Door 2: your own training loop, with mixed precision, AdamW, a cosine scheduler, gradient accumulation and a
-two-output network.
+"""Train with fl-bn in your own training loop, with mixed precision, AdamW, a cosine scheduler, gradient accumulation
+and a two-output network.
 
 fl-bn needs only the lines marked "fl-bn". You decide how instructions and replies travel (in this file: a for loop).
 """
@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Net(nn.Module):
-    """Answers with logits and features, as many networks do."""
+    """Return logits and features, as many networks do."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 def load_data():
-    """Return five clients' data, of two digits each, and the test data."""
+    """Return the training data of five clients, with two digits each, and the test data."""
     x, y = load_digits(return_X_y=True)
     x, y = torch.from_numpy(x).float() / 16, torch.from_numpy(y)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
@@ -41,7 +41,7 @@ def load_data():
 
 
 def train(model, loader):
-    """Train one epoch, as you would without a federation."""
+    """Train for one epoch, as you would without a federation."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(loader) // ACCUMULATE)
     scaler = torch.amp.GradScaler(DEVICE, enabled=DEVICE == "cuda")  # bfloat16 on the CPU needs no scaler

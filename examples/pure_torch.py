@@ -1,4 +1,4 @@
-"""Door 1: a whole federation in plain torch. Ten clients with one digit each, two methods, one table."""
+"""Train a whole federation in plain torch: ten clients with one digit each, two methods, one table."""
 
 from functools import partial
 

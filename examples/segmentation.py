@@ -16,7 +16,7 @@ ROUNDS, SIZE = 12, 16
 
 
 class Shapes(Dataset):
-    """Random images (1, 16, 16) and masks: 0 background, 1 disc, 2 square, 255 unlabelled (the frame)."""
+    """Make random images (1, 16, 16) and masks: 0 background, 1 disc, 2 square, 255 unlabelled (the frame)."""
 
     def __init__(self, n, brightness, contrast, seed):
         rng, (rows, columns) = np.random.default_rng(seed), np.mgrid[:SIZE, :SIZE]
@@ -37,7 +37,7 @@ class Shapes(Dataset):
 
 
 class Net(nn.Module):
-    """Answers with a dict, as torchvision's networks for segmentation do."""
+    """Return a dict, as torchvision's networks for segmentation do."""
 
     def __init__(self):
         super().__init__()

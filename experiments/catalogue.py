@@ -229,4 +229,4 @@ def _read(file: Path) -> Experiment:
         variants = tuple(about.get("variants", tables.get("variants", {})))
         return Experiment(file.stem, file, about["paper"], tables["title"], variants, about.get("program", ""))
     except (tomllib.TOMLDecodeError, KeyError) as error:
-        raise ConfigError(f"{file}: an experiment needs a title and [experiment] with its paper: {error}") from error
+        raise ConfigError(f"{file}: an experiment needs a title and a table [experiment] with the key paper: {error}") from error

@@ -284,7 +284,7 @@ def definition(experiment: Experiment, variant: str, measure: str = "") -> tuple
     """
     if not experiment.has(variant):
         there = ", ".join((PAPER, *experiment.variants))
-        raise ConfigError(f"{experiment.file.name}: {FILE} names the variant {variant!r}, but the file has {there}")
+        raise ConfigError(f"{experiment.file.name}: {FILE} names the variant {variant!r}, but this experiment has only {there}")
     text = experiment.file.read_text(encoding="utf-8") if experiment.program else read(experiment.file, variant, ANY_DATA).to_toml()
     if experiment.program or measure:
         of = study(experiment, measure)

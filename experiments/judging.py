@@ -84,7 +84,7 @@ class Outcome:
     def detectable(self) -> float:
         """Return the smallest true difference that the test finds with probability ``POWER``; NaN for fewer than two seeds.
 
-        The spread over the seeds is taken as it is.
+        The calculation takes the observed spread over the seeds for the true one.
         """
         from scipy.special import nctdtrinc, stdtrit
 

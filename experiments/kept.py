@@ -182,7 +182,10 @@ def own_config(config: RunConfig) -> dict[str, Value]:
 
 
 def _as_run(config: Mapping[str, Value], cell: Cell) -> dict[str, Value]:
-    """Return ``config`` with those values of the keys ``ROUNDS_OTHERWISE`` (they change only last digits) that ``cell`` ran with."""
+    """Return ``config`` with the values that the run of ``cell`` had for the keys in ``ROUNDS_OTHERWISE``.
+
+    These keys change only the last digits of a result, so a difference in them does not count as other settings.
+    """
     there, default = cell.ran(), RunConfig().to_mapping()
     own = {key: there[key] for key in sorted(ROUNDS_OTHERWISE) if there[key] != default[key]}
     return {key: value for key, value in config.items() if key not in ROUNDS_OTHERWISE} | own

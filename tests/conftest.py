@@ -1,6 +1,7 @@
-"""Shared by every test: hypothesis without deadlines, one torch thread, seeded generators, a population small enough to check by hand.
+"""Set up all tests: hypothesis without deadlines, one torch thread, seeded generators, and a few small clients.
 
-The process that only gives tests to workers imports this file, too. What takes long to import is imported where it is used.
+The controller of pytest-xdist, which runs no tests itself, imports this file, too. So modules whose import takes long are imported
+inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from fl_bn.federation.local import Samples
 
 WHOLE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(ray|slow|docker|newest)\b", re.MULTILINE)
-"""A file whose tests all have that mark."""
+"""Matches a test file whose tests all have one of these marks."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave a file alone whose every test the marker expression leaves out: to import it alone can take ten seconds."""
+    """Skip a test file if the marker expression excludes all its tests, because the import alone can take ten seconds."""
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     marks = WHOLE.findall(collection_path.read_text())
@@ -47,7 +48,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Before the first test file is read: what hypothesis is told later, a test that is already made does not know."""
+    """Set hypothesis's options before the first test file is imported. They have no effect on tests that exist already."""
     if is_xdist_controller(session):
         return
     from hypothesis import settings
@@ -58,7 +59,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what takes long or must run alone, and put the files that take longest first: no worker begins one when all others are done."""
+    """Mark tests that take long or must run alone, and sort the files by duration, the longest first.
+
+    If a long file began last, all other workers would wait for it.
+    """
     for item in costs.long(items):
         item.add_marker("slow")
     for item in items:
@@ -68,20 +72,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector of garbage look at what tests make, and no more at all that was loaded before them."""
+    """Exclude everything that was loaded before the tests from garbage collection, which then takes less time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
 
 
 def pytest_sessionfinish() -> None:
-    """Commands that ran in this process left objects that Python would not look at in the end; a library takes these for leaks."""
+    """Let Python collect all garbage again, because a library reports objects that are left at the end as leaks."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Sums are then made in one order, on every machine."""
+    """Let torch use one thread, so that it adds numbers in the same order on every machine."""
     import torch
 
     before = torch.get_num_threads()
@@ -92,7 +96,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def identity() -> None:
-    """Tests make messages, for which later versions of Flower want to know in whose name."""
+    """Allow this process to make Flower messages, in the name of run 1; later versions of Flower require such an identity."""
     from fl_bn.flower.compat import identify
 
     identify(1)
@@ -107,7 +111,11 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def tiny_clients() -> Callable[..., list[Samples]]:
-    """``tiny_clients(sizes, skew, size, seed)``: one ``Samples`` per entry of ``sizes``; with ``skew`` > 0 each brighter than the last."""
+    """Return a function ``make(sizes, skew, size, seed)`` that makes the samples of clients.
+
+    Client i has ``sizes[i]`` random images of ``size`` x ``size`` pixels. With ``skew`` > 0, each client's images are brighter than those
+    of the client before.
+    """
     from tests.federation import random_samples
 
     def make(sizes: tuple[int, ...] = (3, 7, 5), skew: float = 1.0, size: int = 8, seed: int = 0) -> list[Samples]:

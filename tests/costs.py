@@ -1,4 +1,4 @@
-"""Which test files take longest, and which tests must run alone."""
+"""List the test files that take longest, the tests that count as slow, and the tests that must run alone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 COMMON = ("fedavg", "fixbn", "fedbn", "hbn", "fbn", "fedtan", "gn")
-"""Methods that do different things. The others are variants of these, and a test that takes long for each method is slow for them."""
+"""Methods that differ most. The others are variants of these. If a test takes long for each method, its cases with the others are slow."""
 
 ALONE = ("tests/deployment/test_dead_apps.py", "tests/exchange/", "tests/integration/test_workers.py")
-"""Where slow tests measure how long processes take to answer: folders and files."""
+"""Folders and files with slow tests that measure how long processes take to answer."""
 
 LONGEST = (
     "tests/deployment/test_deaf_supernode.py",
@@ -53,7 +53,7 @@ LONGEST = (
     "tests/examples/test_quickstart.py",
     "tests/methods/test_objective_oracles.py",
 )
-"""Files, the longest first: each runs in one worker, so these begin before all others. A wrong order costs time, and nothing else."""
+"""The files that take longest, in descending order. Each runs in one worker, so these begin first. A wrong order only costs time."""
 
 LONG = (
     "tests/sweeps/test_evidence.py::test_every_committed_result_is_found_though_its_run_ignored_keys",
@@ -131,7 +131,7 @@ LONG = (
     "tests/deployment/test_compose.py::test_compose_itself_accepts_the_files",
     "tests/exchange/test_grpc_stops.py::test_all_fail_when_the_service_stops_and_a_new_one_takes_its_port",
 )
-"""Tests that take seconds and guard what seldom changes, or start many processes: slow ones, though it does not say so there."""
+"""Slow tests that have no mark in their files: they take seconds and check what seldom changes, or they start many processes."""
 
 ENOUGH = {
     "tests/doors/test_parity.py::test_rounds_of_several_steps_equal_the_application_s": ("[hbn-", "[fedtan-"),
@@ -191,9 +191,9 @@ ENOUGH = {
     "tests/hostile/test_own_app.py::test_an_evaluation_that_no_client_makes_is_not_counted": ("[accuracy", "[no num", "[a long"),
     "tests/doors/test_federation_workers.py::test_workers_give_the_bits_of_one_after_the_other": ("[fbn-seeded", "[hbn-with"),
 }
-"""Tests that repeat something long for many methods or options -> parts of the names of the cases that are enough by default.
+"""Test that takes long and is repeated for many methods or options -> parts of the names of the cases that run by default.
 
-The other cases are slow ones.
+All other cases of the test are slow ones.
 """
 
 EVERY_THIRD = (
@@ -249,18 +249,18 @@ EVERY_THIRD = (
     "tests/training/test_vectorised.py::test_every_method",
     "tests/training/test_vectorised.py::test_unequal_clients",
 )
-"""Tests of many cases of one kind, in an order in which neighbours are alike: every third case is enough by default."""
+"""Tests with many cases, of which neighbours are similar. Every third case runs by default; the others are slow ones."""
 
 PLACES = {file: place for place, file in enumerate(LONGEST)}
 
 
 def place(nodeid: str) -> int:
-    """Return where the test's file stands among ``LONGEST``; the others are all behind."""
+    """Return the position of the test's file in ``LONGEST``; files that are not listed share the position after the last one."""
     return PLACES.get(nodeid.partition("::")[0], len(PLACES))
 
 
 def long(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests that are slow ones by the tables ``LONG``, ``ENOUGH`` and ``EVERY_THIRD``."""
+    """Return the tests that the tables ``LONG``, ``ENOUGH`` and ``EVERY_THIRD`` declare to be slow."""
     seen = Counter[str]()
     found = []
     for item in items:
@@ -273,17 +273,17 @@ def long(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def alone(item: pytest.Item) -> bool:
-    """Return whether a test runs with no other beside it: Ray, containers, and the slow ones of ``ALONE``."""
+    """Return whether no other test may run at the same time: tests with Ray or containers, and slow tests in ``ALONE``."""
     if any(item.get_closest_marker(mark) for mark in ("ray", "docker")):
         return True
     return item.nodeid.startswith(ALONE) and item.get_closest_marker("slow") is not None
 
 
 def common_first(methods: Iterable[str]) -> list[Any]:
-    """Return the methods as cases of ``parametrize``, all but the common ones as slow tests."""
+    """Return the methods as cases of ``parametrize``. Methods that are not in ``COMMON`` become slow tests."""
     return [name if name in COMMON else slow(name) for name in methods]
 
 
 def slow(*values: Any) -> Any:
-    """Return a case of ``parametrize`` as a slow test."""
+    """Return a case of ``parametrize`` that is marked as slow; ``values`` are its parameters."""
     return pytest.param(*values, marks=pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""A federation in one process, without Flower: the core's own training, averaging and combining, in plain sight."""
+"""Run a federation in one process, without Flower: plain calls of the core's training, averaging and combining."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE_STEP = LocalTraining(batch_size=64, steps=1)
 
 
 def random_samples(n: int, *, size: int = 8, brightness: float = 0.0, seed: int = 0) -> Samples:
-    """``n`` random images (3, size, size) of 4 classes; ``brightness`` 0..1 shifts the range of the pixels."""
+    """Make ``n`` random images (3, size, size) of 4 classes. ``brightness`` (0..1) shifts the range of the pixels upwards."""
     rng = np.random.default_rng(seed)
     low = int(120 * brightness)
     x = rng.integers(low, low + 100 + seed % 3, size=(n, 3, size, size), dtype=np.uint8)
@@ -35,7 +35,10 @@ def union(clients: Sequence[Samples]) -> Samples:
 
 
 class Federation:
-    """The server's model, and per client the tensors that stay home. ``rule`` replaces the method's (for negative controls)."""
+    """Hold the server's model, and for each client the tensors that the method keeps local.
+
+    ``rule`` combines the statistics instead of the method's own rule, for negative controls.
+    """
 
     def __init__(self, model: nn.Module, method: Method, clients: Sequence[Samples], rule: Rule | None = None) -> None:
         self.method, self.clients, self.rule = method, clients, rule or method.combine
@@ -46,7 +49,7 @@ class Federation:
         self.sent = [k for k in state if method.shares(self.role[k]) and self.role[k] is not Role.STATISTIC]
 
     def client(self, i: int) -> nn.Module:
-        """The model that client ``i`` trains and evaluates."""
+        """Return the model that client ``i`` trains and evaluates."""
         model = copy.deepcopy(self.server)
         model.load_state_dict(self.kept[i], strict=False)
         return model
@@ -61,7 +64,16 @@ class Federation:
         phase: Phase = Phase.TRAIN,
         weights: Sequence[float] | None = None,
     ) -> list[Result]:
-        """One round with all clients; without ``batches`` each takes one step on all its samples."""
+        """Run one round with all clients; return the result of each client's training.
+
+        Args:
+            number: The number of the round.
+            batches: Client -> step -> indices of samples; None: each client makes one step on all its samples.
+            settings: The settings of local training.
+            rate: The learning rate.
+            phase: The phase of the round.
+            weights: The clients' weights in the average; None: their numbers of samples.
+        """
         models = [self.client(i) for i in range(len(self.clients))]
         reports: list[dict[str, Moments]] = []
         results = []
@@ -98,5 +110,5 @@ class Federation:
 
 
 def largest_deviation(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Over all tensors of ``b``; ``a`` may have more."""
+    """Return the largest absolute difference over all tensors of ``b``; ``a`` may have more tensors."""
     return max(float((a[k].detach().double() - b[k].detach().double()).abs().max()) for k in b)

@@ -1,4 +1,4 @@
-"""A Flower run in this process over a handful of samples: a real ClientApp, a real strategy, and a grid that remembers what passed."""
+"""Run Flower in this process on few samples: a real ClientApp, a real strategy, and a grid that keeps all messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,19 @@ def client_app(
     shares_drift: bool = False,
     tells: bool = False,
 ) -> ClientApp:
-    """``disturb(client, what)`` is called before each client's round, and may raise. ``counted``: clients that each believes in."""
+    """Make the ClientApp.
+
+    Args:
+        method: The method.
+        clients: The samples of each client.
+        settings: The settings of local training.
+        model: The network before conversion; None: a small CNN.
+        folder: The folder for the clients' files; None: no files.
+        disturb: Called before a client computes, with its index and a text such as ``train 1``. It may raise.
+        counted: How many clients there are according to each client's config; 0: the true number.
+        shares_drift: Whether clients report how far the statistics that they keep have moved in a round.
+        tells: Whether clients send the BatchNorm layers that they keep.
+    """
     converted = convert(model or seeded_network("cnn"), method)
 
     class Disturbed(BatchNormClient):
@@ -63,7 +75,10 @@ def client_app(
 
 
 class WatchedGrid(InProcessGrid):
-    """Keeps every message in both directions. ``shuffle``: node ids and the order of replies are drawn at random, as Flower's are."""
+    """Keep all messages in both directions.
+
+    ``shuffle`` is a seed: node ids and the order of replies are then random, as Flower's are. None: they follow the clients' order.
+    """
 
     def __init__(self, app: ClientApp, clients: int, shuffle: int | None = None, engine: str = "sequential") -> None:
         super().__init__(app, clients, {"engine": engine})
@@ -92,16 +107,16 @@ class WatchedGrid(InProcessGrid):
         return replies
 
     def states(self) -> list[RecordDict]:
-        """``context.state`` of every client, in client order."""
+        """Return the ``context.state`` of every client, in client order."""
         return [c.state for c in sorted(self._contexts.values(), key=lambda c: int(c.node_config["partition-id"]))]
 
     def kinds(self) -> list[str]:
-        """``train 1``, ``query.statistics 1``, ...: one per exchange, in order."""
+        """Return the type and round of each exchange, in order, such as ``train 1`` or ``query.statistics 1``."""
         said = [f"{m.metadata.message_type} {m.metadata.group_id}" for m in self.sent]
         return [kind for before, kind in zip([None, *said], said, strict=False) if kind != before]
 
     def train(self, round: int, *, replies: bool = False) -> list[dict[str, dict[str, np.ndarray]]]:
-        """The payloads of the train messages (or of their replies) of ``round``, in the order sent."""
+        """Return the arrays in the train messages (or in their replies) of ``round``, by section, in the order sent."""
         messages = self.received if replies else self.sent
         wanted = (m for m in messages if m.metadata.message_type == "train" and m.metadata.group_id == str(round) and m.has_content())
         return [sections(m.content) for m in wanted]
@@ -117,7 +132,15 @@ def arrays_of(record: ArrayRecord) -> dict[str, np.ndarray]:
 
 @dataclass
 class Run:
-    """What a run left behind. ``trajectory``: the shared tensors as evaluated, by round."""
+    """Hold the results of a run.
+
+    Attributes:
+        strategy: The strategy.
+        grid: The grid, with all messages.
+        result: What the strategy's ``start`` returned.
+        records: The record of each round.
+        trajectory: Round -> the shared tensors that were evaluated after it.
+    """
 
     strategy: BatchNormStrategy
     grid: WatchedGrid
@@ -142,7 +165,19 @@ def run(
     may_fail: bool = False,
     **options: Any,
 ) -> Run:
-    """``policy``: fields of ``Rounds``; ``options``: of the strategy; ``may_fail``: a run that failed is returned without a result."""
+    """Run ``rounds`` rounds in this process.
+
+    Args:
+        method: The method.
+        clients: The samples of each client.
+        rounds: The number of rounds.
+        settings: The settings of local training.
+        grid: The grid; None: a new one.
+        policy: Fields of ``Rounds``.
+        model: The network before conversion; None: a small CNN.
+        may_fail: If the run fails, return it without a result instead of raising.
+        options: Passed to the strategy.
+    """
     grid = grid or WatchedGrid(client_app(method, clients, settings, model=model), len(clients))
     ran = Run.__new__(Run)
     ran.records, ran.grid = [], grid
@@ -159,5 +194,5 @@ def run(
 
 
 def identical(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> bool:
-    """Same names, dtypes and bits."""
+    """Return whether two sets of arrays have the same names, dtypes and bits."""
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and a[k].tobytes() == b[k].tobytes() for k in a)

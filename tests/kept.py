@@ -1,4 +1,4 @@
-"""A callback that keeps what it is told."""
+"""Record the calls of a callback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from fl_bn.federation.record import RoundRecord
 
 
 class Kept(Callback):
-    """Appends every round's record to ``records``; what it was called for, in order, is in ``calls``, how the run ended in ``ends``."""
+    """Record what the callback was called with.
+
+    Attributes:
+        records: The record of each round.
+        calls: The calls in order, such as ``evaluation 2/4``, ``round 2/4`` and ``end``.
+        ends: The error that ended the run, or None, for each end of a run.
+    """
 
     def __init__(self, records: list[RoundRecord] | None = None) -> None:
         self.records, self.calls, self.ends = [] if records is None else records, list[str](), list[BaseException | None]()

@@ -1,4 +1,4 @@
-"""One test over a whole list: it tries every case and fails once, with each case that is wrong and the reason."""
+"""Make one test of a list of cases. It runs every case, and fails once, with a line for each wrong case."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import pytest
 Ids = Callable[[Any], object] | Iterable[str] | None
 PARAM = type(pytest.param())
 CHOSEN: list[str] = []
-"""What ``pytest --case TEXT`` asks for: of every list the cases with TEXT in their name, and no others."""
+"""The texts given by ``pytest --case TEXT``. Of every list, only cases run that have one of them in their name; empty: all cases."""
 
 
 def listed(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) -> Callable[..., Any]:
-    """Return a decorator with the arguments of ``pytest.mark.parametrize``, which makes one test of all cases.
+    """Return a decorator that makes one test of all cases; its arguments are those of ``pytest.mark.parametrize``.
 
-    Two of them over one test try every pair. Each case gets a random generator, a temporary folder and a log of its own.
+    With two decorators, the test runs every pair of cases. Each case gets a random generator, a temporary folder and a log of its own.
 
     Args:
         names: The test's parameters, as a list or separated by commas.
         cases: One entry per case: the parameters' values, or a ``pytest.param`` with an id. A case cannot have marks: they hold for the
             whole test.
-        ids: What a value is called, or the cases' names in order; the values themselves without it.
+        ids: A function that returns a value's name, or the names of all cases in order; None: the values themselves are the names.
     """
     parameters = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     several = not isinstance(names, str) or "," in names
@@ -69,7 +69,7 @@ def listed(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) ->
 
 
 def called(case: Any, ids: Callable[[Any], object] | None) -> str:
-    """Return a case's name: its id, what ``ids`` makes of its values, or the values themselves."""
+    """Return a case's name: its id, or the names that ``ids`` gives its values; without ``ids``, the values themselves."""
     if isinstance(case, PARAM):
         if case.id is not None:
             return str(case.id)
@@ -80,7 +80,7 @@ def called(case: Any, ids: Callable[[Any], object] | None) -> str:
 
 
 def own(name: str, value: Any, index: int) -> Any:
-    """Return a fixture's value as a case on its own would have it."""
+    """Return a copy of a fixture's value for one case: a generator in its first state, a subfolder, or an empty log."""
     if isinstance(value, np.random.Generator):
         return copy.deepcopy(value)
     if name == "tmp_path" and isinstance(value, Path):
@@ -93,7 +93,7 @@ def own(name: str, value: Any, index: int) -> Any:
 
 
 def reason(error: BaseException, test: Callable[..., None]) -> str:
-    """Return the error's text and the last line of the test's own file that led to it."""
+    """Return the error's text, and the last line in the test's own file that led to the error."""
     file = inspect.getsourcefile(inspect.unwrap(test))
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f" (line {lines[-1]})" if lines else ""

@@ -1,4 +1,4 @@
-"""One client's training by itself: the application's loop on chosen batches, without a server."""
+"""Train one client without a server: the application's loop on batches that a test chooses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from fl_bn.task import CLASSIFICATION, Task
 
 @dataclass
 class Result:
-    """What training yielded; the model holds the new weights. ``kept`` and ``sent``: the objective's."""
+    """Hold what training returned; the model itself has the new weights.
+
+    ``kept`` and ``sent`` are the tensors that the local objective keeps at the client, and those that it sends.
+    """
 
     loss: float
     samples: int

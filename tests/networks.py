@@ -1,4 +1,4 @@
-"""Small networks with norm layers in awkward places; none of their tensors has "bn" in its name."""
+"""Small networks whose norm layers are hard to find: none of their tensors has "bn" in its name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class SmallCNN(nn.Sequential):
-    """Two convolutions with BatchNorm, dropout, a linear head; images (B, 3, 8, 8)."""
+    """Two convolutions with BatchNorm, dropout, and a linear head, for images (B, 3, 8, 8)."""
 
     def __init__(self, dropout: float = 0.5) -> None:
         super().__init__(
@@ -27,7 +27,7 @@ class SmallCNN(nn.Sequential):
 
 
 class Block(nn.Module):
-    """A residual block; the shortcut's BatchNorm sits in an ``nn.Sequential``, as torchvision's ``downsample.1``."""
+    """Compute a residual block; the shortcut's BatchNorm is in an ``nn.Sequential``, as torchvision's ``downsample.1``."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """Stem, two residual blocks, dropout, a linear head; images (B, 3, 8, 8)."""
+    """Stem, two residual blocks, dropout, and a linear head, for images (B, 3, 8, 8)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {"cnn": SmallCNN, "resnet": Small
 
 
 def seeded_network(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A network with reproducible weights, and an affine that is not 1 and 0, so that forgetting it shows."""
+    """Build a network with reproducible weights. Scales are not 1 and shifts are not 0, so that a test notices if they are lost."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = NETWORKS[name]() if name in NETWORKS else SmallCNN(dropout=0.0)

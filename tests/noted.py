@@ -1,4 +1,4 @@
-"""The shared tensors with which a run evaluates, after every round: what a strategy's hook ``configure_evaluate`` gets."""
+"""Record the shared tensors with which a run evaluates: the arguments of the strategy's hook ``configure_evaluate``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def noted(strategy: BatchNormStrategy | OwnAppStrategy) -> dict[int, Arrays]:
-    """By round, filled while ``strategy`` runs."""
+    """Return round -> the shared tensors that are evaluated after it. The dict is filled while ``strategy`` runs."""
     found: dict[int, Arrays] = {}
     hook: Any = strategy.configure_evaluate
 

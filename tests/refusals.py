@@ -1,4 +1,4 @@
-"""What a boundary refuses, asserted by the fields of the error; its wording is for the one test of each door that reads it whole."""
+"""Check the errors with which fl-bn refuses wrong input, by their fields. Only one test of each user interface checks the whole text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def refused(section: str, tensor: str = "") -> Iterator[pytest.ExceptionInfo[Wir
 
     Args:
         section: The section of tensors, or the record.
-        tensor: The tensor's or the field's name; empty where the error is about the whole section.
+        tensor: The tensor's or the field's name; empty if the error is about the whole section.
     """
     with pytest.raises(WireError) as caught:
         yield caught

@@ -1,4 +1,4 @@
-"""Programs of this repository as modules, by path: a package of the same name may be installed."""
+"""Import programs of this repository by their path, because another package of the same name may be installed."""
 
 from __future__ import annotations
 

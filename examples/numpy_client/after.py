@@ -1,4 +1,4 @@
-"""The same ``FlowerClient`` and the same ``server_fn``, unchanged, under fl-bn: one line for each app."""
+"""The app of ``before.py`` under fl-bn. ``FlowerClient`` and ``server_fn`` are unchanged; each app takes one line."""
 
 from before import client_fn, server_fn
 from client import make_net

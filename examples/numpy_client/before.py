@@ -1,4 +1,4 @@
-"""The legacy app: ``client_fn`` and a strategy of Flower's older API."""
+"""The legacy app, with Flower's older API: ``client_fn``, ``server_fn`` and a strategy."""
 
 from client import make_client, make_net
 from flwr.client import ClientApp

@@ -1,4 +1,4 @@
-"""A map that is made up, and clients for it."""
+"""Make up a map for `fl-bn advise`, and measurements of clients, with numbers that tests choose."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ ALIKE = Measured(10, 100, 100, 100, 10.0, 0.0, 0.004, 0.004, 32, 1.0, 5)
 
 
 def clients(**changes: float) -> Measured:
-    """Clients that are alike, but for ``changes``."""
+    """Return the measurements of clients that do not differ from each other; ``changes`` replaces fields."""
     return replace(ALIKE, **changes)  # type: ignore[arg-type]
 
 
 def regime(name: str, accuracies: dict[str, list[float]], **changes: float) -> Regime:
-    """Make a regime with accuracies of seeds 0, 1, ..."""
+    """Make a regime. ``accuracies`` has, for each method, the accuracies (%) of the seeds 0, 1, ...; ``changes`` is as in ``clients``."""
     runs = {method: dict(enumerate(values)) for method, values in accuracies.items()}
     return Regime(name, f"Problem {name}", clients(**changes), runs, dict.fromkeys(accuracies, 0.1))
 

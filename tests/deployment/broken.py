@@ -1,4 +1,4 @@
-"""Six set-ups that do not work, each broken in one way, and the sound one that they are made from."""
+"""Make deployments that do not work, each broken in one way, from one that works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ SITE = Path("sites") / "A"
 
 @dataclass(frozen=True)
 class Setup:
-    """A kit below ``kit``, its server listening. ``pythonpath``: a folder of packages that hide the installed ones."""
+    """Describe a deployment: a kit in the folder ``kit``, whose server accepts TLS connections.
+
+    ``pythonpath`` is a folder of packages that take precedence over the installed ones. ``stack`` closes what the deployment opened.
+    """
 
     kit: Path
     stack: ExitStack
@@ -48,7 +51,7 @@ def port_taken(setup: Setup) -> None:
 
 
 def other_version(setup: Setup) -> None:
-    """Metadata alone: what an upgrade of Flower behind fl-bn's back leaves for others to see."""
+    """Add the metadata of another version of Flower to ``pythonpath``, as if somebody had upgraded Flower."""
     folder = setup.pythonpath / "flwr-1.31.0.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: flwr\nVersion: 1.31.0\n")
@@ -71,7 +74,10 @@ BROKEN: dict[str, tuple[Callable[[Setup], None], str, str]] = {
 
 @contextmanager
 def made(folder: Path, breaking: Callable[[Setup], None] = lambda setup: None) -> Iterator[Setup]:
-    """The sound set-up in ``folder``, after ``breaking``: a kit, a site with data, a server that shakes hands."""
+    """Make a working deployment in ``folder``, let ``breaking`` break it, and start its server.
+
+    The deployment has a kit, a site with data, and a server that accepts TLS connections.
+    """
     with ExitStack() as stack:
         listening = stack.enter_context(tls_servers.listen())
         kit = tls_servers.make_kit(folder / "kit", tls_servers.port_of(listening))

@@ -1,4 +1,4 @@
-"""A SuperLink that computes nothing and a kit for two sites, for tests of the queue and of what is typed at a server; an own app."""
+"""Fixtures for tests of the queue and of commands at a server: a fake SuperLink, a kit for two sites, and a user's own app."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.deployment.tls_servers import free_range
 
 @pytest.fixture
 def own_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What ``fl-bn new myapp`` writes, in the folder in which commands are typed."""
+    """Create an app in a temporary folder by ``fl-bn new myapp``, and make this folder the working directory; return the app's folder."""
     monkeypatch.chdir(tmp_path)
     made = CliRunner().invoke(app, ["new", "myapp"])
     assert made.exit_code == 0, made.output

@@ -1,4 +1,7 @@
-"""Our SuperNode without the answers for processes that died: Flower's own behaviour, as a negative control."""
+"""Start fl-bn's SuperNode, but without its error replies for processes that died, as Flower's SuperNode behaves.
+
+Tests use it as a negative control.
+"""
 
 from fl_bn_site import supernode
 

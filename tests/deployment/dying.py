@@ -1,4 +1,4 @@
-"""Runs of real processes at two sites, one of which dies in the midst of its work."""
+"""Start runs with real processes at two sites, one of which is killed while it works."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.deployment.outcomes import Case
 
 
 class Run:
-    """A run of four rounds whose sites wait in round 2 or later, wherever their mood is `hang`."""
+    """Run four rounds. From round 2 on, a site stops responding while its mood file says ``hang``."""
 
     def __init__(self, federation: Federation, folder: Path, name: str, **values: Any) -> None:
         case = Case(federation, folder, 0, random.Random(0))
@@ -36,7 +36,7 @@ class Run:
         return self.rounds.read_bytes().count(b"\n") if self.rounds.exists() else 0
 
     def hang(self, site: str) -> int:
-        """The process of a message at ``site``, which hangs."""
+        """Make ``site`` hang; return the process id of the message that hangs there."""
         self.federation.mood(site).write_text("hang")
         seen: dict[int, float] = {}
 
@@ -54,7 +54,12 @@ class Run:
         return out
 
     def asked_again(self, site: str, why: str) -> float:
-        """Wait until the server says that it asks ``site`` again for ``why``. Return the seconds that it took."""
+        """Wait until the server's log says that it sends the message to ``site`` again; return the seconds that this took.
+
+        Args:
+            site: The name of the site.
+            why: The reason that the log must give.
+        """
         begin, log = time.monotonic(), self.federation.log
         wait_until("the server is told", lambda: f"site {site}: {why}; it is asked again" in log("server", "serverapp"), 200)
         return time.monotonic() - begin
@@ -66,7 +71,7 @@ def kill(federation: Federation, site: str, pid: int) -> None:
 
 
 class Parts:
-    """The programs of a site, started and ended one by one."""
+    """Start and end the programs of a site one by one: call the object with a program's name to start it."""
 
     def __init__(self, federation: Federation, site: str, supernode: Path) -> None:
         folder = SiteFolder.read(federation.kit / "sites" / site)

@@ -1,4 +1,4 @@
-"""A deployed federation on loopback: a kit, and every part of it a real process under TLS with authenticated nodes."""
+"""Deploy a federation on loopback for tests: a kit whose parts are real processes, with TLS and authenticated nodes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ SMALL: dict[str, Any] = {  # a run of seconds in one process; deployed, each rou
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, below those that the kernel gives to outgoing connections.
+    """Return ``count`` ports that are not in use, below the range from which the kernel chooses ports of outgoing connections.
 
-    Tests that run beside each other look in different ranges: the ports of a federation are taken some time after they were found.
+    A federation opens the ports some time later. So tests that run at the same time search in different ranges.
     """
     ports: list[int] = []
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
@@ -49,11 +49,11 @@ def free_ports(count: int) -> list[int]:
         ports.append(port)
         if len(ports) == count:
             return ports
-    raise RuntimeError("no free ports")
+    raise RuntimeError(f"expected {count} free ports from {start} to {start + 1999}, but found {len(ports)}")
 
 
 def processes(*words: str) -> list[int]:
-    """Processes in whose command line all ``words`` occur, without those that only start or watch them."""
+    """Return the ids of the processes whose command line has all ``words``, without processes that only start or watch others."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -66,7 +66,10 @@ def processes(*words: str) -> list[int]:
 
 
 def message_processes(federation: Federation, site: str) -> list[int]:
-    """Processes of a site that work on a message: below its host and the cold process, each below one that watches it."""
+    """Return the ids of the processes of a site that work on a message.
+
+    In the tree of the site's ClientApp processes, they are at least four levels deep and have no children.
+    """
     pids = federation.find("clientapp", site)
     parents = {pid: int(stat.rpartition(")")[2].split()[1]) for pid in pids if (stat := _stat(pid))}
 
@@ -87,14 +90,21 @@ def wait_until(what: str, done: Callable[[], Any], timeout: float = 60.0, pause:
     end = time.monotonic() + timeout
     while not (result := done()):
         if time.monotonic() > end:
-            raise TimeoutError(f"{what}: not within {timeout:g} s")
+            raise TimeoutError(f"{what}: this did not happen within {timeout:g} s")
         time.sleep(pause)
     return result
 
 
 class Federation:
-    """Use as a context manager: all processes end with it. ``sites``: names; ``lines``: of a site's TOML, by site and key;
-    ``small_disks``: results and states lie on file systems of 64 MB each, the server's state on 128 MB (root only)."""
+    """Run a deployed federation inside a ``with`` block; at its end, all processes are ended.
+
+    Args:
+        folder: The folder in which the kit is made.
+        sites: The names of the sites.
+        lines: Site -> key -> value: changes in the sites' TOML files.
+        small_disks: Mount a file system of 64 MB for the results and for each site's state, and one of 128 MB for the server's state.
+            Only root can do this.
+    """
 
     def __init__(
         self,
@@ -126,7 +136,7 @@ class Federation:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def edit(self, part: str, values: Mapping[str, Any]) -> None:
-        """Change lines of ``server`` or ``sites/NAME``."""
+        """Set keys in the TOML file of ``part``, which is ``server`` or ``sites/NAME``."""
         file = next((self.kit / part).glob("s*.toml"))
         text = file.read_text()
         for key, value in values.items():
@@ -145,7 +155,7 @@ class Federation:
             subprocess.run(["umount", "--lazy", str(mount)], check=False)
 
     def mood(self, site: str) -> Path:
-        """The file that says what ails the site's data, in runs with ``moody``'s."""
+        """Return the file that tells the data set ``tools.deployment.moody`` how to fail at this site; empty: it does not fail."""
         return self.kit.parent / f"mood-{site}"
 
     # Parts: "server", "sites/a", ...
@@ -160,7 +170,7 @@ class Federation:
                 )
 
     def start_all(self) -> None:
-        """The server, then the sites once it has registered their keys."""
+        """Start the server, wait until it has registered the sites' keys, start the sites, and wait until they are connected."""
         self.start("server")
         wait_until("registration", lambda: self.log("server", "register").count("registered") >= len(self.sites), 300)
         self.start(*(f"sites/{site}" for site in self.sites))
@@ -168,14 +178,14 @@ class Federation:
             wait_until(f"site {site} is connected", partial(self._connected, site), 240)
 
     def membership(self, command: str, name: str, *options: str, code: int = 0) -> str:
-        """What ``fl-bn kit COMMAND`` says of the site ``name``."""
+        """Run ``fl-bn kit COMMAND`` for the site ``name``; return its output. ``code`` is the exit status that it must have."""
         argv = [*FL_BN, "kit", command, str(self.kit / "server"), name, *options]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     def add_site(self, site: str) -> None:
-        """Let a site in, start it, and wait until it is connected."""
+        """Add a site to the federation, start it, and wait until it is connected."""
         self.membership("add-site", site)
         (self.nodes[site],) = free_ports(1)
         self.edit(f"sites/{site}", {"clientappio": f"127.0.0.1:{self.nodes[site]}", "device": "cpu"})
@@ -200,7 +210,10 @@ class Federation:
         return file.read_text(errors="replace") if file.exists() else ""
 
     def find(self, program: str, site: str = "") -> list[int]:
-        """Processes of ``superlink``, ``serverapp`` (of a run), ``supernode`` or ``clientapp`` (host, cold, warm, a message's)."""
+        """Return the ids of the processes of one kind: ``superlink``, ``serverapp``, ``supernode`` or ``clientapp``.
+
+        The last two are those of ``site``. ``clientapp`` finds the site's host, its waiting processes and those of messages.
+        """
         words = {
             "superlink": ("superlink.py", str(self.kit)),
             "serverapp": ("flwr-serverapp", f":{self.serverappio}"),
@@ -216,7 +229,11 @@ class Federation:
         return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
     def run(self, config: Mapping[str, Any], timeout: float = 600.0) -> str:
-        """The log of a run that must complete."""
+        """Submit a run, wait for it, and return its output.
+
+        Raises:
+            RuntimeError: The run failed.
+        """
         process = self.submit(config)
         try:
             out, _ = process.communicate(timeout=timeout)
@@ -231,7 +248,7 @@ class Federation:
 
 
 def in_process(config: Mapping[str, Any], folder: Path) -> Path:
-    """The run directory of the same run in this process."""
+    """Run ``config`` in this process, for comparison with the deployed run; write into ``folder``, and return the run directory."""
     shutil.rmtree(folder, ignore_errors=True)
     path = run_in_process({**config, "output": str(folder), "device": "cpu", "resume": ""})
     assert path is not None
@@ -239,13 +256,13 @@ def in_process(config: Mapping[str, Any], folder: Path) -> Path:
 
 
 def differing(one: Path, other: Path) -> list[str]:
-    """Tensors of two safetensors files that are not the same bits."""
+    """Return the names of the tensors that are not equal, bit for bit, in two safetensors files."""
     a, b = load_file(one), load_file(other)
     return sorted(name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name]))
 
 
 def personal(federation: Federation, name: str) -> dict[str, Path]:
-    """By site, the model that its client saved at the end of the run ``name``."""
+    """Return site -> the file of the model that its client saved at the end of the run ``name``."""
     found = {}
     for index, site in enumerate(federation.sites):
         path = federation.kit / "sites" / site / "state" / name / "clients" / f"client-{index}.safetensors"

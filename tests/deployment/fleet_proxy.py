@@ -1,4 +1,4 @@
-"""A proxy before a SuperLink that ends TLS, so that every byte of a site's answers can be counted on the wire."""
+"""A proxy between the sites and a SuperLink. It decrypts TLS, and counts the bytes of the sites' answers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,18 @@ DAY = 86_400.0
 
 
 class FleetProxy(grpc.GenericRpcHandler):
-    """Passes on all calls of sites, at ``port``. ``server``: the server's folder of the kit, whose certificate it shows.
+    """Pass on all calls of the sites to a SuperLink, and record what they send.
 
-    ``trees``: the objects of each answer, by the message that it answers; ``objects``: bytes by object, those that travelled;
-    ``requests``: bytes of all requests that carried them, with their frames of protobuf.
+    Attributes:
+        trees: Id of a message -> the ids of the objects in its answer.
+        objects: Id of an object -> its size in bytes, for the objects that were sent.
+        pushed: The size in bytes of each object, in the order sent.
+        requests: The size in bytes of each request that carried answers or objects, with protobuf's framing.
+
+    Args:
+        server: The server's folder of the kit, which has the certificate that the proxy presents.
+        fleet: The port of the SuperLink.
+        port: The port of the proxy.
     """
 
     def __init__(self, server: Path, fleet: int, port: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs as a SuperLink lists them, without any that computes."""
+"""A fake SuperLink, which lists runs but does not compute them, and other fakes for tests of the queue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ THEN = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
 
 class SuperLink:
-    """Runs, without any that computes. ``dies_after``: number of runs after which whoever submits one is killed, once."""
+    """List the runs that were submitted; compute nothing.
+
+    Attributes:
+        known: The runs.
+        refuses: The error with which a new run is refused; empty: it is accepted.
+        away: Whether the SuperLink does not respond.
+        unknown: The keys of sites that are not registered.
+        killed_at: When the submitting process is killed: ``before`` or ``after`` the run is listed; empty: never.
+    """
 
     address, authority = "h:1", Path("ca.crt")
 
@@ -74,7 +82,7 @@ class SuperLink:
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """``flwr``, and the program that submits a package, as a shell script in ``folder``."""
+    """Replace ``flwr``, and the program that submits a package, by a shell script in ``folder``."""
     path = folder / "flwr"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -84,7 +92,7 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Let no file of this process grow: writing fails as on a full disk."""
+    """Let every write to a file of this process fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:

@@ -1,4 +1,4 @@
-"""A kit whose server's certificate can be made anew with other names and dates, and a real TLS server that shows it."""
+"""Make a kit whose server certificate can be replaced, and a real TLS server that presents the certificate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fl_bn_site.queue import is_free
 
 
 def listen() -> socket.socket:
-    """A listening socket on a free port of this machine."""
+    """Open a socket that listens on a free port of 127.0.0.1."""
     listening = socket.create_server(("127.0.0.1", 0))
     listening.settimeout(0.05)
     return listening
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def free_range(count: int) -> int:
-    """The first of ``count`` ports in a row on which nobody listens."""
+    """Return the first of ``count`` consecutive ports that are not in use."""
     first = 15000 + os.getpid() % 10000
     while not all(is_free(port) for port in range(first, first + count)):
         first += count
@@ -47,7 +47,7 @@ def free_range(count: int) -> int:
 
 
 def make_kit(folder: Path, fleet_port: int, sites: Sequence[str] = ("A", "B"), host: str = "localhost") -> Path:
-    """A kit for this machine, with free ports."""
+    """Make a kit whose programs all listen on free ports of this machine; return its folder."""
     create(KitPlan(host, sites, fleet_port=fleet_port, exchange_port=free_range(EXCHANGE_PORTS)), folder)
     for file, lines in [
         ("server/server.toml", ("control", "serverappio")),
@@ -59,7 +59,7 @@ def make_kit(folder: Path, fleet_port: int, sites: Sequence[str] = ("A", "B"), h
 
 
 def write_line(file: Path, name: str, value: object) -> None:
-    """Give the line ``name`` of a TOML file another value."""
+    """Set the key ``name`` of a TOML file, which must have it, to another value."""
     shown = f'"{value}"' if isinstance(value, (str, Path)) else value
     lines = [f"{name} = {shown}" if line.partition(" =")[0] == name else line for line in file.read_text().splitlines()]
     assert f"{name} = {shown}" in lines
@@ -67,7 +67,15 @@ def write_line(file: Path, name: str, value: object) -> None:
 
 
 def reissue(kit: Path, hosts: Sequence[str], begins: float = -1, ends: float = 100, authority: str = "authority") -> None:
-    """Another certificate for the server's key, for ``hosts``, valid from ``begins`` to ``ends`` days from now, signed by the kit's CA."""
+    """Replace the server's certificate in the kit. The server keeps its key.
+
+    Args:
+        kit: The folder of the kit.
+        hosts: The host names and addresses of the certificate.
+        begins: From when it is valid, in days from now.
+        ends: Until when it is valid, in days from now.
+        authority: The folder in the kit with the certificate authority that signs it.
+    """
     vouching = read_certificate(kit / authority / "ca.crt")
     key = load_pem_private_key((kit / authority / "ca.key").read_bytes(), None)
     server, now = read_certificate(kit / "server" / "server.crt"), datetime.now(UTC)
@@ -87,7 +95,10 @@ def reissue(kit: Path, hosts: Sequence[str], begins: float = -1, ends: float = 1
 
 @contextlib.contextmanager
 def serving(listening: socket.socket, server: Path | None) -> Iterator[int]:
-    """Shakes hands on ``listening`` with the certificate in the folder ``server`` (None: answers in plain text), and closes."""
+    """Accept connections on ``listening`` inside the block, make a TLS handshake, and close them; yield the port.
+
+    ``server`` is the folder with the certificate and the key. None: the answer is plain text, without TLS.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if server is not None:
         context.load_cert_chain(server / "server.crt", server / "server.key")

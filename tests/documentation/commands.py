@@ -1,4 +1,4 @@
-"""Shell commands in the pages, checked without running them: the program is there, takes the options, and the run config is valid."""
+"""Check the shell commands of the pages without running them: the program exists, has the options, and the run config is valid."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ SYSTEM = {
     *("apt-get", "cd", "chown", "cp", "docker", "docker-compose", "git", "journalctl", "mypy", "ray", "ruff", "systemctl", "tensorboard"),
     *("flower-simulation", "flower-superlink", "flower-supernode", "mlflow", "openssl", "sh", "useradd", "wandb"),
 }
-"""Programs of others, whose options are theirs."""
+"""Programs that are not part of fl-bn. Their options are not checked."""
 OPERATORS = {"&&", "||", "|", ";", "&"}
 
 
 class Incomplete(AssertionError):
-    """A command lacks an argument that it must have."""
+    """Report that a command lacks an argument which it requires."""
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of every command of a shell text. A command goes on over lines as far as its quotes do."""
+    """Split a shell text into commands; yield the words of each. A command may span lines inside a quotation or after a backslash."""
     pending = ""
     for line in text.replace("\\\n", " ").splitlines():
         pending = f"{pending}\n{line}" if pending else line
@@ -54,7 +54,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def _bare(words: list[str]) -> list[str]:
-    """Without settings of the environment, ``sudo -u USER`` and redirections."""
+    """Return the command without leading variable assignments, ``sudo -u USER`` and redirections."""
     while words and re.fullmatch(r"\w+=\S*", words[0]):
         words = words[1:]
     if words[:2] == ["sudo", "-u"]:
@@ -63,7 +63,11 @@ def _bare(words: list[str]) -> list[str]:
 
 
 def check(words: list[str]) -> None:
-    """Raise AssertionError where the command could not be run as it stands."""
+    """Check one command, given as its words.
+
+    Raises:
+        AssertionError: The command could not be run as it is written.
+    """
     program, *arguments = words
     program = program.rsplit("/", 1)[-1]
     if program in CHECKS:

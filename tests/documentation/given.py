@@ -1,4 +1,8 @@
-"""What a page's code finds there: ``<!-- given: NAME -->`` before its first block names one of ``GIVEN``."""
+"""Prepare what the code on a page needs.
+
+A page names what it needs in a comment ``<!-- given: NAME -->`` before its first code block; NAME is a key of ``GIVEN``. Each function
+here returns the names that the code can use, and a function to call after the code, which checks the result.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ def module(path: Path) -> ModuleType:
 
 
 def flower_quickstart() -> tuple[Names, After]:
-    """Flower's PyTorch quickstart: both apps, the network, the data and the training loop. Afterwards the apps run, for real."""
+    """Prepare Flower's PyTorch quickstart: both apps, the network, the data and the training loop. Afterwards run the apps."""
     task = module(ROOT / "examples" / "quickstart_flower" / "after" / "quickstart" / "task.py")
 
     def data(context: Context) -> Any:
@@ -62,14 +66,14 @@ def flower_quickstart() -> tuple[Names, After]:
     def run(names: Names) -> None:
         config: Any = {}
         names["server_app"](InProcessGrid(names["app"], 5, config), Context(1, 0, {}, RecordDict(), config))
-        assert len(trained) >= 5 * 5, "five clients train in every round"
-        assert sum(trained[-5:]) < sum(trained[:5]), "they learn"
+        assert len(trained) >= 5 * 5, "expected five clients to train in each of five rounds"
+        assert sum(trained[-5:]) < sum(trained[:5]), "expected a lower loss in the last round than in the first"
 
     return names, run
 
 
 def finished_run() -> tuple[Names, After]:
-    """A folder ``runs/first``, and the network that it was trained from."""
+    """Write the model of a finished run to ``runs/first``, and prepare its network."""
     folder = Path("runs") / "first"
     folder.mkdir(parents=True)
     save_file(build("digits-cnn-small", classes=10, channels=3, image_size=20).state_dict(), str(folder / "model.safetensors"))
@@ -77,7 +81,7 @@ def finished_run() -> tuple[Names, After]:
 
 
 def numpy_client() -> tuple[Names, After]:
-    """Flower's older API: a ``client_fn`` and a ``server_fn``. Afterwards the apps run, for real."""
+    """Prepare an app of Flower's older API, with a ``client_fn`` and a ``server_fn``. Afterwards run the app."""
     folder = str(ROOT / "examples" / "numpy_client")
     sys.path.insert(0, folder)
     try:

@@ -1,4 +1,4 @@
-"""The Markdown pages of README and documentation site, and what is in them: code blocks, commands, links, sentences."""
+"""Read the Markdown pages of README and documentation site: code blocks, commands, links, sentences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 COPIED = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", *sorted(ROOT.glob("[be]*/README.md")))]
 PAGES = [ROOT / "README.md", *SITE, *COPIED, *sorted((ROOT / "deploy").rglob("*.md"))]
-"""All that the site has but for the tables of results."""
+"""All pages of the site except the tables of results; also the README and the pages in deploy/."""
 GIVEN = re.compile(r"<!-- given: (.*?) -->")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -26,7 +26,15 @@ def name(page: Path) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """A code block. ``language``: empty for an indented one, or a fence without; ``given``: what the comment before it says is there."""
+    """Describe a code block.
+
+    Attributes:
+        text: The code.
+        language: The language of the fence; empty for an indented block, or a fence without a language.
+        line: The number of the block's first line in the page.
+        fenced: Whether the block has a fence.
+        given: The NAME in the comment ``<!-- given: NAME -->`` before the block; empty without a comment.
+    """
 
     text: str
     language: str
@@ -52,7 +60,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def prose(page: Path) -> Iterator[str]:
-    """Paragraphs and list items as plain text, without code, links' targets, headings, tables and pictures."""
+    """Yield paragraphs and list items as plain text, without code, links' targets, headings, tables and pictures."""
     skipped = 0
     for token in tokens(page):
         if token.type in ("heading_open", "table_open"):
@@ -75,7 +83,7 @@ def inline_code(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The ids that a repository's host and mkdocs give to the headings of a page."""
+    """Return the ids that GitHub and mkdocs give to the headings of a page."""
     found, heading = set[str](), False
     for token in tokens(page):
         if heading:
@@ -86,7 +94,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def links(page: Path) -> Iterator[str]:
-    """Targets of links and pictures."""
+    """Yield the targets of the page's links and pictures."""
     for token in tokens(page):
         for child in token.children or []:
             for key in ("href", "src"):

@@ -1,4 +1,7 @@
-"""One federation through each door: the same network, data, batches and optimiser; the shared tensors after every round."""
+"""Train the same federation through each door, the user interfaces of fl-bn.
+
+Network, data, batches and optimiser are the same. Each function returns the shared tensors after every round, to be compared.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +48,16 @@ sgd = partial(SGD, lr=RATE, momentum=0.9)
 
 
 def ignore(client: int, round: int, model: nn.Module) -> None:
-    """Look at nothing."""
+    """Do nothing; the default of ``seen``."""
 
 
 def momentum_for(objective: Objective) -> float:
-    """SCAFFOLD's control variates are those of plain SGD."""
+    """Return the momentum of the local SGD: 0 for SCAFFOLD, whose control variates need plain SGD, else 0.9."""
     return 0.0 if objective.travels else 0.9
 
 
 def wide(clients: Sequence[Samples]) -> list[Samples]:
-    """The images as the network takes them, in float64."""
+    """Return the clients' samples in float64, scaled as the network takes them."""
     like = torch.zeros((), dtype=torch.float64)
     return [Samples(*client.batch(np.arange(len(client)), like)) for client in clients]
 
@@ -64,7 +67,7 @@ def epoch(client: SeededBatches, index: int, round: int) -> Any:
 
 
 def my_loop(model: nn.Module, batches: Any, rate: float = RATE) -> float:
-    """A training loop as anybody would write it, at the rate that the round tells."""
+    """Train on the batches in a plain PyTorch loop at learning rate ``rate``; return the mean loss."""
     optimizer, losses = SGD(model.parameters(), rate, momentum=0.9), []
     for x, y in batches:
         optimizer.zero_grad()
@@ -76,7 +79,7 @@ def my_loop(model: nn.Module, batches: Any, rate: float = RATE) -> float:
 
 
 def corrected_loop(round: Any, batches: Any) -> float:
-    """The same around an objective's ``backward``."""
+    """Train as ``my_loop`` does, but call ``round.backward``, which adds the local objective's term."""
     objective = round.settings.objective
     optimizer, losses = SGD(round.parameters.values(), round.instruction.learning_rate, momentum_for(objective)), []
     for x, y in batches:
@@ -96,7 +99,10 @@ def federation(
     objective: Objective = PLAIN,
     passes: bool = False,
 ) -> Rounds:
-    """Door 1. ``passes``: with the statistics-only exchanges before round 1, and unit scale."""
+    """Train through door 1, ``Federation``.
+
+    ``passes``: scale the network to unit variance, and measure the statistics before round 1.
+    """
     loaders = [SeededBatches(client.x, client.y, size) for client in clients]
     optimizer = partial(SGD, lr=RATE, momentum=momentum_for(objective))
     before = {"calibrate": AS_METHOD if passes else 0, "unit_scale": passes}
@@ -117,9 +123,18 @@ def own_loop(
     fresh: Callable[[], nn.Module] | None = None,
     seen: Seen = ignore,
 ) -> Rounds:
-    """Door 2.
+    """Train through door 2, ``local_round`` and ``server_round``.
 
-    ``fresh``: how clients build their networks, where these are not the server's; ``seen(client, round, model)``: called after training.
+    Args:
+        model: The server's network.
+        method: The method.
+        clients: The samples of each client.
+        rounds: The number of rounds.
+        size: The batch size.
+        defence: The robust rule of the server.
+        objective: The local objective.
+        fresh: Builds the network of a client; None: clients use ``model``.
+        seen: Called after a client has trained, with the client's index, the round and its model.
     """
     loaders = [SeededBatches(client.x, client.y, size) for client in clients]
     state = server_state(model, method, rounds, clients=len(clients), defence=defence, objective=objective, rate=same_rate)
@@ -154,7 +169,7 @@ def own_loop(
 
 
 def same_rate(round: int, rounds: int) -> float:
-    """Return the rate of every door in every round."""
+    """Return the learning rate, which is the same in every round and through every door."""
     return RATE
 
 
@@ -177,7 +192,10 @@ def flower(
     seen: Seen = ignore,
     **options: Any,
 ) -> Rounds:
-    """Door 3: an app of one's own behind the in-process grid. ``fresh`` and ``seen``: as in ``own_loop``; ``options``: of the strategy."""
+    """Train through door 3: a user's Flower app on the in-process grid.
+
+    ``fresh`` and ``seen`` are as in ``own_loop``, ``passes`` as in ``federation``. ``options`` are passed to the strategy.
+    """
     loaders = [SeededBatches(client.x, client.y, size) for client in clients]
     app = ClientApp()
     make = fresh or partial(copied, model)
@@ -220,7 +238,7 @@ def application(
     objective: Objective = PLAIN,
     passes: bool = False,
 ) -> Rounds:
-    """``BatchNormClient`` and ``BatchNormStrategy``, as ``flwr run .`` has them."""
+    """Train with ``BatchNormClient`` and ``BatchNormStrategy``, as ``flwr run .`` does."""
     settings = LocalTraining(batch_size=size, epochs=1, momentum=momentum_for(objective), objective=objective)
     policy = {"auxiliary": auxiliary(settings)} | ({"calibrate": AS_METHOD, "unit_scale": True} if passes else {})
     ran = run(method, clients, rounds, settings=settings, model=model, defence=defence, policy=policy)
@@ -234,13 +252,13 @@ ALL: dict[str, Door] = {"application": application, **DOORS}
 def through(
     door: Door, model: nn.Module, method: Method, clients: Sequence[Samples], rounds: int = 2, size: int = 4, **options: Any
 ) -> Rounds:
-    """The shared tensors after each round; batches of about ``size``, one epoch per round."""
+    """Train through ``door``, one local epoch per round; return the shared tensors after each round."""
     found = door(model, method, clients, rounds, size, options.pop("defence", NO_DEFENCE), **options)
     assert len(found) == rounds
     return found
 
 
 def apart(a: Rounds, b: Rounds) -> float:
-    """Largest deviation of a tensor in any round."""
+    """Return the largest absolute difference of a tensor between two runs, over all rounds."""
     assert all(one.keys() == other.keys() for one, other in zip(a, b, strict=True))
     return max(float((one[k].double() - other[k].double()).abs().max()) for one, other in zip(a, b, strict=True) for k in one)

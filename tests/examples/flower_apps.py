@@ -1,4 +1,4 @@
-"""Run the Flower apps of ``examples/flower_apps`` in this process, as Flower imports them, and keep what they leave behind."""
+"""Run the Flower apps of ``examples/flower_apps`` in this process, imported as Flower imports them, and keep their results."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ STRATEGY = {"fbn": "FBN", "fixbn": "FixBN", "fedavg": "FedAvgBN"}
 CLIENTS = {"quickstart-pytorch": 3, "advanced-pytorch": 3, "quickstart-monai": 2, "fedbn": 5, "niid_bench": 3}
 STRATEGIES = ("FedAvg", "CustomFedAvg", *STRATEGY.values())  # the names in server_app.py
 EVALUATION = {"quickstart-pytorch": "global_evaluate", "advanced-pytorch": "get_global_evaluate_fn"}
-"""The server's function that the app gives as evaluate_fn, or that makes it."""
+"""App -> the function that it passes to Flower as ``evaluate_fn``, or (``get_...``) the function that makes it."""
 
 
 class NotingGrid(WatchedGrid):
-    """Notes the app's own config in each message as it is sent: Flower's strategies send one record in all of a run's messages."""
+    """Record the app's own config of each message when it is sent.
+
+    Flower's strategies put the same record into all messages of a run, and change it between rounds. So it is copied at once.
+    """
 
     def __init__(self, app: ClientApp, clients: int) -> None:
         super().__init__(app, clients)
@@ -48,7 +51,15 @@ class NotingGrid(WatchedGrid):
 
 @dataclass
 class Ran:
-    """What a run left behind. ``evaluated``: the rounds in which the app's own evaluation at the server was called."""
+    """Hold the results of a run.
+
+    Attributes:
+        folder: The folder into which the app wrote.
+        grid: The grid, with the messages of the run.
+        log: The lines of Flower's log.
+        result: What the strategy's ``start`` returned.
+        evaluated: The rounds in which the server called the app's own evaluation.
+    """
 
     folder: Path
     grid: NotingGrid
@@ -61,7 +72,7 @@ class Ran:
         return found
 
     def sent(self, kind: str, client: int = 0) -> list[dict[str, Any]]:
-        """The app's own config in the messages of a kind to one client, in order."""
+        """Return the app's own config in each message of type ``kind`` to one client, in the order sent."""
         return [config for one, node, config in self.grid.configs if one == kind and node == client + 1]
 
     def states(self) -> list[RecordDict]:
@@ -80,7 +91,7 @@ def settings(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def imported(folder: Path) -> Iterator[tuple[ModuleType, ModuleType]]:
-    """The modules of the ServerApp and of the ClientApp, which are a package's, as ``pyproject.toml`` names them."""
+    """Import the modules of the ServerApp and of the ClientApp that ``pyproject.toml`` names; forget them after the block."""
     names = [settings(folder)["components"][part].partition(":")[0] for part in ("serverapp", "clientapp")]
     package = names[0].partition(".")[0]
     sys.path.insert(0, str(folder))
@@ -105,7 +116,10 @@ class Lines(logging.Handler):
 
 
 def watch(server: ModuleType, name: str, ran: Ran) -> None:
-    """Keep the result of the strategy's start, and the rounds of the evaluation at the server. Both are the app's own names."""
+    """Replace functions of the server's module, so that ``ran`` gets the result of the strategy and the evaluated rounds.
+
+    The functions are the strategy's ``start`` and the app's own evaluation at the server.
+    """
     for own in STRATEGIES:
         if hasattr(kind := getattr(server, own, None), "start"):
 
@@ -129,7 +143,7 @@ def watch(server: ModuleType, name: str, ran: Ran) -> None:
 
 
 def run(name: str, app: Path, folder: Path, rounds: int = 2, **config: Any) -> Ran:
-    """Run the app whose files are in ``app``. It writes into ``folder``."""
+    """Run the app in the folder ``app``, with ``config`` as its run config; it writes into ``folder``."""
     values = {**settings(app)["config"], "num-server-rounds": rounds, **config}
     folder.mkdir(parents=True, exist_ok=True)
     with imported(app) as (server, client), chdir(folder):
@@ -150,7 +164,7 @@ def run(name: str, app: Path, folder: Path, rounds: int = 2, **config: Any) -> R
 
 
 def with_method(name: str, method: str, folder: Path) -> Path:
-    """The converted app, written anew into ``folder`` with another method."""
+    """Copy the converted app ``name`` into ``folder``, and change its method to ``method``; return the folder."""
     own = METHOD[name]
     shutil.copytree(APPS / name / "after", folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in folder.rglob("*.py"):
@@ -161,5 +175,5 @@ def with_method(name: str, method: str, folder: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """For a process in which Weights & Biases writes to a folder, and nowhere else."""
+    """Return environment variables for a process in which Weights & Biases only writes to a folder, and sends nothing."""
     return {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join([*sys.path])}

@@ -1,4 +1,4 @@
-"""Certificates for the tests of TLS: an authority, and a server certificate for this machine alone that it signed."""
+"""Make certificates for the tests of TLS: an authority, and a server certificate for this machine that it has signed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fl_bn_site.certificates import make_authority, make_server
 
 
 def make_certificates(folder: Path, authority: str = "the federation's authority") -> Certificates:
-    """PEM files in ``folder``: a new authority of that name, and the certificate and key of a server at localhost and 127.0.0.1.
+    """Write a new authority, and a certificate and key of a server at localhost and 127.0.0.1, to PEM files in ``folder``.
 
-    Call it twice, with two folders, for two authorities that do not vouch for each other's servers.
+    Two calls with different folders make two authorities. A client that trusts one of them refuses the server of the other.
     """
     folder.mkdir(parents=True, exist_ok=True)
     server, key, root = (folder / name for name in ("server.pem", "server.key", "authority.pem"))

@@ -1,4 +1,4 @@
-"""A session with its clients, each request's outcome in a list, and a clock that stands still."""
+"""Submit requests of clients to an exchange session, keep the outcomes in lists, and control the clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Outcome = list[Answer | ExchangeFailed]
 
 
 class Clock:
-    """Stands still until it is told to go on."""
+    """Replace the clock of a session. The time ``now`` changes only when a test sets it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -26,7 +26,7 @@ class Clock:
 
 
 class Cohort:
-    """``clients`` of a session; each request's outcome is a list that stays empty until it is answered."""
+    """Hold a session with ``clients`` clients. The outcome of a request is a list, which stays empty until the session answers."""
 
     def __init__(self, clients: int = 3, policy: str = "abort", **options: object) -> None:
         self.session = Session(range(clients), LAYERS, policy=policy, **options)  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ class Cohort:
         return [self.submit(client, Join(batch)) for client, batch in enumerate(batches)]
 
     def send(self, client: int, *values: float, key: Key | None = None, count: int = 1) -> Outcome:
-        """The values are those of the wide layer's mean, unless ``key`` says otherwise."""
+        """Submit ``values`` of a client. They are the mean of the layer ``WIDE``, unless ``key`` names another quantity."""
         key = key or Key(WIDE, MEAN)
         return self.submit(client, Local(key, torch.tensor(values or (1.0, 1.0), dtype=LAYERS[key.layer].dtype), count))
 

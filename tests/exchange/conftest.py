@@ -1,4 +1,4 @@
-"""The clock that sessions look at, the run's log, threads, and a service in plaintext and under TLS."""
+"""Fixtures for tests of the exchange: a controlled clock, the run's log, checks of threads, and a service without and with TLS."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    """What the run's log says; asyncio, which complains of forgotten tasks and failed callbacks, says nothing."""
+    """Capture the run's log. At the end, check that asyncio has logged nothing, such as forgotten tasks or failed callbacks."""
     monkeypatch.setattr(LOGGER, "propagate", True)
     caplog.set_level(logging.INFO, logger=LOGGER.name)
     yield caplog
@@ -63,7 +63,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def hasty_scheduler() -> Iterator[None]:
-    """Python's threads change hands as often as they can."""
+    """Let Python switch between threads as often as possible, to provoke races."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

@@ -1,4 +1,4 @@
-"""Clients of one session that take turns, and the story of what they did."""
+"""Run the clients of one exchange session in turns in one process, and record what each does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Task = Callable[[], list[float]]
 
 
 class Round:
-    """A session of ``clients``, their tokens, and what happened, in order."""
+    """Hold a session of ``clients`` clients, their tokens, and ``story``, a list of what happened in order."""
 
     def __init__(self, clients: int = 3, policy: str = "abort") -> None:
         self.session = Session(range(clients), LAYERS, policy=policy)
@@ -27,7 +27,7 @@ class Round:
         self.story.append(f"{client} {what}")
 
     def run(self, tasks: list[Task]) -> list[list[float] | str]:
-        """What each client returned, or why it failed; tasks end as in ``InProcessGrid``."""
+        """Run one task per client; return what each task returned, or its error as text. Failed tasks end as in ``InProcessGrid``."""
 
         def ending(client: int) -> list[float] | str:
             try:
@@ -43,7 +43,10 @@ class Round:
             dismiss(self.tokens)
 
     def client(self, client: int, exchanges: int = 2, disturb: Callable[[str], None] = lambda moment: None) -> Task:
-        """Client ``client`` exchanges the number ``client`` so often; ``disturb`` is called in between and may raise."""
+        """Return the task of a client: send its own index in each of ``exchanges`` exchanges, and return the answers.
+
+        ``disturb`` is called with the name of the moment before, between and after the exchanges. It may raise.
+        """
 
         def task() -> list[float]:
             self.say(client, "starts")
@@ -68,7 +71,7 @@ MOMENTS = ["before", "exchange 0", "exchange 1", "after"]
 
 
 class Broken(RuntimeError):
-    """What the tests raise."""
+    """Make a client fail, at a moment that a test chooses."""
 
 
 def breaking(*moments: str) -> Callable[[str], None]:

@@ -1,4 +1,4 @@
-"""Rounds over a real service: what each client sends, clients in threads, and a client of raw bytes."""
+"""Play rounds over a real gRPC service: clients in threads, and a client that sends raw bytes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def batch_of(client: int) -> int:
 
 
 def local_of(client: int, key: Key) -> Local:
-    """What ``client`` sends for ``key``: always the same, of unequal weight, and no variance below zero."""
+    """Return what ``client`` sends for ``key``: the same values in every call, with variances above zero.
+
+    The clients have different counts, so that a wrong weight changes the average.
+    """
     layer = LAYERS[key.layer]
     rng = np.random.default_rng([client, *str(key).encode()])
     return Local(key, torch.from_numpy(rng.uniform(0.1, 2.0, key.quantity.width(layer.channels))).to(layer.dtype), 16 * batch_of(client))
@@ -62,7 +65,7 @@ def same(answer: Answer, other: Answer) -> bool:
 
 
 def play(address: str, token: str, client: int, authority: bytes = b"", keys: Iterable[Key] = KEYS) -> list[Answer]:
-    """One honest client's round."""
+    """Send one honest client's requests for all ``keys``; return the answers."""
     exchange = GrpcExchange(address, token, batch_of(client), authority, timeout=2 * DEADLINE)
     try:
         requests = [local_of(client, key) for key in keys]
@@ -88,12 +91,12 @@ def within(seconds: float = SOON) -> Iterator[None]:
 def eventually(condition: Callable[[], bool], seconds: float = SOON) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come true in time"
+        assert time.monotonic() < end, f"the condition was not true within {seconds:g} s"
         time.sleep(0.005)
 
 
 class Round:
-    """A session of ``clients`` at ``service``, whose honest members play in threads of their own."""
+    """Open a session for ``clients`` clients at ``service``; its honest clients run in threads."""
 
     def __init__(self, service: ExchangeService, clients: int = 3, policy: str = "abort", **deadlines: float) -> None:
         self.service, self.clients = service, range(clients)
@@ -113,18 +116,18 @@ class Round:
         return [self._threads.submit(play, address, self.tokens[client], client, authority) for client in clients]
 
     def joined(self, *clients: int) -> None:
-        """Wait until they have sent their joins."""
+        """Wait until these clients have joined the session."""
         eventually(lambda: all(client in self.session._waiting for client in clients))
 
 
 def finish(service: ExchangeService, clients: int = 3, authority: bytes = b"") -> None:
-    """A round of honest clients, which get what ``reduce`` makes of theirs, soon."""
+    """Play a round of honest clients, and check that all get the correct averages within ``SOON`` seconds."""
     with within(), Round(service, clients) as round:
         check([future.result(SOON) for future in round.play(*round.clients, authority=authority)], round.clients)
 
 
 def check(answers: list[list[Answer]], members: Iterable[int], keys: Iterable[Key] = KEYS) -> None:
-    """All got the averages over ``members``."""
+    """Check that each client's answers are the averages over the clients in ``members``."""
     right = [expected(members, key) for key in keys]
     for own in answers:
         assert len(own) == len(right)
@@ -132,7 +135,7 @@ def check(answers: list[list[Answer]], members: Iterable[int], keys: Iterable[Ke
 
 
 class Stream:
-    """A stream byte by byte: messages go out as they are, with any token or none."""
+    """Send raw messages to the service over a gRPC stream, with any token or none, valid or not."""
 
     def __init__(self, service: ExchangeService, token: str | None, compressed: bool = False) -> None:
         self.channel = grpc.insecure_channel(address_of(service), [("grpc.use_local_subchannel_pool", 1)])
@@ -160,11 +163,11 @@ class Stream:
         return pb.Answer.FromString(next(self.call))
 
     def end(self) -> None:
-        """No more messages."""
+        """Close the client's side of the stream."""
         self._messages.put(None)
 
     def outcome(self) -> tuple[grpc.StatusCode, str]:
-        """How the stream ends, after any answers."""
+        """Read the stream to its end; return its status code and details."""
         try:
             for _ in self.call:
                 pass
@@ -174,7 +177,7 @@ class Stream:
 
 
 def changed(**fields: object) -> pb.Request:
-    """What client 2 should send, but for ``fields``."""
+    """Return the second request of client 2, in which ``fields`` have other values."""
     request = encode_request(local_of(2, SECOND))
     for name, value in fields.items():
         setattr(request.local, name, value)

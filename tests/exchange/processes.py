@@ -1,4 +1,4 @@
-"""Clients in processes of their own under a Flower grid, which can be killed, stopped and continued in the middle of a round."""
+"""Run clients in processes of their own on a Flower grid. Tests can kill, stop and continue them in the middle of a round."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROCESSES.set_forkserver_preload(["torch._dynamo", "fl_bn.flower", __name__])  #
 
 
 def network() -> nn.Module:
-    """Five BatchNorm layers in float64, without dropout."""
+    """Build a network with five BatchNorm layers in float64, without dropout."""
     model = seeded_network("resnet", dtype=torch.float64)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -50,13 +50,19 @@ def network() -> nn.Module:
 
 
 def federation(sizes: Sequence[int] = SIZES) -> list[Samples]:
-    """Each client's images are brighter than the last's."""
+    """Make the samples of all clients. The images of each client are brighter than those of the client before."""
     return [random_samples(n, brightness=i / len(sizes), seed=i) for i, n in enumerate(sizes)]
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A signal that a client sends itself: before exchange ``number`` (from 0) of ``where`` forward or backward, or in that local step."""
+    """Describe a signal that a client's process sends to itself, and when.
+
+    Attributes:
+        signal: The signal, such as SIGKILL.
+        where: ``forward`` or ``backward``: before an exchange of that pass; ``step``: at the beginning of a local step.
+        number: The number of the exchange or of the step in the round, from 0.
+    """
 
     signal: signal.Signals
     where: str
@@ -64,7 +70,7 @@ class Strike:
 
 
 class Agenda:
-    """The strike that awaits this process in the present round, if any."""
+    """Send this process the signal of the present round's ``Strike`` when it is due."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe, self.strike, self.seen = pipe, None, Counter[str]()
@@ -80,7 +86,7 @@ class Agenda:
 
 
 def serve(pipe: Connection, sizes: Sequence[int], settings: LocalTraining) -> None:
-    """The client's process: answers messages by the real ClientApp, until the pipe is closed or something strikes it."""
+    """Run a client: answer messages by the real ClientApp until the pipe is closed, or until a strike ends the process."""
     torch.set_num_threads(1)
     agenda = Agenda(pipe)
 
@@ -110,10 +116,16 @@ def serve(pipe: Connection, sizes: Sequence[int], settings: LocalTraining) -> No
 
 @dataclass
 class Node:
-    """A client's process, from outside.
+    """Describe a client's process, as the grid sees it.
 
-    ``sent``: messages it has not answered; ``later``: those that came after its death, for its successor. ``struck``: its strike has come,
-    and it was not continued since. ``died``: when that was noticed. ``gone``: Flower has reported it, and it does not come back.
+    Attributes:
+        process: The process.
+        pipe: The pipe to it.
+        sent: The messages that it has not answered yet, by id.
+        later: The messages that arrived after its death, for the process that replaces it.
+        struck: Whether its strike has happened and it was not continued since.
+        died: When its death was noticed; 0: it lives.
+        gone: Whether its death was reported to the server and no other process replaces it.
     """
 
     process: BaseProcess
@@ -126,13 +138,16 @@ class Node:
 
 
 class ProcessGrid(Grid):
-    """A node per client. Use it in a ``with`` statement.
+    """Connect the server with one process per client; use it in a ``with`` statement.
 
-    A node whose process died is reported as an error ``notice`` seconds later, as Flower does; from then on it has a new process if it
-    ``restarts``, else it is gone.
+    If a process dies, its unanswered messages get an error reply ``notice`` seconds later, as from Flower. Then a new process replaces it,
+    if ``restarts`` is True. Otherwise the node is gone.
 
-    ``strikes``: by client and round. ``meanwhile`` is called whenever the server looks for replies. ``log``: ``(time, client, what)``.
-    ``received``: all answers.
+    Attributes:
+        strikes: (client, round) -> the strike.
+        meanwhile: Called whenever the server looks for replies.
+        log: What happened, as (time, client, what).
+        received: All replies of the clients.
     """
 
     def __init__(self, settings: LocalTraining, sizes: Sequence[int] = SIZES, notice: float = 0.0, restarts: bool = True) -> None:
@@ -159,7 +174,7 @@ class ProcessGrid(Grid):
         self._signal(client, signal.SIGKILL)
 
     def when(self, client: int, what: str) -> list[float]:
-        """The times at which ``what`` happened to ``client``."""
+        """Return the times at which ``what`` happened to ``client``."""
         return [at for at, who, came in self.log if who == client and what in came]
 
     def __enter__(self) -> Self:
@@ -241,7 +256,7 @@ class ProcessGrid(Grid):
             node.later.append((message, strike))
 
     def _listen(self, client: int) -> None:
-        """Take what ``client`` has said; if its process died, report it in due time and start another."""
+        """Read what the process of ``client`` has sent. If it has died, report this after ``notice`` seconds, and replace the process."""
         node = self._nodes[client]
         try:
             while not node.died and node.pipe.poll():

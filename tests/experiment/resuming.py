@@ -1,4 +1,4 @@
-"""Runs that are stopped and gone on with, and all that a run's seed decides as comparable bits."""
+"""Stop runs, continue them, and compare what a run's seed determines, bit by bit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ROUNDS, THE_SAME = 5, environment()
 
 
 class Stopped(BaseException):
-    """What stops a run here; nobody catches it."""
+    """Stop a run; nothing catches this exception."""
 
 
 def network(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Two normalised convolutions, of which the second sees what the first made of it, and dropout, which draws."""
+    """Build two convolutions with BatchNorm and, between them, dropout, which uses the random generator."""
     layers = {
         "first": nn.Conv2d(channels, 4, 3, padding=1, bias=False),
         "norm": nn.BatchNorm2d(4),
@@ -43,7 +43,7 @@ def network(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def small_run(folder: Path, **overrides: str | int | float | bool) -> Values:
-    """A config that runs in a fraction of a second; ``_`` in names for ``-``."""
+    """Return a config that runs in a fraction of a second; ``overrides`` are keys with ``_`` for ``-``."""
     folder.mkdir(exist_ok=True)
     values: Values = {
         **small_config(folder),
@@ -65,7 +65,10 @@ def small_run(folder: Path, **overrides: str | int | float | bool) -> Values:
 
 @contextmanager
 def stopping_at(round: int, dies: bool = False) -> Iterator[None]:
-    """The run stops when ``round`` is over, before its checkpoint. ``dies``: nothing is tidied up, as if the process were killed."""
+    """Stop the run inside the block after round ``round``, before this round's checkpoint.
+
+    If ``dies`` is True, the run directory is not closed and its lock is only released, as if the process were killed.
+    """
     on_round, on_end = RunDirectory.on_round, RunDirectory.on_end
 
     def stop(self: RunDirectory, entry: RoundRecord, rounds: int) -> None:
@@ -90,7 +93,7 @@ def stopping_at(round: int, dies: bool = False) -> Iterator[None]:
 
 
 def stopped(values: Values, at: int, dies: bool = False) -> Path:
-    """The folder of a run that stopped at round ``at``."""
+    """Run until round ``at``, and stop; return the run directory."""
     with stopping_at(at, dies), pytest.raises(Stopped):
         run(values)
     return Path(str(values["output"])) / str(values["name"])
@@ -105,7 +108,7 @@ def run(values: Values, **overrides: str | int | float | bool) -> Path:
 
 
 def ends_with(signal_number: int, play: Callable[[], object]) -> None:
-    """``play`` in a process of its own, which must end by that signal; nothing of it is left but its files."""
+    """Call ``play`` in a process of its own, and check that the signal ``signal_number`` ends it."""
     child = os.fork()
     if child == 0:
         try:
@@ -120,14 +123,17 @@ def ends_with(signal_number: int, play: Callable[[], object]) -> None:
 
 
 def in_pieces(values: Values, stops: Sequence[int]) -> Path:
-    """A run that is stopped at every round of ``stops``, killed and tidied up by turns, and gone on with each time."""
+    """Run, stop at each round in ``stops``, and continue each time; return the run directory of the finished run.
+
+    The stops are alternately those of a killed process and of an orderly end.
+    """
     for number, at in enumerate(stops):
         stopped(values if number == 0 else values | {"resume": "run"}, at, dies=number % 2 == 0)
     return run(values, resume="latest")
 
 
 def results(path: Path) -> dict[str, bytes]:
-    """All that a seed decides: every saved tensor, the rounds, the clients, and which files there are."""
+    """Return everything that a seed determines, as bytes: saved tensors, rounds, clients, and the names of the files."""
     found = bits(path)
     for name in ("rounds.csv", "clients.csv"):
         for row in table(path / name):

@@ -10,7 +10,7 @@ CLASSES = 4
 
 
 def small_npz(folder: Path) -> Path:
-    """48 + 24 grey images of 4 by 4 pixels; each class is brighter than the one before."""
+    """Write 48 training and 24 test images, grey, 4 by 4 pixels; each class is brighter than the class before. Return the file."""
     rng = np.random.default_rng(0)
     labels = {"train": np.arange(48) % CLASSES, "test": np.arange(24) % CLASSES}
     arrays: dict[str, np.ndarray] = {}

@@ -1,4 +1,4 @@
-"""The command ``fl-bn`` as a process of its own: on a terminal, in a pipe, interrupted."""
+"""Run the command ``fl-bn`` as a process of its own: on a terminal, in a pipe, interrupted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "T
 
 
 def on_a_terminal(*args: str, type_at: str = "", folder: Path = ROOT) -> tuple[int, str]:
-    """Exit status and all that came to the terminal; Ctrl-C is typed once ``type_at`` is seen."""
+    """Run fl-bn on a pseudo-terminal, and type Ctrl-C when the output has ``type_at``; return exit status and output."""
     process, terminal = pty.fork()
     if process == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where pytest itself runs in the background
@@ -43,14 +43,14 @@ def on_a_terminal(*args: str, type_at: str = "", folder: Path = ROOT) -> tuple[i
 
 
 def lines(text: str) -> list[str]:
-    """What one reads on the terminal at the end: without colours, and of a line written over and over the last."""
+    """Return the lines that a terminal shows at the end: without colours, and with the last text of lines that were overwritten."""
     text = re.sub(r"\x1b\[2K|\x1b\[1A", "\r", text).replace("\r\n", "\n")
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     return [shown for line in plain.split("\n") if (shown := line.rstrip("\r").rpartition("\r")[2].rstrip())]
 
 
 def in_a_pipe(*args: str, interrupt_at: str = "", folder: Path = ROOT) -> tuple[int, str]:
-    """Exit status and output; SIGINT is sent once a line has ``interrupt_at``."""
+    """Run fl-bn with its output in a pipe, and send SIGINT after a line with ``interrupt_at``; return exit status and output."""
     process = subprocess.Popen(
         [*COMMAND, *args], cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

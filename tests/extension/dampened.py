@@ -1,4 +1,7 @@
-"""A local-training option of one's own: SGD whose momentum takes only a part of each gradient. Copied by ``test_additions.py``."""
+"""A user's own option of local training: SGD with dampening, whose momentum adds only a part of each gradient.
+
+``test_additions.py`` copies this file.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""A server optimiser of one's own: SGD with two factors. Copied into a package of its own by ``tests/experiment/test_options.py``."""
+"""A user's own server optimiser: SGD whose options are a learning rate (``share``) and a momentum.
+
+``tests/experiment/test_options.py`` copies this file into a package.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,7 @@
-"""A method of one's own: FBN with a constant weight per round. Copied into a package of its own by ``tests/experiment/test_options.py``."""
+"""A user's own method: FBN with a constant weight per round.
+
+``tests/experiment/test_options.py`` copies this file into a package.
+"""
 
 from dataclasses import dataclass
 from functools import partial

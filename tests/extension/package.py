@@ -1,4 +1,4 @@
-"""A package of one's own, installed in a folder for the time of a test."""
+"""Install a user's own package in a folder during a test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fl_bn.support.user_code import import_extensions
 
 @contextmanager
 def registries_kept() -> Iterator[None]:
-    """Take back at the end, also after an error, what was entered meanwhile in the registries and in ``VALUES``."""
+    """Restore the registries and ``VALUES`` after the block, also after an error."""
     registries = [*REGISTRIES.values(), VALUES]
     kept = [dict(registry) for registry in registries]
     try:
@@ -30,12 +30,12 @@ def registries_kept() -> Iterator[None]:
 
 @contextmanager
 def installed(site: Path, modules: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Install ``own_package`` in the folder ``site``, with an entry point for each of its ``modules``, and forget it afterwards.
+    """Install ``own_package`` in the folder ``site``, with an entry point for each of its ``modules``; undo this after the block.
 
     Args:
-        site: A new folder, which becomes one that Python imports from.
-        modules: Name and text.
-        monkeypatch: Of the test.
+        site: A new folder, which is added to Python's path.
+        modules: Name of a module -> its source text.
+        monkeypatch: The test's fixture.
     """
     metadata, folder = site / "own_package-1.0.dist-info", site / "own_package"
     for made in (metadata, folder):
@@ -53,7 +53,7 @@ def installed(site: Path, modules: Mapping[str, str], monkeypatch: pytest.Monkey
 
 
 def forget() -> None:
-    """Let the next run config import the package as a new process does."""
+    """Forget the imported package, so that the next run config imports it as a new process does."""
     for module in [name for name in sys.modules if name.partition(".")[0] == "own_package"]:
         del sys.modules[module]
     import_extensions.cache_clear()

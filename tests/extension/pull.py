@@ -1,4 +1,7 @@
-"""An objective of one's own: FedProx by hand. Copied into a package of its own by ``tests/experiment/test_options.py``."""
+"""A user's own local objective: FedProx written by hand.
+
+``tests/experiment/test_options.py`` copies this file into a package.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar

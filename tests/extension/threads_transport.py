@@ -1,4 +1,4 @@
-"""A transport of a stranger's: clients train in threads of this process."""
+"""A transport as a user of fl-bn may write it: clients train in threads of this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fl_bn.federation.values import NOTHING, Instruction, Reply, RoundReplies
 
 
 class Threads(Transport):
-    """All clients train in every round, each in a thread."""
+    """Train all clients in every round, each in a thread."""
 
     def __init__(self, server: Server, net: nn.Module, data: list[Samples], settings: LocalTraining) -> None:
         self.server, self.net, self.data, self.settings = server, net, data, settings

@@ -1,4 +1,4 @@
-"""One round, trained once, and answered to any number of servers: with lies, with claims, or with silence."""
+"""Train one round once, and give its replies to any number of servers: honest, attacked, changed, or with clients left out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLIENTS = 7
 
 
 def both(f: int, rule: str) -> Defence:
-    """One rule for statistics and updates."""
+    """Return a defence with the same rule for statistics and updates."""
     return Defence(f, rule, rule)
 
 
@@ -39,7 +39,7 @@ def equal_clients(n: int = CLIENTS, samples: int = 6) -> list[Samples]:
 
 
 def lie(mean: Callable[[np.ndarray], np.ndarray], var: Callable[[np.ndarray], np.ndarray]) -> Attack:
-    """On statistics: functions of the honest means' mean, and of the honest variances'."""
+    """Return an attack on statistics. ``mean`` and ``var`` compute the lie from the averages of the honest means and variances."""
 
     def attack(honest: np.ndarray, f: int) -> np.ndarray:
         means, variances = np.split(honest.mean(0), 2)
@@ -52,7 +52,7 @@ no_variance = lie(lambda m: m, lambda v: 0 * v)
 
 
 class OneRound:
-    """The honest replies of a first round of ``name``, and what a server makes of them."""
+    """Hold the honest replies to round 1 of the method ``name``, to be aggregated by several servers."""
 
     def __init__(self, name: str, clients: list[Samples], **options: Any) -> None:
         self.method, self.clients = METHODS[name](**options), clients
@@ -84,10 +84,18 @@ class OneRound:
         spoil: Callable[[int, Reply], None] | None = None,
         max_steps: int = 0,
     ) -> Served:
-        """What a server of its own makes of the round.
+        """Let a new server aggregate the replies; return its state.
 
-        ``introduced``: samples that clients introduced themselves with. ``spoil`` changes a client's reply before the ``attack``
-        hears it.
+        Args:
+            defence: The robust rule of the server.
+            attack: The attack of the Byzantine clients.
+            f: The number of Byzantine clients.
+            on: The target of the attack: statistics, updates or both.
+            strength: The strength of the attack.
+            silent: The clients that do not reply.
+            introduced: Client -> the number of samples that it reported before round 1; other clients reported the true number.
+            spoil: Called with a client and its reply, which it may change. The attack sees the changed replies.
+            max_steps: The largest number of local steps that the server accepts; 0: any.
         """
         server = self._server(defence, attack, f, on, strength, max_steps)
         server.population = population = copy(self.population)
@@ -111,7 +119,7 @@ class OneRound:
 
 
 class Served:
-    """The server after a round: its shared ``statistics`` and its ``weights``, and the ``record``."""
+    """Hold a server's state after a round: its shared ``statistics``, its ``weights``, and the ``record`` of the round."""
 
     def __init__(self, tensors: Tensors, record: RoundRecord) -> None:
         self.tensors, self.record = tensors, record
@@ -122,7 +130,10 @@ class Served:
 
 
 def same(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], rule: str) -> bool:
-    """Bit for bit; of means up to rounding, since an undefended one is summed while the replies come (``federation.intake``)."""
+    """Return whether two sets of tensors are equal: bit for bit, or up to rounding if ``rule`` is ``mean``.
+
+    Without a defence, means are summed as the replies arrive (``federation.intake``), so rounding may differ.
+    """
     if rule != "mean":
         return identical(ours, theirs)
     return ours.keys() == theirs.keys() and all(np.allclose(ours[name], theirs[name], rtol=1e-6, atol=1e-7) for name in ours)

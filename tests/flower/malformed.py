@@ -1,4 +1,4 @@
-"""Ways in which a reply can be malformed, each with the beginning of the sentence that must refuse it."""
+"""Make malformed replies of every kind, each with the text with which the server's refusal must begin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ Metrics = dict[str, object]
 
 @dataclass
 class Reply:
-    """A reply taken apart, to be spoilt. ``raw``: arrays that are no NumPy arrays."""
+    """Hold the parts of a reply, so that a test can change them.
+
+    ``raw`` maps a section and a name to an array that is not a NumPy array.
+    """
 
     payload: Payload
     header: dict[str, object]
@@ -26,7 +29,7 @@ class Reply:
     raw: dict[tuple[str, str], Array]
 
     def pick(self, rng: Rng, *endings: str) -> tuple[str, str]:
-        """A random tensor (whose name ends so)."""
+        """Return the section and name of a random tensor; if ``endings`` are given, of one whose name has such an ending."""
         found = [(s, n) for s, arrays in self.payload.items() for n in arrays if n.endswith(endings or "")]
         return found[rng.integers(len(found))]
 
@@ -128,7 +131,7 @@ def archive(array: np.ndarray, rng: Rng) -> bytes:
 
 
 def metric(key: str, *values: object) -> Spoil:
-    """None: absent."""
+    """Return a function that gives the metric ``key`` one of ``values``; None removes the metric."""
 
     def spoil(reply: Reply, rng: Rng) -> str:
         new = values[rng.integers(len(values))]
@@ -183,7 +186,11 @@ MALFORMED: dict[str, Spoil] = {
 
 
 def malformed(kind: str, honest: Message, instruction: Message, rng: Rng) -> tuple[Message, str]:
-    """What a client answers to ``instruction`` in place of ``honest``, and the beginning of the reason for its refusal."""
+    """Make a malformed reply to ``instruction`` from the honest one.
+
+    Returns:
+        The reply, and the text with which the reason for its refusal must begin.
+    """
     if kind == "error":
         return Message(Error(2, "ValueError: out of memory"), reply_to=instruction), "error: code 2: ValueError: out of memory"
     if kind == "empty":
@@ -194,6 +201,9 @@ def malformed(kind: str, honest: Message, instruction: Message, rng: Rng) -> tup
 
 
 def kinds_for(name: str) -> list[str]:
-    """The kinds that ``name``'s replies can have: without statistics there is no variance to be negative."""
+    """Return the kinds of malformed replies that are possible for the method ``name``.
+
+    For example, clients of FedBN send no statistics, so no variance of theirs can be negative.
+    """
     lacks = {"fedavg": {"negative count"}, "fedbn": {"negative count", "negative variance"}}.get(name, set())
     return [kind for kind in [*MALFORMED, "error", "empty"] if kind not in lacks]

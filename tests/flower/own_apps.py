@@ -1,4 +1,4 @@
-"""A Flower app as its user wrote it, with an own config, own metrics and own records, for the tests of door 3."""
+"""A Flower app as a user may write it, with its own config, metrics and records, for the tests of ``OwnAppStrategy``."""
 
 from __future__ import annotations
 
@@ -57,8 +57,19 @@ def own_app(
     says: Callable[[float, int], float] = lambda loss, round: loss,
     tells: bool = False,
 ) -> ClientApp:
-    """``before`` and ``after``: the user's own code around training, the second with the reply; ``record``: evaluations' name;
-    ``says``: the loss that is told."""
+    """Make the app.
+
+    Args:
+        method: The method, or its name.
+        batches: Returns the batches of a client.
+        before: The user's own code before training and evaluation.
+        after: The user's own code after training, which also gets the reply.
+        metrics: Makes the metrics of a reply from the loss and the client.
+        record: The name of the record with the evaluation's metrics.
+        rate: Returns the learning rate for a message.
+        says: Returns the loss that a client reports, from its true loss and the round.
+        tells: Whether clients send the BatchNorm layers that they keep.
+    """
     app, chosen = ClientApp(), METHODS[method]() if isinstance(method, str) else method
     answer(app, net, chosen, lambda context: batches(client_of(context)), tells=tells)
 

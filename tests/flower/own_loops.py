@@ -1,4 +1,4 @@
-"""A loop of a user's own over a strategy's hooks, and a grid that is not fl-bn's."""
+"""A user's own loop that calls a strategy's hooks, and a grid of another class than fl-bn's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN: dict[str, tuple[Callable[..., OwnAppStrategy], dict[str, Any]]] = {
 
 
 class OtherGrid(Grid):
-    """A grid that is not fl-bn's: it hands everything on to one that is."""
+    """Pass all calls on to an ``InProcessGrid``, but do not inherit from it, as a grid that is not fl-bn's."""
 
     def __init__(self, inner: InProcessGrid) -> None:
         self.inner = inner
@@ -70,7 +70,15 @@ def begin() -> ArrayRecord:
 
 
 def rounds(strategy: OwnAppStrategy, over: Grid, number: int, arrays: ArrayRecord | None = None, first: int = 1) -> Iterator[ArrayRecord]:
-    """The smallest loop that trains."""
+    """Train ``number`` rounds with the fewest calls that a loop needs; yield the shared arrays after each.
+
+    Args:
+        strategy: The strategy.
+        over: The grid.
+        number: The number of rounds.
+        arrays: The arrays to start from; None: those of ``begin``.
+        first: The number of the first round.
+    """
     arrays = begin() if arrays is None else arrays
     for round in range(first, first + number):
         replies = over.send_and_receive(strategy.configure_train(round, arrays, ConfigRecord(), over))

@@ -1,4 +1,4 @@
-"""For tests of secure aggregation: a grid that loses replies by stage, and a spy that looks for one client's numbers in what it sent."""
+"""For tests of secure aggregation: a grid that loses replies, and functions that search messages for one client's numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.networks import seeded_network
 
 
 class LosingGrid(WatchedGrid):
-    """Answers for a client of ``lost`` (pairs of stage and client index) with the error of a node that is gone."""
+    """Reply with an error, as for a lost node, to certain messages. ``lost`` has pairs of a stage of the protocol and a client."""
 
     def __init__(self, app: ClientApp, clients: int, lost: Sequence[tuple[str, int]] = ()) -> None:
         super().__init__(app, clients)
@@ -35,7 +35,10 @@ class LosingGrid(WatchedGrid):
 
 
 def stage_of(message: Message) -> str:
-    """The protocol's stage; empty for a message in the clear. Of a message answered, Flower's mod has taken it away."""
+    """Return the protocol's stage of a message; empty for a message without secure aggregation.
+
+    Flower's mod removes the stage while the client works on the message. Read it before.
+    """
     return str(message.content.config_records.get(RECORD_KEY_CONFIGS, {}).get(Key.STAGE, ""))
 
 
@@ -52,7 +55,16 @@ def measured(
     grid: WatchedGrid | None = None,
     what: str = INPUTS,
 ) -> tuple[dict[str, np.ndarray], WatchedGrid]:
-    """The shared tensors after one statistics-only exchange from ``start`` (default: the network's own)."""
+    """Make one statistics-only exchange; return the shared tensors after it, and the grid.
+
+    Args:
+        method: The method.
+        clients: The samples of each client.
+        secure: The settings of secure aggregation; None: without it.
+        start: Tensors that replace the network's own before the exchange; None: no tensors.
+        grid: The grid; None: a new one.
+        what: The statistics that are measured.
+    """
     grid = grid or WatchedGrid(client_app(method, clients), len(clients))
     server = strategy(method, clients, secure)
     tensors = server.shared.tensors() | to_tensors(start or {})
@@ -63,7 +75,7 @@ def measured(
 
 
 def masked_vectors(grid: WatchedGrid) -> list[np.ndarray]:
-    """Every masked vector that the server received, in order."""
+    """Return every masked vector that the server received, in order."""
     found = []
     for reply in grid.received:
         if reply.has_content() and (record := reply.content.config_records.get(RECORD_KEY_CONFIGS)) is not None:
@@ -72,7 +84,10 @@ def masked_vectors(grid: WatchedGrid) -> list[np.ndarray]:
 
 
 def numbers_in(message: Message) -> Iterator[np.ndarray]:
-    """Every array that can be read off a message without a key, flat: array records, serialised arrays and numbers in the others."""
+    """Yield, as flat arrays, all numbers in a message that can be read without a key.
+
+    They are array records, serialised arrays in other records, and single numbers.
+    """
     if not message.has_content():
         return
     for arrays in message.content.array_records.values():
@@ -90,7 +105,10 @@ def numbers_in(message: Message) -> Iterator[np.ndarray]:
 
 
 def shows(message: Message, secret: np.ndarray, clipping_range: float = 8.0, bits: int = 22, tolerance: float = 1e-5) -> bool:
-    """Whether ``secret`` (d,), as floats or as a quantiser's integers, is in any array of ``message``, or most of it at its place."""
+    """Return whether a message contains ``secret`` (d,), as floats or as a quantiser's integers.
+
+    It does if more than half of the numbers are at their place in one array of the message.
+    """
     integers = (secret + clipping_range) * (2**bits / (2 * clipping_range))
     for array in numbers_in(message):
         if array.size != secret.size:

@@ -1,4 +1,7 @@
-"""A server that asks a client questions of yes and no about its samples, by evaluations of weights of its own choice."""
+"""A server that finds out samples of a client: it sends weights of its choice, and asks the client to evaluate them.
+
+Each answer tells for how many samples a feature lies above a threshold.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +24,36 @@ FEATURE, CLASSES, SIDE = 5, 2, 4
 
 
 def network() -> nn.Module:
-    """With a BatchNorm layer that leaves its inputs as they are, in evaluation mode and as torch makes it."""
+    """Build a linear classifier after a BatchNorm layer, which leaves its inputs unchanged in evaluation mode."""
     return nn.Sequential(nn.BatchNorm2d(3, eps=1e-12), nn.Flatten(), nn.Linear(3 * SIDE * SIDE, CLASSES))
 
 
 def samples(n: int, seed: int = 0, of_class_0: int = 3) -> Samples:
-    """``n`` samples of inputs between 0 and 1, of which the first ``of_class_0`` are of class 0."""
+    """Make ``n`` samples with inputs between 0 and 1. The first ``of_class_0`` are of class 0, the others of class 1."""
     rng = np.random.default_rng(seed)
     x = torch.from_numpy(rng.random((n, 3, SIDE, SIDE), dtype=np.float32))
     return Samples(x, torch.tensor([0] * of_class_0 + [1] * (n - of_class_0)))
 
 
 def secrets_of(data: Samples) -> list[float]:
-    """Feature ``FEATURE`` of the samples of class 0, in order."""
+    """Return feature ``FEATURE`` of the samples of class 0, in ascending order."""
     return sorted(data.x[data.y == 0].reshape(-1, 3 * SIDE * SIDE)[:, FEATURE].tolist())
 
 
 class Bisecting:
-    """Knows no client's data. ``answers``: how many evaluations it got; ``refusals``: the reasons of those that it did not get."""
+    """Find samples of a client by bisection, without any knowledge of its data.
+
+    Attributes:
+        answers: The number of evaluations that the client answered.
+        refusals: The reasons for which it refused the others.
+    """
 
     def __init__(self, grid: WatchedGrid, method: Method | None = None) -> None:
         self.grid, self.answers, self.refusals = grid, 0, list[str]()
         self.shared: SharedModel = BatchNormStrategy(network(), method or METHODS["fedavg"](), Rounds(clients=1, wait=0.0)).shared
 
     def message(self, node: int, threshold: float, kind: str = "evaluate") -> Message:
-        """Weights under which a sample is of class 0 where its feature lies above ``threshold``."""
+        """Make a message with weights that assign a sample to class 0 if its feature is above ``threshold``."""
         named = {name: tensor.clone() for part in self.shared.sections().values() for name, tensor in part.items()}
         for name, tensor in named.items():
             if name.endswith("2.weight"):
@@ -59,7 +67,7 @@ class Bisecting:
         return Message(content, node, kind, ttl=600.0, group_id="1")
 
     def ask(self, node: int, threshold: float, number: str) -> float:
-        """What the client says of ``number``; NaN if it says nothing."""
+        """Let the client evaluate these weights; return its metric ``number``, or NaN if it refuses."""
         (reply,) = self.grid.send_and_receive([self.message(node, threshold)])
         if reply.has_error():
             self.refusals.append(str(reply.error.reason))
@@ -69,7 +77,10 @@ class Bisecting:
         return float(records.get("fl-bn/metrics", records.get("metrics"))[number])  # type: ignore[arg-type,index]
 
     def bisect(self, node: int, number: str, of: Sequence[float], rounds: int = 22) -> list[tuple[float, float]]:
-        """For each share in ``of`` the interval in which ``number`` falls below it: one feature of one sample each."""
+        """Return, for each share in ``of``, the interval of thresholds in which the metric ``number`` falls below the share.
+
+        Each interval contains the feature of one sample.
+        """
         found = []
         for share in of:
             low, high = 0.0, 1.0

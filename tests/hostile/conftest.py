@@ -9,7 +9,7 @@ from fl_bn.flower.log import LOGGER
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What Flower's logger says, which it keeps from the root logger otherwise."""
+    """Capture the messages of Flower's logger, which do not reach the root logger by default."""
     monkeypatch.setattr(LOGGER, "propagate", True)
     caplog.set_level(logging.INFO, logger=LOGGER.name)
     return caplog

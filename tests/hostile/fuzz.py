@@ -1,4 +1,4 @@
-"""The old name of ``tools.hostile.fuzz``, which documents outside this repository give."""
+"""Run ``tools.hostile.fuzz`` under its old name, which documents outside this repository use."""
 
 from tools.hostile.fuzz import main
 

@@ -1,4 +1,4 @@
-"""A grid in which one client's replies are changed on their way, and the runs that it is put into."""
+"""Change one client's replies on their way to the server, and run a federation with this client."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Spoil = Callable[[Message, str, RecordDict], None]  # the instruction, what it a
 
 
 def what(message: Message) -> str:
-    """``query.hello``, ``train``, ..., of secure aggregation ``train setup``, ``train share_keys``, ..."""
+    """Return the type of a message, such as ``train``; with secure aggregation also its stage, such as ``train share_keys``."""
     records = message.content.config_records
     stage = str(records[RECORD_KEY_CONFIGS].get(Key.STAGE, "")) if RECORD_KEY_CONFIGS in records else ""
     return f"{message.metadata.message_type} {stage}".strip()
 
 
 class LyingGrid(WatchedGrid):
-    """``spoil`` changes what the node of client ``LIAR`` answers."""
+    """Let ``spoil`` change the replies of the client ``LIAR``."""
 
     def __init__(self, app: ClientApp, clients: int, spoil: Spoil) -> None:
         super().__init__(app, clients)
@@ -44,12 +44,12 @@ class LyingGrid(WatchedGrid):
 
 
 def named(content: RecordDict, record: str) -> str:
-    """The name of fl-bn's ``record`` in a message; of the user's own where fl-bn has none of that name."""
+    """Return the name of a record in a message: with fl-bn's prefix, or without it if only the user's own record exists."""
     return record if record in content and OURS + record not in content else OURS + record
 
 
 def sets(kind: str, record: str, **fields: Any) -> Spoil:
-    """In replies to ``kind``, fields of ``record`` become these; None: they are left out."""
+    """Return a function that sets fields of ``record`` in replies to messages of type ``kind``; None removes a field."""
 
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
         if asked != kind:
@@ -67,7 +67,7 @@ def sets(kind: str, record: str, **fields: Any) -> Spoil:
 
 
 def lacks(kind: str, record: str) -> Spoil:
-    """Replies to ``kind`` have no ``record``."""
+    """Return a function that removes ``record`` from replies to messages of type ``kind``."""
 
     def spoil(message: Message, asked: str, content: RecordDict) -> None:
         if asked == kind and (name := named(content, record)) in content:
@@ -90,8 +90,18 @@ def lied(
     chosen: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Run:
-    """A run of ``rounds`` rounds of method ``name`` with its options ``chosen``, in which client ``LIAR`` lies. It may start without the
-    liar."""
+    """Run a federation in which the client ``LIAR`` lies. The run may start before the liar has introduced itself.
+
+    Args:
+        spoil: Changes the liar's replies.
+        name: The name of the method.
+        clients: The samples of each client; None: those of ``people``.
+        rounds: The number of rounds.
+        settings: The settings of local training.
+        policy: Fields of ``Rounds``.
+        chosen: The options of the method.
+        options: Passed to the strategy.
+    """
     clients, method = clients or people(), METHODS[name](**chosen)
     grid = LyingGrid(client_app(method, clients, settings), len(clients), spoil)
     rules = {"at_start": len(clients) - 1, **(policy or {})}

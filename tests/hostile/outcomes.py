@@ -1,4 +1,4 @@
-"""What became of one lie, read from the round's record, the model, and the log."""
+"""Decide what one lie achieved, by the record of the round, the model, and the log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ FAR = 4.0  # under a defence no weight may become so many times the largest hone
 
 
 class Outcome(NamedTuple):
-    """``why``: of what is broken, or of a round that was given up; else who was named, and how."""
+    """Hold what a lie achieved.
+
+    Attributes:
+        kind: ``REFUSED``, ``SAME``, ``HONEST``, ``GIVEN_UP`` or ``BROKEN``.
+        why: What is broken, why the round was given up, or the line of the log that names the liar.
+    """
 
     kind: str
     why: str
@@ -39,7 +44,7 @@ OF_A_CLIENT = ("was overwritten: record of type", "client %s raised:")  # said b
 
 
 class Said(logging.Handler):
-    """The warnings of a run's server."""
+    """Collect the warnings of a run's server."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -52,7 +57,7 @@ class Said(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[Said]:
-    """Flower's logger says nothing but to this."""
+    """Collect the warnings of Flower's logger inside the block; its other handlers get none."""
     said, before, level = Said(), list(FLOWER_LOGGER.handlers), FLOWER_LOGGER.level
     FLOWER_LOGGER.handlers[:], propagate = [said], FLOWER_LOGGER.propagate
     FLOWER_LOGGER.propagate = False
@@ -75,18 +80,21 @@ def largest(tensors: dict[str, np.ndarray]) -> float:
 
 
 def judged(name: str, ran: Served, lines: list[str]) -> Outcome:
-    """What became of one lie. Broken: the round did not go on, another client paid, or the model is none that clients take."""
+    """Decide what a lie achieved in the scenario ``name``.
+
+    The outcome is ``BROKEN`` if the round was not aggregated, if another client was refused, or if clients would refuse the new model.
+    """
     truth, tensors = honest(name), ran.tensors
     named = [line for line in lines if (f"client {LIAR}" in line or f"node {LIAR + 1} " in line) and FEW not in line]
     others = [c for c in ran.record.clients if c.client != LIAR and c.refused]
     if any(len(line) > 4000 or "\x1b" in line or "\n" in line for line in lines):
-        return Outcome(BROKEN, "a line of the log holds what a client made of it")
+        return Outcome(BROKEN, "a line of the log has text of a client: it is too long, or has a line break or an escape sequence")
     if others:
         if SCENARIOS[name].secure and not ran.record.aggregated:
             return Outcome(GIVEN_UP, lines[-1])
-        return Outcome(BROKEN, f"client {others[0].client} paid: {others[0].refused}")
+        return Outcome(BROKEN, f"the honest client {others[0].client} was refused: {others[0].refused}")
     if not ran.record.aggregated:
-        return Outcome(GIVEN_UP if SCENARIOS[name].secure else BROKEN, lines[-1] if lines else "nothing was said")
+        return Outcome(GIVEN_UP if SCENARIOS[name].secure else BROKEN, lines[-1] if lines else "the log gives no reason")
     shared = ran.strategy.shared
     try:
         beside = auxiliary(SCENARIOS[name].settings)

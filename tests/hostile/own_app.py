@@ -1,4 +1,4 @@
-"""A Flower app of one's own, on a grid on which one node's answers are changed on their way."""
+"""Run a user's own Flower app on a grid that changes the replies of some nodes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def own_app(name: str = "fbn") -> ClientApp:
 
 
 class LyingGrid(InProcessGrid):
-    """``spoil`` changes what ``nodes`` answer."""
+    """Let ``spoil`` change the replies of ``nodes``."""
 
     def __init__(self, app: ClientApp, nodes: Collection[int], spoil: Spoil) -> None:
         super().__init__(app, CLIENTS, {})
@@ -76,7 +76,7 @@ class LyingGrid(InProcessGrid):
 
 @dataclass
 class Ran:
-    """What a run of one's own app left: Flower's result, every round's record, and the shared tensors after each round."""
+    """Hold the results of a run: Flower's result, every round's record, and the shared tensors after each round."""
 
     result: Result
     records: list[RoundRecord] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Ran:
 
 
 def lied(node: int | Collection[int], spoil: Spoil, name: str = "fbn", rounds: int = 2, **options: Any) -> Ran:
-    """Run an honest app of which one ``node``, or several, lie."""
+    """Run the app for ``rounds`` rounds, in which one ``node``, or several, lie."""
     ran = Ran.__new__(Ran)
     ran.records, ran.trajectory = [], []
     strategy = OwnAppStrategy(net(), METHODS[name](), callbacks=[Kept(ran.records)], **options)

@@ -1,4 +1,4 @@
-"""Honest runs of one round, recorded message by message, and a grid that plays the replies again: a run then costs no training."""
+"""Record the messages of honest runs, and replay the replies to other servers, so that a run costs no training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,16 @@ MEETING = ExchangeSettings("local", "shrink")
 
 
 class Scenario(NamedTuple):
-    """One way of running. ``policy``: fields of ``Rounds``. ``meets``: clients exchange layer by layer while they run, all at once."""
+    """Describe one kind of run.
+
+    Attributes:
+        method: The name of the method.
+        defence: The robust rule of the server.
+        settings: The settings of local training.
+        secure: Whether aggregation is secure.
+        policy: Fields of ``Rounds``.
+        meets: Whether the clients train at the same time, and exchange statistics layer by layer.
+    """
 
     method: str
     defence: Defence = NO_DEFENCE
@@ -44,7 +53,7 @@ class Scenario(NamedTuple):
 
     @property
     def living(self) -> bool:
-        """Whether what a client says depends on what the others said, so that recorded replies would not do."""
+        """Return whether a client's replies depend on other clients' replies, so that recorded replies cannot be used."""
         return self.secure or self.meets
 
 
@@ -87,7 +96,7 @@ SECURE = [name for name, scenario in SCENARIOS.items() if scenario.secure]
 
 
 def cloned(content: RecordDict) -> RecordDict:
-    """The same records, each a copy; arrays and bytes are shared, since nobody changes them in place."""
+    """Copy all records of a message. Arrays and bytes are shared, because nothing changes them in place."""
     copies: dict[str, Any] = {}
     for name, record in content.items():
         if isinstance(record, ArrayRecord):
@@ -104,7 +113,12 @@ def app_of(scenario: Scenario) -> ClientApp:
 
 @dataclass
 class Recording:
-    """``exchanges``: what was asked, the instruction, the reply; ``canned``: the replies by node and the turn they came in."""
+    """Hold the messages of an honest run.
+
+    Attributes:
+        exchanges: The type of each message, its content and the content of the reply.
+        canned: (node, n) -> the type of the n-th message to that node, from 1, and the content of the reply.
+    """
 
     exchanges: list[tuple[str, RecordDict, RecordDict]] = field(default_factory=list)
     canned: dict[tuple[int, int], tuple[str, RecordDict]] = field(default_factory=dict)
@@ -126,9 +140,10 @@ class RecordingGrid(InProcessGrid):
 
 
 class PlayingGrid(InProcessGrid):
-    """Answers as was recorded, whatever comes; ``liar`` maps the liar's turn, and its honest content, to what it answers instead.
+    """Reply to every message as recorded; the replies of the client ``LIAR`` pass through ``liar``.
 
-    A lie in a pass may make the server ask for one more than was recorded. All answer it as the last, the liar too.
+    After a lie in a statistics pass, the server may ask for one more pass than was recorded. Then every client, the liar too, repeats its
+    reply to the last pass.
     """
 
     def __init__(self, recording: Recording, liar: Liar) -> None:
@@ -152,7 +167,7 @@ class PlayingGrid(InProcessGrid):
 
 
 class LivingGrid(InProcessGrid):
-    """Real clients, of which the liar's answers pass through ``liar``: where replies depend on those before."""
+    """Let real clients answer, because their replies depend on earlier ones; the replies of ``LIAR`` pass through ``liar``."""
 
     def __init__(self, app: ClientApp, liar: Liar) -> None:
         super().__init__(app, CLIENTS, {})
@@ -171,7 +186,7 @@ class LivingGrid(InProcessGrid):
 
 
 class Liar:
-    """Honest: what derives from this lies."""
+    """Return all replies unchanged. Subclasses lie."""
 
     def answer(self, message: Message, turn: int, asked: str, content: RecordDict) -> Message:
         return Message(content, reply_to=message)
@@ -180,7 +195,7 @@ class Liar:
         return replies
 
     def delivered(self, reply: Message) -> Message:
-        """``reply`` as it comes out of Flower's transport, where it goes through one (``transport.ByteGrid``)."""
+        """Return ``reply`` as Flower's transport delivers it; only ``transport.ByteGrid`` calls this."""
         return reply
 
 
@@ -198,7 +213,7 @@ class Served(NamedTuple):
 
 
 def served(name: str, grid: Grid, rounds: int = 1) -> Served:
-    """A server of its own, and so many ``rounds`` of the scenario on ``grid``; it can start without one client."""
+    """Run ``rounds`` rounds of the scenario with a new server on ``grid``. The run can start without one of the clients."""
     scenario, records = SCENARIOS[name], list[RoundRecord]()
     settings = scenario.settings
     # recorded replies cannot answer an exchange layer by layer, whose session is a target of its own

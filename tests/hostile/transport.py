@@ -1,4 +1,4 @@
-"""Flower's transport as the server sees it: replies are opened from bytes when they are pulled, and what opening raises, pulling raises."""
+"""Deliver replies as Flower's transport does: they are decoded when the server pulls them, and errors of decoding are raised then."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.hostile.recorded import Liar
 
 
 class ByteGrid(Grid):
-    """Clients in this process behind what Flower does with their replies; ``liar`` changes the bytes of one.
+    """Pass replies of clients in this process through Flower's transport; ``liar`` may change the bytes of a reply.
 
-    As in Flower's own grid, a pull that raises loses all replies that it was asked for.
+    As in Flower's own grid, all replies of a pull are lost if one of them raises an error.
     """
 
     def __init__(self, inner: InProcessGrid, liar: Liar) -> None:

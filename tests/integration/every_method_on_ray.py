@@ -1,6 +1,7 @@
-"""A program: every method, one run after the other, on one start of Ray (which takes longer than all the runs).
+"""Run every method, one after the other, in one simulation on Ray, whose start takes longer than all the runs.
 
-The ServerApp and the ClientApp are those of ``flwr run``; only the run config, which Flower fixes per start, is handed on in a file.
+The ServerApp and the ClientApp are those of ``flwr run``. Flower fixes the run config when the simulation starts. So each method's run
+config is passed to the clients in a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs small enough to make in seconds, and their results as comparable bits."""
+"""Make runs that take seconds, and return their results as bytes that can be compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ TINY: dict[str, str | int | float | bool] = {
 
 
 def tiny(folder: Path, method: str, **overrides: str | int | float | bool) -> Path:
-    """A run of ``method`` in this process, in a folder of its name. Instance norm needs images, FedWon convolutions: both a CNN."""
+    """Run ``method`` in this process; the run directory has the method's name.
+
+    Instance norm and FedWon need a CNN, and get a small one. All other methods train an MLP.
+    """
     path = run_in_process({**TINY, **own(method), "output": str(folder), "name": method, **overrides})
     assert path is not None
     return path
@@ -42,7 +45,7 @@ def own(method: str) -> dict[str, str]:
 
 
 def bits(path: Path) -> dict[str, bytes]:
-    """Everything that a seed decides: every saved tensor, and every line of rounds.jsonl without its times and its carrier."""
+    """Return everything that a seed determines, as bytes: saved tensors, and the lines of rounds.jsonl without times and carrier."""
     found: dict[str, bytes] = {}
     for file in sorted(path.rglob("*.safetensors")):
         for name, tensor in load_file(file).items():
@@ -66,7 +69,7 @@ def table(file: Path) -> list[dict[str, str]]:
 
 
 def images(classes: int, channels: int, image_size: int) -> nn.Module:
-    """A convolution, a norm layer and a head, for images of 20 pixels."""
+    """Build a convolution, a norm layer and a linear head, for images of 20 pixels."""
     layers = (nn.Conv2d(channels, 4, 3, stride=3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
     return nn.Sequential(
         OrderedDict(zip(("conv", "norm", "relu", "pool", "flatten", "head"), (*layers, nn.Linear(16, classes)), strict=True))

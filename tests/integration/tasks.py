@@ -1,4 +1,4 @@
-"""What the tests give to worker processes. A process that imports this file loads no torch."""
+"""Functions that tests run in worker processes. This file imports no torch, so that workers start quickly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def perish(x: int, marker: str) -> int:
 
 
 class Odd(Exception):
-    """Cannot be unpickled: it takes more than it hands on."""
+    """Fail to be unpickled: the constructor needs two arguments, but passes on one."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"{code}: {text}")

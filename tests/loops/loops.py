@@ -1,4 +1,4 @@
-"""A federation around a training loop of a user's own, in plain torch (door 2) and in a Flower app (door 3)."""
+"""Run a federation around a user's own training loop, in plain torch (``local_round``) and in a Flower app (``training``)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.noted import noted
 RATE = 0.1
 Batch = tuple[Any, Tensor]
 Loop = Callable[[Any, Any, Tensor], None]
-"""``loop(round, x, y)`` trains ``round.model`` on one batch: what stands inside the ``with`` block."""
+"""``loop(round, x, y)`` trains ``round.model`` on one batch, inside the ``with`` block of ``local_round`` or ``training``."""
 
 
 def step(model: Callable[..., Tensor], own: nn.Module, x: Any, y: Tensor) -> None:
-    """One step of SGD along the loss of ``model(x)``; ``own`` has the parameters."""
+    """Make one step of SGD on the parameters of ``own``, along the gradient of the cross-entropy of ``model(x)``."""
     optimizer = torch.optim.SGD(own.parameters(), RATE)
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
@@ -50,7 +50,10 @@ def door_2(
     between: Callable[[Server], Server] = lambda state: state,
     **options: Any,
 ) -> list[dict[str, Tensor]]:
-    """The shared tensors after every round of ``loop`` in ``local_round``; the state passes through ``between`` after each."""
+    """Train with ``loop`` inside ``local_round``; return the shared tensors after every round.
+
+    After each round, ``between`` gets the server's state, and returns the state for the next round.
+    """
     state, found = server_state(model, method, rounds, clients=len(clients), **options), []
     kept: list[ClientState] = [NOTHING] * len(clients)
     for _ in range(rounds):
@@ -81,7 +84,7 @@ def door_2(
 
 
 def door_3(model: nn.Module, method: Method, clients: Sequence[Batch], loop: Loop, rounds: int = 2) -> list[dict[str, Tensor]]:
-    """The same in ``training``, inside a Flower app of one's own."""
+    """Train with ``loop`` inside ``training``, in a user's own Flower app; return the shared tensors after every round."""
     app, found = ClientApp(), list[dict[str, Tensor]]()
     answer(app, lambda: copy.deepcopy(model), method, lambda context: [clients[int(context.node_config["partition-id"])]])
 
@@ -102,7 +105,10 @@ DOORS = {"own loop": door_2, "flower": door_3}
 
 
 def cells(methods: Iterable[str], loops: Iterable[Loop], quick: Loop) -> list[Any]:
-    """Every method with every loop through both doors; behind Flower all loops but ``quick`` are slow tests."""
+    """Return test cases: every method with every loop, in plain torch and in a Flower app.
+
+    In the Flower app, all loops but ``quick`` are slow tests.
+    """
     return [
         pytest.param(method, loop, door, id=f"{method}-{loop.__name__}-{door}", marks=[pytest.mark.slow] if slow else [])
         for method in methods

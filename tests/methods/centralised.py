@@ -1,4 +1,4 @@
-"""What FedTAN must equal: one step of plain torch on the union of the batches; and networks that show it."""
+"""Compute what FedTAN must equal: one step of plain torch on the union of the batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ RATE = 0.1
 
 
 def rough(build: Callable[[], nn.Module], seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """What ``build`` makes, without dropout, its affine normal (negative, too), its running statistics off (0, 1)."""
+    """Build a network without dropout, with random affine parameters and running statistics.
+
+    The affine parameters are normal, so some are negative. The running means are not 0, and the running variances are not 1.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = build()
@@ -49,7 +52,7 @@ def make_sgd(model: nn.Module, settings: LocalTraining = ONE_STEP) -> torch.opti
 
 
 def centralised(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """The floating-point tensors of a copy of ``model`` after one step of plain torch on the batch (x, y)."""
+    """Make one step of plain torch on the batch (x, y) with a copy of ``model``; return the copy's floating-point tensors."""
     model = copy.deepcopy(model).train()
     optimizer = make_sgd(model)
     F.cross_entropy(model(x), y).backward()

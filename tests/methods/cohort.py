@@ -1,4 +1,4 @@
-"""A cohort that trains with a layer-wise exchange, over each of its carriers, without Flower."""
+"""Train a cohort with a layer-wise exchange, over each way of carrying the exchanges, without Flower."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.local import train
 from tests.methods.centralised import ONE_STEP, RATE
 
 Alter = Callable[[Key, float, float, Answer], Answer]
-"""``(key, p_i, s_i, answer)``, with the client's share of the samples and of the values per channel."""
+"""A function of ``(key, p_i, s_i, answer)``. p_i is the client's share of the samples, s_i its share of the values per channel."""
 Train = Callable[[int, Exchange], None]
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def as_it_came(key: Key, p: float, s: float, answer: Answer) -> Answer:
 
 @dataclass
 class Cohort:
-    """What a round left behind: every client's model, and the session that served them."""
+    """Hold the result of a round: every client's model, and the session."""
 
     models: list[nn.Module]
     session: Session
@@ -62,9 +62,19 @@ def step(
     alter: Alter = as_it_came,
     seed: int = 0,
 ) -> Cohort:
-    """One round of all ``clients`` from ``model``: by default one step on all they have. ``batches``: indices, per client and step.
+    """Run one round of all ``clients`` from ``model``; by default, each client makes one step on all its samples.
 
-    For controls, ``announced`` are batch sizes other than the true ones, ``mean`` another average, and ``alter`` changes answers.
+    Args:
+        model: The network before conversion.
+        method: The method.
+        clients: The samples of each client.
+        carrier: How exchanges are carried: ``local``, ``grpc`` or ``replay``.
+        settings: The settings of local training.
+        batches: Client -> step -> indices of samples; None: all samples.
+        announced: The batch sizes that clients report; None: the true ones. False ones serve as a control.
+        mean: The average that the session computes. Another one serves as a control.
+        alter: Changes the answers of the session, as a control.
+        seed: The seed of dropout.
     """
     drawn = [[np.arange(len(client))] for client in clients] if batches is None else batches
     source = convert(model, method)
@@ -85,7 +95,7 @@ def step(
 
 
 class Altered:
-    """An exchange with another's answers, altered."""
+    """Pass calls on to another exchange, and change its answers by ``alter``."""
 
     def __init__(self, inner: Exchange, alter: Alter) -> None:
         self.inner, self.alter, self.batch, self.seconds = inner, alter, inner.batch, 0.0
@@ -99,7 +109,10 @@ class Altered:
 
 
 class Alternating(Altered):
-    """Lets another thread train while this one waits, and finds torch's generator as it left it: dropout then draws the same."""
+    """Let another thread train while this one waits for an answer.
+
+    Afterwards the state of torch's generator is restored, so that dropout draws the same numbers as without other threads.
+    """
 
     def __init__(self, inner: Exchange, turn: threading.Lock) -> None:
         super().__init__(inner, as_it_came)

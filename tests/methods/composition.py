@@ -1,4 +1,4 @@
-"""Any method with any local objective and any server optimizer: a run of each, three rounds in a tenth of a second."""
+"""Run any method with any local objective and any server optimizer, three rounds in a tenth of a second."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BASE: dict[str, Any] = {
 
 
 def images(path: str) -> tuple[np.ndarray, ...]:
-    """36 + 8 images of 8 by 8 pixels in three colours, brighter from class to class."""
+    """Make 36 training and 8 test images of 8 by 8 pixels in three colours; each class is brighter than the class before."""
     del path
     rng = np.random.default_rng(0)
 
@@ -66,7 +66,7 @@ def images(path: str) -> tuple[np.ndarray, ...]:
 
 
 def simple(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Like the HBN paper's Simple-CNN, with few channels."""
+    """Build a network like the HBN paper's Simple-CNN, with few channels."""
 
     def block(before: int, after: int) -> tuple[nn.Module, ...]:
         return nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)
@@ -77,14 +77,14 @@ def simple(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def resnet(classes: int, channels: int, image_size: int) -> nn.Module:
-    """A residual block with BatchNorm as ``downsample.1``, and dropout."""
+    """Build a network with dropout and one residual block, whose BatchNorm in the shortcut is named ``downsample.1``."""
     stem = (nn.Conv2d(channels, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
     top = (nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(24, classes))
     return nn.Sequential(OrderedDict((f"layer{i}", layer) for i, layer in enumerate((*stem, Block(4, 6), *top))))
 
 
 class Watched(BatchNormStrategy):
-    """Remembers what each round's aggregation made, before anything is measured anew."""
+    """Keep the result of each round's aggregation, before statistics are measured again."""
 
     rounds_made: list[dict[str, np.ndarray]]
 
@@ -96,7 +96,7 @@ class Watched(BatchNormStrategy):
 
 
 class ByteGrid(InProcessGrid):
-    """Notes the sections that come and go."""
+    """Record the names of all sections in messages and replies."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -112,7 +112,13 @@ class ByteGrid(InProcessGrid):
 
 @dataclass
 class Made:
-    """``rounds``: the shared tensors after each round; ``records``: of the rounds; ``sections``: of all that travelled."""
+    """Hold the results of a run.
+
+    Attributes:
+        rounds: The shared tensors after each round.
+        sections: The names of all sections that were sent in either direction.
+        records: The record of each round.
+    """
 
     rounds: list[dict[str, np.ndarray]]
     sections: set[str]
@@ -140,7 +146,7 @@ def client_app() -> Any:
 
 
 def made(method: str, objective: str = "none", server: str = "fedavg", network: str = "resnet", **overrides: Any) -> Made:
-    """A run of the server's and the client's own parts, without files."""
+    """Run the application's server and clients in this process, without files."""
     mapping = keys(method, objective, server, network, **overrides)
     config = RunConfig.from_mapping(mapping)
     grid, records = ByteGrid(client_app(), config.clients, mapping), list[RoundRecord]()
@@ -162,13 +168,16 @@ Cell = tuple[str, str, str, str]
 
 
 def everything() -> list[Cell]:
-    """Every method, objective, server optimizer and network that go together."""
+    """Return every allowed combination of method, objective, server optimizer and network."""
     cells = product(METHODS, OBJECTIVES, SERVER_OPTIMIZERS, NETWORKS)
     return [cell for cell in cells if cell[:2] not in REFUSED]
 
 
 def pairwise() -> list[Cell]:
-    """Of these, one cell per method and server optimizer, such that any two choices that go together meet somewhere."""
+    """Return one combination for each pair of method and server optimizer.
+
+    Any two choices that are allowed together occur together in at least one of these combinations.
+    """
 
     def cells() -> Iterator[Cell]:
         for i, method in enumerate(METHODS):

@@ -1,4 +1,4 @@
-"""Convolutions of every kind that methods without batch statistics replace, with the shape of an input."""
+"""List convolutions of every kind that methods without batch statistics replace, each with the shape of an input."""
 
 from __future__ import annotations
 

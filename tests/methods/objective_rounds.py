@@ -1,4 +1,4 @@
-"""Rounds of a local objective in plain sight: the core's own training and averaging, with part of the clients in each round."""
+"""Run rounds of a local objective by plain calls of the core's training and averaging, with part of the clients in each round."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Schedule = Sequence[Sequence[int]]
 
 
 class ObjectiveRounds:
-    """FedAvg with BatchNorm and ``objective``; ``index[i]`` are client i's batches of every round."""
+    """Run FedAvg with BatchNorm and ``objective``; ``index[i]`` has the batches of client i, the same in every round."""
 
     def __init__(
         self, net: nn.Module, objective: Objective, clients: Sequence[Samples], index: Sequence[Sequence[np.ndarray]], **settings: object
@@ -62,7 +62,7 @@ class ObjectiveRounds:
         self.server.load_state_dict(average(models, weights), strict=False)
 
     def run(self, schedule: Schedule, rate: float) -> dict[str, Tensor]:
-        """The shared tensors after the rounds."""
+        """Run one round for each entry of ``schedule``, a list of clients; return the shared tensors after the last round."""
         for number, chosen in enumerate(schedule):
             self.round(chosen, rate, 100 * number)
         return self.server.state_dict()

@@ -1,8 +1,8 @@
-"""The newest Flower in an environment of its own, as users have it, and the wheel of fl-bn in a local index.
+"""Install the newest Flower in an environment of its own, as users have it, and put the wheel of fl-bn into a local index.
 
-Nothing of the project names the index: uv, with which later versions of Flower install an app's dependencies for each run, finds it in
-its own environment variable. torch, of some gigabytes, is not installed a second time: the index has an empty wheel of that name, and the
-environment's path ends with the packages of the Python that runs the tests.
+Later versions of Flower install an app's dependencies with uv for each run. An environment variable of uv names the index, so no file of
+the project does. torch takes gigabytes and is not installed again: the index has an empty wheel of that name, and the environment also
+imports from the packages of the Python that runs the tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BUSY = "Failed to start local SuperLink"  # Flower gives it 15 s
 
 @dataclass(frozen=True)
 class Newest:
-    """The environment. ``port`` and the four after it are free."""
+    """Describe the environment in ``folder``. The ports from ``port`` to ``port + 4`` are free."""
 
     folder: Path
     port: int
@@ -38,7 +38,10 @@ class Newest:
 
     @property
     def variables(self) -> dict[str, str]:
-        """No variable of Flower's that changes how it works: its home and its ports alone."""
+        """Return the environment variables of commands: this environment's programs and wheels, and Flower's own folder and ports.
+
+        No variable ``FLWR_DISABLE...`` may be set, because it would change how Flower works.
+        """
         own = {
             "PATH": os.pathsep.join([str(self.folder / "env/bin"), os.environ["PATH"]]),
             "FLWR_HOME": str(self.folder / "home"),
@@ -56,7 +59,10 @@ class Newest:
         return theirs | own
 
     def run(self, *command: str, folder: Path, timeout: float = 280) -> str:
-        """Run a command in ``folder``, and return what it says; again where this machine was too busy for Flower's patience."""
+        """Run a command in ``folder``; return its output.
+
+        If Flower's local SuperLink does not start in time, start it with a longer limit, and run the command again.
+        """
         done = subprocess.run(command, cwd=folder, env=self.variables, capture_output=True, text=True, timeout=timeout)
         if BUSY in done.stdout + done.stderr:
             self.start_local(folder)
@@ -65,7 +71,7 @@ class Newest:
         return done.stdout + done.stderr
 
     def start_local(self, folder: Path) -> None:
-        """Start the local SuperLink as ``flwr run`` does, and wait longer than it does."""
+        """Start the local SuperLink as ``flwr run`` does, but wait up to 120 seconds for it."""
         here = ("--insecure", "--simulation", "--isolation", "subprocess", "--host", "127.0.0.1", "--port", str(self.port))
         self.start("flower-superlink", *here, folder=folder, log=self.folder / "superlink.log")
         end = time.monotonic() + 120
@@ -81,7 +87,7 @@ class Newest:
         return self.started[-1]
 
     def processes(self) -> list[int]:
-        """All that were started here, by this home of Flower's in their environment: the local SuperLink, too, which stays after a run."""
+        """Return the ids of all processes that were started in this environment, also the local SuperLink, which goes on after a run."""
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
@@ -102,7 +108,7 @@ class Newest:
 
 
 def stand_in(name: str, version: str, folder: Path) -> None:
-    """An empty wheel: who needs ``name`` finds it installed already."""
+    """Write an empty wheel called ``name``, so that installers find this package, and install nothing else."""
     info = f"{name}-{version}.dist-info"
     files = {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
@@ -116,7 +122,7 @@ def stand_in(name: str, version: str, folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def newest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newest]:
-    """Made anew, or that of the folder ``FL_BN_NEWEST``, where it stays for the next try."""
+    """Make the environment, or use the one in the folder ``FL_BN_NEWEST``, which is kept for later test runs."""
     folder = Path(os.environ.get("FL_BN_NEWEST") or tmp_path_factory.mktemp("newest"))
     if not (folder / "env").exists():
         make(folder)

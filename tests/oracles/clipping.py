@@ -2,8 +2,8 @@
 """Gradient clipping: by the norm over all parameters (Pascanu, Mikolov, Bengio 2013), by value, and adaptive: AGC (Brock, De, Smith,
 Simonyan 2021, equation 3), transcribed.
 
-AGC, of a unit i (the row of a matrix, the kernels of one output channel; a vector is one unit): G_i <- λ max(||W_i||, ε) / ||G_i|| G_i
-where ||G_i|| / max(||W_i||, ε) > λ, ε = 1e-3.
+AGC multiplies the gradient G_i of a unit i by λ max(||W_i||, ε) / ||G_i|| if ||G_i|| / max(||W_i||, ε) > λ, with ε = 1e-3. A unit is the
+row of a matrix, or the kernels of one output channel; a vector is one unit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # ruff: noqa: N803, N806 (the names of the paper)
 """FBN, Algorithm 2 (Guerraoui et al.), transcribed: one batch-normalisation layer, one local step per round (E = 1).
 
-Greek as in the paper: u, s are the running mean and (unbiased) variance, β the weight of the new batch, K the number of values per
-channel of a client's batch, n the number of clients.
+The names are those of the paper: u and s are the running mean and the (unbiased) running variance, β is the weight of the new batch, K
+the number of values per channel of a client's batch, and n the number of clients.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Array = np.ndarray
 
 
 def μ(x: Array) -> Array:
-    """Mean of a batch x (K, C), value by value."""
+    """Return the mean of a batch x (K, C), summed row by row."""
     total = np.zeros(x.shape[1])
     for row in x:
         total = total + row
@@ -21,7 +21,7 @@ def μ(x: Array) -> Array:
 
 
 def σ2(x: Array) -> Array:
-    """Biased variance of a batch x (K, C)."""
+    """Return the biased variance of a batch x (K, C)."""
     total = np.zeros(x.shape[1])
     for row in x:
         total = total + (row - μ(x)) ** 2
@@ -29,7 +29,7 @@ def σ2(x: Array) -> Array:
 
 
 def algorithm_2(u: Array, s: Array, batches: list[Array], β: float) -> tuple[Array, Array]:
-    """As printed: all batches of one size K."""
+    """Return the new u and s by the algorithm as the paper prints it, for batches of one size K."""
     n, K = len(batches), len(batches[0])
     assert all(len(x) == K for x in batches)
     u_i, s_i = [], []
@@ -48,7 +48,10 @@ def algorithm_2(u: Array, s: Array, batches: list[Array], β: float) -> tuple[Ar
 
 
 def algorithm_2_unequal(u: Array, s: Array, batches: list[Array], β: float) -> tuple[Array, Array]:
-    """The form for batches of different sizes m_i: weights m_i / M, and c = M / (M - 1) in the place of K n / (K n - 1)."""
+    """Return the new u and s for batches of different sizes m_i, of sum M.
+
+    The weights are m_i / M, and c = M / (M - 1) replaces K n / (K n - 1).
+    """
     M = sum(len(x) for x in batches)
     c = M / (M - 1)
     w = [len(x) / M for x in batches]

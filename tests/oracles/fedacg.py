@@ -1,7 +1,8 @@
 # ruff: noqa: N803, N806 (the names of the paper)
-"""FedACG, Algorithm 1 (Kim, Kim, Han, CVPR 2024), transcribed, without the clients' penalty β / 2 ||θ - (θ + λ m)||², FedProx's.
+"""FedACG, Algorithm 1 (Kim, Kim, Han, CVPR 2024), transcribed, without the penalty β / 2 ||θ - (θ + λ m)||² in the clients' loss.
 
-θ: the weights; m: the server's momentum; λ: its decay. ``clients[i](start)`` is client i's K local steps from ``start``.
+θ: the weights; m: the server's momentum; λ: its decay. ``clients[i](start)`` returns the weights after client i's K local steps from
+``start``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Array = np.ndarray
 
 
 def algorithm_1(θ: Array, T: int, clients: list[Callable[[Array], Array]], n_i: list[float], λ: float) -> list[Array]:
-    """θ^1 .. θ^T."""
+    """Run T rounds from θ; return the weights after each round, θ^1 to θ^T."""
     m = np.zeros_like(θ)
     seen = []
     for _ in range(T):

@@ -1,5 +1,5 @@
 # ruff: noqa: N803 (the names of the paper)
-"""FedAvg with BatchNorm, transcribed: full participation, plain SGD, everything but integer counters averaged with n_k / n."""
+"""FedAvg with BatchNorm, transcribed: full participation, plain SGD; all tensors but integer counters are averaged with weights n_k / n."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ cross_entropy: Loss = nn.functional.cross_entropy
 
 
 def gradient(net: nn.Module, x: Tensor, y: Tensor, F: Loss = cross_entropy) -> list[Tensor]:
-    """Of the batch's mean loss, in the order of ``net.parameters()``."""
+    """Return the gradient of the batch's mean loss, in the order of ``net.parameters()``."""
     net.zero_grad()
     F(net(x), y).backward()
     return [w.grad.clone() for w in net.parameters()]
@@ -31,7 +31,7 @@ def sgd(net: nn.Module, x: Tensor, y: Tensor, η: float) -> None:
 
 
 def averaged(net: nn.Module, local: Sequence[State], n_k: Sequence[float]) -> None:
-    """The server's line, in place: w <- sum n_k / n * w_k, over all that is a floating point number."""
+    """Average the clients' tensors into ``net``, as the server does: w <- sum n_k / n * w_k, for all floating-point tensors."""
     n = sum(n_k)
     state = net.state_dict()
     for key in state:

@@ -1,7 +1,7 @@
 # ruff: noqa: N803, N806 (the names of the paper)
 """FedBN, Algorithm 1 (Li et al., ICLR 2021), transcribed: K users, L layers, E local updates between averagings.
 
-"Layer l is BatchNorm" is given by the caller, as a list of layer names: the algorithm box says it in words.
+The algorithm says "layer l is BatchNorm" in words. Here the caller gives a list of the names of these layers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.oracles.fedavg import Client, sgd
 
 
 def algorithm_1(net: nn.Module, bn: list[str], T: int, E: int, users: list[Client], η: float) -> list[nn.Module]:
-    """T updates in all; user k's t-th batch is ``users[k][(t - 1) % E]``. Returns every user's network."""
+    """Make T updates; return every user's network. The t-th batch of user k is ``users[k][(t - 1) % E]``."""
     K = len(users)
     nets = [copy.deepcopy(net).train() for _ in range(K)]
     for t in range(1, T + 1):

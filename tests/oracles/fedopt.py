@@ -1,8 +1,8 @@
 # ruff: noqa: N803, N806 (the names of the paper)
 """FedAdagrad, FedAdam and FedYogi, Algorithm 2 (Reddi, Charles, Zaheer et al., ICLR 2021), FedAvgM (Hsu, Qi, Brown 2019), transcribed.
 
-x: the weights; Δ_t: the weighted mean of the clients' x_i - x; v_{-1} = τ². There is no bias correction. Flower's FedAdam has one, with
-the exponent of the round after, and starts v at 0: ``flower_fedadam``.
+x: the weights; Δ_t: the weighted mean of the clients' x_i - x; v_{-1} = τ². There is no bias correction. Flower's FedAdam differs: it
+corrects the bias, with the exponent of the following round, and starts v at 0. ``FlowerFedAdam`` transcribes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def Δ(x: Array, x_i: list[Array], n_i: list[float]) -> Array:
 
 
 class Algorithm2:
-    """``step`` is the server's part of one round. ``v``: v_{-1}, τ² if not given."""
+    """Keep m and v between rounds; ``step`` returns the server's new weights. The argument ``v`` is v_{-1}; None: τ²."""
 
     def __init__(self, kind: str, η: float, β_1: float, β_2: float, τ: float, v: float | None = None) -> None:
         self.kind, self.η, self.β_1, self.β_2, self.τ = kind, η, β_1, β_2, τ
@@ -39,7 +39,7 @@ class Algorithm2:
 
 
 class FedAvgM:
-    """v <- β v + Δ ; x <- x + η v."""
+    """Update v <- β v + Δ; x <- x + η v."""
 
     def __init__(self, η: float, β: float) -> None:
         self.η, self.β, self.v = η, β, 0.0
@@ -50,7 +50,7 @@ class FedAvgM:
 
 
 class FlowerFedAdam:
-    """What Flower 1.25 computes: v_{-1} = 0, and η times sqrt(1 - β_2^(t+1)) / (1 - β_1^(t+1)) in round t = 1, 2, ..."""
+    """Compute as Flower 1.25: v_{-1} = 0, and η is multiplied by sqrt(1 - β_2^(t+1)) / (1 - β_1^(t+1)) in round t = 1, 2, ..."""
 
     def __init__(self, η: float, β_1: float, β_2: float, τ: float) -> None:
         self.η, self.β_1, self.β_2, self.τ = η, β_1, β_2, τ

@@ -1,8 +1,8 @@
 # ruff: noqa: N803, N806 (the names of the paper)
 """FedProx, Algorithm 2 (Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, MLSys 2020), transcribed.
 
-S[t]: the devices of round t; h_k(w; w_t) = F_k(w) + μ / 2 ||w - w_t||² is minimised inexactly, by one SGD step per batch. The average is
-weighted with n_k, as FedAvg's (the paper samples with p_k = n_k / n and averages plainly).
+S[t]: the devices of round t; h_k(w; w_t) = F_k(w) + μ / 2 ||w - w_t||² is minimised inexactly, by one SGD step per batch. The average has
+weights n_k, as FedAvg's. The paper instead samples devices with probability p_k = n_k / n, and averages with equal weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # ruff: noqa: N803, N806 (the names of the paper)
 """FedSAM, Algorithm 1 (Qu, Li, Duan, Liu, Tang, Lu, ICML 2022), transcribed; the same as Caldarola, Caputo, Ciccone, ECCV 2022.
 
-Each local step: δ = ρ g / ||g|| with the norm over all parameters, then a step along the gradient at w + δ. BatchNorm normalises either
-pass by the batch; running statistics are those of the first pass alone.
+Each local step: δ = ρ g / ||g|| with the norm over all parameters, then a step along the gradient at w + δ. BatchNorm normalises by the
+batch in both passes. Only the first pass updates the running statistics.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ def algorithm_1(
     twice: bool = False,
     again: bool = True,
 ) -> nn.Module:
-    """Tempting wrong rules: ``twice``, running statistics of both passes; not ``again``, dropout drawn afresh in the second pass."""
+    """Return the global model after the rounds of S.
+
+    Two arguments make wrong rules, as controls. ``twice``: both passes update the running statistics. ``again`` is False: dropout draws
+    other numbers in the second pass.
+    """
     for S_r in S:
         local = []
         for i in S_r:

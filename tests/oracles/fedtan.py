@@ -1,8 +1,8 @@
 # ruff: noqa: N803, N806 (the names of the paper)
-"""FedTAN, Algorithms 1 to 3 (Wang, Shi, Chang), transcribed: all clients advance layer by layer, side by side.
+"""FedTAN, Algorithms 1 to 3 (Wang, Shi, Chang), transcribed: all clients compute the same layer at the same time.
 
 A network is hidden layers (a linear map or a 3x3 convolution without bias, BatchNorm, ReLU), then a linear head with softmax and
-cross-entropy. p_i: client i's share of the samples; m_i: its values per channel at a layer, s_i its share of these (s_i = p_i where all
+cross-entropy. p_i: client i's share of the samples; m_i: its values per channel at a layer, s_i its share of these (s_i = p_i if all
 images are of one size); ŷ: normalised values, ĝ the gradient of client i's own loss with respect to them; E: local steps per round.
 """
 
@@ -21,7 +21,15 @@ Gradients = list[tuple[Array, Array]]  # every client's (g_μ, g_σ2)
 
 @dataclass
 class Layer:
-    """``W`` (out, in) or (out, in, 3, 3); ``μ_run``, ``σ2_run``: running statistics."""
+    """Hold one hidden layer.
+
+    Attributes:
+        W: The weights, (out, in) or (out, in, 3, 3).
+        γ: BatchNorm's scale, (out,).
+        β: BatchNorm's shift, (out,).
+        μ_run: The running mean, (out,).
+        σ2_run: The running variance, (out,).
+    """
 
     W: Array
     γ: Array
@@ -37,17 +45,17 @@ class Net:
     c: Array
 
     def tensors(self) -> list[Array]:
-        """In the order of torch's state_dict."""
+        """Return all tensors in the order of torch's state_dict."""
         return [t for x in self.layers for t in (x.W, x.γ, x.β, x.μ_run, x.σ2_run)] + [self.V, self.c]
 
 
 def values(y: Array) -> Array:
-    """Activations (B, C, *) as one row per value and channel, (m, C)."""
+    """Reshape activations (B, C, *) to (m, C): one row per sample and position."""
     return np.moveaxis(y, 1, -1).reshape(-1, y.shape[1])
 
 
 def shaped(rows: Array, y: Array) -> Array:
-    """The way back: ``rows`` (m, C) in the shape of ``y`` (B, C, *)."""
+    """Reshape ``rows`` (m, C) to the shape of ``y`` (B, C, *), the reverse of ``values``."""
     return np.moveaxis(rows.reshape(np.moveaxis(y, 1, -1).shape), -1, 1)
 
 
@@ -63,7 +71,7 @@ def apply(W: Array, x: Array) -> Array:
 
 
 def gradients_of_apply(W: Array, x: Array, dy: Array) -> tuple[Array, Array]:
-    """``(dx, dW)``."""
+    """Return the gradients ``(dx, dW)`` of ``apply``, given that of its output, ``dy``."""
     if W.ndim == 2:
         return (dy @ W).reshape(x.shape), dy.T @ x.reshape(len(x), -1)
     H, w = x.shape[2:]
@@ -77,7 +85,7 @@ def gradients_of_apply(W: Array, x: Array, dy: Array) -> tuple[Array, Array]:
 
 
 def algorithm_2(y: list[Array]) -> tuple[Array, Array]:
-    """Forward, at one BatchNorm layer: mean and variance of all clients' values ``y[i]`` (m_i, C)."""
+    """Return mean and variance of all clients' values at one BatchNorm layer, in the forward pass; ``y[i]`` is (m_i, C)."""
     n, M = len(y), sum(len(y_i) for y_i in y)
     s = [len(y_i) / M for y_i in y]
     μ_i = [sum(row for row in y_i) / len(y_i) for y_i in y]  # each client sends the mean of its values
@@ -92,7 +100,7 @@ def algorithm_2(y: list[Array]) -> tuple[Array, Array]:
 
 
 def algorithm_3(g: Gradients, p: list[float]) -> Gradients:
-    """Backward, at one BatchNorm layer: what each client uses as gradients of μ and σ2, given what each computed."""
+    """Average the clients' gradients of μ and σ2 at one BatchNorm layer, in the backward pass; every client goes on with the average."""
     G_μ, G_σ2 = np.zeros_like(g[0][0]), np.zeros_like(g[0][1])
     for i in range(len(g)):  # the server averages, and sends the average to all
         G_μ = G_μ + p[i] * g[i][0]
@@ -101,12 +109,12 @@ def algorithm_3(g: Gradients, p: list[float]) -> Gradients:
 
 
 def only_algorithm_2(g: Gradients, p: list[float]) -> Gradients:
-    """In the place of Algorithm 3: every client goes on with its own gradients of μ and σ2."""
+    """Return the clients' gradients of μ and σ2 unchanged, instead of Algorithm 3: each client goes on with its own."""
     return g
 
 
 def local_step(nets: list[Net], batches: list[Batch], η: float, ρ: float, ε: float, backward: Callable[..., Gradients]) -> None:
-    """One SGD step of every client, in place, through the BatchNorm layers of them all. A list of one is a client by itself."""
+    """Make one SGD step of every client, in place, with common statistics in the BatchNorm layers. A single client trains by itself."""
     n, B = len(nets), [len(x) for x, _ in batches]
     p = [B_i / sum(B) for B_i in B]
     x = [batch[0] for batch in batches]
@@ -150,7 +158,11 @@ def local_step(nets: list[Net], batches: list[Batch], η: float, ρ: float, ε: 
 def algorithm_1(
     net: Net, clients: list[list[Batch]], η: float, ρ: float = 0.1, ε: float = 1e-5, backward: Callable[..., Gradients] = algorithm_3
 ) -> tuple[list[Net], list[Array]]:
-    """One round from ``net``; ``clients[i]`` are client i's E batches. Every client's network after it, and the server's tensors."""
+    """Run one round from ``net``; ``clients[i]`` has the E batches of client i.
+
+    Returns:
+        Every client's network after its local steps, and the server's averaged tensors.
+    """
     nets = [copy.deepcopy(net) for _ in clients]
     local_step(nets, [batches[0] for batches in clients], η, ρ, ε, backward)  # t = 1: layer-wise, with all clients
     for i in range(len(clients)):
@@ -164,5 +176,5 @@ def algorithm_1(
 
 
 def fedavg_alg2(net: Net, clients: list[list[Batch]], η: float, ρ: float = 0.1, ε: float = 1e-5) -> tuple[list[Net], list[Array]]:
-    """FedAvg with Algorithm 2: the moments are all clients', the gradients of them each client's own."""
+    """Run one round of FedAvg with Algorithm 2 only: the moments are those of all clients, but their gradients are each client's own."""
     return algorithm_1(net, clients, η, ρ, ε, only_algorithm_2)

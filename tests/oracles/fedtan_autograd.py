@@ -1,7 +1,7 @@
-"""FedTAN's first local step by automatic differentiation: all clients' activations in one graph, through shared moments.
+"""FedTAN's first local step by automatic differentiation: the activations of all clients are in one graph, and share moments.
 
-With F_i client i's mean loss, p_i its share of the samples, and F = sum p_i F_i, the gradient that FedTAN leaves client i with is 1 / p_i
-times that of F with respect to client i's own copy of the weights. For any chain of layers, images of any sizes.
+Let F_i be client i's mean loss, p_i its share of the samples, and F = sum p_i F_i. FedTAN's gradient for client i is the gradient of F
+with respect to client i's own copy of the weights, divided by p_i. It works for any chain of layers and images of any sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def backward_together(models: Sequence[nn.Sequential], batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Leave every client's gradient in its model, and the union's statistics in all."""
+    """Write every client's gradient into the ``grad`` of its model, and update the running statistics of all by those of the union."""
     samples = [len(y) for _, y in batches]
     shares = [n / sum(samples) for n in samples]
     xs = [x for x, _ in batches]
@@ -33,7 +33,7 @@ def backward_together(models: Sequence[nn.Sequential], batches: Sequence[tuple[T
 
 
 def normalise_together(layers: Sequence[_BatchNorm], xs: Sequence[Tensor]) -> list[Tensor]:
-    """Each ``x`` (B, C, *) by the moments of them all, with its client's own scale and shift."""
+    """Normalise each ``x`` (B, C, *) by the moments of all of them together, with its client's own scale and shift."""
     values = torch.cat([x.movedim(1, -1).reshape(-1, x.shape[1]) for x in xs])
     mean, var = values.mean(0), values.var(0, unbiased=False)
     outs = []

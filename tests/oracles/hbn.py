@@ -1,7 +1,8 @@
 # ruff: noqa: N803, N806 (the names of the paper)
 """HBN (Hybrid Batch Normalisation), equations 8 to 11, transcribed: one layer.
 
-μ_b, σ2_b: a batch's; μ_g, σ2_g: the global statistics; α = sigmoid(p), one per channel; λ: the weight of a round's statistics.
+μ_b, σ2_b: mean and variance of a batch; μ_g, σ2_g: the global statistics; α = sigmoid(p), one per channel; λ: the weight of a round's
+statistics.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Array = np.ndarray
 
 
 def forward(x: Array, μ_g: Array, σ2_g: Array, p: Array, γ: Array, β: Array, ε: float) -> Array:
-    """Equations 9 and 10 for a batch x (B, C, H, W) in training."""
+    """Normalise a batch x (B, C, H, W) in training, by equations 9 and 10."""
     B, C, H, W = x.shape
     y = np.empty_like(x)
     for c in range(C):
@@ -40,7 +41,11 @@ def forward(x: Array, μ_g: Array, σ2_g: Array, p: Array, γ: Array, β: Array,
 
 
 def global_statistics(μ_g: Array, σ2_g: Array, data: list[Array], λ: float) -> tuple[Array, Array]:
-    """Equations 8 and 11: clients' means and variances of all their data (m_i, C), merged without bias, then the running step."""
+    """Return the new global statistics by equations 8 and 11.
+
+    The means and variances of each client's data (m_i, C) are merged without bias. The old global statistics have weight 1 - λ, the merged
+    ones λ.
+    """
     m, μ_i, σ2_i = [], [], []
     for x in data:  # every client
         m.append(len(x))
@@ -58,10 +63,10 @@ def global_statistics(μ_g: Array, σ2_g: Array, data: list[Array], λ: float) -
 
 
 def hybrid_report(batches: list[Array], μ_g: Array, σ2_g: Array, p: Array) -> tuple[int, Array, Array]:
-    """What one client tells before an evaluation: the moments of the normaliser itself, over batches x (B, C, H, W) in training.
+    """Return what one client reports before an evaluation: count, mean and variance, as its layer normalises in training.
 
-    Every batch is m = B H W values with mean α μ_b + (1 - α) μ_g and variance α σ2_b + (1 - α) σ2_g; they are pooled by the law of total
-    variance.
+    A batch x (B, C, H, W) counts as m = B H W values with mean α μ_b + (1 - α) μ_g and variance α σ2_b + (1 - α) σ2_g. The batches are
+    pooled by the law of total variance.
     """
     α = np.array([1 / (1 + math.exp(-value)) for value in p])
     m, μ, σ2 = [], [], []

@@ -1,6 +1,6 @@
-"""HBN's layer in training (equations 9 and 10) by plain torch operations: autograd makes its gradient, through the batch's moments too.
+"""HBN's layer in training (equations 9 and 10) in plain torch operations: autograd computes the gradient, also through the batch's moments.
 
-It was the layer itself until its gradient was worked out by hand for the fused kernels: the "before" of ``benchmarks/layers.py``.
+The layer itself was computed in this way, until its gradient was derived by hand for the fused kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, logit: Tensor, shared_mean: Tensor, shared_var: Tensor, eps: float
 ) -> Tensor:
-    """``x`` (B, C, *) normalised with ``a * batch + (1 - a) * shared``, ``a = sigmoid(logit)``; all others (C,)."""
+    """Normalise ``x`` (B, C, *) by ``a * batch + (1 - a) * shared`` with ``a = sigmoid(logit)``; the other tensors are (C,)."""
     dims, shape = [0, *range(2, x.dim())], (1, -1, *([1] * (x.dim() - 2)))
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean = wide.mean(dims, keepdim=True)

@@ -1,12 +1,12 @@
 """HBN with its ablations (Table 6), rounds of full batches transcribed in plain PyTorch: never imports fl_bn.
 
-A network is a list of layers, of which BatchNorm is computed here. ``Ablation`` has one switch per row of the table:
+A network is a list of layers; its BatchNorm layers are computed here. ``Ablation`` has one switch per row of the table:
 
 (1) ``moving``: equation 7 by moving averages over the training batches, without separation;
 (2) ``averaged``: equation 8 by a weighted average;
 (3), (4), (5) ``mixing``: equation 9 with ``global`` statistics only, ``batch`` statistics only, or ``half`` of each.
 
-``mixture``: the pass of equation 7 records what its inputs are normalised with, as the authors' code does.
+``mixture``: in the pass of equation 7, clients report the mixed statistics by which the inputs are normalised, as the authors' code does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ablation:
 
 @dataclass
 class Client:
-    """``factor``: the logits of its own, by layer; ``x``, ``y``: its data."""
+    """Hold a client's data ``x`` and ``y``, and ``factor``: BatchNorm layer -> the client's own mixing logits."""
 
     x: Tensor
     y: Tensor
@@ -40,7 +40,7 @@ class Client:
 
 
 def mixed(a: Ablation, logit: Tensor, batch: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Equation 9."""
+    """Mix the statistics of the batch and the shared ones by equation 9, or as the ablation says."""
     if a.mixing == "global":
         return shared
     if a.mixing == "batch":
@@ -52,7 +52,12 @@ def mixed(a: Ablation, logit: Tensor, batch: tuple[Tensor, Tensor], shared: tupl
 def forward(
     net: nn.Sequential, x: Tensor, shared: Statistics, factor: dict[int, Tensor], a: Ablation
 ) -> tuple[Tensor, dict[int, tuple[int, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]]:
-    """Output, and of every BatchNorm layer the count, the batch's mean and biased variance, and what it was normalised with."""
+    """Run the network on ``x`` in training.
+
+    Returns:
+        The output, and for each BatchNorm layer: the count, the batch's mean and biased variance, and the mean and variance by which the
+        layer normalised.
+    """
     seen = {}
     for place, layer in enumerate(net):
         if not isinstance(layer, nn.BatchNorm2d):
@@ -68,7 +73,7 @@ def forward(
 
 
 def merge(parts: list[tuple[int, Tensor, Tensor]], averaged: bool) -> tuple[Tensor, Tensor]:
-    """Equation 8; or its ablation, the average of the variances."""
+    """Merge the clients' counts, means and variances by equation 8; with ``averaged``, average the variances (the ablation)."""
     total = sum(count for count, _, _ in parts)
     mean = sum(count * m for count, m, _ in parts) / total
     spread = 0.0 if averaged else 1.0
@@ -77,7 +82,13 @@ def merge(parts: list[tuple[int, Tensor, Tensor]], averaged: bool) -> tuple[Tens
 
 
 class Server:
-    """``net``: the global network; ``shared``: the global statistics; ``evaluated``: those of the last evaluation."""
+    """Run HBN's rounds.
+
+    Attributes:
+        net: The global network.
+        shared: The global statistics.
+        evaluated: The statistics of the last evaluation.
+    """
 
     def __init__(self, net: nn.Sequential, clients: list[Client], lam: float, a: Ablation) -> None:
         self.net, self.clients, self.lam, self.a = copy.deepcopy(net), clients, lam, a
@@ -88,7 +99,10 @@ class Server:
             client.factor = {p: torch.zeros_like(self.shared[p][0]) for p in places}
 
     def round(self, steps: int, rate: float, cohort: list[int]) -> None:
-        """One round of the clients in ``cohort``: statistics, ``steps`` steps of SGD on all of a client's data, and the server's part."""
+        """Run one round of the clients in ``cohort``.
+
+        A client reports statistics and makes ``steps`` steps of SGD, each on all its data. The server then averages and merges.
+        """
         a, reports, nets, total = self.a, [], [], sum(len(self.clients[k].y) for k in cohort)
         for k in cohort:
             client, net = self.clients[k], copy.deepcopy(self.net)
@@ -125,7 +139,7 @@ class Server:
 
     @torch.no_grad()
     def synchronised(self, cohort: list[int]) -> Statistics:
-        """Make the additional update of the statistics before an evaluation, by the same subset of clients, as the authors' code has it."""
+        """Update the statistics once more before an evaluation, by the same clients as in the round, as the authors' code does."""
         parts = []
         for k in cohort:
             client = self.clients[k]

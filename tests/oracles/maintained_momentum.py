@@ -1,7 +1,7 @@
 # ruff: noqa: N803, N806 (the names of the paper)
 """FedAvg whose local SGD has momentum that is reset every round, kept at the client, or averaged by the server (FixBN, appendix C.4).
 
-S[t]: the clients of round t; m: SGD's buffer, m <- β m + g, w <- w - η m, zero where there is none.
+S[t]: the clients of round t; m: SGD's momentum buffer, m <- β m + g, w <- w - η m. It starts at zero if no buffer was kept.
 """
 
 from __future__ import annotations

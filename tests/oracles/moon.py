@@ -1,10 +1,11 @@
 # ruff: noqa: N803, N806 (the names of the paper)
 """MOON, Algorithm 1 (Li, He, Song, CVPR 2021), transcribed: model-contrastive learning.
 
-S[t]: the parties of round t; R_w(x): what the output layer, the module named ``head``, gets; z, z_glob, z_prev: of the model that
-trains, of the one received, of the party's own at the end of the last round that it took part in. The latter two are in evaluation mode
-and take no gradient, as in the authors' code (main.py, ``global_model.eval()``, ``old_nets ... net.eval()``). In a party's first round
-there is no z_prev, and no term (there the pool of previous models is empty).
+S[t]: the parties of round t. R_w(x): the input of the output layer, which is the module named ``head``. z, z_glob and z_prev are R of three
+models: the one in training, the one received from the server, and the party's own at the end of the last round in which it took part.
+The latter two are in evaluation mode and have no gradient, as in the authors' code (main.py, ``global_model.eval()``,
+``old_nets ... net.eval()``). In a party's first round there is no z_prev, so the loss has no contrastive term, as in the authors' code,
+whose pool of previous models is then empty.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.oracles.fedavg import Client, averaged, cross_entropy
 
 
 def R(w: nn.Module, x: Tensor, head: str) -> tuple[Tensor, Tensor]:
-    """``(z, output)``."""
+    """Return ``(z, output)``: the input of the output layer, and the network's output."""
     seen: list[Tensor] = []
     hook = w.get_submodule(head).register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     output = w(x)
@@ -28,12 +29,12 @@ def R(w: nn.Module, x: Tensor, head: str) -> tuple[Tensor, Tensor]:
 
 
 def sim(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of two vectors."""
+    """Return the cosine of the angle between two vectors."""
     return (a * b).sum() / (a.norm() * b.norm())
 
 
 def ℓ_con(z: Tensor, z_glob: Tensor, z_prev: Tensor, τ: float) -> Tensor:
-    """Equation 3, of each sample; the mean over the batch."""
+    """Return the contrastive loss of equation 3, as a mean over the batch."""
     total = torch.zeros((), dtype=z.dtype)
     for b in range(len(z)):
         near = torch.exp(sim(z[b], z_glob[b]) / τ)
@@ -45,7 +46,11 @@ def ℓ_con(z: Tensor, z_glob: Tensor, z_prev: Tensor, τ: float) -> Tensor:
 def algorithm_1(
     w: nn.Module, S: list[list[int]], clients: list[Client], n_i: list[int], η: float, μ: float, τ: float, head: str
 ) -> tuple[nn.Module, float]:
-    """The global model after the rounds, and the largest ℓ_con on the way (0 if there was none)."""
+    """Train for the rounds of S.
+
+    Returns:
+        The global model; and the largest distance of ℓ_con from log 2, its value for equal models, over all steps (0 if no step had ℓ_con).
+    """
     previous: dict[int, nn.Module] = {}
     largest = 0.0
     for S_t in S:

@@ -8,7 +8,7 @@ Array = np.ndarray
 
 
 def nnm(x: Array, f: int) -> Array:
-    """(y_1 .. y_n): y_i is the average of the n - f nearest neighbours of x_i, x_i itself the first of them."""
+    """Return (y_1 .. y_n). y_i is the average of the n - f nearest neighbours of x_i, which include x_i itself."""
     n, y = len(x), []
     for i in range(n):
         nearest = sorted(range(n), key=lambda j: float(np.sqrt(((x[j] - x[i]) ** 2).sum())))  # noqa: B023 (used at once)

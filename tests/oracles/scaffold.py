@@ -2,8 +2,8 @@
 """SCAFFOLD, Algorithm 1 (Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, ICML 2020), transcribed, with the global step size η_g = 1.
 
 S[r]: the clients of round r; c, c_i: control variates, one tensor per parameter; ``everything[i]``: client i's batches for option I's pass
-over its local data. Running statistics have no control variate: they are averaged as FedAvg's. Models are averaged with n_i (the paper:
-plainly), control variates plainly, with 1 / N, as the paper's line 17.
+over its local data. Running statistics have no control variate: they are averaged as FedAvg's. Models are averaged with weights n_i (in
+the paper with equal weights). Changes of control variates are added up with weight 1 / N, as in the paper's line 17.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.oracles.fedavg import Client, Loss, averaged, cross_entropy, gradient
 
 
 def g_of_all(x: nn.Module, data: Client, F: Loss) -> list[Tensor]:
-    """g_i(x): the mean gradient over all samples of ``data``, at a copy, whose running statistics are thrown away."""
+    """Return g_i(x): the mean gradient over all samples of ``data``. Copies of ``x`` compute it, so its statistics stay the same."""
     n = sum(len(labels) for _, labels in data)
     total = [torch.zeros_like(p) for p in x.parameters()]
     for images, labels in data:
@@ -29,7 +29,7 @@ def g_of_all(x: nn.Module, data: Client, F: Loss) -> list[Tensor]:
 
 @dataclass
 class Scaffold:
-    """The server's x and c, and every client's c_i. ``x`` is changed in place."""
+    """Hold the server's x and c, and every client's c_i. ``x`` is changed in place."""
 
     x: nn.Module
     N: int
@@ -50,7 +50,7 @@ class Scaffold:
         everything: list[Client] | None = None,
         F: Loss = cross_entropy,
     ) -> None:
-        """Lines 2 to 18. ``clients[i]``: client i's K batches of this round."""
+        """Run one round, lines 2 to 18 of the algorithm; ``clients[i]`` has client i's K batches."""
         local, Δc = [], [torch.zeros_like(c) for c in self.c]
         for i in S:
             y_i = copy.deepcopy(self.x).train()
@@ -83,7 +83,7 @@ def algorithm_1(
     everything: list[Client] | None = None,
     F: Loss = cross_entropy,
 ) -> Scaffold:
-    """All rounds of ``S``, every one with the same batches."""
+    """Run a round for each entry of ``S``, every one with the same batches; return the final state."""
     run = Scaffold(x, len(clients))
     for S_r in S:
         run.round(S_r, clients, n_i, η_l, option, everything, F)

@@ -1,4 +1,4 @@
-"""The wheel of this checkout, as ``pip`` makes it."""
+"""Build the wheel of this checkout with ``pip``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
 def copied(names: tuple[str, ...], folder: Path) -> Path:
-    """A new ``folder`` with these files and folders of the checkout."""
+    """Copy these files and folders of the checkout into a new ``folder``; return it."""
     folder.mkdir()
     for name in names:
         if (ROOT / name).is_dir():
@@ -25,7 +25,7 @@ def copied(names: tuple[str, ...], folder: Path) -> Path:
 
 
 def built(folder: Path) -> Path:
-    """The wheel, in ``folder``."""
+    """Build the wheel in ``folder``; return the file."""
     source = copied(SOURCES, folder / "source")
     subprocess.run([*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)], check=True, capture_output=True)
     (found,) = folder.glob("fl_bn-*.whl")

@@ -1,4 +1,4 @@
-"""Sweeps' folders with made-up runs, small enough to recompute by hand."""
+"""Write folders of sweeps with made-up runs, whose results can be recomputed by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNSET: Any = object()
 
 
 def rounds(accuracy: Sequence[float | None], **others: Sequence[Any]) -> list[dict[str, Any]]:
-    """One row per round; ``others`` are columns (``test_loss`` is test-loss)."""
+    """Return one row per round with its accuracy. ``others`` are further columns; ``test_loss`` makes the column test-loss."""
     columns = {"accuracy": accuracy, **{name.replace("_", "-"): values for name, values in others.items()}}
     return [{"round": n + 1, **{name: values[n] for name, values in columns.items()}} for n in range(len(accuracy))]
 
@@ -24,7 +24,7 @@ def run(
     error: str = "",
     **config: Any,
 ) -> Path:
-    """What a run at ``axes`` leaves below ``folder/runs``."""
+    """Write the files of one run into a folder below ``folder/runs``, named by its values on ``axes``; return that folder."""
     name = "-".join("".join(c if c.isalnum() or c in "+.=" else "_" for c in str(value)) for value in axes.values()) or "run"
     path = folder / "runs" / name
     path.mkdir(parents=True)
@@ -41,7 +41,10 @@ def sweep(folder: Path, toml: str = "") -> Path:
 
 
 def comparison(folder: Path, report: str = "") -> Path:
-    """Three methods and two splits; BN is worst and has a failed run, FixBN is best, one seed of it is unfinished; no GN on the 2nd."""
+    """Write a sweep of three methods and two splits.
+
+    BN is worst and has a failed run. FixBN is best, and one seed of it is unfinished. GN has no runs on the second split.
+    """
     sweep(
         folder,
         f"""

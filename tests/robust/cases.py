@@ -1,4 +1,4 @@
-"""Rows to draw, and the rules to run over them."""
+"""Draw rows for tests of the robust rules, list the rules, and compare results."""
 
 from __future__ import annotations
 
@@ -30,14 +30,23 @@ some = settings(max_examples=25, deadline=None)
 
 
 def least(name: str, f: int) -> int:
-    """The smallest n that the rule takes; for Krum so many that scores are sums of two distances (a single one, two rows share)."""
+    """Return the smallest number of rows n that a test gives the rule.
+
+    For Krum it is larger than the rule requires, so that each score is a sum of two distances. With one distance, two rows share a score.
+    """
     count = max(2 * f + 3, f + 4) if name.endswith("krum") else 2 * f + 1
     return 2 * count - 1 if name.startswith("bucketing") else count
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """``honest`` rows; ``lies``: f directions, no coordinate of which is near 0; ``places`` (n,): where each row stands, the lies last."""
+    """Hold the rows of honest clients and of liars.
+
+    Attributes:
+        honest: The honest rows, (n - f, d).
+        lies: The directions of the lies, (f, d). No coordinate is near 0.
+        places: The position of each row in the input, (n,): first of the honest rows, then of the lies.
+    """
 
     honest: Array
     lies: Array
@@ -56,13 +65,13 @@ class Cohort:
         return sorted(int(i) for i in self.places[len(self.honest) :])
 
     def spread(self, values: Array) -> Array:
-        """``values`` of the honest, then of the liars, each put where its row stands."""
+        """Return ``values`` in the order of the input. ``values`` has those of the honest rows first, then those of the lies."""
         placed = np.empty_like(values)
         placed[self.places] = values
         return placed
 
     def rows(self, size: float, dtype: str = "float64") -> Array:
-        """(n, d), the lies times ``size``."""
+        """Return the input (n, d), in which the lies are multiplied by ``size``."""
         return self.spread(np.vstack([self.honest, self.lies * size])).astype(dtype)
 
     @property
@@ -74,7 +83,10 @@ class Cohort:
 def cohorts(
     draw: st.DrawFn, name: str = "median", least_f: int = 0, most_f: int = 3, extra: int = 5, dims: int = 2, honest: int = 1
 ) -> Cohort:
-    """Continuous rows (no two distances are equal), as many as the rule needs (``honest`` or more) and up to ``extra`` more."""
+    """Draw a cohort with random rows, no two of which are at equal distances.
+
+    It has the fewest rows that the rule ``name`` takes, at least ``honest`` honest ones, and up to ``extra`` more.
+    """
     f = draw(st.integers(least_f, most_f))
     fewest = max(least(name, f), f + honest)
     n = draw(st.integers(fewest, fewest + extra))
@@ -85,20 +97,20 @@ def cohorts(
 
 
 def apart(rows: Array) -> Array:
-    """(n, n): distances, one by one in float64."""
+    """Return the (n, n) distances between rows, each computed by itself in float64."""
     wide = rows.astype(np.float64)
     return np.array([[np.sqrt(((a - b) ** 2).sum()) for b in wide] for a in wide])
 
 
 def close(got: Any, want: Any, tolerance: float = 1e-9) -> None:
-    """Equal up to ``tolerance`` of the larger of 1 and the largest number wanted."""
+    """Check that ``got`` equals ``want`` up to ``tolerance``, relative to the largest number in ``want`` or to 1, whichever is larger."""
     got, want = (np.asarray(x.double() if isinstance(x, Tensor) else x, dtype=np.float64) for x in (got, want))
     largest = np.abs(want[np.isfinite(want)]).max(initial=1.0)
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * largest)
 
 
 def same_report(got: Report, want: Report, order: Array | None = None, tolerance: float = 1e-6) -> None:
-    """Row i of ``got`` is row ``order[i]`` of ``want``."""
+    """Check that two reports agree, where row i of ``got`` is row ``order[i]`` of ``want``."""
     order = np.arange(want.n) if order is None else order
     assert (got.n, got.f) == (want.n, want.f)
     assert [int(order[i]) for i in got.rejected] == sorted(want.rejected, key=list(order).index)
@@ -110,7 +122,7 @@ def same_report(got: Report, want: Report, order: Array | None = None, tolerance
 
 
 def mixed_rows(preaggregation: Callable[..., Outcome], rows: Any, f: int, **options: Any) -> list[Any]:
-    """What a pre-aggregation hands to the rule after it."""
+    """Return the rows that a pre-aggregation passes to the rule after it."""
     seen: list[Any] = []
 
     def spy(view: View, f: int) -> Outcome:
@@ -123,7 +135,7 @@ def mixed_rows(preaggregation: Callable[..., Outcome], rows: Any, f: int, **opti
 
 @contextmanager
 def torch_kernels() -> Iterator[None]:
-    """Rows stay tensors on the CPU: what runs then is the code that serves GPUs."""
+    """Let the rules compute on torch tensors inside the block, on the CPU but with the code for GPUs."""
 
     def flat(array: Any) -> Tensor:
         return (array.detach() if isinstance(array, Tensor) else torch.from_numpy(np.array(array))).reshape(-1)
@@ -135,7 +147,7 @@ def torch_kernels() -> Iterator[None]:
 
 @contextmanager
 def narrow_blocks() -> Iterator[None]:
-    """Blocks of 64 columns."""
+    """Let the rules divide their input into the narrowest blocks, of 64 columns, inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fl_bn.robust.table.BLOCK_BYTES", 1)
         patch.setattr("fl_bn.robust.table.GPU_BLOCK_BYTES", 1)

@@ -1,4 +1,4 @@
-"""The experiment of ``evidence_runs``."""
+"""A fixture with the experiment of ``evidence_runs``."""
 
 from __future__ import annotations
 

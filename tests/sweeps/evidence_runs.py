@@ -1,4 +1,4 @@
-"""An experiment of six cells, and what they leave, with accuracies that a test chooses."""
+"""Define an experiment of six cells, and write the files of its runs, with accuracies that a test chooses."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ no = "It is not."
 
 
 def register(experiment: Experiment, text: str = CLAIMS) -> Path:
-    """Write the register beside the experiment's file; the folder of both."""
+    """Write the register of claims into the folder of the experiment's file; return this folder."""
     (experiment.file.parent / FILE).write_text(text)
     return experiment.file.parent
 
 
 def runs(experiment: Experiment, folder: Path, data: str, accuracy: dict[str, float], variant: str = VARIANT) -> None:
-    """What finished cells leave; ``accuracy`` by cell."""
+    """Write the files of finished runs into ``folder``. ``accuracy`` has the accuracy (0..1) of each cell that is finished, by name."""
     for cell in read(experiment.file, variant, data).cells(folder):
         if cell.config.name not in accuracy:
             continue
@@ -85,7 +85,7 @@ def runs(experiment: Experiment, folder: Path, data: str, accuracy: dict[str, fl
 
 
 def kept(experiment: Experiment, tmp_path: Path, accuracy: dict[str, float], out: str = "out", variant: str = VARIANT) -> Path:
-    """The folder with these results, compacted."""
+    """Write finished runs, and write their results to the file of committed results; return the folder that has ``results``."""
     place = tmp_path / f"runs-{out}-{variant}"
     runs(experiment, place, "/somewhere", accuracy, variant)
     compact(experiment, variant, place, "/somewhere", tmp_path / out)

@@ -1,4 +1,4 @@
-"""The settings of FedBN's tables and figures, from its text: sections, appendices and tables are named beside them."""
+"""The settings of FedBN's tables and figures, as its text gives them. Comments name the sections, appendices and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of FixBN's tables and figures, from its text. "l." is a line number that is printed there."""
+"""The settings of FixBN's tables and figures, as its text gives them. "l." is a line number that is printed in the paper."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CITYSCAPES = {  # l. 231-236, l. 406-407, l. 412-413, Tables F and G
 
 
 def _federations() -> dict[str, Keys]:
-    """l. 462-465: 128 epochs over the clients of a round."""
+    """Return the settings of lines 462 to 465: 128 epochs, divided among the clients of a round."""
     made: dict[str, Keys] = {f"{n} clients": {"clients": n, "rounds": 3200 // n} for n in (5, 10, 20, 50, 100)}
     for share, rounds in ((10, 320), (20, 160), (50, 64)):
         made[f"100 clients, {share} %"] = {"clients": 100, "fraction": share / 100, "rounds": rounds}

@@ -1,4 +1,4 @@
-"""What a paper says of one table or figure, for tests of the experiments' files."""
+"""The class that holds a paper's settings of one table or figure, for tests of the experiments' files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ Keys = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """One table or figure. ``keys``: of all its runs; ``by``: axis -> value -> keys, which count more; ``where``: in the text.
+    """Hold the paper's settings of one table or figure.
 
-    ``without``: whether the paper leaves out the run at a place.
+    Attributes:
+        where: Where the paper's text gives them.
+        keys: The run-config keys of all runs.
+        by: Axis -> value -> run-config keys, which replace those in ``keys``.
+        without: Returns whether the paper leaves out the run with these values on the axes.
     """
 
     where: str

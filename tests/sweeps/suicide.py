@@ -1,4 +1,4 @@
-"""A network at whose building a worker process of a sweep dies, as if for want of memory."""
+"""A network whose construction kills the worker process of a sweep, as the kernel does when memory is short."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""One round of a cohort, client by client and as one program, from equal starts."""
+"""Train one round of a cohort, client by client and as one program, from the same initial state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ STEPS = LocalTraining(batch_size=6, steps=3, momentum=0.9, weight_decay=0.01)
 
 @dataclass(frozen=True)
 class Cohort:
-    """Clients of ``sizes`` samples, numbered by ``clients``, each with tensors of its own where ``method`` keeps them at home."""
+    """Describe a round of a cohort: client ``clients[i]`` has ``sizes[i]`` samples.
+
+    Tensors that ``method`` keeps local differ between the clients.
+    """
 
     method: Method
     settings: LocalTraining = STEPS
@@ -74,13 +77,13 @@ class Cohort:
 def as_one_program(
     rounds: Sequence[LocalRound], samples: Sequence[Samples], seed: int, clients: Sequence[int], tells_drift: bool = False
 ) -> Results:
-    """Compute the rounds of all clients at once."""
+    """Train all clients at once, as one program; return each client's reply and the state that it keeps."""
     sources = [SampleSource(own, seed, client, tells_drift=tells_drift) for own, client in zip(samples, clients, strict=True)]
     return client_rounds([Member(round, source) for round, source in zip(rounds, sources, strict=True)], AsOneProgram())
 
 
 def off(a: Results, b: Results) -> float:
-    """The largest difference of any number that is sent or kept; infinite where something is there in one alone."""
+    """Return the largest difference of any number that is sent or kept; infinite if only one side has a tensor or another shape."""
     return max(_off(_numbers(*x), _numbers(*y)) for x, y in zip(a, b, strict=True))
 
 
