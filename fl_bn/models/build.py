@@ -95,7 +95,7 @@ def build(
 
 
 def is_torchvision(name: str) -> bool:
-    """Return whether ``name`` can only be a model of torchvision."""
+    """Return whether ``name`` is no model of fl-bn, no function of a user and no DeepLabv3+, so torchvision must know it."""
     return name not in MODELS and ":" not in name and not is_segmentation(name)
 
 

@@ -131,10 +131,15 @@ def _linear(before: int, after: int) -> nn.Sequential:
 
 
 def check_size(name: str, image_size: int, least: int) -> None:
-    """Refuse images of fewer than ``least`` pixels along each side.
+    """Check that images have at least ``least`` pixels along each side.
+
+    Args:
+        name: the model's name, for the message.
+        image_size: the pixels along each side of an image.
+        least: the smallest ``image_size`` that the model can take.
 
     Raises:
-        ValueError: with the model's name and the sizes.
+        ValueError: the images are smaller.
     """
     if image_size < least:
         tables = ": for a table, choose model='mlp' or 'table-mlp'" if image_size == 1 else ""
