@@ -98,8 +98,8 @@ def weighted_median(block: Any, weights: np.ndarray) -> np.ndarray:
         weights: weights of the rows (n,), each at least 0.
 
     Returns:
-        The medians (width,). Half of the weight is on either side of a median. If this is so for all numbers between
-            two values, the mean of these two is returned.
+        The medians (width,): the values below a median have at most half of the weight, and so do the values above it. If
+            this is true for all numbers between two values, the result is the mean of these two.
     """
     values, cumulated = _cumulated(block, weights)
     half, column = cumulated[-1] / 2, np.arange(block.shape[1])

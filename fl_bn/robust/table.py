@@ -65,7 +65,8 @@ class Table:
         """Make a table from a matrix, a list of vectors, or a list of named layers.
 
         Raises:
-            ValueError: rows differ in names or shapes, or hold no floating-point numbers.
+            ValueError: there is no row, an array is no matrix, rows differ in names or shapes, or hold no floating-point
+                numbers.
         """
         if isinstance(rows, np.ndarray | Tensor) and rows.ndim != 2:
             raise ValueError(f"expected a matrix (n, d) or a list of rows, but got an array of shape {tuple(rows.shape)}")
@@ -178,7 +179,7 @@ class Table:
         return [int(i) for i in np.flatnonzero(bad)]
 
     def output(self) -> Output:
-        """Return an empty ``Output`` for one result of the rows' form."""
+        """Return an ``Output`` for one result that has the form of a row. It holds no numbers yet."""
         return Output(self)
 
 

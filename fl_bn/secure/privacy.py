@@ -176,7 +176,7 @@ class Accountant:
         self._journal: Journal | None = None
 
     def keep_in(self, journal: Journal) -> None:
-        """Add the total of ``journal`` to the count, and record all further releases there."""
+        """Add the total of ``journal`` to ``releases``, and record all further releases in ``journal``."""
         self.releases += journal.total()
         self._journal = journal
 
@@ -191,9 +191,9 @@ class Accountant:
         self.releases += releases
 
     def at_least(self, releases: int) -> None:
-        """Raise the number of releases to ``releases``, the number in a checkpoint.
+        """Increase the number of releases to ``releases``, the number in a checkpoint.
 
-        If the run went on after the checkpoint, the journal may have counted more. The number then stays.
+        If the run went on after the checkpoint, the journal may have counted more releases. Then nothing changes.
         """
         if releases > self.releases:
             self.spend(releases - self.releases)
