@@ -74,13 +74,15 @@ class Measured:
 def measure(config: RunConfig) -> Measured:
     """Measure the clients of a run before it begins: their numbers of samples, and how their labels and features differ.
 
-    Only training samples and the initial network are used.
+    Only training samples and the initial network are used. Byzantine clients are left out.
 
     Raises:
         ConfigError: The data are at the sites (``dataset='sites'``), or cannot be loaded or divided as configured.
     """
     if config.dataset == SITES:
-        raise ConfigError(f"dataset={SITES!r}: the clients' data are at their sites, so they cannot be measured here: run advise at a site")
+        raise ConfigError(
+            f"dataset={SITES!r}: the clients' data are at their sites, so they cannot be measured here: run fl-bn advise at a site"
+        )
     parts = [client_samples(config, client)[0] for client in range(config.clients - config.byzantine)]
     sizes = [len(part) for part in parts]
     middle = int(median(sizes))

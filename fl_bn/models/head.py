@@ -43,7 +43,9 @@ def with_projection(model: nn.Module, features: int) -> nn.Module:
     head = head_of(model)
     if head is None or not isinstance(head[1], nn.Linear) or not head[0]:
         kind = "missing" if head is None else f"{head[0] or 'the model itself'} ({type(head[1]).__name__})"
-        raise ValueError(f"moon-projection needs a network of several layers whose head is linear, but the head is {kind}: set moon-projection to 0")
+        raise ValueError(
+            f"moon-projection needs a network of several layers whose head is linear, but the head is {kind}: set moon-projection to 0"
+        )
     name, layer = head[0], head[1]
     d, owner, key = layer.in_features, *name.rpartition(".")[::2]
     layers = nn.Linear(d, d), nn.ReLU(), nn.Linear(d, features), nn.Linear(features, layer.out_features, layer.bias is not None)
