@@ -19,9 +19,9 @@ ValueError: smoothing's strength must be in (0, 1], but got 2
 >>> [(key.name, key.default, key.shown, key.help) for key in keys_of({"smoothing": smoothing}).values()]
 [('smoothing-strength', 0.5, '(0, 1]', 'weight of the new value (alpha in the paper)')]
 
-The run config's keys are collected from registries, dicts from name to constructor (``METHODS``,
-``OBJECTIVES``, ``SERVER_OPTIMIZERS``), and from the values that every run has: local training, rounds,
-exchange, secure aggregation (``fl_bn.run.run_keys.VALUES``).
+The run config's keys are collected from registries, which are dicts from name to constructor (``METHODS``,
+``OBJECTIVES``, ``SERVER_OPTIMIZERS``). Further keys come from the parts that every run has, such as local training and
+rounds (``fl_bn.run.run_keys.VALUES``).
 
 A constructor's default is neutral, such as a decay of 1. A run config's default is chosen to train well. If the
 two differ, ``option(..., run=...)`` states the run config's default:

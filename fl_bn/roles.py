@@ -298,7 +298,7 @@ def inputs_like(model: nn.Module) -> Tensor:
 
     Returns:
         The first floating-point parameter, else the first floating-point buffer. If there is neither, an empty tensor of
-        torch's default dtype, because the dtype of integer or complex tensors need not be that of the inputs.
+        torch's default dtype: integer and complex tensors do not show the dtype of the inputs.
     """
     first = None
     for tensor in chain(model.parameters(), model.buffers()):

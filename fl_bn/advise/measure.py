@@ -44,8 +44,8 @@ class Measured:
             with few samples count less.
         label_skew: 1 - H(label | client) / H(label): 0 if all clients have the same distribution of labels, 1 if each
             client has one class.
-        distance: How much the features of two clients differ: the symmetric Kullback-Leibler divergence between
-            their inputs of the first BatchNorm layer, in nats per channel, as a mean over all pairs.
+        distance: How much the features of two clients differ, as a mean over all pairs. It is the symmetric
+            Kullback-Leibler divergence between the clients' inputs of the first BatchNorm layer, in nats per channel.
         by_labels: ``distance`` after the samples of each class were shuffled among the clients. This part of
             ``distance`` is explained by label skew and chance.
         batch_size: The batch size of the median client.

@@ -166,8 +166,8 @@ def as_the_app(node: Mapping[str, Any]) -> None:
 def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Samples, tuple[int, ...]]:
     """Load the samples on which the client of this site would train.
 
-    If the site has no data of its own, they are client 0's share of the run's data set, because only the server of a run
-    knows the site's index.
+    If the site has no data of its own, they are client 0's share of the run's data set. The site's own client index is
+    known only to the server of a run.
 
     Returns:
         The training samples, the test samples, and the number of training samples per class.

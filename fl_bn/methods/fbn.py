@@ -7,10 +7,10 @@ The statistics of the round before are constants in training. Clients report mom
 pools these moments and moves the shared statistics towards them, as BatchNorm's running update does. With
 ``momentum`` and one local step this is Algorithm 2 exactly, also for unequal batches.
 
-By default each round moves the shared statistics by the share ``tracking`` of their difference from the pooled moments
-(``methods.tracking``), whatever the number of local steps. The share falls with the learning rate, because the weights
-then change less. With several local steps, only the first batch of a round passes through the shared weights. Later
-batches pass through weights that the client has changed.
+By default each round moves the shared statistics towards the pooled moments, by the share ``tracking`` of the difference
+(``methods.tracking``). The share does not depend on the number of local steps. It falls with the learning rate, because
+the weights then change less. With several local steps, only the first batch of a round passes through the shared
+weights. Later batches pass through weights that the client has changed.
 
 Symbols: b (beta) -> momentum, K n -> count of the pooled moments, E -> steps.
 """

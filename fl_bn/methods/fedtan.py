@@ -15,8 +15,8 @@ There are two schedules with equal results. ``paper`` exchanges means, then vari
 then gradients (3L exchanges for L layers). ``merged`` sends mean and variance together, and adds the spread
 of the means by the law of total variance (2L).
 
-Symbols: p_i -> batch sizes, normalised; m_i -> count of the client, M -> count of the answer; G -> gradients
-of the answer.
+Symbols: p_i -> share of client i in the sum of batch sizes; m_i -> ``count`` that the client passes to the exchange, M ->
+``count`` that the exchange returns; G -> gradients that the exchange returns.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Live:
     Attributes:
         exchange: averages over the cohort.
         name: the layer's name.
-        answers: the moments of the cohort, one per call of the layer so far.
+        answers: the cohort's moments that the exchange returned, one entry per call of the layer so far.
     """
 
     exchange: Exchange | OneProgram

@@ -347,7 +347,7 @@ def freeze(
 ) -> Method:
     """Return a copy of ``method`` that freezes its statistics after some rounds (FixBN, FedTAN-II).
 
-    In frozen rounds BatchNorm layers normalise with the statistics of round ``after``, bit for bit. All other
+    By default, BatchNorm layers in frozen rounds normalise with the statistics of round ``after``, bit for bit. All
     parameters are still trained, and no statistics are reported.
 
     A network with constant statistics depends on the scale of its weights, and its gradient contains the mean

@@ -41,10 +41,11 @@ def scale(reference: Running) -> Tensor:
 
 
 def deviations(moments: Moments, reference: Running) -> tuple[Tensor, Tensor]:
-    """Compute the deviations of a layer's moments from the reference.
+    """Compute the deviations of a layer's moments from the reference, which has mean r and standard deviation s (``scale``).
 
     Returns:
-        ``first`` and ``second``, (C,) each in float64, without a unit. Zeros for a layer that did not run.
+        ``first``, the mean of ``(x - r) / s``, and ``second``, the mean of ``((x - r) / s)^2 - 1``. Both are (C,), in
+        float64, without a unit. Zeros if the moments have count 0, because the layer did not run.
     """
     if moments.count == 0:
         zeros = torch.zeros_like(reference.mean, dtype=torch.float64)
@@ -75,7 +76,7 @@ def from_deviations(count: int, first: Tensor, second: Tensor, reference: Runnin
 
 
 def running_deviations(running: Running, reference: Running) -> tuple[Tensor, Tensor]:
-    """Compute ``(mean - r) / s`` and ``var / s^2 - 1``, (C,) each.
+    """Compute ``(mean - r) / s`` and ``var / s^2 - 1``, (C,) each, for a reference with mean r and standard deviation s.
 
     These deviations are for methods that average running means and running variances separately (FedAvg).
     """

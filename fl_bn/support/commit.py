@@ -11,7 +11,7 @@ COMMIT = "commit.toml"  # the package's file that holds the commit
 
 
 def commit_of(folder: Path) -> str:
-    """Return the commit of the source tree in ``folder``, with ``+`` if it was changed; empty outside a checkout."""
+    """Return the abbreviated git commit of ``folder``, with ``+`` if tracked files have changes; empty outside a git checkout."""
     git = ["git", "-C", str(folder)]
     try:
         commit = subprocess.run(

@@ -22,8 +22,8 @@ def find_task(name: str, kind: str | None = None, modules: Modules | None = None
     """Return a task by the name that a run config has for it.
 
     Args:
-        name: one of ``TASKS``, a function or class of your own as "package.module:function", which is called
-            without arguments, or "auto" for one class per sample or pixel.
+        name: one of ``TASKS``, or "auto" for one class per sample or pixel. Or a function or class of your own as
+            "package.module:function", which is called without arguments.
         kind: kind of the data's targets (``kind_of``). None: unknown, so "auto" is classification. That is enough for the
             names of metrics, which are the same as in segmentation.
         modules: modules that may hold a task of your own. None: any.
