@@ -21,7 +21,7 @@ TRAVEL = (torch.float16, torch.float32, torch.float64)
 def convert(model: nn.Module, method: Method) -> nn.Module:
     """Copy a model, find its BatchNorm layers by their type, and replace them by the layers of ``method``.
 
-    A model that cannot be federated is refused here, before its tensors are averaged wrongly.
+    If a tensor of the model could not be averaged or sent correctly, this function raises an error.
 
     >>> from fl_bn import convert, methods
     >>> convert(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), methods.hbn())[1].__class__.__name__

@@ -119,7 +119,7 @@ class Moments:
             ValueError: there are fewer than two values per channel.
         """
         if self.count < 2:
-            raise ValueError(f"an unbiased variance needs at least 2 values per channel, but got {self.count}")
+            raise ValueError(f"an unbiased variance needs at least 2 values per channel, but got {self.count}: use larger batches")
         return self.var * (self.count / (self.count - 1))
 
 
@@ -140,7 +140,7 @@ def stack(parts: Sequence[Moments]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pool(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
-    """Compute the moments of the union of the data behind ``parts``.
+    """Compute the moments of the union of the data from which ``parts`` were computed.
 
     By the law of total variance, the variance is the average over the parts of ``var + (mean - common mean)^2``. With
     the default ``average``, the result is exact, associative and commutative, up to rounding. A robust ``average``

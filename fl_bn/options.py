@@ -167,7 +167,7 @@ class Key:
         name: The key.
         default: Its default.
         help: Its meaning.
-        values: The names that it takes, a range of numbers, or a description of the text.
+        values: The allowed names, a range of numbers, or a description of the allowed texts.
         accepts: Returns whether a value of the right type is allowed.
         like: Names that may occur in the value. If a name in the value is not one of them, the error suggests the nearest.
     """

@@ -118,8 +118,8 @@ def _role(module: nn.Module, name: str, key: str, tensor: Tensor, learnable: boo
             if key.startswith(_DERIVED):
                 advice = "it comes from torch's spectral_norm, weight_norm or prune: remove that from this layer"
             raise UnknownTensor(
-                f"{name}: {type(module).__name__} holds a tensor {key!r} whose role is unknown (known: "
-                f"{', '.join(_NORM_TENSORS)}). Sharing or keeping it would be a guess: {advice}."
+                f"{name}: {type(module).__name__} holds a tensor {key!r}, which fl-bn does not know in a norm layer (it knows "
+                f"{', '.join(_NORM_TENSORS)}). So it is unclear whether clients may send it: {advice}."
             )
         return stated
     if stated is not None:

@@ -110,7 +110,7 @@ class StatisticsPass:
         check_name("measured", self.measured, MEASURED)
 
     def size(self, samples: int, trained: int) -> int:
-        """Return how many samples the pass takes.
+        """Return the number of samples in the pass.
 
         Args:
             samples: the number of the client's samples.
@@ -156,15 +156,15 @@ class LayerReports:
 
 
 def replace_by_pooled(reports: LayerReports) -> Running:
-    """Replace the shared statistics by the pooled reports, without regard to the old ones.
+    """Replace a layer's shared statistics by the pooled reports, and ignore the old statistics.
 
-    This fits a statistics-only exchange with all clients, whose reports cover all data.
+    This rule is for a statistics-only exchange with all clients, whose reports cover all data.
     """
     return _unbiased(pool(reports.parts, reports.average))
 
 
 def replace_by_averaged(reports: LayerReports) -> Running:
-    """Replace the shared statistics by the average of the reports, without the spread of the clients' means.
+    """Replace a layer's shared statistics by the average of the reports, which ignores the spread of the clients' means.
 
     This is HBN's second ablation.
     """

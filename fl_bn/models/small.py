@@ -90,7 +90,7 @@ def mlp(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def table_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Make ``mlp`` behind a BatchNorm of the inputs, which brings every column of a table to one scale.
+    """Make ``mlp`` with a BatchNorm before its first layer, which brings every column of a table to the same scale.
 
     The running statistics of that layer are the mean and variance of every column.
     """

@@ -4,8 +4,8 @@ Generalized Federated Learning via Sharpness Aware Minimization, Qu, Li, Duan, L
 Algorithm 1. The same algorithm is Improving Generalization in Federated Learning by Seeking Flat Minima,
 Caldarola, Caputo, Ciccone, ECCV 2022.
 
-A step makes two passes. The statistics of the first pass, at the weights themselves, update the running
-statistics and are reported. Both passes use the same dropout masks.
+A step makes two passes, first at the weights and then at that point. The batch statistics of the first pass update
+the running statistics and are reported, those of the second are not. Both passes use the same dropout masks.
 """
 
 from __future__ import annotations

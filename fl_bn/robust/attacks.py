@@ -58,7 +58,7 @@ def alie(z: float | None = None) -> Attack:
 
 
 def z_max(n: int, f: int) -> float:
-    """Return the largest number of standard deviations with which ALIE still hides among the honest rows.
+    """Return ``z`` of ALIE: the largest number of standard deviations with which its rows hide among the honest rows.
 
     With s = floor(n/2 + 1) - f, it is the quantile of the normal distribution at (n - f - s) / (n - f), and at least 0.
     If s honest rows are farther from the mean than the f Byzantine rows, these two groups together are a majority

@@ -1,6 +1,6 @@
 """Pass 2 of a rule: order statistics of every column of a block (n, width), such as its median.
 
-For up to 24 rows, a pruned sorting network takes minima and maxima of whole rows. For more rows, the block is
+For up to 24 rows, a pruned sorting network computes minima and maxima of whole rows. For more rows, the block is
 transposed in strips and sorted along the contiguous axis, where NumPy's sort is fast. The functions overwrite
 their blocks. ``compiled`` computes the same for large tables several times as fast.
 """

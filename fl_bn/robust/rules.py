@@ -201,7 +201,7 @@ def centered_clipping(
 def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
     """Replace every row by the mean of its n - f nearest rows, itself included, and apply ``then`` (nearest-neighbour mixing).
 
-    Among equally near rows, those with the smallest indices are taken.
+    Among equally near rows, those with the smallest indices are chosen.
 
     Args:
         rows: n rows, at most f of them Byzantine.

@@ -188,7 +188,7 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
             weights do not fit the rows.
     """
     if isinstance(f, bool) or not isinstance(f, int | np.integer) or f < 0:
-        raise ValueError(f"f must be a whole number >= 0, but got {f!r}")
+        raise ValueError(f"f, the number of Byzantine rows, must be a whole number >= 0, but got {f!r}")
     if isinstance(rows, View):
         # with more rejected rows than declared there is no guarantee, but the rest is still aggregated
         if len(rows.rejected) <= rows.declared:

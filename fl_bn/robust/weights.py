@@ -1,4 +1,4 @@
-"""Limits on the weights that clients report for themselves."""
+"""Limit the weights that clients report about themselves, so that a few false weights cannot outweigh all other clients."""
 
 from __future__ import annotations
 

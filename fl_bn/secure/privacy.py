@@ -97,8 +97,8 @@ def noisy(
         vector: tensors by name.
         clip: the largest L2 norm of the vector.
         noise: the noise multiplier.
-        contributors: the smallest number of clients whose sum is ever revealed. Their sum has the promised
-            noise, and a sum over more clients has more noise.
+        contributors: the smallest number of clients whose sum the server may learn. The noise of such a sum has the
+            standard deviation ``noise * clip``. A sum over more clients has more noise.
         rng: a generator, for tests. None: the operating system's entropy.
 
     Returns:
