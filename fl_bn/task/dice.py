@@ -25,10 +25,9 @@ SMOOTH = 1e-5
 class Dice(Segmentation):
     """Segmentation by the soft Dice loss, for images (B, C, H, W) and volumes (B, C, D, H, W).
 
-    An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus the image's
-    cross-entropy times ``cross_entropy``. Sums are over the image's labelled pixels. At a pixel, p is the class's
-    probability, and y is 1 if the class is the label, else 0. In the metric ``dice``, sums are over the labelled pixels of
-    all images, and p is 1 if the class is the predicted one, else 0.
+    An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus its cross-entropy times ``cross_entropy``.
+    Sums are over labelled pixels. At a pixel, p is the class's probability, and y is 1 if the class is the label, else 0. In the
+    metric ``dice``, sums are over all images, and p is 1 if the class is the predicted one, else 0.
 
     >>> import torch
     >>> from fl_bn import Dice
