@@ -468,7 +468,7 @@ def learns_from_pass(module: nn.Module) -> bool:
 
 
 def itself(x: Tensor) -> Tensor:
-    """Return ``x``."""
+    """Return ``x``. This is the default ``values`` of ``observe``."""
     return x
 
 

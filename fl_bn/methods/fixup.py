@@ -39,8 +39,8 @@ from fl_bn.models.head import head_of
 def initialise(model: nn.Module) -> nn.Module:
     """Set the last layer of every residual branch and the head to 0, and scale the other weights by Fixup's rule, in place.
 
-    A ``ScaleShift`` loses its multiplier, unless it is the last one of a branch (rule 3), or the model has no branches. A
-    model without ``ScaleShift``, and so without BatchNorm before the conversion, is not changed.
+    The conversion has replaced BatchNorm layers by ``ScaleShift`` layers. If the model has residual branches, only the last
+    ``ScaleShift`` of each branch keeps its multiplier (rule 3). A model that had no BatchNorm is not changed.
 
     Raises:
         Unconvertible: a layer computes its weight from other parameters.

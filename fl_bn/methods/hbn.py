@@ -141,7 +141,7 @@ def hbn(options: HBNOptions) -> Method:
     ``lam``. Training then normalises with mixtures that contain older statistics, so evaluation does, too.
 
     Raises:
-        ValueError: an option would have no effect together with other options.
+        ValueError: an option would have no effect, or HBN would not learn, because of another option's value.
     """
     evaluate = ("exact" if options.lam == 1 else "hybrid") if options.evaluate == "auto" else options.evaluate
     _check_effects(options, evaluate)

@@ -91,7 +91,7 @@ class Table:
 
     @property
     def in_place(self) -> bool:
-        """Return whether machine code may read the rows without a copy. All must be contiguous NumPy arrays of float32."""
+        """Return whether all rows are contiguous NumPy arrays of float32, which ``compiled`` reads without a copy."""
         rows = (row for segment in self.segments for row in segment.rows)
         return all(isinstance(row, np.ndarray) and row.dtype == np.float32 and row.flags.c_contiguous for row in rows)
 
@@ -187,10 +187,10 @@ LARGEST = 1e140  # a float64 row with a larger number counts as not finite: squa
 
 
 class Output:
-    """Collect a result of d columns block by block. The result has the rows' form.
+    """Collect the result of a rule, d columns, block by block.
 
     Attributes:
-        value: the result.
+        value: the result, in the form of an input row (a vector, or named layers).
         flat: one vector for each of the table's segments, in the memory of ``value``.
     """
 

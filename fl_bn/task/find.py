@@ -24,8 +24,8 @@ def find_task(name: str, kind: str | None = None, modules: Modules | None = None
     Args:
         name: one of ``TASKS``, or "auto" for one class per sample or pixel. Or a function or class of your own as
             "package.module:function", which is called without arguments.
-        kind: kind of the data's targets (``kind_of``). None: unknown, so "auto" is classification. That is enough for the
-            names of metrics, which are the same as in segmentation.
+        kind: kind of the data's targets (``kind_of``). None: unknown. "auto" is then classification, which declares the
+            same metrics as segmentation.
         modules: modules that may hold a task of your own. None: any.
 
     Raises:
