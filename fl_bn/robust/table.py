@@ -149,14 +149,17 @@ class Table:
         return wide
 
     def mixed(self, mix: np.ndarray, block: Any) -> Any:
-        """Return ``mix @ block`` (m, width) in the block's dtype, in a buffer that the next call overwrites."""
+        """Return ``mix @ block``: m mixtures of the rows of ``block`` (n, width), with the weights ``mix`` (m, n).
+
+        The result (m, width) has the block's dtype. It is in a buffer that the next call overwrites.
+        """
         out = self.scratch("mixed", len(mix), block.shape[1])
         if self.device is None:
             return np.matmul(mix.astype(block.dtype), block, out=out)
         return torch.matmul(torch.as_tensor(mix, dtype=block.dtype, device=block.device), block, out=out)
 
     def total(self, shares: np.ndarray, block: Any) -> Any:
-        """Return ``shares @ block`` (width,), in float64."""
+        """Return ``shares @ block`` (width,): the sum of the block's rows with weights ``shares`` (n,), in float64."""
         wide = self.wide(block)
         return shares @ wide if self.device is None else torch.as_tensor(shares, device=wide.device) @ wide
 
