@@ -21,7 +21,7 @@ TRAVEL = (torch.float16, torch.float32, torch.float64)
 def convert(model: nn.Module, method: Method) -> nn.Module:
     """Copy a model, find its BatchNorm layers by their type, and replace them by the layers of ``method``.
 
-    A model that cannot be federated is refused here, before its tensors are averaged wrongly.
+    If a tensor of the model could not be averaged or sent correctly, this function raises an error.
 
     >>> from fl_bn import convert, methods
     >>> convert(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), methods.hbn())[1].__class__.__name__
@@ -29,7 +29,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
     Args:
         model: any torch network. It is not changed.
-        method: a method, as the constructors in ``fl_bn.methods`` make it.
+        method: the result of a constructor in ``fl_bn.methods``, such as ``methods.hbn()``.
 
     Returns:
         The converted copy. Its other layers are copies of the model's.
@@ -37,7 +37,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
     Raises:
         Unconvertible: replacing a layer would change what the network computes, or a tensor cannot be sent in
             a message.
-        UnknownTensor: a norm layer holds a tensor of which it is unknown whether clients may share it.
+        UnknownTensor: a norm layer holds a tensor that is unknown to fl-bn, so it is unclear whether clients may send it.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -76,10 +76,11 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
 
 def _check_tensors(model: nn.Module, method: Method) -> None:
-    """Refuse a tensor that the method sends or keeps between rounds, but whose dtype or shape does not allow this.
+    """Check the dtype and the shape of every tensor that the method sends, or keeps at the client between rounds.
 
     Raises:
-        Unconvertible: with the tensor's name and what to do.
+        Unconvertible: a tensor's dtype cannot be averaged or stored in a message, or its shape is not known yet. The
+            message has the tensor's name and says what to do.
     """
     state = model.state_dict()
     for name, role in roles(model).items():

@@ -32,9 +32,9 @@ MOST_STEPS = 200  # of the power iteration from the previous vectors; more are n
 def copied(holder: Holder) -> Holder:
     """Copy a network deeply, or an object whose attributes hold networks.
 
-    ``copy.deepcopy`` refuses the weights that old-style weight norm, spectral norm and pruning leave in a
-    layer after a forward pass. They are results of a computation, and the copy's next forward pass computes
-    them again.
+    ``copy.deepcopy`` alone raises an error for ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune``. After a
+    forward pass, these leave a computed weight in a layer. Here the copy gets that weight as a constant, until its next
+    forward pass computes the weight again.
     """
     memo: dict[int, Any] = {}
     for model in _networks(holder):
@@ -88,7 +88,7 @@ def to_pickle(model: nn.Module) -> nn.Module:
 
 
 def from_pickle(model: nn.Module) -> nn.Module:
-    """Give parametrized layers of ``model``, in place, the classes back that ``to_pickle`` replaced.
+    """Undo ``to_pickle``, in place: give the parametrized layers of ``model`` the classes that torch makes for them.
 
     Returns:
         ``model``.
@@ -108,9 +108,10 @@ def is_parametrized_class(module: nn.Module) -> bool:
 
 
 def results(module: nn.Module) -> frozenset[str]:
-    """Return the names of the attributes of ``module`` that one of torch's hooks computes before every forward pass.
+    """Return the names of the weights of ``module`` that a hook of torch computes before every forward pass.
 
-    Such an attribute is not part of the module's state.
+    The hooks are those of ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune``. The weights are plain
+    attributes, and not part of the module's state_dict.
     """
     hooks = module._forward_pre_hooks.values()
     named = {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
@@ -151,7 +152,10 @@ def _given_to(chain: ParametrizationList, place: int) -> Tensor:
 
 
 def _iterate(weight: Tensor, u: Tensor, v: Tensor, eps: float) -> None:
-    """Run the power iteration from ``u`` and ``v``, in place, until ``u`` no longer changes, or for ``MOST_STEPS`` steps."""
+    """Improve the singular vectors ``u`` and ``v`` of ``weight``, in place, by the power iteration.
+
+    It ends when ``u`` no longer changes, or after ``MOST_STEPS`` steps.
+    """
     still = 8 * torch.finfo(weight.dtype).eps
     for _ in range(MOST_STEPS):
         before = u.clone()
@@ -175,10 +179,10 @@ def _quantise(module: Any) -> None:
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool = False) -> None:
-    """Load tensors into ``model`` by ``load_state_dict``, with the format version of ``model``'s own state_dict.
+    """Load ``tensors`` into ``model`` by ``load_state_dict``.
 
-    A module that can read older formats looks for the version in the state_dict. Some modules refuse a
-    state_dict without a version (torchvision's MNASNet).
+    The version numbers of ``model``'s own state_dict are added, which a plain dict of tensors lacks. Some modules raise an
+    error without them, such as torchvision's MNASNet.
 
     Args:
         model: changed in place.
@@ -194,11 +198,11 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool =
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """Map the names of ``model``'s state_dict to the names that the network has without its wrappers.
+    """Map the names in ``model``'s state_dict to the names of the same tensors in the network without wrappers.
 
     Returns:
         Full name -> name without ``module.`` of DataParallel and DistributedDataParallel, and without
-        ``_orig_mod.`` of ``torch.compile``. A module that its owner called ``module`` keeps its name.
+        ``_orig_mod.`` of ``torch.compile``. If a user's own submodule is called ``module``, that part stays.
     """
     return {name: _plain(model, name) for name in model.state_dict()}
 
@@ -214,7 +218,7 @@ def _plain(model: nn.Module, name: str) -> str:
 
 
 def _wrapped(module: nn.Module) -> str:
-    """Return the name of the attribute that holds a wrapper's network; empty for all other modules."""
+    """Return the attribute in which the wrapper ``module`` holds its network. Empty if ``module`` is no wrapper."""
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return "module"
     return "_orig_mod" if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules else ""

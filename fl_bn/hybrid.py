@@ -10,7 +10,8 @@ With the upstream gradient ``g``, ``S = sum g`` and ``D = sum g (x - m)``, the c
     dlogit = a (1 - a) (dm (mu - M) + dv (var - V)) = (1 - a) (dm (m - M) + dv (v - V))
     dx = r weight g + (a / n) (dm + 2 dv (x - mu))
 
-BatchNorm's own backward kernel, called with the mean ``m``, an inverse deviation ``q`` and a weight ``u``, returns ``S``, ``q D`` and
+BatchNorm's own backward kernel, called with the mean ``m``, an inverse standard deviation ``q`` and a weight ``u``, returns ``S``,
+``q D`` and
 
     q u (g - S / n - (x - m) q^2 D / n)
 

@@ -1,12 +1,12 @@
 """BatchNorm layers, one small class for each way of normalising a training batch. In evaluation all are plain BatchNorm.
 
 A layer of this project is a subclass of the torch layer that it replaces. So a user's ``isinstance(layer,
-nn.BatchNorm2d)`` is true, and its tensors have torch's names. A layer stores in attributes of its own whether
-its statistics are frozen, and which observer records its inputs. Neither depends on the layer's mode or on a
-hook, so a training loop cannot undo them.
+nn.BatchNorm2d)`` is true, and its tensors have torch's names. Two attributes of a layer state whether its statistics
+are frozen, and which ``Observation`` records its inputs. Neither is a mode or a hook, so a training loop does not
+change them by ``train()`` or by removing hooks.
 
 The layers take inputs of 0 to 3 spatial dimensions, as the replaced layer does, with channels at dimension 1.
-Group and instance normalisation, which methods compare with, are made here, too.
+This file also makes group and instance normalisation, which the baselines use in place of BatchNorm.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ class Unconvertible(ValueError):
 
 
 class Composed(nn.Module):
-    """Abstract base of layers whose class ``composed`` makes at run time, from a way of computing and the replaced layer's class.
+    """Abstract base of the layer classes that ``composed`` makes at run time.
+
+    Each of these classes has two base classes. For example, HBN replaces an ``nn.BatchNorm2d`` by a layer whose class is
+    derived from ``HybridBatchNorm`` and ``nn.BatchNorm2d``.
 
     Attributes:
-        way: the first base class, which decides how the layer computes.
-        kind: the second base class: the class of the replaced layer.
+        way: the first base class, which decides how the layer computes (``HybridBatchNorm``).
+        kind: the second base class, which is the class of the replaced layer (``nn.BatchNorm2d``).
     """
 
     way: ClassVar[type[Composed]]
     kind: ClassVar[type[nn.Module]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the layer by the classes that its class is made of. Pickle cannot find a class that was made at run time."""
+        """Pickle the layer with the base classes of its class, because pickle cannot import a class that was made at run time."""
         if "kind" not in vars(type(self)):
             return super().__reduce_ex__(protocol)
         return _rebuilt, (_parts(type(self)),), self.__dict__
@@ -71,7 +74,7 @@ def composed(way: type[Any], kind: type[Any]) -> type[Any]:
 
 
 def _parts(kind: type[Any]) -> tuple[type[Any], ...]:
-    """Return the classes that ``kind`` is composed of, outermost first."""
+    """Return the classes from which ``composed`` made ``kind``: the last applied ``way`` first, the original layer's class last."""
     return (kind.way, *_parts(kind.kind)) if "kind" in vars(kind) else (kind,)
 
 
@@ -83,12 +86,12 @@ def _rebuilt(parts: tuple[type[Any], ...]) -> Any:
 
 
 class OwnBatchNorm(Composed, _BatchNorm):
-    """Normalise like BatchNorm, but let a method freeze and observe the layer, whatever the training loop does. Abstract.
+    """Abstract base of this project's BatchNorm layers, whose statistics can be frozen and whose inputs can be recorded.
 
     Attributes:
         frozen: whether the layer normalises with its running statistics and does not update them.
             ``model.train()``, ``layer.train()`` and ``layer.training = True`` do not change that.
-        observation: receives the layer's inputs. None: nobody observes them. A copy of the layer has none.
+        observation: records the moments of the layer's inputs. None: they are not recorded. A copy of the layer has None.
     """
 
     frozen = False
@@ -121,29 +124,33 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
     @property
     def held(self) -> bool:
-        """Return False: as in torch, freezing the affine parameters does not freeze the statistics. Subclasses may differ."""
+        """Return whether the layer's statistics are frozen because its affine parameters are. False here, as in torch's BatchNorm."""
         return False
 
     def __prepare_scriptable__(self) -> Self:
-        """Refuse torch.jit.script, which asks every layer for a form that it can compile.
+        """Raise an error, because ``torch.jit.script`` cannot compile this layer. ``torch.jit.script`` calls this method.
 
         Raises:
             ValueError: always.
         """
         raise ValueError(
-            f"torch.jit.script cannot compile {type(self).__name__}, which follows the round in Python: train without it. Afterwards load "
-            "the tensors into your own network, net.load_state_dict(model.state_dict(), strict=False), and script that"
+            f"torch.jit.script cannot compile {type(self).__name__}, which depends on Python attributes that training changes: train "
+            "without torch.jit.script. Afterwards load the tensors into your own network, net.load_state_dict(model.state_dict(), "
+            "strict=False), and script that network"
         )
 
 
 class FrozenBatchNorm(OwnBatchNorm):
-    """Normalise as in evaluation, even in training mode. ``freeze_statistics`` gives this class to BatchNorm layers of torch or a user."""
+    """Normalise with the running statistics, even in training mode.
+
+    ``freeze_statistics`` gives this class to torch's BatchNorm layers and to those of a user's own class.
+    """
 
     frozen = True
 
 
 class _SharedNorm(OwnBatchNorm):
-    """Base of the layers that normalise training batches in another way than torch. Abstract: a subclass defines ``normalised``.
+    """Abstract base of the layers that normalise training batches in another way than torch. A subclass defines ``normalised``.
 
     Attributes:
         then: names of submodules that the layer calls on its output, in this order, such as an activation.
@@ -173,7 +180,7 @@ class _SharedNorm(OwnBatchNorm):
 
     @property
     def held(self) -> bool:
-        """Return whether the layer's owner has frozen its affine parameters. Its running statistics are then frozen, too."""
+        """Return whether no affine parameter requires a gradient. The running statistics then count as frozen, too."""
         own = [p for p in (self.weight, self.bias) if p is not None]
         return bool(own) and not any(p.requires_grad for p in own)
 
@@ -185,11 +192,11 @@ class _SharedNorm(OwnBatchNorm):
         return y
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *) in the way of the class, then scale and shift it."""
+        """Normalise ``x`` (B, C, *) with the statistics that the subclass prescribes, then scale and shift it."""
         raise NotImplementedError
 
     def check_input(self, x: Tensor) -> None:
-        """Check that ``x`` has shape (B, C, *), with this layer's number of channels and of dimensions.
+        """Check that ``x`` has shape (B, C, *), with this layer's number C of channels and number of dimensions.
 
         Raises:
             ValueError: ``x`` has another shape.
@@ -206,8 +213,8 @@ class _SharedNorm(OwnBatchNorm):
 class FederatedBatchNorm(_SharedNorm):
     """Normalise with the shared running statistics, also in training (FBN, Algorithm 2, line 3).
 
-    The layer never updates the statistics, so they are constants during a round. ``observe`` measures the
-    training batches.
+    The layer never updates the statistics, so they are constants during a round. ``observe`` records the moments of
+    the training batches.
     """
 
     def normalised(self, x: Tensor) -> Tensor:
@@ -316,7 +323,7 @@ class InstanceNorm(nn.GroupNorm):
 
 
 class Followed(Composed):
-    """Compute a layer of any kind, then call submodules on its output, such as an activation.
+    """Add submodules, such as an activation, that are called on a layer's output. The layer may be of any class.
 
     Attributes:
         then: names of the submodules, in this order.
@@ -333,13 +340,16 @@ class Followed(Composed):
 
 
 def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
-    """Let ``layer`` call the submodules ``then`` of ``source`` on its output, as ``source`` does.
+    """Make ``layer`` call some submodules of ``source`` on its output, such as an activation, because ``source`` calls them.
 
     Args:
         layer: the new layer. It is changed in place.
         source: the layer that ``layer`` replaces.
-        then: names of the submodules of ``source``, in the order of the calls. They become submodules of
-            ``layer``, too.
+        then: names of these submodules of ``source``, in the order of the calls. They become submodules of
+            ``layer``, too. Empty: nothing is changed.
+
+    Returns:
+        ``layer``.
 
     Raises:
         Unconvertible: ``source`` has no such submodule.
@@ -389,15 +399,16 @@ def _like(new: M, layer: _BatchNorm) -> M:
 
 
 def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[str] | None = None) -> None:
-    """Let BatchNorm layers of ``model`` normalise with their running statistics, and stop updating them.
+    """Freeze the running statistics of BatchNorm layers, or end the freeze.
 
-    Affine parameters keep training. Dropout and everything else keep their mode (FixBN, stage II).
-    ``model.train()`` has no effect on frozen layers.
+    In training, too, a frozen layer normalises with its running statistics and does not update them (FixBN, stage II).
+    ``model.train()`` does not change that. Affine parameters are still trained. Dropout and all other layers are not
+    affected.
 
     Args:
         model: changed in place.
-        frozen: False: the layers are no longer frozen.
-        layers: names of the layers to freeze. The others are no longer frozen. None: all layers.
+        frozen: whether to freeze. False: the freeze of all layers ends.
+        layers: names of the layers to freeze. The freeze of all other layers ends. None: all layers are frozen.
     """
     for name, layer in batch_norms(model).items():
         freezes = frozen and (layers is None or name in layers)
@@ -419,14 +430,14 @@ def mixes_samples(layer: _BatchNorm) -> bool:
 
 
 def inputs(layer: nn.Module, seen: Moments) -> Moments:
-    """Return ``seen``, the moments of a layer's input, unchanged. ``observe`` records these by default."""
+    """Return ``seen``, the moments of a layer's input. This is the default ``measure`` of ``observe``."""
     return seen
 
 
 def normalisers(layer: nn.Module, seen: Moments) -> Moments:
-    """Return the mean and variance with which a layer in training normalises an input of moments ``seen``.
+    """Return the mean and variance with which a layer in training normalises an input. The moments of the input are ``seen``.
 
-    HBN's layers normalise with a mixture, any other layer with the moments of its input.
+    An HBN layer normalises with a mixture of ``seen`` and its shared statistics, any other layer with ``seen``.
     """
     return layer.normaliser(seen) if isinstance(layer, HybridBatchNorm) else seen
 
@@ -434,7 +445,8 @@ def normalisers(layer: nn.Module, seen: Moments) -> Moments:
 def in_backward() -> bool:
     """Return whether autograd's backward pass is running.
 
-    A forward pass inside it repeats an earlier one (activation checkpointing). A compiled pass does not.
+    A forward pass during a backward pass repeats an earlier one (activation checkpointing). While ``torch.compile``
+    traces a network, the result is False.
     """
     if torch.compiler.is_compiling():
         return False
@@ -447,19 +459,24 @@ def is_traced() -> bool:
 
 
 def learns_from_pass(module: nn.Module) -> bool:
-    """Return whether a forward pass of ``module`` is one of training: not repeated, nor recorded by ``torch.jit.trace``."""
+    """Return whether a forward pass of ``module``, made now, is a training pass.
+
+    ``module`` is in training mode, and gradients are enabled. The pass is no repetition (``in_backward``), and
+    ``torch.jit.trace`` does not record it.
+    """
     return module.training and torch.is_grad_enabled() and not is_traced() and not in_backward()
 
 
 def itself(x: Tensor) -> Tensor:
-    """Return ``x``."""
+    """Return ``x``. This is the default ``values`` of ``observe``."""
     return x
 
 
 def whole(x: Tensor) -> Tensor:
-    """Return the values of ``x`` outside of all transformations of ``torch.func``, detached.
+    """Return the values of ``x`` for all rows of a ``torch.func.vmap`` together, detached.
 
-    The rows of a ``vmap`` come first: if it is over samples (1, ...), the result is the batch (B, ...).
+    Inside transformations of ``torch.func``, ``x`` is a wrapper around these values. The dimension of each ``vmap`` is
+    merged into dimension 0. For example, a ``vmap`` over B samples of shape (1, C, *) gives the batch (B, C, *).
     """
     functorch = torch._C._functorch
     while torch._C._are_functorch_transforms_active() and functorch.is_functorch_wrapped_tensor(x):
@@ -472,14 +489,14 @@ def whole(x: Tensor) -> Tensor:
 
 
 def always(layer: nn.Module, x: Tensor) -> bool:
-    """Return True, so that ``observe`` records every forward pass."""
+    """Return True. As the default ``counts`` of ``observe``, this function lets it record every forward pass."""
     return True
 
 
 def eagerly(function: F_) -> F_:
-    """Keep ``function`` out of the graph of a compiled network.
+    """Return ``function`` as a function that ``torch.compile`` does not compile, but runs in Python.
 
-    Torch's compiler is imported only if a network is compiled.
+    ``eagerly`` does not import torch's compiler, because that import is slow.
     """
 
     @wraps(function)
@@ -490,13 +507,13 @@ def eagerly(function: F_) -> F_:
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable sets the same marks
     call._torchdynamo_disable_msg = (  # type: ignore[attr-defined]  # a part of torch's error with fullgraph=True
-        "fl-bn measures or exchanges the statistics of this batch in Python, so take torch.compile(..., fullgraph=False)"
+        "fl-bn measures or exchanges the statistics of this batch in Python: call torch.compile(..., fullgraph=False)"
     )
     return cast(F_, call)
 
 
 class Observation:
-    """Record the moments of one layer's inputs. A copied or pickled layer has no observer."""
+    """Record the moments of one layer's inputs. A copy or a pickle of the layer has no ``Observation``."""
 
     def __init__(
         self,
@@ -505,13 +522,14 @@ class Observation:
         outer: Observation | None = None,
         values: Callable[[Tensor], Tensor] = itself,
     ) -> None:
-        """Make the observer of one layer.
+        """Set the functions that select and record the inputs.
 
         Args:
             record: ``(layer, moments)``, called for every input for which ``counts`` returns True.
             counts: ``(layer, x) -> bool``, whether an input is recorded.
-            outer: the layer's previous observer, which still sees every input. None: there was none.
-            values: ``itself`` or ``whole``: what to record of an input inside a transformation of ``torch.func``.
+            outer: the layer's previous ``Observation``, which is also called for every input. None: there is none.
+            values: a function that is applied to an input inside a transformation of ``torch.func``. ``whole`` returns
+                the rows of all ``vmap`` dimensions as one batch. ``itself`` changes nothing.
         """
         self._record, self._counts, self._outer, self._values = record, counts, outer, values
 
@@ -555,15 +573,15 @@ def observe(
 ) -> Iterator[dict[str, list[Moments]]]:
     """Record the moments of every BatchNorm layer's input during the ``with`` block.
 
-    Layers whose statistics their owner has frozen (``modes.held_layers``) are left out. Layers of this
-    project call their observer. Torch's own layers get hooks for the block. A compiled network does not call
-    such hooks. ``pooled`` combines the result.
+    Layers whose statistics the model's owner has frozen (``modes.held_layers``) are left out. Layers of this project
+    record by their attribute ``observation``, torch's own layers by a hook that is removed after the block. Such hooks
+    have no effect in a compiled network. ``pooled`` combines the result.
 
     Args:
         model: the network.
         measure: ``(layer, moments of the input) -> moments``, returns the moments to record.
         counts: ``(layer, x) -> bool``, whether a pass is recorded.
-        values: see ``Observation``.
+        values: a function that is applied to inputs inside a transformation of ``torch.func``: ``itself`` or ``whole``.
 
     Yields:
         A list for each layer, by name, with one ``Moments`` per forward pass.
@@ -599,7 +617,7 @@ def _observed_by(layer: OwnBatchNorm, observation: Observation | None) -> None:
 
 
 def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
-    """Pool the recorded moments of each layer. Layers without any input are left out."""
+    """Pool the moments that ``observe`` recorded, for each layer. Layers that received no input are left out."""
     return {name: pool(parts) for name, parts in observed.items() if parts}
 
 

@@ -1,8 +1,8 @@
-"""Modes of a network's parts: parts that the owner puts into evaluation mode stay there when the network trains.
+"""Keep parts of a network in evaluation mode while the network trains, if its owner put them into evaluation mode.
 
-Fine-tuning recipes put a pre-trained backbone, or its BatchNorm layers, into evaluation mode inside a network
-that trains. There are two ways to do so: ``net.train(); net.backbone.eval()`` before the network is handed
-over, or a ``train()`` of the network's own that puts parts back.
+Fine-tuning recipes keep a pre-trained backbone, or its BatchNorm layers, in evaluation mode. There are two ways to do
+so. The owner calls ``net.train(); net.backbone.eval()`` before passing the network to fl-bn. Or the network's class
+overrides ``train()``, which then puts the backbone into evaluation mode.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def weighted_mean(values: Tensor, counts: Tensor) -> Tensor:
 def bounds(dtype: torch.dtype) -> tuple[float, float]:
     """Return the largest mean and the largest variance that a client may report in ``dtype``.
 
-    The variance of two clients' pooled data contains the squared distance of the clients' means. Within these
-    bounds that variance does not overflow.
+    The variance of two clients' pooled data contains the squared distance between their means. If means and variances
+    are within these bounds, the pooled variance does not overflow ``dtype``.
 
     Returns:
         The bound on a mean's absolute value, and the bound on a variance.
@@ -45,7 +45,7 @@ def bounds(dtype: torch.dtype) -> tuple[float, float]:
 
 
 class Running(NamedTuple):
-    """Running statistics of one layer, which inference normalises with.
+    """Running statistics of one layer, with which the layer normalises in evaluation.
 
     Attributes:
         mean: (C,).
@@ -119,7 +119,7 @@ class Moments:
             ValueError: there are fewer than two values per channel.
         """
         if self.count < 2:
-            raise ValueError(f"an unbiased variance needs at least 2 values per channel, but got {self.count}")
+            raise ValueError(f"an unbiased variance needs at least 2 values per channel, but got {self.count}: use larger batches")
         return self.var * (self.count / (self.count - 1))
 
 
@@ -140,11 +140,11 @@ def stack(parts: Sequence[Moments]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pool(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
-    """Compute the moments of the union of the data behind ``parts``.
+    """Compute the moments of the union of the data from which ``parts`` were computed.
 
-    The result is exact, associative and commutative, up to rounding. By the law of total variance, the spread
-    of the parts' means about the common mean is added to their own variances. With a robust ``average``, the
-    deviations are those of the *raw* means from the robust mean (FBN, section 5).
+    By the law of total variance, the variance is the average over the parts of ``var + (mean - common mean)^2``. With
+    the default ``average``, the result is exact, associative and commutative, up to rounding. A robust ``average``
+    replaces both averages: the one for the common mean, and the one for the variance (FBN, section 5).
 
     Args:
         parts: moments of disjoint data, one entry per batch or client.
@@ -168,7 +168,7 @@ def pool(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
 def plain_average(parts: Sequence[Moments], average: Average = weighted_mean) -> Moments:
     """Average the means and, separately, the variances, as FedAvg does.
 
-    The result leaves out how far apart the means are.
+    The result ignores the spread of the parts' means, so its variance is too small if the means differ.
 
     Args:
         parts: moments of disjoint data, one entry per batch or client.

@@ -1,4 +1,4 @@
-"""Declare options: default, range, meaning, unit, symbol and run-config key of a value, in one line beside its use.
+"""Declare options: one line states an option's default, range, meaning, unit, symbol and run-config key.
 
 An options class is a frozen dataclass derived from ``Options`` whose fields are made by ``option``. Its
 values are checked when it is made. ``takes`` turns a function of an options class into a constructor with the
@@ -19,9 +19,9 @@ ValueError: smoothing's strength must be in (0, 1], but got 2
 >>> [(key.name, key.default, key.shown, key.help) for key in keys_of({"smoothing": smoothing}).values()]
 [('smoothing-strength', 0.5, '(0, 1]', 'weight of the new value (alpha in the paper)')]
 
-The run config's keys are collected from registries, dicts from name to constructor (``METHODS``,
-``OBJECTIVES``, ``SERVER_OPTIMIZERS``), and from the values that every run has: local training, rounds,
-exchange, secure aggregation (``fl_bn.run.run_keys.VALUES``).
+The run config's keys are collected from registries, which are dicts from name to constructor (``METHODS``,
+``OBJECTIVES``, ``SERVER_OPTIMIZERS``). Further keys come from the parts that every run has, such as local training and
+rounds (``fl_bn.run.run_keys.VALUES``).
 
 A constructor's default is neutral, such as a decay of 1. A run config's default is chosen to train well. If the
 two differ, ``option(..., run=...)`` states the run config's default:
@@ -62,11 +62,11 @@ Chosen = TypeVar("Chosen", bound="Options")
 
 @dataclass(frozen=True)
 class Used:
-    """Describe when an option has an effect. If the condition is not met, a value for the option is refused.
+    """Describe the condition under which an option has an effect. If the condition is not met, setting the option is an error.
 
     Attributes:
-        where: The condition in words that can follow "only".
-        holds: Tells whether a run config meets the condition. It reads the config's values by their keys.
+        where: The condition in words that can follow "only", such as "with method='fixbn'".
+        holds: Returns whether a run config meets the condition. It reads the config's values by their keys.
         of: The run-config keys that the condition depends on.
         others: Further conditions that must be met, too.
     """
@@ -80,7 +80,7 @@ class Used:
         return replace(self, others=(*self.others, other))
 
     def unmet(self, config: Any) -> Used | None:
-        """Return the first condition that ``config`` does not meet; None if it meets all."""
+        """Return the first condition, of this one and ``others``, that ``config`` does not meet; None if it meets all."""
         return next((one for one in (self, *self.others) if not one.holds(config)), None)
 
 
@@ -97,15 +97,15 @@ def method_where(words: str, holds: Callable[[Any, Any], bool], *of: str) -> Use
     """Return a condition on the method that the run config builds.
 
     Args:
-        words: The condition in words that can follow "only".
-        holds: Tells whether a method and the run config meet the condition.
+        words: The condition in words that can follow "only", such as "where clients keep layers of their own".
+        holds: ``(method, run config) -> bool``: whether they meet the condition.
         of: The run-config keys that the condition depends on, beside ``method``.
     """
     return Used(words, lambda config: holds(config.build_method(), config), ("method", *of))
 
 
 def parses(parse: Callable[[str], object]) -> Callable[[str], bool]:
-    """Return a function that tells whether ``parse`` accepts a text: it raises no ValueError."""
+    """Return a function that returns False for a text for which ``parse`` raises a ValueError, else True."""
 
     def check(text: str) -> bool:
         try:
@@ -130,7 +130,7 @@ _NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
 
 
 def range_of(text: str) -> Callable[[Any], bool]:
-    """Return a function that tells whether a number is finite and within a range.
+    """Return a function that returns whether a number is finite and within the range that ``text`` describes.
 
     Args:
         text: ``>= 1``, ``> 0``, ``0..9`` (both ends included), ``(0, 1]``, a number, or several of them: ``0
@@ -167,9 +167,9 @@ class Key:
         name: The key.
         default: Its default.
         help: Its meaning.
-        values: The names that it takes, a range of numbers, or a description of the text.
-        accepts: Tells whether a value of the right type is allowed.
-        like: Names that may be part of the text, for "did you mean".
+        values: The allowed names, a range of numbers, or a description of the allowed texts.
+        accepts: Returns whether a value of the right type is allowed.
+        like: Names that may occur in the value. If a name in the value is not one of them, the error suggests the nearest.
     """
 
     name: str
@@ -204,7 +204,7 @@ CONTROL = re.compile("[\\x00-\\x1f\\x7f\\ud800-\\udfff]")
 
 
 def _unfit(value: Any, kind: type) -> str:
-    """Return the form that ``value`` lacks to fit into files and messages, such as "a finite number". Empty: the value fits."""
+    """Return what ``value`` must be so that files and messages can hold it, such as "a finite number"; empty: they can."""
     if kind is float and not abs(value) <= LARGEST:
         return "a finite number"
     if kind is int and not -(2**63) <= value < 2**63:
@@ -215,7 +215,7 @@ def _unfit(value: Any, kind: type) -> str:
 
 
 def _out_of_range(called: str, value: object, values: Values, help: str, like: Collection[str] = ()) -> str:
-    """Return the message for a value out of range. It repeats the special values, which the option's help lists after a semicolon."""
+    """Return the message for a value out of range. It includes the meaning of a special value, which follows a semicolon in ``help``."""
     if not isinstance(values, str):
         return expected(called, value, values)
     wrong = next((part for part in names_of(value) if part not in like), "") if isinstance(value, str) else ""
@@ -226,7 +226,11 @@ def _out_of_range(called: str, value: object, values: Values, help: str, like: C
 
 @dataclass(frozen=True)
 class Option:
-    """Hold one option: the arguments of ``option``, with a ``test`` of the allowed values in place of ``check``."""
+    """Hold the declaration of one option.
+
+    The attributes are the arguments of ``option``, with one exception: in place of ``check`` there is ``test``. It returns
+    whether a value is allowed.
+    """
 
     default: Any
     help: str
@@ -262,7 +266,7 @@ class Option:
         return "; ".join([what + unit + symbol, *special])
 
     def check(self, called: str, value: object) -> None:
-        """Check a field's value. A field with a ``read`` function is not checked here, but by its class.
+        """Check a field's value. If the option has a ``read`` function, nothing is checked here: the field's class does so.
 
         Args:
             called: The option's name in errors.
@@ -324,22 +328,22 @@ def option(
     """Declare a field of an options class.
 
     Args:
-        default: The constructor's default. ``REQUIRED``: it has none. A class (``dict``) makes a new one for
-            each value.
+        default: The constructor's default. ``REQUIRED``: it has none. A class, such as ``dict``: its constructor
+            makes the default anew for each object.
         help: The meaning of the option.
         values: The range of a number (``range_of``). The allowed names of a text, or its description in
             words.
-        check: Tells whether a text is allowed, if it is not one of several names.
+        check: Returns whether a value is allowed. None: ``values`` decides, and allows any text if it is a description.
         unit: The unit of a number, in words.
         symbol: The symbol in the paper.
         key: The run-config key. Default: the class's prefix and the field's name.
-        unset: The key's value that stands for the constructor's default, as None does in code: a run config
-            has no None.
+        unset: The key's value that selects the constructor's default, such as -1 for a default of None, because a run
+            config cannot hold None. None: there is no such value.
         otherwise: In words, which value is used if the option is unset. Empty: the constructor's default.
-        like: Names that may be part of a text, for "did you mean".
+        like: Names that may occur in a text. If a name in the text is not one of them, the error suggests the nearest.
         used: The condition under which the option has an effect. None: whenever its class is used.
-        run: The run config's default, if it is not the constructor's.
-        read: Converts the key's value to the field's value, if the two are of different kinds.
+        run: The run config's default. None: it is the constructor's default, or ``unset``.
+        read: Converts the key's value to the field's value. None: they are the same.
     """
     kind = type(run if run is not None else default if unset is None else unset)
     if kind is bool:
@@ -361,7 +365,7 @@ def _field(default: Any, spec: Option) -> Any:
 
 
 def shared(kind: type, name: str, default: Any, read: Callable[[Any], Any] | None = None) -> Any:
-    """Return a field whose value comes from the run-config key of another class's option.
+    """Return a dataclass field whose value comes from the run-config key of another class's option.
 
     Args:
         kind: The class that declares the option.
@@ -373,7 +377,7 @@ def shared(kind: type, name: str, default: Any, read: Callable[[Any], Any] | Non
 
 
 def declared(kind: type, name: str) -> Any:
-    """Return a field of the run config for an option that another class declares, with the run config's default.
+    """Return a dataclass field for an option that another class declares. The default is the run config's, not the constructor's.
 
     Args:
         kind: The class that declares the option.
@@ -392,7 +396,7 @@ class Options:
     """Base of options classes. Making an object checks the values of its options.
 
     Attributes:
-        name: The name in errors of the method or part that has the options.
+        name: The name by which errors call the method or part that has the options.
         prefix: The beginning of the options' keys in the run config. None: the name.
     """
 
@@ -435,7 +439,7 @@ def takes(options: Callable[P, Chosen]) -> Callable[[Callable[[Chosen], T]], Cal
 
 
 def options_by_key(constructor: object) -> dict[str, tuple[str, Option]]:
-    """Return run-config key -> (name of the field, option) for a constructor; empty if it has no options."""
+    """Return, for a constructor, a dict: run-config key -> (name of the field, option). It is empty if there are no options."""
     kind = constructor if isinstance(constructor, type) and is_dataclass(constructor) else getattr(constructor, "options", None)
     return {} if kind is None else _by_key(kind)
 
@@ -453,12 +457,15 @@ def _key(kind: Any, name: str, spec: Option) -> str:
 
 
 def build(constructor: Callable[..., T], value_of: Callable[[str], Value], **computed: Any) -> T:
-    """Call a constructor with options from the run config: each option has the value of its key.
+    """Call a constructor with the run config's values of its options.
 
     Args:
         constructor: A dataclass with options, or a function decorated by ``takes``.
         value_of: Returns the run config's value of a key.
-        computed: Fields that are not options, or that several keys decide together.
+        computed: Further arguments, whose values do not come from one key. They take precedence over the run config.
+
+    Returns:
+        The constructor's result.
     """
     arguments = dict(computed)
     for key, (name, spec) in options_by_key(constructor).items():
@@ -475,7 +482,7 @@ def keys_of(registry: Mapping[str, object]) -> dict[str, Key]:
         registry: Name -> constructor.
 
     Raises:
-        ValueError: Two constructors share a key, but not its default and its values.
+        ValueError: Two constructors declare one key with different defaults or allowed values.
     """
     return dict(_keys_of(tuple(registry.items())))
 

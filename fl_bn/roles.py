@@ -35,12 +35,12 @@ class Role(Enum):
         AFFINE: scale and shift of a BatchNorm layer.
         OTHER_AFFINE: scale and shift of LayerNorm, GroupNorm and similar layers, shared like weights.
         STATISTIC: running mean and variance.
-        MIXING: HBN's learnable mix of batch and shared statistics, before the sigmoid.
+        MIXING: HBN's mixing logits: one learnable number per channel, whose sigmoid is the weight of the batch statistics.
         COUNTER: an integer such as num_batches_tracked, never averaged.
-        BATCHES: num_batches_tracked of a BatchNorm layer that averages cumulatively (momentum=None). The server adds
-            up the clients' median number of local steps, and sends the sum to the clients. They never send it.
+        BATCHES: num_batches_tracked of a BatchNorm layer that averages cumulatively (momentum=None). In every round, the
+            server adds the median of the clients' numbers of local steps. It sends the sum, and clients never send it.
         BUFFER: floating point, not learnable, outside of norm layers: averaged, never optimised.
-        KEPT: a buffer of the client's own. It never leaves the client, and survives between its rounds.
+        KEPT: a buffer that never leaves the client. The client stores it between its rounds.
         RECOMPUTED: a buffer that follows from the weights. The server computes it, and clients never send it.
         CONSTANT: a buffer that training does not change. The server sends it to the clients, and they never send it.
     """
@@ -65,7 +65,7 @@ BUFFER_ROLES = {"shared": Role.BUFFER, "kept": Role.KEPT, "recomputed": Role.REC
 
 
 class UnknownTensor(ValueError):
-    """Signal that a norm layer holds a tensor of unknown role."""
+    """Signal that a norm layer holds a tensor whose role is unknown, so it is unclear whether clients may send it."""
 
 
 NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -118,8 +118,8 @@ def _role(module: nn.Module, name: str, key: str, tensor: Tensor, learnable: boo
             if key.startswith(_DERIVED):
                 advice = "it comes from torch's spectral_norm, weight_norm or prune: remove that from this layer"
             raise UnknownTensor(
-                f"{name}: {type(module).__name__} holds a tensor {key!r} whose role is unknown (known: "
-                f"{', '.join(_NORM_TENSORS)}). Sharing or keeping it would be a guess: {advice}."
+                f"{name}: {type(module).__name__} holds a tensor {key!r}, which fl-bn does not know in a norm layer (it knows "
+                f"{', '.join(_NORM_TENSORS)}). So it is unclear whether clients may send it: {advice}."
             )
         return stated
     if stated is not None:
@@ -169,9 +169,9 @@ def observes(module: nn.Module) -> bool:
 
 
 def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
-    """State the roles of buffers of ``model``, by name or pattern.
+    """State the roles of buffers of ``model``: whether they are averaged, stay at the client, are recomputed or are constant.
 
-    The roles are stored in the modules, so they hold in every copy.
+    The roles are stored in the modules, so copies of ``model`` have them, too.
 
     >>> from fl_bn import set_buffer_roles
     >>> net = nn.Sequential(nn.Linear(2, 2))
@@ -181,7 +181,7 @@ def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
 
     Args:
         model: changed in place.
-        stated: the role by name or shell pattern of buffers: ``shared``, ``kept``, ``recomputed`` or
+        stated: name of a buffer, or shell pattern for several names -> ``shared``, ``kept``, ``recomputed`` or
             ``constant``. If several patterns match a buffer, the last one counts.
 
     Returns:
@@ -214,7 +214,13 @@ RECOMPUTE = "recompute_buffers"  # the method of a user's module that computes i
 
 
 def state_role(module: nn.Module, key: str, role: Role) -> None:
-    """State the role of one buffer in its module."""
+    """Store the role of one buffer of ``module``, which ``roles`` then returns.
+
+    Args:
+        module: the module that owns the buffer.
+        key: the buffer's name in ``module``.
+        role: the role.
+    """
     setattr(module, STATED, {**vars(module).get(STATED, {}), key: role})
 
 
@@ -225,7 +231,7 @@ def parse_buffer_roles(text: str) -> dict[str, str]:
         text: ``NAME=ROLE, ...``, for example ``"*.codebook=shared, site.*=kept"``. May be empty.
 
     Returns:
-        The role by name or pattern, as ``set_buffer_roles`` takes it.
+        Name or pattern -> role: the argument ``stated`` of ``set_buffer_roles``.
 
     Raises:
         ValueError: the text has another form, or a role is unknown.
@@ -255,8 +261,8 @@ def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tenso
 def state_constants(model: nn.Module) -> None:
     """Give the role CONSTANT, in place, to buffers that hold infinity or NaN, such as an attention mask of -inf.
 
-    Training does not produce such numbers, so these buffers must not be averaged. Buffers with a known or stated role
-    keep it. So do the buffers of torch.ao's observers, which are infinite only until the first batch.
+    Training does not produce such numbers, so these buffers must not be averaged. Buffers whose role is known or stated
+    do not change their role. Neither do the buffers of torch.ao's observers, which are infinite only until the first batch.
     """
     for _, module, key, tensor in _free_buffers(model):
         known = key in vars(module).get(STATED, {}) or _known(module, key) is not None or observes(module)
@@ -265,7 +271,7 @@ def state_constants(model: nn.Module) -> None:
 
 
 def buffers_in_words(model: nn.Module) -> str:
-    """Describe, for the log, what happens to the buffers that are no statistics.
+    """Describe, for the log, which buffers of ``model`` are averaged, stay at clients, are recomputed or are constant.
 
     Returns:
         For example ``buffers: averaged 0.codebook; constant 2.mask``. Empty if ``model`` has no such buffer.
@@ -288,11 +294,11 @@ def _some(names: list[str], most: int = 8) -> str:
 
 
 def inputs_like(model: nn.Module) -> Tensor:
-    """Return a tensor of the device and the dtype that ``model`` expects of its inputs. Its values mean nothing.
+    """Return any tensor with the device and the dtype that ``model`` expects of its inputs. Its values and shape are arbitrary.
 
     Returns:
-        The first floating-point parameter, else the first floating-point buffer. Without either, an empty tensor of
-        torch's default dtype, since integer and complex tensors do not tell the dtype of the inputs.
+        The first floating-point parameter, else the first floating-point buffer. If there is neither, an empty tensor of
+        torch's default dtype: integer and complex tensors do not show the dtype of the inputs.
     """
     first = None
     for tensor in chain(model.parameters(), model.buffers()):
@@ -303,12 +309,11 @@ def inputs_like(model: nn.Module) -> Tensor:
 
 
 def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of ``model`` that look like norm layers but are of no known type, by name.
+    """Return the layers of ``model`` that look like norm layers but are of no known type, by name, for a warning.
 
-    Their tensors are shared like those of any other layer. A layer that owns ``running_mean`` and ``running_var`` looks
-    like a norm layer. So does a layer that owns parameters and whose class has "norm" in its name.
-    Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded. The result is used for messages
-    only: no tensor's role depends on it.
+    A layer looks like a norm layer if it owns ``running_mean`` and ``running_var``. A layer that owns parameters also does
+    if its class has "norm" in its name. Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded. The
+    tensors of the returned layers are shared like those of any other layer.
     """
     return {name: module for name, module in model.named_modules() if not isinstance(module, NORM_LAYERS) and _looks_like_norm(module)}
 

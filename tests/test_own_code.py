@@ -84,7 +84,7 @@ def test_a_package_that_other_folders_continue_is_taken_from_the_app_alone(app: 
 @listed(
     ("name", "reason"),
     [
-        ("os:system", "os is Python's own; a run config may name functions of the app's own modules"),
+        ("os:system", "os is Python's own module; a run config may name functions of the app's own modules"),
         ("posix:system", "posix is Python's own"),
         ("shutil:rmtree", "shutil is Python's own"),
         ("importlib.util:find_spec", "importlib.util is Python's own"),

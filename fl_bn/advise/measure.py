@@ -44,8 +44,8 @@ class Measured:
             with few samples count less.
         label_skew: 1 - H(label | client) / H(label): 0 if all clients have the same distribution of labels, 1 if each
             client has one class.
-        distance: How much the features of two clients differ: the symmetric Kullback-Leibler divergence between
-            their inputs of the first BatchNorm layer, in nats per channel, as a mean over all pairs.
+        distance: How much the features of two clients differ, as a mean over all pairs. It is the symmetric
+            Kullback-Leibler divergence between the clients' inputs of the first BatchNorm layer, in nats per channel.
         by_labels: ``distance`` after the samples of each class were shuffled among the clients. This part of
             ``distance`` is explained by label skew and chance.
         batch_size: The batch size of the median client.
@@ -74,13 +74,15 @@ class Measured:
 def measure(config: RunConfig) -> Measured:
     """Measure the clients of a run before it begins: their numbers of samples, and how their labels and features differ.
 
-    Only training samples and the initial network are used.
+    Only training samples and the initial network are used. Byzantine clients are left out.
 
     Raises:
         ConfigError: The data are at the sites (``dataset='sites'``), or cannot be loaded or divided as configured.
     """
     if config.dataset == SITES:
-        raise ConfigError(f"dataset={SITES!r}: the clients' data are at their sites, so they cannot be measured here: run advise at a site")
+        raise ConfigError(
+            f"dataset={SITES!r}: the clients' data are at their sites, so they cannot be measured here: run fl-bn advise at a site"
+        )
     parts = [client_samples(config, client)[0] for client in range(config.clients - config.byzantine)]
     sizes = [len(part) for part in parts]
     middle = int(median(sizes))

@@ -1,6 +1,6 @@
 """Choose among candidate methods by short runs: successive halving, on validation samples of the clients.
 
-Test data take no part in the choice.
+Test data are not used for the choice.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def why(regime: Regime, method: str) -> str:
     above = regime.above(method)
     if method == BASELINE or math.isnan(above):
         return f"{accuracy}, plain BatchNorm" if method == BASELINE else accuracy
-    apart = "" if abs(above) >= regime.separable else ", not told apart"
+    apart = "" if abs(above) >= regime.separable else ", not significant"
     return f"{accuracy}, {above:+.1f} points to plain BatchNorm{apart}"
 
 
@@ -181,10 +181,10 @@ def verdict(regime: Regime) -> str:
     """Return a sentence that names the best methods in a regime, and says whether they are better than plain BatchNorm."""
     best = regime.level(regime.methods[0])
     if BASELINE in best:
-        return "nothing is told apart from plain BatchNorm"
+        return "no method is significantly better than plain BatchNorm"
     if len(best) == 1:
         return f"{best[0]} is ahead of all others"
-    return f"{best[0]} is ahead of plain BatchNorm, and not told apart from {', '.join(best[1:])}"
+    return f"{best[0]} is ahead of plain BatchNorm, but not significantly ahead of {', '.join(best[1:])}"
 
 
 def _finite(value: Any) -> float:

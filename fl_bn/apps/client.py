@@ -1,4 +1,4 @@
-"""Assemble the client: choose data, device and model, and make a ``BatchNormClient`` of them."""
+"""Assemble the client: load its data, choose the device, build the model, and make a ``BatchNormClient`` of them."""
 
 from functools import partial
 from pathlib import Path

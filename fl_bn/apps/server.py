@@ -37,7 +37,11 @@ def make_app(folder: Path | None = None) -> ServerApp:
 
 
 def in_a_sentence(record: logging.LogRecord) -> bool:
-    """Remove the traceback from the log record of an error whose message is for the user. Return True, so that all are logged."""
+    """Replace the traceback in a log record by one sentence, if its error is one that the user can correct.
+
+    Returns:
+        True, so that every record is logged.
+    """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, RunFailed | ConfigError):
         record.msg, record.args, record.exc_info = "the run ended: %s", (error,), None
@@ -45,7 +49,7 @@ def in_a_sentence(record: logging.LogRecord) -> bool:
 
 
 def run(grid: Grid, context: Context, folder: Path | None) -> None:
-    """Run the federation of ``context.run_config`` over ``grid``, and note the run directory in the context."""
+    """Run the federation of ``context.run_config`` over ``grid``, and store the path of the run directory in ``context.state``."""
     config = RunConfig.from_mapping(context.run_config)
     limit_threads(config.threads)
     allow_modules(folder, context.node_config)

@@ -63,7 +63,7 @@ def model_layers(config: RunConfig) -> Finding:
 
 
 def run_data(config: RunConfig) -> Finding:
-    """Check the data set that the run config names, as the server reads it."""
+    """Check that the data set of the run config can be loaded, and whether a class has no training sample."""
     import torch
 
     from fl_bn.data.record import describe
@@ -74,7 +74,7 @@ def run_data(config: RunConfig) -> Finding:
     from fl_bn.task import kind_of
 
     if config.dataset == SITES:
-        return Finding("ok", "data", "every site brings its own, and the server has none")
+        return Finding("ok", "data", "every site has its own data, and the server has none")
     try:
         data = dataset(config)
     except (ValueError, FileNotFoundError) as error:
@@ -116,7 +116,7 @@ def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
 
 
 def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Finding]:
-    """Make all checks of a run on a site.
+    """Make all checks of a run on a site: its run config, model, data and batches.
 
     Args:
         values: Keys of the run config.
@@ -153,16 +153,24 @@ def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Itera
 
 
 def as_the_app(node: Mapping[str, Any]) -> None:
-    """Allow this process to call the users' functions that the app may call on a machine with node config ``node``."""
+    """Allow this process to import those modules of users that fl-bn's Flower app may import at this site.
+
+    Args:
+        node: The site's node config.
+    """
     from fl_bn.run.assembly import allow_modules
 
     allow_modules(Path(__file__).parents[2], node)
 
 
 def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Samples, tuple[int, ...]]:
-    """Return the training samples, the test samples and the samples per class, as the ClientApp takes them.
+    """Load the samples on which the client of this site would train.
 
-    A site without data of its own takes the share of client 0, because only the server of a run knows the site's index.
+    If the site has no data of its own, they are client 0's share of the run's data set. The site's own client index is
+    known only to the server of a run.
+
+    Returns:
+        The training samples, the test samples, and the number of training samples per class.
     """
     from fl_bn.run.assembly import OwnData, client_samples, partition_of
 
@@ -177,9 +185,9 @@ def site_data(train: Samples, test: Samples, counts: Sequence[int], own: str, ru
         train: The training samples.
         test: The test samples.
         counts: Training samples per class; empty if labels are no classes.
-        own: Where the site's own data are; empty: it has none.
-        run: The data set of the run.
-        counted: Whether the number of classes was taken from the largest of these labels.
+        own: The ``dataset`` of the site's node config; empty: the site has no data of its own.
+        run: The ``dataset`` of the run config.
+        counted: Whether the number of classes was computed from the largest label of this site.
     """
     held = ", ".join(f"{label}: {count}" for label, count in enumerate(counts) if count)
     missing = [str(label) for label, count in enumerate(counts) if not count]

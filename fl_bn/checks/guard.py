@@ -21,7 +21,7 @@ def guard_each(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Fi
             "fail",
             check,
             f"this could not be checked: {type(error).__name__}: {error}",
-            "mend what the message names; if it names nothing on this machine, report it with this line",
+            "correct what the message names; if that is nothing on this machine, report this line as a bug of fl-bn",
         )
 
 

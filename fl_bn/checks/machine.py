@@ -85,7 +85,7 @@ def gpu(device: str, where: str) -> Finding:
 
     Args:
         device: The device, as in the run config.
-        where: Where the user names the device, for the finding.
+        where: The file or option in which the user set the device, for the finding.
     """
     import torch
 
@@ -144,7 +144,7 @@ def memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> 
 
 
 def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Finding:
-    """Check whether a folder keeps what is written to it, how much room it has, and whether it survives a reboot.
+    """Check whether a folder can be written and read back, how much room it has, and whether its files survive a reboot.
 
     Args:
         check: The name of the check.
@@ -167,7 +167,7 @@ def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Fi
         return Finding(
             "warn",
             check,
-            f"{text}; but it lies in {LOST[kind]} ({kind}), and is lost with it",
+            f"{text}; but it lies in {LOST[kind]} ({kind}), so its files are lost when that ends",
             "name a folder on a disk, or mount a volume there",
         )
     if free < LITTLE:
@@ -182,11 +182,11 @@ def _write_and_remove(folder: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
         if Path(file.name).read_bytes() != content:
-            raise OSError(f"{folder} does not give back what was written to it")
+            raise OSError(f"{folder}: a file that was written there was read back with other content")
 
 
 def _file_system(folder: Path, mounts: Path) -> str:
-    """Return the kind of the file system of ``folder``, e.g. ``ext4``; empty if Linux does not say."""
+    """Return the kind of the file system of ``folder``, e.g. ``ext4``; empty: unknown."""
     try:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:

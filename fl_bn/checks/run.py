@@ -24,7 +24,7 @@ def diagnose(overrides: str = "") -> Iterator[Finding]:
     """Check this machine, and a run on it.
 
     Args:
-        overrides: Keys of the run config.
+        overrides: Keys of the run config, as text: ``"method='fbn' rounds=10"``, or the path of a .toml file.
 
     Yields:
         The findings of each check. Anything that is wrong is a finding; nothing is raised.
@@ -39,7 +39,11 @@ def _run_here(overrides: str) -> Iterator[Finding]:
 
 
 def run(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check a run as the server sees it."""
+    """Make the checks of a run that its server needs: run config, GPU, data and model.
+
+    Args:
+        values: Keys of the run config.
+    """
     finding, config = experiment.run_config(values)
     yield finding
     if config is not None:

@@ -7,10 +7,10 @@ The statistics of the round before are constants in training. Clients report mom
 pools these moments and moves the shared statistics towards them, as BatchNorm's running update does. With
 ``momentum`` and one local step this is Algorithm 2 exactly, also for unequal batches.
 
-By default the shared statistics follow slowly (``methods.tracking``): by the share ``tracking`` per round, for any
-number of local steps. The share falls with the learning rate, because the weights then move less. With several
-local steps, only the first batch of a round passes through the shared weights. Later batches pass through weights
-that the client has changed.
+By default each round moves the shared statistics towards the pooled moments, by the share ``tracking`` of the difference
+(``methods.tracking``). The share does not depend on the number of local steps. It falls with the learning rate, because
+the weights then change less. With several local steps, only the first batch of a round passes through the shared
+weights. Later batches pass through weights that the client has changed.
 
 Symbols: b (beta) -> momentum, K n -> count of the pooled moments, E -> steps.
 """
@@ -60,8 +60,8 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
     """Compute a layer's new shared statistics from the old ones and the clients' moments.
 
     The clients' pooled moments get the weight ``tracking``, reduced with the learning rate and by
-    ``methods.tracking.slowdown``. If ``momentum`` is given, they get the weight of BatchNorm's running update instead.
-    ``report`` tells whether that update counts for one batch or for all of a round.
+    ``methods.tracking.slowdown``. If ``momentum`` is given, BatchNorm's running update replaces this rule. It is applied
+    once. If ``report`` is ``BATCHES``, it is applied once for each local step.
     """
     pooled = pool(reports.parts, reports.average)
     if momentum is None:
@@ -74,10 +74,12 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
 def fbn(options: FBNOptions) -> Method:
     """Make the method FBN: training normalises with the shared statistics, which follow the clients' pooled moments.
 
-    ``tracking`` is the weight of the first round's moments in the shared statistics. The weight shrinks with the learning
-    rate, and where a layer's scale grows (``methods.tracking``). Gradients are centred (``federation.centring``). If
-    gradients are also clipped, training starts at ``BOUNDED_SCALE``. With ``momentum`` the method is Algorithm 2:
-    gradients are not centred, and the scale at the start is not set.
+    ``tracking`` is the weight of the first round's moments in the shared statistics. The weight falls with the learning
+    rate. It also falls in a layer whose input grows in standard deviation (``methods.tracking``). Gradients are centred
+    (``federation.centring``). If gradients are clipped, the inputs of BatchNorm layers start with the standard deviation
+    ``BOUNDED_SCALE``, otherwise with 1.
+
+    With ``momentum`` the method is Algorithm 2: gradients are not centred, and the inputs always start with 1.
     """
     report, own = REPORTS[options.report], options.momentum is None
     return Method(

@@ -1,4 +1,4 @@
-"""FedFN: a network without BatchNorm, whose classifier sees features of one common length.
+"""FedFN: a network without BatchNorm, whose classifier receives feature vectors that all have the same length.
 
 FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in Federated Learning, Kim, Lee, Oh,
 Yun, FL@FM-NeurIPS 2023.
@@ -43,7 +43,7 @@ KINDS: dict[type[nn.Module], type[Any]] = {nn.Linear: NormalisedLinear, nn.Conv2
 
 
 def normalise_features(model: nn.Module) -> nn.Module:
-    """Let the head (the last linear layer, or else the last convolution) scale its input to one length, in place.
+    """Let the head (the last linear layer, or else the last convolution) scale its input of d features to length sqrt(d), in place.
 
     Raises:
         Unconvertible: the model has no head, or its type is not torch's own Linear or Conv2d.

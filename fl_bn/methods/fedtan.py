@@ -4,9 +4,9 @@ Why Batch Normalization Damage Federated Learning on Non-IID Data?, Wang, Shi, C
 1-3.
 
 In the forward pass, every BatchNorm layer normalises with the moments of the cohort's batches (Algorithm 2).
-In the backward pass, the gradients by these moments are averaged over the cohort (Algorithm 3). Each of these
-averages is a call of ``exchange(key, local, count)``. The average of the models after that step, weighted by
-batch sizes, is the centralised model. Steps 2, 3, ... use each client's own batches.
+In the backward pass, the gradients with respect to these moments are averaged over the cohort (Algorithm 3). Each
+average is a call of ``exchange(key, local, count)``. After that step, the average of the clients' models, weighted by
+batch sizes, is the model that centralised training would give. Steps 2, 3, ... use each client's own batches.
 
 If all clients of the cohort are rows of one ``torch.func.vmap`` (``OneProgram``), no exchange is needed. The
 moments are means over the rows, and the gradients of the sum of the clients' losses are those of Algorithm 3.
@@ -15,8 +15,8 @@ There are two schedules with equal results. ``paper`` exchanges means, then vari
 then gradients (3L exchanges for L layers). ``merged`` sends mean and variance together, and adds the spread
 of the means by the law of total variance (2L).
 
-Symbols: p_i -> batch sizes, normalised; m_i -> count of the client, M -> count of the answer; G -> gradients
-of the answer.
+Symbols: p_i -> share of client i in the sum of batch sizes; m_i -> ``count`` that the client passes to the exchange, M ->
+``count`` that the exchange returns; G -> gradients that the exchange returns.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ FROZEN_RATE = 0.02
 
 @dataclass(frozen=True)
 class OneProgram:
-    """Take the place of an exchange if the clients of the cohort are the rows of one ``torch.func.vmap``.
+    """Replace the exchange between clients if the whole cohort is computed by one ``torch.func.vmap``, with a client per row.
 
     Attributes:
-        clients: number of rows. All rows have batches of the same size.
+        clients: number of rows, which are the clients of the cohort. All clients' batches have the same size.
     """
 
     clients: int
 
     def close(self, error: str = "") -> None:
-        """Do nothing: no other party waits."""
+        """Do nothing, because no other process waits for this one."""
 
 
 class OverRows(torch.autograd.Function):
@@ -69,7 +69,7 @@ class OverRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-        """Save no tensors."""
+        """Save nothing, because ``backward`` needs no tensors."""
         pass
 
     @staticmethod
@@ -92,7 +92,7 @@ class Live:
     Attributes:
         exchange: averages over the cohort.
         name: the layer's name.
-        answers: the moments of the cohort, one per call of the layer so far.
+        answers: the cohort's moments that the exchange returned, one entry per call of the layer so far.
     """
 
     exchange: Exchange | OneProgram
@@ -107,11 +107,11 @@ class Live:
 
 
 class CohortBatchNorm(_SharedNorm):
-    """BatchNorm over the union of the cohort's batches during an exchange, else over the client's own batch.
+    """Normalise with the moments of all the cohort's batches while an exchange is open, else as torch's BatchNorm does.
 
     Attributes:
         schedule: ``merged`` or ``paper``.
-        share_gradients: whether the gradients of the moments are averaged over the cohort, too (Algorithm 3).
+        share_gradients: whether the gradients with respect to the moments are averaged over the cohort, too (Algorithm 3).
         live: the link to the exchange; None while no exchange is open.
     """
 
@@ -120,7 +120,7 @@ class CohortBatchNorm(_SharedNorm):
 
     @property
     def held(self) -> bool:
-        """Return False: as in torch, a layer still normalises with batch statistics if its affine parameters are frozen."""
+        """Return whether the layer's statistics are frozen because its affine parameters are. False here, as in torch's BatchNorm."""
         return False
 
     def normalised(self, x: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class CohortBatchNorm(_SharedNorm):
             self.num_batches_tracked.add_(1)
 
     def _normalise_together(self, x: Tensor, clients: int) -> Tensor:
-        """Normalise ``x``, one row's batch, with the moments of all rows' batches. All rows have batches of one size."""
+        """Normalise ``x``, the batch of one row of the ``vmap``, with the moments of all rows' batches. They have equal sizes."""
         mean_C, var_C = channel_moments(x)
         common_C = OverRows.apply(mean_C)
         about_C = var_C + (mean_C - common_C).square()
@@ -223,7 +223,7 @@ class CohortBatchNorm(_SharedNorm):
 class _Normalise(torch.autograd.Function):
     """Compute ``(x - mean) / sqrt(var + eps) * weight + bias``.
 
-    The backward pass averages the gradients of mean and variance over the cohort.
+    The backward pass averages the gradients with respect to mean and variance over the cohort.
     """
 
     @staticmethod
@@ -240,8 +240,8 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         if torch.is_grad_enabled():
             raise ValueError(
-                "FedTAN's first step exchanges the gradient of the loss once, but this backward pass is to be differentiated again "
-                "(create_graph=True, as of a gradient penalty): leave that out of the first step of the round"
+                "FedTAN's first step exchanges the gradient of the loss once, but create_graph=True asks for a second derivative (a "
+                "gradient penalty, for example): leave it out of the first step of the round"
             )
         x, weight_C, mean_C, var_C = ctx.saved_tensors
         dims, shape = [0, *range(2, x.dim())], (1, -1, *([1] * (x.dim() - 2)))
@@ -346,7 +346,7 @@ def _exchanging(options: FedTANOptions, share_gradients: bool) -> Method:
 def fedtan2(options: FedTAN2Options) -> Method:
     """Make FedTAN-II: FedTAN until round ``freeze_after``, then with frozen statistics.
 
-    In frozen rounds the learning rate is at most the share ``frozen_rate`` of the rate before.
+    In frozen rounds the learning rate is at most ``frozen_rate`` times the highest rate before them.
     """
     method = freeze(_exchanging(options, share_gradients=True), options.freeze_after, rate=options.frozen_rate, unbounded_rate=FROZEN_RATE)
     return replace(method, name="fedtan2")
@@ -356,6 +356,6 @@ def fedtan2(options: FedTAN2Options) -> Method:
 def fedavg_alg2(options: FedTANOptions) -> Method:
     """Make FedAvg with Algorithm 2 only, the ablation of FedTAN's paper.
 
-    The forward pass uses the cohort's moments. The backward pass uses the client's own gradients by these moments.
+    The forward pass uses the cohort's moments. The backward pass uses the client's own gradients with respect to them.
     """
     return replace(_exchanging(options, share_gradients=False), name="fedavg-alg2")

@@ -82,7 +82,8 @@ def scale_convolutions(model: nn.Module) -> nn.Module:
     """Let every convolution of ``model``, in place, standardise its weights and scale them by its fan-in.
 
     Raises:
-        Unconvertible: the model has BatchNorm but no convolution, or a convolution of another kind.
+        Unconvertible: the model has BatchNorm but no convolution. Or a convolution is not of torch's own class Conv1d,
+            Conv2d or Conv3d, or has only one weight per output channel.
     """
     if any(isinstance(m, ScaleShift) for m in model.modules()) and not any(isinstance(m, _ConvNd) for m in model.modules()):
         raise Unconvertible(f"fedwon replaces BatchNorm by scaled convolutions, but the model has BatchNorm and no convolution: {INSTEAD}")

@@ -3,11 +3,12 @@
 Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (seed 000), section 4.
 
 Stage I, rounds 1..T*, is FedAvg. In stage II, BatchNorm normalises with the aggregated statistics of round
-T*, which stay bit-identical. Affine parameters and everything else keep training. T* = T is FedAvg.
+T*, which stay bit-identical. All parameters are still trained, affine ones included. If T* is the last round, the
+method is FedAvg.
 
 The reason for the freeze is the gradient. With batch statistics, a sample's gradient depends on the other samples
-of the client's batch (section 3.5, equation 4). So it is biased even with one local step. Different statistics in
-training and test cost less than a percentage point of accuracy (section 3.4).
+of the client's batch (section 3.5, equation 4). So it is biased even with one local step. That training and test use
+different statistics matters less: it costs less than a percentage point of accuracy (section 3.4).
 
 The paper freezes when it divides the learning rate by ten (section 5). At the full rate the network collapses
 after the freeze. So by default the frozen rounds run at a tenth of the rate, whatever the schedule
@@ -45,9 +46,9 @@ class FixBNOptions(Options):
 def fixbn(options: FixBNOptions) -> Method:
     """Make FixBN: FedAvg in stage I, then (stage II) training with BatchNorm frozen.
 
-    ``freeze_after`` is the last round of stage I. ``freeze_what`` says what then freezes: ``statistics``,
-    ``affine`` (scale and shift) or ``both``. Table H of the paper compares these three. ``frozen_rate`` limits the
-    learning rate of stage II to this share of the highest rate of stage I.
+    ``freeze_after`` is the last round of stage I. ``freeze_what`` names the tensors that then freeze: ``statistics``,
+    ``affine`` (scale and shift) or ``both``. Table H of the paper compares these three. ``frozen_rate`` is the upper
+    limit of the learning rate in stage II, as a share of the highest rate in stage I.
     """
     what = FROZEN[options.freeze_what]
     return replace(freeze(fedavg(), options.freeze_after, what, options.frozen_rate), name="fixbn")

@@ -39,6 +39,9 @@ from fl_bn.models.head import head_of
 def initialise(model: nn.Module) -> nn.Module:
     """Set the last layer of every residual branch and the head to 0, and scale the other weights by Fixup's rule, in place.
 
+    The conversion has replaced BatchNorm layers by ``ScaleShift`` layers. If the model has residual branches, only the last
+    ``ScaleShift`` of each branch keeps its multiplier (rule 3). A model that had no BatchNorm is not changed.
+
     Raises:
         Unconvertible: a layer computes its weight from other parameters.
     """
@@ -72,5 +75,5 @@ def _rescale(weight: torch.Tensor, deviation: float) -> None:
 
 
 def fixup() -> Method:
-    """Make the method Fixup: no BatchNorm, and initial weights that make up for it. It has no options."""
+    """Make the method Fixup: no BatchNorm, and initial weights with which a network trains without it. It has no options."""
     return Method("fixup", layer=scalars, prepare=initialise)

@@ -1,4 +1,4 @@
-"""HBN: a learnable mix of batch statistics and unbiased global ones.
+"""HBN: normalise with a learnable mixture of batch statistics and unbiased global statistics.
 
 Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated Learning (seed 002),
 equations 7 to 11.
@@ -8,9 +8,9 @@ Before training, each client measures the moments of its data (equation 7). The 
 its batch's statistics and the global ones (equation 9). The mixing logits are trained with the weights'
 optimiser and never leave their client.
 
-The global statistics lag behind the weights. Before an evaluation the global statistics are replaced by statistics
-that are measured with the evaluated weights. ``exact`` measures the statistics of the union of all data. ``hybrid``
-measures the mixtures by which training normalises (``Refresh``).
+The global statistics contain moments that were measured with older weights. So before an evaluation they are replaced
+by statistics that are measured with the evaluated weights. ``exact`` measures the statistics of the union of all data.
+``hybrid`` measures the mixtures by which training normalises (``Refresh``).
 
 Each ablation of Table 6 is an option: ``separate=False`` (1), ``merge="average"`` (2), and for ``mixing``:
 ``"shared"`` (3), ``"batch"`` (4) and ``"half"`` (5).
@@ -131,17 +131,17 @@ def combine(reports: LayerReports, tracking: float, lam: float | None, merge: st
 def hbn(options: HBNOptions) -> Method:
     """Make the method HBN: training normalises with a mixture of batch statistics and global ones.
 
-    ``tracking`` is the weight of a round's moments in the global statistics. If a layer's scale grows, its weight
-    shrinks (``methods.tracking``). Gradients are centred (``federation.centring``). If ``lam`` is given instead, it
-    is the weight of equation 11, and gradients are not centred.
+    ``tracking`` is the weight of a round's moments in the global statistics. The weight falls in a layer whose input
+    grows in standard deviation (``methods.tracking``). Gradients are centred (``federation.centring``). If ``lam`` is
+    given instead, it is the weight of equation 11, and gradients are not centred.
     ``lower_layers`` is explained at ``StatisticsPass``; the paper's code has ``hybrid``.
 
-    ``evaluate="exact"`` fits ``lam=1``, when the global statistics follow the weights at once. The model is then
-    evaluated with the statistics of the union of all data, which takes one exchange per layer. ``"hybrid"`` fits
-    a smaller ``lam``. Training then normalises with mixtures that contain old statistics, so evaluation does, too.
+    ``evaluate="exact"`` suits ``lam=1``, where every round replaces the global statistics. The model is then evaluated
+    with the statistics of the union of all data, which needs one exchange per layer. ``"hybrid"`` suits a smaller
+    ``lam``. Training then normalises with mixtures that contain older statistics, so evaluation does, too.
 
     Raises:
-        ValueError: an option would have no effect together with other options.
+        ValueError: an option would have no effect, or HBN would not learn, because of another option's value.
     """
     evaluate = ("exact" if options.lam == 1 else "hybrid") if options.evaluate == "auto" else options.evaluate
     _check_effects(options, evaluate)
@@ -163,7 +163,7 @@ def hbn(options: HBNOptions) -> Method:
 
 
 def _check_effects(options: HBNOptions, evaluate: str) -> None:
-    """Refuse options that would have no effect together with other options."""
+    """Raise a ValueError if an option would have no effect, or HBN would not learn, because of another option's value."""
     default = HBNOptions()
     if not options.separate:
         of_passes = ("stat_samples", "lower_layers", "measured", "evaluate")
@@ -188,6 +188,6 @@ def _check_effects(options: HBNOptions, evaluate: str) -> None:
         )
     if options.merge != default.merge and options.separate and evaluate == "exact":
         raise ValueError(
-            f"evaluate='exact' takes the statistics of the union of all data, so merge={options.merge!r} would have no effect: set "
+            f"evaluate='exact' measures the statistics of the union of all data, so merge={options.merge!r} would have no effect: set "
             "evaluate to 'hybrid', or leave merge out"
         )

@@ -1,4 +1,4 @@
-"""A method as a value: its BatchNorm layer, the tensors that stay local, the clients' reports, and the server's rule to combine them."""
+"""Define a method: its BatchNorm layer, the tensors that stay local, the clients' reports, and the server's rule to combine them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class StatisticsPass:
         check_name("measured", self.measured, MEASURED)
 
     def size(self, samples: int, trained: int) -> int:
-        """Return how many samples the pass takes.
+        """Return the number of samples in the pass.
 
         Args:
             samples: the number of the client's samples.
@@ -156,15 +156,15 @@ class LayerReports:
 
 
 def replace_by_pooled(reports: LayerReports) -> Running:
-    """Replace the shared statistics by the pooled reports, without regard to the old ones.
+    """Replace a layer's shared statistics by the pooled reports, and ignore the old statistics.
 
-    This fits a statistics-only exchange with all clients, whose reports cover all data.
+    This rule is for a statistics-only exchange with all clients, whose reports cover all data.
     """
     return _unbiased(pool(reports.parts, reports.average))
 
 
 def replace_by_averaged(reports: LayerReports) -> Running:
-    """Replace the shared statistics by the average of the reports, without the spread of the clients' means.
+    """Replace a layer's shared statistics by the average of the reports, which ignores the spread of the clients' means.
 
     This is HBN's second ablation.
     """
@@ -193,11 +193,11 @@ class Method:
         name: the name in the run config and in reports.
         layer: makes the replacement of a BatchNorm layer. None: torch's own layer stays.
         prepare: changes the rest of the converted network. The log shows the first line of its docstring.
-        local: roles of tensors that never leave their client and survive between its rounds.
+        local: roles of tensors that never leave their client. The client stores them between its rounds.
         report: the statistics that clients report after training.
         combine: computes a layer's new shared statistics from the clients' reports.
         phase: ``(round, rounds) -> Phase``: the phase of each round. Rounds count from 1.
-        refresh: the statistics-only exchange before an evaluation, for shared statistics that lag behind the
+        refresh: the statistics-only exchange before an evaluation, if the shared statistics were measured with older
             weights (HBN).
         refreshed_by: the clients in that exchange: ``all``, or the round's ``cohort``.
         renew: computes a layer's shared statistics from the reports of that exchange.
@@ -206,8 +206,8 @@ class Method:
         statistics_pass: the pass that measures the statistics.
         needs_running: whether torch's BatchNorm layers must have running statistics.
         frozen: roles of tensors that do not change in frozen rounds.
-        frozen_rate: the highest learning rate in rounds with frozen statistics, as a share of the rate
-            before. See ``learning_rate``.
+        frozen_rate: the upper limit of the learning rate in rounds with frozen statistics, as a share of the highest
+            rate before them. See ``learning_rate``.
         scale: the standard deviation that ``federation.unit_scale`` gives to every BatchNorm layer's input at the
             start of training. This needs shared statistics at the start.
         bounded_scale: the value of ``scale`` for training with clipped gradients, see ``bounded``. None: ``scale``.
@@ -215,7 +215,7 @@ class Method:
         centre: whether gradients of weights are centred, so that they ignore the mean of the inputs
             (``federation.centring``). True: in every round. False: in none. None: in rounds with frozen
             statistics.
-        restarts: whether the clients' optimisers start again after a step with a layer-wise exchange.
+        restarts: whether a client's optimiser loses its state, such as momentum, after a step with a layer-wise exchange.
         adversary: Byzantine clients, for experiments. None: there are none.
     """
 
@@ -243,11 +243,14 @@ class Method:
     adversary: Adversary | None = None
 
     def shares(self, role: Role) -> bool:
-        """Return whether tensors of this role are sent both ways. Counters are never sent, since their average need not be an integer."""
+        """Return whether tensors of this role are sent to clients, trained or measured there, and sent back to be combined.
+
+        Counters are not, since their average need not be an integer.
+        """
         return role not in self.local and role not in _NEVER_AVERAGED
 
     def keeps(self, role: Role) -> bool:
-        """Return whether tensors of this role stay at their client and survive between its rounds."""
+        """Return whether tensors of this role never leave their client, which stores them between its rounds."""
         return role in self.local or role is Role.KEPT or (role is Role.RECOMPUTED and Role.WEIGHT in self.local)
 
     def sends_down(self, role: Role) -> bool:
@@ -307,14 +310,15 @@ class Method:
 
     @property
     def starts_small(self) -> bool:
-        """Return whether training with clipped gradients starts at ``bounded_scale``, the deviation of the layers' inputs."""
+        """Return whether BatchNorm's inputs start with standard deviation ``bounded_scale`` if gradients are clipped."""
         return self.bounded_scale is not None and bool(self.centre)
 
     def bounded(self) -> Method:
-        """Return the method for training with clipped gradients, with ``bounded_scale`` and ``bounded_frozen_rate``.
+        """Return a copy of the method for training with clipped gradients.
 
-        These two suit steps of bounded length. They are used only if gradients are centred. Without centring a smaller
-        scale does harm, and frozen rounds at the full learning rate end at the accuracy of guessing.
+        The copy has the values of ``bounded_scale`` and ``bounded_frozen_rate`` as ``scale`` and ``frozen_rate``, where
+        gradients are also centred. Without centring, a smaller scale does harm, and frozen rounds at the full learning
+        rate end at the accuracy of guessing.
         """
         scale = self.bounded_scale if self.bounded_scale is not None and self.centre else self.scale
         share = self.bounded_frozen_rate if self.bounded_frozen_rate is not None and self.centres(Phase.FROZEN) else self.frozen_rate
@@ -341,10 +345,10 @@ def freeze(
     rate: float | None = None,
     unbounded_rate: float = FROZEN_RATE,
 ) -> Method:
-    """Let ``method`` freeze its statistics after some rounds (FixBN, FedTAN-II).
+    """Return a copy of ``method`` that freezes its statistics after some rounds (FixBN, FedTAN-II).
 
-    In frozen rounds BatchNorm layers normalise with the statistics of round ``after``, bit for bit. The
-    affine parameters and everything else keep training, and no statistics are reported.
+    By default, BatchNorm layers in frozen rounds normalise with the statistics of round ``after``, bit for bit. All
+    parameters are still trained, and no statistics are reported.
 
     A network with constant statistics depends on the scale of its weights, and its gradient contains the mean
     of a layer's input. At a high learning rate it collapses. So frozen rounds centre gradients
@@ -355,20 +359,20 @@ def freeze(
         after: last round before the freeze. Default: half of the rounds.
         what: roles of the tensors that freeze: statistics, affine parameters, or both. FixBN's Table H compares
             these. Frozen affine parameters are not given to the optimiser.
-        rate: highest share of the learning rate in frozen rounds, in (0, 1]. 1: the schedule is not changed.
-            Default: ``BOUNDED_FROZEN_RATE`` if gradients are centred and clipped (``Method.bounded``), else
-            ``unbounded_rate``.
-        unbounded_rate: the default share if gradients are not clipped.
+        rate: upper limit of the learning rate in frozen rounds, as a share of the highest rate before them, in (0, 1].
+            1: no limit. Default: ``BOUNDED_FROZEN_RATE`` if gradients are centred and clipped (``Method.bounded``),
+            else ``unbounded_rate``.
+        unbounded_rate: the default of ``rate`` if gradients are not clipped.
 
     Raises:
-        ValueError: ``what`` is empty or cannot freeze, ``after`` is negative, ``rate`` is not in (0, 1], or
-            the method has no statistics.
+        ValueError: ``what`` is empty or has another role, ``after`` is negative, ``rate`` is not in (0, 1], or
+            the method has no shared statistics in training.
     """
     share = unbounded_rate if rate is None else rate
     if not 0 < share <= 1:
         raise ValueError(f"frozen-rate, the share of the learning rate in frozen rounds, must be in (0, 1], but got {share}")
     if not what or not what <= {Role.STATISTIC, Role.AFFINE}:
-        raise ValueError(f"what freezes must be the statistics, the affine parameters or both, but got {set(what)}")
+        raise ValueError(f"what must contain Role.STATISTIC, Role.AFFINE or both, but got {set(what)}")
     if after is not None and after < 0:
         raise ValueError(f"freeze-after must be a round >= 0, but got {after}")
     if Role.STATISTIC in what and method.refresh is not Refresh.NOTHING and method.report is StatisticsReport.NOTHING:
@@ -384,15 +388,15 @@ def freeze(
 
 
 def freeze_after() -> Any:
-    """Declare the option ``freeze-after`` of methods that freeze by themselves.
+    """Declare the option ``freeze-after``, for methods that always freeze their statistics (FixBN, FedTAN-II).
 
-    A run config can freeze the statistics of any other method by the same key.
+    In a run config, the same key makes any other method freeze its statistics.
     """
     return option(None, "last round before the statistics freeze", ">= 0", key="freeze-after", unset=-1, otherwise="half of the rounds")
 
 
 def frozen_rate(unbounded: float = FROZEN_RATE) -> Any:
-    """Declare the option ``frozen-rate`` of methods that freeze by themselves.
+    """Declare the option ``frozen-rate``, for methods that always freeze their statistics (FixBN, FedTAN-II).
 
     Args:
         unbounded: the method's default share of the learning rate if gradients are not clipped.
@@ -414,9 +418,10 @@ def _freeze_phase(before: Callable[[int, int], Phase], after: int | None, round:
 
 
 def attacked(method: Method, attack: str | Attack, f: int, on: str = "both", strength: float = 0.0) -> Method:
-    """Return ``method`` for a run whose last ``f`` clients are Byzantine: they know all honest replies, and collude.
+    """Return a copy of ``method`` in which the last ``f`` clients of the population are Byzantine, for experiments.
 
-    The other arguments are those of ``robust.attacks.Adversary``.
+    The Byzantine clients know all honest replies, and collude. For ``attack``, ``on`` and ``strength`` see
+    ``robust.attacks.Adversary``.
 
     Raises:
         ValueError: the method shares no tensors.

@@ -1,4 +1,4 @@
-"""Search for the residual branches of a network, along its forward pass."""
+"""Find the residual branches of a network by tracing its forward pass."""
 
 from __future__ import annotations
 
@@ -39,8 +39,12 @@ def residual_branches(model: nn.Module, prefix: str = "") -> Iterator[Branch]:
     is the shortcut. If both have equally many, the first operand is the branch. A path that itself contains such
     an addition is no branch.
 
-    A module whose forward pass depends on values or shapes cannot be traced. Its parts are searched one by
-    one, and additions in its own forward pass are missed.
+    A module whose forward pass depends on values or shapes cannot be traced. Then its submodules are searched one by
+    one, and additions in its own forward pass are not found.
+
+    Args:
+        model: the network, or a part of it.
+        prefix: the part's name and a dot, which is put before the names in the result. Empty for the whole network.
     """
     if not any(model.children()):
         return

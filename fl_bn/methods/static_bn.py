@@ -1,4 +1,4 @@
-"""Static BN: batch statistics in training, without running averages. The statistics for evaluation are measured when needed.
+"""Static BN: batch statistics in training, without running averages. Statistics for evaluation are measured before each evaluation.
 
 HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients, Diao, Ding,
 Tarokh, ICLR 2021, section 3 (sBN). In the paper the clients report these statistics once, after training. Each

@@ -1,11 +1,11 @@
-"""Limit how fast shared statistics change, if training normalises with them (FBN, and half of HBN).
+"""Limit how fast shared statistics change, if training normalises with them (FBN) or with a mixture of them (HBN).
 
 Within a round the statistics are constants, so the gradient ignores their later change. That change undoes part of the
 step (Batch Normalization, Ioffe and Szegedy, ICML 2015, section 2). If the statistics were replaced in every round, the
 scale of activations would grow from round to round, and the accuracy would fall. So each round moves the statistics
 only part of the way to the measured moments (``follow``). This part shrinks as a layer's scale grows beyond the scale
-that ``federation.unit_scale`` set (``slowdown``). At ``LIMIT`` times that scale the statistics no longer change. Then
-the gradient ignores nothing.
+that ``federation.unit_scale`` set (``slowdown``). At ``LIMIT`` times that scale the statistics no longer change, so the
+gradient is then exact.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ DEAD = 1e-12
 
 
 def slowdown(shared: Running, scale: float = 1.0) -> float:
-    """Return the factor, from 0 to 1, by which a layer's statistics change more slowly as the layer's scale grows.
+    """Return a factor from 0 to 1 for the weight of new moments in a layer's shared statistics.
 
-    A layer's scale is the standard deviation of its input: the geometric mean over its channels, without the dead ones.
+    The factor falls as the standard deviation of the layer's input grows. This deviation is the geometric mean over the
+    channels, without dead ones (``DEAD``).
+
+    Args:
+        shared: the layer's shared statistics.
+        scale: the standard deviation at the start of the run.
 
     Returns:
         1 up to a deviation of ``scale``. Above it the factor falls linearly with the logarithm of the deviation, to 0 at
@@ -48,7 +53,7 @@ def follow(shared: Running, measured: Moments, tracking: float, scale: float = 1
     Args:
         shared: the statistics before.
         measured: the pooled moments of the round.
-        tracking: size of the step, in (0, 1], before ``slowdown``.
+        tracking: weight of ``measured`` in the result, in (0, 1]. It is multiplied by ``slowdown``.
         scale: standard deviation of the layer's input at the start of the run.
 
     Returns:
@@ -61,9 +66,9 @@ def tracking(default: float | None, otherwise: str = "", *, instead: str) -> Any
     """Declare the option ``tracking`` of FBN and HBN.
 
     Args:
-        default: the option's default. None: the method chooses it.
-        otherwise: the method's choice in words, if ``default`` is None.
-        instead: key of the option that replaces ``tracking`` when it is set.
+        default: the option's default. None: the method chooses the value.
+        otherwise: in words, the value that the method chooses if ``default`` is None.
+        instead: run-config key of the option that takes the place of ``tracking`` if it is set.
     """
     return option(
         default,

@@ -70,11 +70,14 @@ def replace_convolutions(model: nn.Module, kinds: Mapping[type[nn.Module], type[
 
     Args:
         model: the network.
-        kinds: the new class for each old class.
-        advice: what to do instead, for error messages.
+        kinds: old class -> new class.
+        advice: what the user can do instead, for error messages.
+
+    Returns:
+        ``model``.
 
     Raises:
-        Unconvertible: a convolution is of another type, or has one weight per output channel.
+        Unconvertible: the class of a convolution is not in ``kinds``, or it has only one weight per output channel.
     """
     for name, module in model.named_modules():
         if not isinstance(module, _ConvNd):

@@ -57,10 +57,9 @@ def build(
     """Make a freshly initialised network for images.
 
     Args:
-        name: one of ``MODELS``, a classification model of torchvision ("resnet18", "vgg11_bn"),
-            "deeplabv3plus-" and an encoder (classes per pixel), or a function of your own as
-            "package.module:function". Such a function is called with ``classes``, ``channels`` and
-            ``image_size`` by name.
+        name: one of ``MODELS``, a classification model of torchvision ("resnet18", "vgg11_bn"), or
+            "deeplabv3plus-" and an encoder (classes per pixel). Or a function of your own as
+            "package.module:function", which is called with ``classes``, ``channels`` and ``image_size`` by name.
         classes: the number of outputs: classes, values or labels.
         channels: the number of channels of an image.
         image_size: the pixels along each side of an image.
@@ -95,7 +94,7 @@ def build(
 
 
 def is_torchvision(name: str) -> bool:
-    """Return whether ``name`` can only be a model of torchvision."""
+    """Return whether ``name`` is no model of fl-bn, no function of a user and no DeepLabv3+, so torchvision must know it."""
     return name not in MODELS and ":" not in name and not is_segmentation(name)
 
 

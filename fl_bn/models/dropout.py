@@ -1,4 +1,4 @@
-"""Networks without dropout, for papers that fine-tune a network and drop its dropout layers."""
+"""Switch off dropout in a network, as in papers that fine-tune a network without it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
         ``model``.
 
     Raises:
-        ValueError: ``model`` has no dropout layer. A call of ``torch.nn.functional.dropout`` in its
-            ``forward`` is no layer.
+        ValueError: ``model`` has no dropout layer. Calls of ``torch.nn.functional.dropout`` in ``forward`` are not found.
     """
     layers = [module for module in model.modules() if isinstance(module, _DropoutNd)]
     if not layers:

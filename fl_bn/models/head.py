@@ -1,4 +1,4 @@
-"""Search for the head of a network, and a projection before it."""
+"""Find the head of a network, or replace it by a projection and a new head."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Weighted = nn.Linear | _ConvNd
 
 
 def head_of(model: nn.Module) -> tuple[str, Weighted] | None:
-    """Find the head: the last linear layer, else (segmentation, SqueezeNet) the last convolution.
+    """Find the head of ``model``: its last linear layer, or else (segmentation, SqueezeNet) its last convolution.
 
-    The order is that of ``named_modules``, in which layers are defined. In a network that defines its head
-    first, another layer is found.
+    The last layer is the last one of ``named_modules``, whose order is that in which the network's constructor sets its
+    layers. If the constructor sets the head before other such layers, the result is wrong.
 
     Returns:
         Name and module, or None if the model has no such layer.
@@ -25,11 +25,14 @@ def head_of(model: nn.Module) -> tuple[str, Weighted] | None:
 
 
 def with_projection(model: nn.Module, features: int) -> nn.Module:
-    """Put a projection before the head of ``model``, in place, as in MOON (section 3.2 of its paper).
+    """Replace the head of ``model``, in place, by a projection and a new head, as in MOON (section 3.2 of its paper).
+
+    The projection has two linear layers with a ReLU between them. The new head is a linear layer with the outputs of the
+    old one. All three layers are newly initialised.
 
     Args:
         model: its head must be a linear layer.
-        features: number of outputs of the projection's second layer.
+        features: number of outputs of the projection, which are the inputs of the new head.
 
     Returns:
         ``model``.
@@ -40,7 +43,9 @@ def with_projection(model: nn.Module, features: int) -> nn.Module:
     head = head_of(model)
     if head is None or not isinstance(head[1], nn.Linear) or not head[0]:
         kind = "missing" if head is None else f"{head[0] or 'the model itself'} ({type(head[1]).__name__})"
-        raise ValueError(f"a projection needs a linear layer within the network as head, but the head is {kind}: set moon-projection to 0")
+        raise ValueError(
+            f"moon-projection needs a network of several layers whose head is linear, but the head is {kind}: set moon-projection to 0"
+        )
     name, layer = head[0], head[1]
     d, owner, key = layer.in_features, *name.rpartition(".")[::2]
     layers = nn.Linear(d, d), nn.ReLU(), nn.Linear(d, features), nn.Linear(features, layer.out_features, layer.bias is not None)

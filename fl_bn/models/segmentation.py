@@ -19,7 +19,7 @@ MULTIPLE = 16  # the sides of an image are multiples of it: the encoder's output
 
 
 def is_segmentation(name: str) -> bool:
-    """Return whether ``name`` is a network for segmentation."""
+    """Return whether ``name`` is the name of a DeepLabv3+ (``deeplabv3plus-`` and an encoder)."""
     return name.startswith(PREFIX)
 
 
@@ -34,7 +34,7 @@ def deeplabv3plus(name: str, classes: int, channels: int, image_size: int) -> nn
         name: "deeplabv3plus-" and an encoder.
         classes: number of classes.
         channels: number of channels of an image.
-        image_size: one side of the images, to check it. 0: images are not square.
+        image_size: the pixels along each side of an image, which are checked. 0: images are not square, and not checked.
 
     Raises:
         ValueError: the encoder is unknown, the image has another side, or segmentation-models-pytorch is not

@@ -90,7 +90,7 @@ def mlp(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def table_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Make ``mlp`` behind a BatchNorm of the inputs, which brings every column of a table to one scale.
+    """Make ``mlp`` with a BatchNorm before its first layer, which brings every column of a table to the same scale.
 
     The running statistics of that layer are the mean and variance of every column.
     """
@@ -131,10 +131,15 @@ def _linear(before: int, after: int) -> nn.Sequential:
 
 
 def check_size(name: str, image_size: int, least: int) -> None:
-    """Refuse images of fewer than ``least`` pixels along each side.
+    """Check that images have at least ``least`` pixels along each side.
+
+    Args:
+        name: the model's name, for the message.
+        image_size: the pixels along each side of an image.
+        least: the smallest ``image_size`` that the model can take.
 
     Raises:
-        ValueError: with the model's name and the sizes.
+        ValueError: the images are smaller.
     """
     if image_size < least:
         tables = ": for a table, choose model='mlp' or 'table-mlp'" if image_size == 1 else ""

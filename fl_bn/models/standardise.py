@@ -20,10 +20,11 @@ STANDARDS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 def standardised(model: nn.Module, name: str, channels: int) -> nn.Module:
-    """Let ``model``, in place, standardise its inputs (B, C, *), which are in -1..1.
+    """Make ``model`` standardise its inputs (B, C, *), in place, by a hook.
 
-    The model then subtracts the mean of the data set ``name`` and divides by its standard deviation. No tensor is
-    added, so the saved weights also fit the plain network on standardised inputs.
+    The inputs are pixels from -1 to 1. The hook first maps them to 0..1. Then it subtracts each channel's mean in the data
+    set ``name``, and divides by the channel's standard deviation there. The hook adds no tensor to the state_dict. So
+    saved weights can be loaded into the network without the hook, if its inputs are standardised in another way.
 
     Args:
         model: the network.

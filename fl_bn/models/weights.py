@@ -19,7 +19,7 @@ MOST_NAMES = 5  # the most names in an error
 
 
 def load_weights(model: nn.Module, path: str) -> None:
-    """Load all tensors of a state_dict into ``model``, by name.
+    """Load all tensors of a state_dict in a file into ``model``, by name.
 
     Three differences are allowed. If the file's head has another shape (for the classes of pre-training), the
     model's head keeps its initial weights. Counters (``num_batches_tracked``) may be missing. Names may have, or

@@ -37,7 +37,7 @@ class _Proximal(Round):
 
 @dataclass(frozen=True)
 class FedProx(Objective):
-    """Add FedProx's proximal term to the loss. The term is over the shared trained weights, without weights that stay at the client."""
+    """Add FedProx's proximal term to the loss. The term is over the trained weights that are shared, and no others."""
 
     mu: float = option(0.01, "strength of mu/2 ||w - w_t||^2; 0: off", ">= 0", symbol="mu")
     name: ClassVar[str] = "fedprox"

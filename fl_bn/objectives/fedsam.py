@@ -1,11 +1,11 @@
-"""FedSAM: each local step follows the gradient at the worst point near the weights.
+"""FedSAM: each local step uses the gradient at a nearby point where the loss is high, instead of at the weights.
 
 Generalized Federated Learning via Sharpness Aware Minimization, Qu, Li, Duan, Liu, Tang, Lu, ICML 2022,
 Algorithm 1. The same algorithm is Improving Generalization in Federated Learning by Seeking Flat Minima,
 Caldarola, Caputo, Ciccone, ECCV 2022.
 
-A step makes two passes. The statistics of the first pass, at the weights themselves, update the running
-statistics and are reported. Both passes use the same dropout masks.
+A step makes two passes, first at the weights and then at that point. The batch statistics of the first pass update
+the running statistics and are reported, those of the second are not. Both passes use the same dropout masks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Sharpness(Round):
 
 @dataclass(frozen=True)
 class FedSAM(Objective):
-    """Compute each gradient after FedSAM's ascent step, whose length ``rho`` is in the Euclidean norm over all trained parameters."""
+    """Compute each gradient after FedSAM's ascent step. ``rho`` is the step's Euclidean length, over all trained parameters."""
 
     rho: float = option(0.05, "radius of the ascent step; 0: off", ">= 0", symbol="rho")
     name: ClassVar[str] = "fedsam"

@@ -44,7 +44,7 @@ def contrastive_term(z: Tensor, z_global: Tensor, z_previous: Tensor, temperatur
 
 
 class _Representation:
-    """Keep the last input (B, d) of the head of ``model``, in float32 or float64.
+    """Record the input (B, d) of the head of ``model`` in each forward pass, by a hook, in float32 or float64.
 
     If the head is a convolution, its input is averaged over all pixels.
     """
@@ -52,7 +52,9 @@ class _Representation:
     def __init__(self, model: nn.Module) -> None:
         head = head_of(model)
         if head is None:
-            raise ValueError("moon compares the inputs of the last linear layer or convolution, but the model has neither")
+            raise ValueError(
+                "moon compares the inputs of the last linear layer or convolution, but the model has neither: choose another objective"
+            )
         self.last: Tensor | None = None
         self._handle = head[1].register_forward_pre_hook(self._keep)
 
@@ -61,7 +63,7 @@ class _Representation:
         self.last = x if x.dim() == 2 else x.flatten(2).mean(2) if not isinstance(module, nn.Linear) else x.flatten(1)
 
     def take(self) -> Tensor:
-        """Return the representation of the last forward pass and forget it."""
+        """Return the head's input in the last forward pass, and delete it from this object."""
         assert self.last is not None
         last, self.last = self.last, None
         return last
@@ -72,7 +74,7 @@ class _Representation:
 
 
 class _Fixed:
-    """Keep a frozen copy of a model, to compute its representations."""
+    """Compute the representations of a frozen copy of ``model`` whose state_dict is ``state``."""
 
     def __init__(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         self.model = copied(model).eval().requires_grad_(False)
@@ -119,7 +121,7 @@ class Moon(Objective):
     anchored: ClassVar[bool] = True
 
     def begin(self, start: Start) -> Round:
-        """Begin a round that compares representations, unless it is the client's first."""
+        """Begin a round with the contrastive term. In the client's first round the loss has no such term."""
         return _Contrast(start, self.mu, self.temperature)
 
     @property

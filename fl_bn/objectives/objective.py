@@ -1,4 +1,4 @@
-"""Local objectives: a value in the settings that defines what a client minimises in its round."""
+"""Define the base classes of local objectives. An objective decides what a client minimises in its round."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Step:
     Attributes:
         x: the inputs.
         forward: computes the loss.
-        again: after ``forward``, computes the loss once more with the same dropout. The second pass is
-            recorded neither in running statistics nor in the client's report.
+        again: computes the loss a second time, after ``forward``, with the same dropout masks. This pass changes no
+            running statistics, and the client does not report its statistics.
     """
 
     x: Tensor
@@ -38,12 +38,12 @@ class Start:
     Attributes:
         model: the model with the received weights.
         trained: the parameters that the round changes, by name.
-        shared: names of the trained parameters that the server knows.
-        kept: tensors that this objective kept at the client after its last round. Empty in its first round.
-        received: tensors of the section ``control``.
+        shared: names of the trained parameters that clients and server send to each other.
+        kept: the tensors ``Finish.kept`` of the client's last round. Empty in its first round.
+        received: the tensors that the server sent in the message's section ``control``, by name.
         counted: whether the server received the tensors that the client sent at the end of its last round.
-        full_gradient: computes the gradient of the loss at the present model, by name: the mean over all of
-            the client's samples. It changes nothing.
+        full_gradient: computes the mean gradient of the loss over all of the client's samples, at the present weights.
+            Returns the gradient of each parameter by name, and changes no tensor of the model.
     """
 
     model: nn.Module
@@ -55,17 +55,17 @@ class Start:
     full_gradient: Callable[[], dict[str, Tensor]] = dict
 
     def anchors(self) -> dict[str, Tensor]:
-        """Copy the shared parameters that this round trains, as received."""
+        """Return copies of the parameters that are both shared and trained, by name. At the start they have the received values."""
         return {name: p.detach().clone() for name, p in self.trained.items() if name in self.shared}
 
 
 @dataclass(frozen=True)
 class Finish:
-    """Hold the result of a client's round, beside the model.
+    """Hold the tensors that an objective makes in a client's round, in addition to the trained model.
 
     Attributes:
-        kept: tensors for the client's next round, which stay at the client.
-        sent: tensors of the section ``control``, which are sent to the server.
+        kept: tensors that the client stores for its next round, and never sends.
+        sent: tensors that the client sends to the server in the message's section ``control``.
     """
 
     kept: Tensors = field(default_factory=dict)
@@ -86,7 +86,12 @@ class Round:
         return loss
 
     def finish(self, steps: int, learning_rate: float) -> Finish:
-        """Return the tensors to keep and to send, after the round's last step."""
+        """Return the tensors that the client stores and sends. It is called after the round's last step.
+
+        Args:
+            steps: the number of local steps of the round.
+            learning_rate: the learning rate of the round.
+        """
         return Finish()
 
     def close(self) -> None:
@@ -101,11 +106,11 @@ class Objective(Options):
 
     Attributes:
         name: the name in the run config.
-        travels: whether one control variate per shared parameter is sent to the clients and back.
-        repeats: whether each step computes its batch twice.
+        travels: whether server and clients send each other one control variate per shared parameter.
+        repeats: whether each step makes two passes over its batch.
         anchored: whether the objective uses the weights that the client received, so that the method must share
             weights.
-        corrects: whether steps add a correction to the gradient that comes from no loss on the batch (SCAFFOLD).
+        corrects: whether each step adds a term to the gradient that does not depend on the batch (SCAFFOLD).
     """
 
     name: ClassVar[str] = "none"
@@ -115,7 +120,7 @@ class Objective(Options):
     corrects: ClassVar[bool] = False
 
     def begin(self, start: Start) -> Round:
-        """Begin a client's round."""
+        """Return the object that computes the gradients of one client's round, which begins at ``start``."""
         return Round()
 
     @property

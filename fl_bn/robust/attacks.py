@@ -1,8 +1,8 @@
 """Attacks: what f Byzantine clients send if they know what the honest clients send.
 
 An ``Attack`` takes the rows (h, d) of the honest clients, and f. It returns f rows (f, d). A row is a
-client's update, or its statistics of one layer. Label flipping attacks the training data instead, and has a
-function of its own.
+client's update, or its statistics of one layer. Label flipping changes the training data instead, and is the function
+``flip_labels``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def alie(z: float | None = None) -> Attack:
 
 
 def z_max(n: int, f: int) -> float:
-    """Return the largest number of standard deviations with which ALIE still hides among the honest rows.
+    """Return ``z`` of ALIE: the largest number of standard deviations with which its rows hide among the honest rows.
 
     With s = floor(n/2 + 1) - f, it is the quantile of the normal distribution at (n - f - s) / (n - f), and at least 0.
     If s honest rows are farther from the mean than the f Byzantine rows, these two groups together are a majority
@@ -105,7 +105,7 @@ def optimised(family: Callable[[float], Attack], damage: Damage, grid: np.ndarra
     Args:
         family: makes an attack from a strength. All rows of the attack are equal, and linear in the strength
             (FOE, ALIE).
-        damage: returns the server's error if every Byzantine client sends a row.
+        damage: ``damage(row)`` returns the error of the server's aggregate if every Byzantine client sends ``row``.
         grid: strengths > 0, in a geometric series.
     """
 
@@ -194,19 +194,19 @@ class Adversary:
             The rows (f, d).
 
         Raises:
-            ValueError: the attack changes the training data, and has no rows of its own.
+            ValueError: the attack is ``label-flip``, which changes the training data instead of the rows.
         """
         if not isinstance(self.attack, str):
             return self.attack(honest, f)
         family = ATTACKS[self.attack]
         if family is None:
-            raise ValueError(f"{self.attack} changes the training data and has no rows of its own: flip the labels by flip_labels instead")
+            raise ValueError(f"{self.attack} changes the training data, not what clients send: change the labels by flip_labels instead")
         if self.attack.endswith("-optimised"):
             return optimised(family, damage)(honest, f)
         return family(self.strength or STRENGTH.get(self.attack, 0.0))(honest, f)
 
     def statistics_rows(self, honest: np.ndarray, f: int, damage: Damage) -> np.ndarray:
-        """Return the false statistics of one layer that the Byzantine clients send, as ``rows`` does for updates.
+        """Return the false statistics of one layer that the Byzantine clients send. For arguments and errors see ``rows``.
 
         A row holds C means, then C variances. Sign flipping changes the means only (FBN, section 5).
         """

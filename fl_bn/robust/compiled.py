@@ -122,8 +122,8 @@ def code(n: int, trim: int, double: bool) -> str:
     """Write LLVM code for the function ``middle(addresses of the rows, number of columns, out)``.
 
     ``middle`` writes the average of each column's middle values to ``out``. It returns 0 if all numbers are finite.
-    Each step computes one SIMD vector of columns. The last step takes the last columns that fill a vector. If the columns
-    cannot be divided evenly into vectors, it computes some columns a second time.
+    Each step computes as many columns as one SIMD vector holds. The last step ends at the last column. So it computes some
+    columns a second time, unless the number of columns is a multiple of the vector's length.
 
     Args:
         n: the number of rows.

@@ -1,6 +1,6 @@
 """Pass 2 of a rule: order statistics of every column of a block (n, width), such as its median.
 
-For up to 24 rows, a pruned sorting network takes minima and maxima of whole rows. For more rows, the block is
+For up to 24 rows, a pruned sorting network computes minima and maxima of whole rows. For more rows, the block is
 transposed in strips and sorted along the contiguous axis, where NumPy's sort is fast. The functions overwrite
 their blocks. ``compiled`` computes the same for large tables several times as fast.
 """
@@ -98,8 +98,8 @@ def weighted_median(block: Any, weights: np.ndarray) -> np.ndarray:
         weights: weights of the rows (n,), each at least 0.
 
     Returns:
-        The medians (width,). Half of the weight is on either side of a median. If this is so for all numbers between
-            two values, the mean of these two is returned.
+        The medians (width,): the values below a median have at most half of the weight, and so do the values above it. If
+            this is true for all numbers between two values, the result is the mean of these two.
     """
     values, cumulated = _cumulated(block, weights)
     half, column = cumulated[-1] / 2, np.arange(block.shape[1])

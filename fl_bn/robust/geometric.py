@@ -1,10 +1,10 @@
 """Rules that use distances between rows only: the geometric median and centred clipping.
 
-Both compute with the n weights of the rows instead of d coordinates. They start at the medoid, the row in the
-middle of the others. All their points are weighted means of rows, so adding a vector to every row adds it to
-the result. The usual distance is the median of the rows' distances to the medoid. A row farther than ``HORIZON``
-usual distances from the medoid is first pulled in to that distance. Otherwise its large square would cost the
-other rows their precision.
+Both compute with the n weights of the rows instead of d coordinates. They start at the ``medoid``, which is a row near
+the majority of rows. All their points are weighted means of rows, so adding a vector to every row adds it to the
+result. The *usual distance* is the median of the rows' distances to the medoid. If a row is farther from the medoid
+than ``HORIZON`` usual distances, it is first moved towards the medoid, to that distance. Otherwise the square of its
+distance would be so large that the other rows' distances lose their precision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ITERATIONS = 10_000
 class _Scene:
     """Hold the rows x_k relative to the medoid x_m. Coordinates b stand for the point x_m + sum_k b_k s_k (x_k - x_m).
 
-    Here s_k is in (0, 1]. It is 1 unless row k was pulled in (``scale``).
+    The factor s_k (``scale``) is in (0, 1]. It is below 1 if row k was moved towards the medoid.
     """
 
     def __init__(self, gram: Gram, reach: float = 0.0) -> None:

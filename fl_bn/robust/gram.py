@@ -55,7 +55,7 @@ def gram(table: Table, checked: bool = False) -> Gram:
 
     float32 rows are multiplied in float32, and the blocks are summed in float64. If the rows are so similar
     that rounding hides their differences, the products are computed again in float64. If that is not enough,
-    a row in the middle of the others is subtracted first.
+    the ``medoid`` is subtracted from all rows first.
 
     Args:
         table: the rows.
@@ -79,10 +79,10 @@ def gram(table: Table, checked: bool = False) -> Gram:
 
 
 def medoid(squared_distances: np.ndarray) -> int:
-    """Return the index of the row in the middle of the others: its distance to the nearest majority of rows is the smallest.
+    """Return the index of the medoid: the row with the smallest radius of a ball about it that holds a majority of rows.
 
-    If most rows are honest, this row is near honest ones. Among rows with equal such distances, the smallest sum of
-    the distances to that majority decides.
+    If most rows are honest, the medoid is near honest rows. If several rows have the same radius, the smallest sum of
+    squared distances to the rows in the ball decides.
 
     Args:
         squared_distances: (n, n).
@@ -93,10 +93,10 @@ def medoid(squared_distances: np.ndarray) -> int:
 
 
 def _lost(products: np.ndarray, loss: float) -> bool:
-    """Return whether the squared distance of any two rows is too small to be exact: below ``loss`` times their squared norms.
+    """Return whether rounding hides the distance of two rows: its square is below ``loss`` times the sum of their squared norms.
 
-    A distance below the usual one counts as the usual one, since it need not be exact. So two equal rows alone do not
-    make the result True.
+    Each row has a median distance to all rows. Distances below the smallest of these medians are replaced by it, because
+    they need not be exact. So two equal rows alone do not make the result True.
     """
     n = len(products)
     if n < 2:

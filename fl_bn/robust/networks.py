@@ -43,8 +43,8 @@ class Exchange(NamedTuple):
 def batcher(n: int) -> list[tuple[int, int]]:
     """Return pairs ``(i, j)`` of wires, i < j. Compare-exchanges of these pairs, in order, sort ``n`` values in ascending order.
 
-    One half is sorted before the other half begins. So the wires of neighbouring exchanges are still in
-    registers or in the first-level cache.
+    One half is sorted before the other half begins. So the values that an exchange reads are often still in registers or
+    in the first-level cache.
     """
     pairs: list[tuple[int, int]] = []
 

@@ -9,7 +9,7 @@ unless ``weights`` are given. Weights come from the clients, so they are capped:
 than half of the total.
 
 A rule passes over the data at most twice. ``gram`` computes the distances. Then one pass in blocks of columns
-mixes the rows and combines them. Pre-aggregations take the rule that follows: ``nnm(rows, f, then=median)``.
+mixes the rows and combines them. A pre-aggregation has the next rule as an argument: ``nnm(rows, f, then=median)``.
 """
 
 from __future__ import annotations
@@ -146,15 +146,16 @@ def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neig
 def geometric_median(rows: Rows | View, f: int = 0, *, weights: Weights | None = None, tolerance: float = 1e-10) -> Outcome:
     """Return the point with the smallest sum of distances to the rows.
 
-    It is found by Weiszfeld's iteration. If the iteration reaches a row, it takes the step of Vardi and Zhang. It
-    changes n weights instead of d coordinates.
+    It is found by Weiszfeld's iteration, which here changes n weights instead of d coordinates. If the iteration reaches a
+    row, the next step is that of Vardi and Zhang.
 
     Args:
         rows: n rows, at most f of them Byzantine.
         f: the number of Byzantine rows to withstand.
         weights: the clients' weights (n,), which are capped so that the f heaviest hold less than half of the
             total. None: all rows count alike.
-        tolerance: the iteration stops when a step is shorter than this share of the rows' usual distance, see ``geometric``.
+        tolerance: the iteration stops when a step is shorter than ``tolerance`` times the median distance of the rows to
+            the medoid (``gram.medoid``).
 
     References:
         Vardi and Zhang, The multivariate L1-median, PNAS 2000.
@@ -169,9 +170,9 @@ def geometric_median(rows: Rows | View, f: int = 0, *, weights: Weights | None =
 def centered_clipping(
     rows: Rows | View, f: int = 0, *, radius: float | None = None, steps: int = 10, weights: Weights | None = None
 ) -> Outcome:
-    """Iterate ``v <- v + mean(min(1, radius / |x - v|) (x - v))``, starting at the row in the middle of the others.
+    """Iterate ``v <- v + mean(min(1, radius / |x - v|) (x - v))``, where x are the rows, and return the last v.
 
-    In the paper, v starts at the aggregate of the round before.
+    The first v is the medoid (``gram.medoid``). In the paper, it is the aggregate of the round before.
 
     Args:
         rows: n rows, at most f of them Byzantine.
@@ -200,7 +201,7 @@ def centered_clipping(
 def nnm(rows: Rows | View, f: int = 0, *, then: Rule = median) -> Outcome:
     """Replace every row by the mean of its n - f nearest rows, itself included, and apply ``then`` (nearest-neighbour mixing).
 
-    Among equally near rows, those with the smallest indices are taken.
+    Among equally near rows, those with the smallest indices are chosen.
 
     Args:
         rows: n rows, at most f of them Byzantine.

@@ -65,7 +65,8 @@ class Table:
         """Make a table from a matrix, a list of vectors, or a list of named layers.
 
         Raises:
-            ValueError: rows differ in names or shapes, or hold no floating-point numbers.
+            ValueError: there is no row, an array is no matrix, rows differ in names or shapes, or hold no floating-point
+                numbers.
         """
         if isinstance(rows, np.ndarray | Tensor) and rows.ndim != 2:
             raise ValueError(f"expected a matrix (n, d) or a list of rows, but got an array of shape {tuple(rows.shape)}")
@@ -90,7 +91,7 @@ class Table:
 
     @property
     def in_place(self) -> bool:
-        """Return whether machine code may read the rows without a copy. All must be contiguous NumPy arrays of float32."""
+        """Return whether all rows are contiguous NumPy arrays of float32, which ``compiled`` reads without a copy."""
         rows = (row for segment in self.segments for row in segment.rows)
         return all(isinstance(row, np.ndarray) and row.dtype == np.float32 and row.flags.c_contiguous for row in rows)
 
@@ -148,14 +149,17 @@ class Table:
         return wide
 
     def mixed(self, mix: np.ndarray, block: Any) -> Any:
-        """Return ``mix @ block`` (m, width) in the block's dtype, in a buffer that the next call overwrites."""
+        """Return ``mix @ block``: m mixtures of the rows of ``block`` (n, width), with the weights ``mix`` (m, n).
+
+        The result (m, width) has the block's dtype. It is in a buffer that the next call overwrites.
+        """
         out = self.scratch("mixed", len(mix), block.shape[1])
         if self.device is None:
             return np.matmul(mix.astype(block.dtype), block, out=out)
         return torch.matmul(torch.as_tensor(mix, dtype=block.dtype, device=block.device), block, out=out)
 
     def total(self, shares: np.ndarray, block: Any) -> Any:
-        """Return ``shares @ block`` (width,), in float64."""
+        """Return ``shares @ block`` (width,): the sum of the block's rows with weights ``shares`` (n,), in float64."""
         wide = self.wide(block)
         return shares @ wide if self.device is None else torch.as_tensor(shares, device=wide.device) @ wide
 
@@ -178,7 +182,7 @@ class Table:
         return [int(i) for i in np.flatnonzero(bad)]
 
     def output(self) -> Output:
-        """Return an empty ``Output`` for one result of the rows' form."""
+        """Return an ``Output`` for one result that has the form of a row. It holds no numbers yet."""
         return Output(self)
 
 
@@ -186,10 +190,10 @@ LARGEST = 1e140  # a float64 row with a larger number counts as not finite: squa
 
 
 class Output:
-    """Collect a result of d columns block by block. The result has the rows' form.
+    """Collect the result of a rule, d columns, block by block.
 
     Attributes:
-        value: the result.
+        value: the result, in the form of an input row (a vector, or named layers).
         flat: one vector for each of the table's segments, in the memory of ``value``.
     """
 

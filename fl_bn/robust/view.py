@@ -60,7 +60,7 @@ class Report:
 
 
 class Outcome(NamedTuple):
-    """Hold what a rule returns.
+    """Hold the result of a robust rule.
 
     Attributes:
         value: the aggregate, in the form of one input row.
@@ -124,7 +124,7 @@ class View:
         return self._outcome(output, shares, scores)
 
     def by_coordinate(self, kernel: Callable[[Any], Any]) -> Outcome:
-        """Apply ``kernel`` to every block (n, width) of this view's rows. A block is mixed when it is read."""
+        """Combine this view's rows by ``kernel``, a function of a block (n, width) that returns (width,)."""
         table, output = self.table, self.table.output()
         for start, stop in table.blocks():
             block = table.load(start, stop, self.checked)
@@ -169,12 +169,12 @@ class View:
 
 
 def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[[View], Outcome], weights: Any = None) -> Outcome:
-    """Apply ``rule`` to the rows that are finite.
+    """Apply ``rule`` to the rows without NaN or Inf. Each rejected row lowers f by one.
 
     Args:
         rows: n rows.
         f: the number of rows that may be Byzantine.
-        smallest: the fewest rows with which the rule works.
+        smallest: the smallest number of rows that the rule needs.
         name: the rule's name, for messages.
         rule: takes a view of the finite rows, and returns their combination.
         weights: the clients' weights (n,), which ``capped`` cuts so that the f heaviest rows hold less than
@@ -188,7 +188,7 @@ def on_view(rows: Rows | View, f: int, smallest: int, name: str, rule: Callable[
             weights do not fit the rows.
     """
     if isinstance(f, bool) or not isinstance(f, int | np.integer) or f < 0:
-        raise ValueError(f"f must be a whole number >= 0, but got {f!r}")
+        raise ValueError(f"f, the number of Byzantine rows, must be a whole number >= 0, but got {f!r}")
     if isinstance(rows, View):
         # with more rejected rows than declared there is no guarantee, but the rest is still aggregated
         if len(rows.rejected) <= rows.declared:

@@ -1,4 +1,4 @@
-"""Limits on the weights that clients report for themselves."""
+"""Limit the weights that clients report about themselves, so that a few false weights cannot outweigh all other clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def capped(weights: Sequence[float] | np.ndarray, f: int) -> np.ndarray:
     if not np.isfinite(w).all() or (w < 0).any() or not w.any():
         raise ValueError(f"weights must be finite, not negative and not all zero, but got {w.tolist()}")
     if not 0 <= 2 * f < n:
-        raise ValueError(f"a cap against f={f} needs at least {2 * f + 1} weights, but got {n}")
+        raise ValueError(f"capping weights against Byzantine rows: f={f} needs at least {2 * f + 1} weights, but got {n}: reduce f")
     pivot = np.sort(w)[::-1][2 * f]  # no cap is larger than n * n times this weight, so larger weights are all treated alike
     shares = w / w.max()
     heavy, allowed = np.sort(shares)[::-1], (n - 1) / (2 * n)

@@ -1,8 +1,8 @@
-"""Moments as plain averages, a form that can be summed securely and clipped.
+"""Convert moments into numbers of which secure aggregation can compute the average over the clients.
 
-Count, mean and biased variance of one layer (``Moments``) are not additive: pooling needs every client's
-mean. The reference is public: the running statistics that the server sent, with mean r and standard deviation
-s = sqrt(var + EPS). Two deviations from it are::
+Count, mean and biased variance of one layer (``Moments``) cannot be averaged: pooling needs every client's mean. So each
+client computes two deviations from a public reference. The reference is the running statistics that the server sent,
+with mean r and standard deviation s = sqrt(var + EPS)::
 
     first  = mean of (x - r) / s            second = mean of ((x - r) / s)^2 - 1
 
@@ -10,9 +10,9 @@ Both have no unit, and are 0 for data with the moments of the reference. Their a
 are the deviations of the union. So ``mean = r + s * first`` and ``var = s^2 * (second + 1 - first^2)`` are
 exactly the pooled moments (law of total variance).
 
-A quantiser takes values in [-range, range]. ``within`` brings a client's deviations into this range: ``first`` as it
-is, and ``second / range``, because ``second`` is a square. Deviations outside the range are replaced by those of the
-nearest moments inside it. So their sum still gives valid moments.
+A quantiser needs values in [-range, range]. ``within`` brings a client's deviations into this range. ``second`` is
+divided by the range, because it is a square. Deviations outside the range are replaced by those of the nearest moments
+whose deviations are inside it. So the average still gives valid moments.
 
 Cancellation: ``second + 1 - first^2`` loses digits if ``|first|`` is large, that is, if the reference is far
 from the data. An error e of both numbers changes the variance by up to ``e * (range + 2 |first| + e)`` s^2. If
@@ -41,10 +41,11 @@ def scale(reference: Running) -> Tensor:
 
 
 def deviations(moments: Moments, reference: Running) -> tuple[Tensor, Tensor]:
-    """Compute the deviations of a layer's moments from the reference.
+    """Compute the deviations of a layer's moments from the reference, which has mean r and standard deviation s (``scale``).
 
     Returns:
-        ``first`` and ``second``, (C,) each in float64, without a unit. Zeros for a layer that did not run.
+        ``first``, the mean of ``(x - r) / s``, and ``second``, the mean of ``((x - r) / s)^2 - 1``. Both are (C,), in
+        float64, without a unit. Zeros if the moments have count 0, because the layer did not run.
     """
     if moments.count == 0:
         zeros = torch.zeros_like(reference.mean, dtype=torch.float64)
@@ -67,7 +68,7 @@ def from_deviations(count: int, first: Tensor, second: Tensor, reference: Runnin
         reference: the public reference.
 
     Returns:
-        The moments, and the number of channels whose variance was negative.
+        The moments, and the number of channels whose variance was negative and was set to 0.
     """
     s = scale(reference)
     var = second + 1 - first.square()
@@ -75,7 +76,7 @@ def from_deviations(count: int, first: Tensor, second: Tensor, reference: Runnin
 
 
 def running_deviations(running: Running, reference: Running) -> tuple[Tensor, Tensor]:
-    """Compute ``(mean - r) / s`` and ``var / s^2 - 1``, (C,) each.
+    """Compute ``(mean - r) / s`` and ``var / s^2 - 1``, (C,) each, for a reference with mean r and standard deviation s.
 
     These deviations are for methods that average running means and running variances separately (FedAvg).
     """

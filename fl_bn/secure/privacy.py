@@ -97,8 +97,8 @@ def noisy(
         vector: tensors by name.
         clip: the largest L2 norm of the vector.
         noise: the noise multiplier.
-        contributors: the smallest number of clients whose sum is ever revealed. Their sum has the promised
-            noise, and a sum over more clients has more noise.
+        contributors: the smallest number of clients whose sum the server may learn. The noise of such a sum has the
+            standard deviation ``noise * clip``. A sum over more clients has more noise.
         rng: a generator, for tests. None: the operating system's entropy.
 
     Returns:
@@ -176,7 +176,7 @@ class Accountant:
         self._journal: Journal | None = None
 
     def keep_in(self, journal: Journal) -> None:
-        """Add the total of ``journal`` to the count, and record all further releases there."""
+        """Add the total of ``journal`` to ``releases``, and record all further releases in ``journal``."""
         self.releases += journal.total()
         self._journal = journal
 
@@ -191,9 +191,9 @@ class Accountant:
         self.releases += releases
 
     def at_least(self, releases: int) -> None:
-        """Raise the number of releases to ``releases``, the number in a checkpoint.
+        """Increase the number of releases to ``releases``, the number in a checkpoint.
 
-        If the run went on after the checkpoint, the journal may have counted more. The number then stays.
+        If the run went on after the checkpoint, the journal may have counted more releases. Then nothing changes.
         """
         if releases > self.releases:
             self.spend(releases - self.releases)

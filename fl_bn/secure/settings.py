@@ -24,9 +24,9 @@ class SecureAggregation(Options):
     Attributes:
         shares: The number of parts into which each client's secrets are split, odd. 0: one part per client of
             the cohort. A client shares masks with ``shares - 1`` other clients.
-        threshold: The number of parts that recover a secret. 0: the smallest number that is more than half.
-        clipping_range: Values beyond it are cut off. It is in standard deviations for statistics, and in their
-            own units for weights.
+        threshold: The number of parts that are needed to recover a secret. 0: the smallest number that is more than half.
+        clipping_range: The largest absolute value of a number that is sent; larger ones are cut off. It is in standard
+            deviations for statistics, and in their own units for weights.
         quantization_range: The number of bits per value within the clipping range.
         privacy: The clips, and the noise that clients add before they mask their vectors. None: no noise.
 
@@ -68,7 +68,7 @@ class SecureAggregation(Options):
         """Check that the vectors of ``clients`` clients can be summed.
 
         Raises:
-            ValueError: There are too few clients, or the sum would overflow.
+            ValueError: There are too few clients, the sum would overflow, or ``threshold`` does not fit their number.
         """
         if clients < LEAST:
             raise ValueError(

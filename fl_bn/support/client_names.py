@@ -21,8 +21,8 @@ class ClientNames:
     Attributes:
         names: the sites' names, by client index.
         nodes: Flower's node ids, by client index.
-        registered: Returns node -> name of the site that has this node now. A site whose key was renewed has another
-            node than at the start of the run.
+        registered: Returns node id -> name of the site that has this node at present. If a site's key was renewed during
+            the run, the site's node is no longer the one in ``nodes``.
     """
 
     names: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class ClientNames:
     def client_of(self, node: int) -> int | None:
         """Return the index of the client that has this node: from the start of the run, or since its site's key was renewed.
 
-        None: no client has this node.
+        The result is None if no client has this node.
 
         >>> renewed = ClientNames(("east", "west"), (17, 4), lambda: {17: "east", 9: "west", 5: "north"})
         >>> [renewed.client_of(node) for node in (17, 4, 9, 5)]

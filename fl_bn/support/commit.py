@@ -1,4 +1,4 @@
-"""Find the git commit from which this package was made, also where git is missing, as in a container image or on a client's machine."""
+"""Find the git commit of this package's source. It is also known without git, as in a container image or on a client's machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COMMIT = "commit.toml"  # the package's file that holds the commit
 
 
 def commit_of(folder: Path) -> str:
-    """Return the commit of the source tree in ``folder``, with ``+`` if it was changed; empty outside a checkout."""
+    """Return the abbreviated git commit of ``folder``, with ``+`` if tracked files have changes; empty outside a git checkout."""
     git = ["git", "-C", str(folder)]
     try:
         commit = subprocess.run(
@@ -24,10 +24,10 @@ def commit_of(folder: Path) -> str:
 
 
 def commit() -> str:
-    """Return the commit of this package.
+    """Return the git commit of this package's source. Empty if it is unknown.
 
-    It is read from the file ``COMMIT``, which is part of container images and is sent along with a run's code.
-    Without this file, git tells the commit of the checkout.
+    It is read from the file ``COMMIT``, which is part of container images and is sent with a run's code. Without this
+    file, it is the commit of the git checkout that holds the package.
     """
     file = PACKAGE / COMMIT
     return str(tomllib.loads(file.read_text()).get("commit", "")) if file.exists() else commit_of(PACKAGE)

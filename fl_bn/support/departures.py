@@ -1,6 +1,6 @@
-"""Notify a listener of data that leave a client outside its replies: the vectors of a layer-wise exchange.
+"""Call a listener before a client sends data outside its replies, which are the vectors of a layer-wise exchange.
 
-The program of a site registers a listener, which writes an audit log. Without a listener, as in a simulation, nothing
+The program at a site registers a listener that writes an audit log. Without a listener, as in a simulation, nothing
 happens.
 """
 
@@ -15,25 +15,24 @@ _listeners: list[Listener] = []
 
 
 def listen(listener: Listener) -> None:
-    """Register ``listener``, which is then called before data leave this process. It replaces an earlier listener.
+    """Register ``listener``, which ``leaving`` then calls. It replaces an earlier listener.
 
     Args:
-        listener: Takes the section of the data in the disclosure report, their number of bytes, and the number of samples
-            behind them (0: unknown). If it raises, the data do not leave.
+        listener: Has the arguments of ``leaving``. If it raises an error, the data are not sent.
     """
     _listeners[:] = [listener]
 
 
 def leaving(section: str, nbytes: int, samples: int) -> None:
-    """Tell the listener which data are about to leave this process.
+    """Call the listener, directly before this process sends data.
 
     Args:
-        section: The section of the data in the disclosure report: ``exchange``.
+        section: The name of the data in the disclosure report: ``exchange``.
         nbytes: The number of bytes.
-        samples: The number of samples behind the data; 0: unknown.
+        samples: The number of samples from which the data were computed; 0: unknown.
 
     Raises:
-        Exception: The listener failed, for example to write its log, so the data must not leave.
+        Exception: The listener raised it, for example because it could not write its log. The data must not be sent.
     """
     for listener in _listeners:
         listener(section, nbytes, samples)

@@ -1,6 +1,6 @@
-"""Write files that stay whole in a crash: new content is written to a file beside the old one, synced, and renamed.
+"""Write files that a crash does not damage: new content is written to another file, which then replaces the old one.
 
-Tensors are stored as safetensors. The metadata of such a file describe its content (``about``). They also have a
+Tensors are stored as safetensors. The metadata of such a file describe its content (``about``). They also contain a
 SHA-256 of the whole file, by which a damaged file is recognised.
 """
 
@@ -63,11 +63,11 @@ def write(path: Path, data: bytes, mode: int = 0o600) -> None:
 def append(path: Path, line: bytes) -> None:
     """Add a line to a file durably, so that no later crash removes it.
 
-    If an earlier crash left half a line at the end of the file, the new line begins below it.
+    If an earlier crash left half a line at the end of the file, that half stays as a line of its own.
 
     Args:
         path: The file.
-        line: The line, without its end.
+        line: The line, without the newline character.
 
     Raises:
         OSError: The line cannot be written, for example because the disk is full. Part of it may be in the
@@ -86,7 +86,7 @@ def append(path: Path, line: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of the files in ``folder`` durable, if the file system can do so."""
+    """Sync ``folder``, so that new and renamed files in it are there after a crash. Some file systems cannot do this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -152,7 +152,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         The tensors by name, and the metadata ``about``.
 
     Raises:
-        Damaged: The file is not whole.
+        Damaged: The file was cut short or altered, or ``save_tensors`` did not write it.
         OSError: The file cannot be read.
     """
     from safetensors import SafetensorError
@@ -175,7 +175,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file, so that nobody takes it for a whole one, and return its new path."""
+    """Rename a damaged file, so that no program reads it again. Return the new path, which ends in ``.set-aside-1`` or so."""
     number = 1
     while (aside := path.with_name(f"{path.name}.set-aside-{number}")).exists():
         number += 1

@@ -40,17 +40,26 @@ def lacking(what: str, *modules: str) -> str:
 
 
 def need(what: str, *modules: str) -> None:
-    """Check that all ``modules`` are installed, which ``what`` needs.
+    """Check that all ``modules`` are installed.
+
+    Args:
+        what: The thing that needs them, as the subject of the error message.
+        modules: The modules, which are keys of ``EXTRAS``.
 
     Raises:
-        NotInstalled: A module is missing.
+        NotInstalled: A module is missing. The message has the command that installs it.
     """
     if message := lacking(what, *modules):
         raise NotInstalled(message)
 
 
 def sentence(what: str, absent: list[str]) -> str:
-    """Return a sentence that says what to install if the modules ``absent``, keys of ``EXTRAS``, are missing."""
+    """Return the message that modules are missing, with the command that installs them.
+
+    Args:
+        what: The thing that needs the modules, as the subject of the sentence.
+        absent: The missing modules, which are keys of ``EXTRAS``.
+    """
     extras = ",".join(dict.fromkeys(EXTRAS[name] for name in absent))
     packages = " and ".join(name.replace("_", "-") for name in absent)
     return f"{what} needs {packages}, which {'are' if len(absent) > 1 else 'is'} not installed: pip install 'fl-bn[{extras}]'"

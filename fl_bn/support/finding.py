@@ -1,4 +1,4 @@
-"""The result of one check, for example of a data set's files or of a machine that is to take part."""
+"""The result of one check, for example of a data set's files or of a machine on which a client will run."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ class Finding:
             raise ValueError(f"{self.check}: a warning or a failure must say what to do, and an ok must not, but got {self}")
 
     def __str__(self) -> str:
-        """Describe the finding in one line, whatever the text holds."""
+        """Return status, check, text and advice as one line. Line breaks in them become spaces."""
         message = " -> ".join(filter(None, (self.text, self.do)))
         return f"{self.status:<4}  {self.check}: {' '.join(message.split())}"

@@ -13,10 +13,11 @@ NODES = "FL_BN_NODES"  # environment variable of a deployed ServerApp: the file 
 
 
 def flower_config(values: Mapping[str, Scalar]) -> str:
-    """Write ``key=value`` pairs for Flower's --node-config and --run-config.
+    """Return ``values`` as text for Flower's options --node-config and --run-config, such as ``rounds=3 method="fbn"``.
 
     Raises:
-        ValueError: A text has characters that Flower's form cannot hold.
+        ValueError: A value has a line break or another unprintable character. Or it has a single quote together with a
+            double quote or a backslash.
     """
     return " ".join(f"{name}={_scalar(name, value)}" for name, value in values.items())
 
@@ -28,5 +29,8 @@ def _scalar(name: str, value: Scalar) -> str:
         return repr(value)
     single = '"' in value or "\\" in value
     if not value.isprintable() or (single and "'" in value):
-        raise ValueError(f"{name}: a value in Flower's configs must have no line break and at most one kind of quotes, but got {value!r}")
+        raise ValueError(
+            f"{name}: a value in Flower's configs must have no line break or other unprintable character, and no single quote together "
+            f"with a double quote or a backslash, but got {value!r}"
+        )
     return f"'{value}'" if single else f'"{value}"'

@@ -1,4 +1,4 @@
-"""Tell whether runs of this machine compute on a GPU, and whether several of them can do so at the same time."""
+"""Find out whether runs on this machine compute on a GPU, and whether several processes can use it at the same time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MPS = Path(tempfile.gettempdir(), "nvidia-mps")
 
 
 def on_gpu(device: str) -> bool:
-    """Return whether a run with this ``device`` in its run config computes on a GPU: ``auto`` does if there is one."""
+    """Return whether a run whose run config has this ``device`` computes on a GPU. For ``auto``: whether there is a GPU."""
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Switch garbage collection off while modules are imported, and exclude their objects from it for good.
+    """Switch garbage collection off in the ``with`` block, which imports modules, and exclude their objects from it for good.
 
     Importing torch and Flower makes a quarter of a million objects that live as long as the process. The
     collector would scan all of them many times, and once more when Python ends: together almost a second

@@ -1,4 +1,4 @@
-"""Files that one process locks against others, as long as it lives."""
+"""Lock files, so that only one process at a time uses them. A lock ends at the latest when its process ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Unsupported(RuntimeError):
 
 
 def hold(file: IO[str], *, shared: bool = False) -> None:
-    """Lock ``file`` until it is closed, or this process ends.
+    """Lock ``file`` until it is closed, or this process ends. The call does not wait for a lock.
 
     Args:
         file: an open file.
-        shared: allow other processes that also lock it ``shared``.
+        shared: whether other processes may hold a ``shared`` lock at the same time.
 
     Raises:
         BlockingIOError: another process has locked it.
@@ -40,7 +40,10 @@ def take(path: Path, lockless: Callable[[], None] = lambda: None) -> IO[str]:
 
     Args:
         path: the file.
-        lockless: called if the file system has no locks. No other process is then kept out.
+        lockless: called if the file system has no locks. Other processes can then use the file, too.
+
+    Returns:
+        The open file, for ``release``.
 
     Raises:
         BlockingIOError: another process has locked it.

@@ -1,6 +1,6 @@
-"""Connections of this machine with itself.
+"""Connect to programs on the same machine without a proxy.
 
-By default, gRPC sends even these through the proxy that an environment variable names.
+By default, gRPC uses the proxy that an environment variable names, even for connections to the same machine.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ def is_loopback(host: str) -> bool:
 
 
 def direct(address: str) -> list[tuple[str, int]]:
-    """Return the options of a gRPC channel to HOST:PORT, by which a channel to this machine uses no proxy."""
+    """Return the options of a gRPC channel to ``address`` (HOST:PORT). If that is this machine, they switch the proxy off."""
     return [("grpc.enable_http_proxy", 0)] if is_loopback(address.rpartition(":")[0].strip("[]")) else []
 
 
 def excepted(variables: Mapping[str, str]) -> list[str]:
-    """Return the hosts that gRPC reaches without a proxy, from the environment's ``variables``."""
+    """Return the hosts that gRPC reaches without a proxy, according to the environment variables ``variables``."""
     listed = next((variables[name] for name in EXCEPTIONS if name in variables), "")
     return [host.strip() for host in listed.split(",") if host.strip()]
 
 
 def with_exceptions(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variable by which gRPC in other programs reaches this machine without a proxy.
+    """Return ``no_grpc_proxy`` and its value, for the environment of another program.
 
-    It keeps the exceptions in ``variables``. Only gRPC reads it, so nothing changes for other software.
+    With this variable, gRPC in that program reaches this machine without a proxy. The value also has all hosts that
+    ``variables`` exempt from the proxy. Only gRPC reads this variable, so other software is not affected.
+
+    Args:
+        variables: the environment variables of this process.
     """
     return {EXCEPTIONS[0]: ",".join(dict.fromkeys([*excepted(variables), *HERE]))}

@@ -15,7 +15,7 @@ def short(value: object) -> str:
 
 
 def nearest(name: object, known: Collection[str]) -> str:
-    """Return ``: did you mean 'fedbn'?``, or nothing if no known name is near."""
+    """Return ``: did you mean 'fedbn'?`` with the name in ``known`` that is most similar to ``name``. Empty: none is similar."""
     near = difflib.get_close_matches(name, known, 1) if isinstance(name, str) and name not in known else []
     return f": did you mean {near[0]!r}?" if near else ""
 
@@ -26,7 +26,14 @@ def names_of(text: str) -> tuple[str, ...]:
 
 
 def unknown(what: str, name: object, known: Collection[str], where: str = "") -> str:
-    """Return the message for an unknown key, line or table. It has the nearest known name, or all if none is near."""
+    """Return the message for an unknown name, with the most similar known name, or with all if none is similar.
+
+    Args:
+        what: the kind of thing that is named, such as "key".
+        name: the given name.
+        known: the known names.
+        where: the place of the name, such as " in [data]", which is added after the name.
+    """
     near = nearest(name, known)
     return f"unknown {what} {short(name)}{where}" + (near or f" (known: {', '.join(known)})")
 
@@ -38,17 +45,22 @@ def expected(what: str, name: object, known: Collection[str], others: str = "", 
         what: the kind of thing that is named, such as "method".
         name: the given name.
         known: the accepted names.
-        others: other accepted values, in words.
-        hidden: names of the other accepted values. The error does not list them, but suggests a near one.
+        others: other accepted values in words, such as ", or a function".
+        hidden: further accepted names. The message does not list them, but may suggest the most similar one.
     """
     return f"{what} must be one of {', '.join(known)}{others}, but got {short(name)}{nearest(name, [*known, *hidden])}"
 
 
 def check_name(what: str, name: object, known: Collection[str]) -> None:
-    """Refuse a name that is not among ``known``.
+    """Check that ``name`` is among ``known``.
+
+    Args:
+        what: the kind of thing that is named, such as "method", for the message.
+        name: the given name.
+        known: the accepted names.
 
     Raises:
-        ValueError: with the known names.
+        ValueError: ``name`` is not among ``known``. The message lists them.
     """
     if not isinstance(name, str) or name not in known:
         raise ValueError(expected(what, name, known))

@@ -1,4 +1,4 @@
-"""Read which node each site has now, if a kit has deployed the ServerApp."""
+"""Read which Flower node each site has at present. This is known only on a server that was set up with ``fl-bn kit``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fl_bn.support.flower_config import NODES
 
 
 def registered_nodes() -> dict[int, str]:
-    """Return node id -> name of its site, for the nodes that are registered at the SuperLink now.
+    """Return node id -> name of its site, for the nodes that are registered at the SuperLink at present.
 
-    They are read from the file that the environment variable ``FL_BN_NODES`` names. ``fl-bn register`` writes this file,
-    also when ``fl-bn kit`` changes a site while a run goes on. If there is no file, the result is empty.
+    They are read from the file that the environment variable ``FL_BN_NODES`` names. ``fl-bn register`` writes this file. It
+    also does so during a run, if ``fl-bn kit`` has changed a site. Without the variable or the file, the result is empty.
     """
     file = os.environ.get(NODES, "")
     try:

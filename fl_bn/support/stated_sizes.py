@@ -1,8 +1,8 @@
-"""Limits on sizes that clients report and the server cannot check. Each report is compared with the others.
+"""Limit the numbers of activations that clients report and the server cannot check, by comparing the clients.
 
 Only the client knows how many activations a sample has in a layer. Inputs may differ in size between clients
-(pictures, texts, graphs), and a layer may run several times. This number times the number of samples is the
-weight of a client's statistics. So one false number could replace the cohort's mean by the client's. Honest
+(pictures, texts, graphs), and a layer may run several times. This number times the number of samples is the weight of
+a client's statistics. So by one false number, a client could make the cohort's mean equal to its own mean. Honest
 numbers differ only by the sizes of the inputs.
 """
 

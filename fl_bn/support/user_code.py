@@ -80,13 +80,13 @@ class Modules:
             return
         if OWN in self.names and not _foreign(top, places):
             return
-        whose = "Python's own" if _standard(top, places) else f"in {next((p for p in places if p != self.app), places[0])}"
+        whose = "Python's own module" if _standard(top, places) else f"in {next((p for p in places if p != self.app), places[0])}"
         raise Refused(f"{module} is {whose}; {_ADVICE}")
 
     def _holds(self, module: str) -> bool:
-        """Return whether the app has a file for ``module``.
+        """Return whether the app's folder has a file for ``module``.
 
-        Other folders may continue a package without __init__, so the first file counts.
+        Without ``__init__.py``, the files of a package may be in several folders, and only those in the app are allowed.
         """
         assert self.app is not None
         base = self.app.joinpath(*module.split("."))
@@ -140,17 +140,20 @@ def function(what: str, name: str, modules: Modules | None = None) -> Callable[.
 def import_extensions() -> None:
     """Import the modules that installed packages list in the entry-point group ``fl_bn``.
 
-    Each registers its additions, as in ``METHODS["mine"] = mine``.
+    Each of these modules adds methods, tasks or other objects to fl-bn's registries, as in ``METHODS["mine"] = mine``.
 
     Raises:
-        ValueError: a module cannot be imported.
+        ValueError: importing a module raises an error. The message names the package.
     """
     for point in entry_points(group=GROUP):
         try:
             point.load()
         except Exception as error:  # another package's code may raise anything
             whose = f"the installed package {point.dist.name}" if point.dist else "an installed package"
-            raise ValueError(f"{whose} adds {point.value} to fl-bn, which fails with {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{whose} extends fl-bn by {point.value}, but importing that raised {type(error).__name__}: {error}: correct the package, "
+                "or uninstall it"
+            ) from error
 
 
 def _check(modules: Modules, what: str, name: str, module: str) -> None:

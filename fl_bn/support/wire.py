@@ -1,4 +1,4 @@
-"""Errors about messages of the other side (client or server), and short one-line excerpts of its texts for logs and errors."""
+"""Report errors in messages received from a client or the server, and shorten received texts to one line for logs and errors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ RAISED = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>:<'")  # Flower's report of an
 
 
 class WireError(ValueError):
-    """Signal that a message of the other side differs from what this side expects.
+    """Signal that a message received from a client or the server is not as expected.
 
     Attributes:
-        section: the part of the message that is wrong.
-        tensor: the tensor or field in this part. Empty: the part as a whole.
+        section: the section of the message that is wrong.
+        tensor: the tensor or field in this section. Empty: the section as a whole.
         problem: the expected value and the received one, in words.
     """
 
@@ -30,11 +30,14 @@ class WireError(ValueError):
 
 
 class Absent(WireError):
-    """Signal that a client reports that it could not take part."""
+    """Signal that a client's reply says that it could not take part in the round."""
 
 
 def check_samples(samples: int) -> None:
-    """Refuse a report of a client that trained on no samples.
+    """Check that a client trained on at least one sample.
+
+    Args:
+        samples: the number of samples that the client reports.
 
     Raises:
         Absent: ``samples`` is 0.
@@ -44,15 +47,14 @@ def check_samples(samples: int) -> None:
 
 
 def printable(text: str, most: int = SHOWN) -> str:
-    """Shorten a received text to ``most`` characters of one line, for a log."""
+    """Return a received text for a log. A text of more than ``most`` characters, or with control characters, is cut and quoted."""
     return text if len(text) <= most and text.isprintable() else f"{text[:most]!r}{' ...' if len(text) > most else ''}"
 
 
 def reason(text: str | None) -> str:
-    """Shorten another side's error to one line of ``REASON`` characters.
+    """Shorten the text of an error at a client, which Flower reports, to one line of at most ``REASON`` characters.
 
-    For an error that a ClientApp raised, the line has the name of the error's class, without its module, and the
-    error's message.
+    If a ClientApp raised the error, the line is ``CLASS: MESSAGE``. None: the result is empty.
     """
     text = (text or "")[: 4 * REASON]
     if raised := RAISED.match(text):
@@ -62,9 +64,9 @@ def reason(text: str | None) -> str:
 
 
 def excerpt(value: object) -> str:
-    """Describe a received value for an error message, in at most ``SHOWN`` characters.
+    """Return a short text for a received value, for an error message.
 
-    A large value is cut off, or only described.
+    Small values are shown. A long text is cut, and a long list or a huge number is described, as in "a list of 12".
     """
     if isinstance(value, str | bytes):
         return f"{value[:SHOWN]!r}" + (f" ... ({len(value)} long)" if len(value) > SHOWN else "")

@@ -1,4 +1,4 @@
-"""Task with a class per pixel or voxel, learned by the overlap of the classes.
+"""Task with a class per pixel or voxel, trained by the Dice loss: the overlap of predictions and masks.
 
 Legend: B samples of a batch, C classes, D depth, H height, W width, P labelled pixels of a batch.
 """
@@ -25,9 +25,9 @@ SMOOTH = 1e-5
 class Dice(Segmentation):
     """Segmentation by the soft Dice loss, for images (B, C, H, W) and volumes (B, C, D, H, W).
 
-    An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus the image's
-    cross-entropy times ``cross_entropy``. Sums are over labelled pixels. At each, p is the class's probability, and y is 1
-    for the label, else 0. In the metric ``dice``, sums are over all data, and p is 1 for the predicted class, else 0.
+    An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus its cross-entropy times ``cross_entropy``.
+    Sums are over labelled pixels. At a pixel, p is the class's probability, and y is 1 if the class is the label, else 0. In the
+    metric ``dice``, sums are over all images, and p is 1 if the class is the predicted one, else 0.
 
     >>> import torch
     >>> from fl_bn import Dice
@@ -88,5 +88,5 @@ class Dice(Segmentation):
     def _first(self, classes: int) -> int:
         """Return the index of the first class that counts in loss and ``dice``."""
         if classes < 2:
-            raise ValueError(f"task dice: the network needs an output for every class, background included, but has {classes}")
+            raise ValueError(f"task dice: the network needs an output for every class, background included, but has {classes} output")
         return 0 if self.background else 1

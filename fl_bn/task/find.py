@@ -19,13 +19,13 @@ TASKS: dict[str, type[Task]] = {
 
 
 def find_task(name: str, kind: str | None = None, modules: Modules | None = None) -> Task:
-    """Return the task called ``name``.
+    """Return a task by the name that a run config has for it.
 
     Args:
-        name: one of ``TASKS``, a function or class of your own as "package.module:function", which is called
-            without arguments, or "auto" for one class per sample or pixel.
-        kind: kind of the data's targets (``kind_of``). None: unknown. "auto" is then classification, because
-            segmentation has the same names of metrics.
+        name: one of ``TASKS``, or "auto" for one class per sample or pixel. Or a function or class of your own as
+            "package.module:function", which is called without arguments.
+        kind: kind of the data's targets (``kind_of``). None: unknown. "auto" is then classification, which declares the
+            same metrics as segmentation.
         modules: modules that may hold a task of your own. None: any.
 
     Raises:

@@ -26,7 +26,7 @@ class MetricState:
         count: number of samples, or of labelled pixels for masks.
         sums: the task's sums, by name.
         objects: the task's metric objects, by name, with the batches of this state.
-        parts: (count, values of the metric objects) of each part, if this state is a union; else empty.
+        parts: (count, values of the metric objects) of each state that ``union`` joined. Empty if this is no union.
     """
 
     def __init__(self, task: Task, total: float = 0.0, count: int = 0, sums: Mapping[str, Tensor] | None = None) -> None:
@@ -112,7 +112,10 @@ class MetricState:
             ValueError: the task has metric objects, which have no sums.
         """
         if self.objects:
-            raise ValueError(f"task {self.task.name}: {', '.join(self.objects)} cannot be sent: metric objects have no sums")
+            raise ValueError(
+                f"task {self.task.name}: {', '.join(self.objects)} cannot be sent: metric objects have no sums; write a Task of your own "
+                "whose sums() and metrics() compute them"
+            )
         numbers = {"total": torch.tensor(self.total, dtype=torch.float64), "count": torch.tensor(self.count)}
         return numbers | {f"sums/{name}": value.cpu() for name, value in self.sums.items()}
 

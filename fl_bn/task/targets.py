@@ -24,7 +24,7 @@ def kind_of(targets: Tensor) -> str:
 def alike(task: str, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs and targets in one shape: if one of them is (B, 1) and the other (B,), both become (B,).
 
-    Other shapes that differ are refused, and nothing is broadcast.
+    Nothing is broadcast.
 
     Args:
         task: the task's name, for the message.
@@ -32,13 +32,13 @@ def alike(task: str, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         targets: the targets.
 
     Raises:
-        ValueError: the shapes differ in another way.
+        ValueError: the shapes differ in any other way.
     """
     if output.shape == targets.shape:
         return output, targets
     if output.numel() == targets.numel() == len(targets):
         return output.reshape(-1), targets.reshape(-1)
-    raise ValueError(f"task {task}: outputs {tuple(output.shape)} do not fit targets {tuple(targets.shape)}: give both one shape")
+    raise ValueError(f"task {task}: outputs {tuple(output.shape)} do not fit targets {tuple(targets.shape)}: give both the same shape")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -103,9 +103,9 @@ class Task(ABC):
     def objects(self) -> Mapping[str, Any]:
         """Return further metrics by name: objects with ``update``, ``compute`` and ``reset``, as torchmetrics has them.
 
-        Every evaluation makes copies of these objects. A copy gets all batches and computes once, so the metric is
-        computed over all samples, and is not a mean over batches. Over several domains, the metric is the mean
-        weighted by samples. By default there are no such objects.
+        Every evaluation makes copies of these objects. A copy's ``update`` is called for every batch, and its ``compute``
+        once. So the metric is that of all samples, not a mean over batches. Over several domains, it is the mean of the
+        domains' values, weighted by samples. By default there are no such objects.
         """
         return {}
 

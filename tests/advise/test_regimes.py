@@ -45,14 +45,14 @@ def test_the_least_difference_that_tells_apart_by_hand() -> None:
 def test_methods_that_are_not_told_apart_stand_together() -> None:
     even = regime("r", {"fedavg": [90.0, 91.0, 90.5], "gn": [80.0, 81.0, 80.4], "fbn": [90.1, 90.9, 90.7]})
     assert even.level("fbn") == ["fbn", "fedavg"]
-    assert verdict(even) == "nothing is told apart from plain BatchNorm"
+    assert verdict(even) == "no method is significantly better than plain BatchNorm"
     ahead = regime("r", {"fedavg": [80.0, 81.0, 80.5], "gn": [70.0, 71.0, 70.4], "fbn": [90.1, 90.9, 90.7]})
     assert verdict(ahead) == "fbn is ahead of all others"
     two = regime("r", {"fedavg": [80.0, 81.0, 80.5], "hbn": [90.0, 90.6, 90.9], "fbn": [90.1, 90.9, 90.7]})
-    assert verdict(two) == "fbn is ahead of plain BatchNorm, and not told apart from hbn"
+    assert verdict(two) == "fbn is ahead of plain BatchNorm, but not significantly ahead of hbn"
     assert "+10.1 points" in why(ahead, "fbn")
-    assert "not told apart" not in why(ahead, "fbn")
-    assert "not told apart" in why(even, "fbn")
+    assert "not significant" not in why(ahead, "fbn")
+    assert "not significant" in why(even, "fbn")
 
 
 def test_a_run_that_did_not_stay_finite_counts_as_nothing() -> None:

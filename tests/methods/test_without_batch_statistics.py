@@ -249,7 +249,8 @@ def test_no_output_depends_on_the_other_images_of_a_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("gn-ws", "standardise its weights"), ("fixup", "the head to 0"), ("fedfn", "scale its input to one length")]
+    ("name", "said"),
+    [("gn-ws", "standardise its weights"), ("fixup", "the head to 0"), ("fedfn", "scale its input of d features to length sqrt(d)")],
 )
 def test_the_log_says_what_else_became_of_the_network(name: str, said: str) -> None:
     model = seeded_network("plain")

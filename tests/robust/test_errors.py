@@ -58,7 +58,7 @@ def test_which_rule_it_was() -> None:
 @listed("name", [*RULES, "nnm+median", "bucketing+median"])
 def test_f_is_a_whole_number(name: str) -> None:
     for f in (-1, True, False, 1.0, 0.5, np.float64(1), np.bool_(True)):
-        with pytest.raises(ValueError, match=rf"f must be a whole number >= 0, but got {re.escape(repr(f))}"):
+        with pytest.raises(ValueError, match=rf"Byzantine rows, must be a whole number >= 0, but got {re.escape(repr(f))}"):
             rule_named(name)(np.zeros((9, 2)), f)  # type: ignore[arg-type]
 
 
