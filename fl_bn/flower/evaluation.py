@@ -91,7 +91,7 @@ class EvaluationsAtClients:
     def as_a_sum(
         self, secure: SecureRounds, grid: Grid, instructions: Sequence[Message], clients: Sequence[Client], timeout: float, send: Send
     ) -> MetricRecord | None:
-        """Return the mean metrics over ``clients`` from a secure sum, which hides single clients. None: there is no such sum.
+        """Return the mean metrics over ``clients`` from a secure sum, which hides single clients.
 
         If clients are to save their models, separate messages ask them to. So clients outside the sum save their
         models, too.
@@ -103,6 +103,9 @@ class EvaluationsAtClients:
             clients: the clients that evaluate.
             timeout: seconds for the replies.
             send: sends messages, and returns the replies.
+
+        Returns:
+            The means by name. None: there are no messages, or the secure sum failed.
         """
         if not instructions:
             return None
