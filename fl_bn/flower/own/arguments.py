@@ -19,10 +19,10 @@ class FlowerArguments:
         min_evaluate_nodes: the smallest number of clients that evaluate.
         min_available_nodes: the smallest number of clients for the run to start.
         weighted_by_key: the metric by which a client's metrics are weighted.
-        arrayrecord_key: Flower's name for the record of arrays.
+        arrayrecord_key: the name of Flower's record of arrays. Only ``arrays`` is allowed.
         configrecord_key: the name of the user's config in a message.
-        train_metrics_aggr_fn: combines training metrics.
-        evaluate_metrics_aggr_fn: combines evaluations.
+        train_metrics_aggr_fn: combines training metrics. None: they are averaged.
+        evaluate_metrics_aggr_fn: combines evaluations. None: they are averaged.
 
     Raises:
         ValueError: an argument is out of its range, or asks for something that fl-bn cannot do.

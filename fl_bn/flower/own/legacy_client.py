@@ -85,7 +85,8 @@ def checked_client(made: Any, net: str, trainloader: str) -> Any:
 
     Raises:
         TypeError: ``made`` is no ``NumPyClient``.
-        ValueError: an attribute is missing, or the client keeps an optimizer of the network that each round replaces.
+        ValueError: an attribute is missing, or the client made its optimizer in its constructor. Each round replaces the
+            network, so such an optimizer would update a network that is no longer used.
     """
     client = getattr(made, "numpy_client", made)
     if not isinstance(client, NumPyClient):

@@ -319,8 +319,9 @@ class OwnAppStrategy(OwnNames):
             Flower's result, with the arrays of the last evaluation and every round's record.
 
         Raises:
-            RunFailed: clients are missing, or their app does not answer. The message names the line that the
-                app lacks.
+            RunFailed: clients are missing, too many rounds in a row failed, or the clients' app does not answer. Then
+                the message names the line that the app lacks.
+            ValueError: ``initial_arrays`` do not fit the network.
         """
         config = ConfigRecord() if train_config is None else train_config
         Progress.of(grid).begin(num_rounds)
@@ -384,7 +385,9 @@ class OwnAppStrategy(OwnNames):
             )
         depends = needs_number(self._given.method, None if self._given.rate is constant_rate else self._given.rate)
         if depends and not self.num_rounds:
-            raise RunFailed(f"{depends}, but your loop gave no number: give {name}(..., num_rounds=20), or set strategy.num_rounds")
+            raise RunFailed(
+                f"{depends}, but your loop's number of rounds is unknown: give {name}(..., num_rounds=20), or set strategy.num_rounds"
+            )
 
     def _meet(self, grid: Grid, timeout: float, train_config: Mapping[str, Any]) -> OwnRounds:
         """Wait for the clients, and return the strategy of their rounds."""
