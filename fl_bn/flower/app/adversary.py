@@ -160,7 +160,8 @@ Combine = Callable[[Sequence[Moments]], Moments]
 def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
     """Return a function that measures how much a lie changes the combined statistics.
 
-    Means are compared in standard deviations, variances by the log of their ratio.
+    The change of a mean is in standard deviations, that of a variance is the log of the ratio. The function returns the
+    Euclidean norm over all channels.
 
     Args:
         honest: The statistics of one layer at the honest clients, (clients, 2 * channels): means, then variances.

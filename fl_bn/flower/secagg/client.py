@@ -77,9 +77,9 @@ ROUNDING = 100  # stands for this random generator in its seed; federation/sourc
 
 
 def secured(build: Callable[[Context], LocalClient]) -> Handler:
-    """Return the handler of train messages that belong to a stage of a secure sum.
+    """Return the handler that answers a secure sum's messages, which are train messages of Flower.
 
-    The ``Gate`` has admitted these messages. The handler raises ``Insecure`` if the protocol's parameters or the
+    The ``Gate`` has checked these messages before. The handler raises ``Insecure`` if the protocol's parameters or the
     requested shares would reveal a single client's vector.
 
     Args:
@@ -133,14 +133,17 @@ def _no_vector(message: Message, context: Context) -> Message:
 def plan_of(client: LocalClient, message: Message, header: Header, context: Context) -> Plan:
     """Count the samples and batches that this client will use in the round of ``message``.
 
-    The run's seed decides the batches, so the client can count them before it trains. An evaluation counts
-    the test samples. The count is 0 if they are too few, or if this site allows no further evaluation.
+    The run's seed decides the batches, so the client can count them before it trains. For an evaluation, the test
+    samples are counted.
 
     Args:
         client: the client.
         message: the server's message.
         header: the message's header.
         context: Flower's context of the client.
+
+    Returns:
+        The counts. All are 0 if the client has too few samples, or if its site allows no further evaluation.
     """
     if sums_evaluations(message):
         tested, limits = len(client.site.test), Limits.of(context)
@@ -413,7 +416,7 @@ def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> S
     Args:
         parts: the values to sum, by section and name.
         config: the instruction's clips and noise (``NOISE``).
-        contributors: the smallest number of clients in a sum. Together, their shares are the promised noise.
+        contributors: the smallest number of clients in a sum. The shares of so many clients add up to the whole noise.
     """
     noised: Sections = {section: {} for section in parts}
     for statistics, key in ((False, "dp-clip"), (True, "dp-statistics-clip")):
@@ -426,7 +429,7 @@ def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> S
 
 
 def _warn(client: LocalClient, round: int, statistics: Mapping[str, int], values: Mapping[str, int], limit: float) -> None:
-    """Log which of this client's values were clipped to a limit. The server only learns how many clients clipped values.
+    """Log which values of this client were clipped. The server learns only how many clients clipped values.
 
     Args:
         client: the client.

@@ -55,10 +55,9 @@ CURVE = "secp384r1"  # the elliptic curve of Flower's keys
 
 @dataclass
 class Stages:
-    """Stand between the clients and Flower's workflow, which uses this object as its grid.
+    """Serve as the grid of Flower's workflow: send its messages to the clients, and check the replies.
 
-    Messages to clients get fl-bn's records and time limit. Every reply is checked, so that Flower's workflow sees
-    valid values only.
+    Messages to clients get fl-bn's records and time limit. Flower's workflow gets only replies with valid values.
 
     Attributes:
         grid: Flower's grid.
@@ -325,7 +324,7 @@ class Stages:
         self.complaints.clear()
         for node in gone:
             self.refused.setdefault(
-                self.clients[node].index, "another client could not read its shares, or it reports so about another client"
+                self.clients[node].index, "another client could not read its shares, or it claims that it cannot read another's"
             )
         return gone
 

@@ -53,9 +53,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Weighting:
-    """Hold, for each part of the vector, the count of samples at which a client's weight is 1.
+    """Hold, for each part of the vector, the number of samples at which a client's weight is 1.
 
-    This is the largest count in the cohort, so no weight is above 1. With differential privacy, all weights are 1.
+    A client's weight is its own number of samples, divided by this number. That is the largest one in the cohort, so no
+    weight is above 1. With differential privacy, all weights are 1.
 
     Attributes:
         update: the number of samples at which an update has weight 1. 0: all updates have weight 1.
@@ -244,8 +245,8 @@ def moments_of(
     Args:
         average: the average vector, by section and name.
         reference: the statistics from which all clients measured deviations, by layer.
-        samples: the count that moments made from running statistics get.
-        counts: the count of activations that the other moments get, by layer.
+        samples: the ``count`` of the returned moments in layers whose clients send running statistics.
+        counts: the ``count`` of the returned moments in layers whose clients send moments, by layer.
         limit: the quantiser's range is ``[-limit, limit]``.
 
     Returns:

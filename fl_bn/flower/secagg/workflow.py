@@ -232,7 +232,7 @@ def secure_sum(
 
 
 def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[bool, bool], by_passes: bool) -> Weighting:
-    """Choose the counts at which a client's weight in this sum is 1, add them to all clients' instructions, and return them."""
+    """Set the weights of this sum: return the counts at which a weight is 1, and add them to all clients' instructions."""
     plans = [stages.plans[node] for node in nodes]
     passes = max(p.passes if by_passes else p.samples for p in plans)
     most = max(p.samples for p in plans)

@@ -51,7 +51,7 @@ def check_server(message: Message) -> None:
 
 
 def _of_earlier(content: RecordDict) -> bool:
-    """Tell whether a message has a header, or asks for an introduction, as an older fl-bn did: without the prefix ``fl-bn/``."""
+    """Return whether a message has a header, or asks for an introduction, as an older fl-bn did: without the prefix ``fl-bn/``."""
     records = their_records(content, ConfigRecord)
     header, config = (records.get(name, ConfigRecord()) for name in ("header", "config"))
     return str(header.get("format")).startswith(OURS) or {*config} == {"version"}
