@@ -333,7 +333,7 @@ class SecureRounds:
         error, limit = total.error("moments", self.settings), self.settings.clipping_range
         firsts = {layer: average["moments"][tensor_name(layer, "mean")] for layer in moments}
         far = sum(lost(m, firsts[layer], reference[layer], error, limit) for layer, m in moments.items() if m.count)
-        return f"the variance of {far} channels is much smaller than that of the reference" if far else ""
+        return f"the variance of {far} channels is inexact, since the reference is far from the data" if far else ""
 
     def _report_cut(self, round: int, total: Sum, average: Sections) -> None:
         for key in ("statistics", "update"):
