@@ -51,11 +51,11 @@ class Client:
 
 @dataclass(frozen=True)
 class Introductions:
-    """Hold the nodes' introductions before there is a ``Population``.
+    """Hold the nodes' introductions, until a ``Population`` is made of them.
 
     Attributes:
-        nodes: the nodes that were asked. A node without a reply was silent.
-        replies: their replies.
+        nodes: the ids of the nodes that were asked to introduce themselves.
+        replies: the replies that came in time: introductions or errors.
     """
 
     nodes: frozenset[int] = frozenset()

@@ -53,8 +53,8 @@ class FlowerArguments:
                 raise ValueError(f"{name} must be a whole number >= {least}, but got {value!r}")
         if self.arrayrecord_key != "arrays":
             raise ValueError(
-                f"arrayrecord_key must stay 'arrays', but got {self.arrayrecord_key!r}: fl-bn sends tensors by their part in the "
-                f"method, in records named {OURS}weights, {OURS}statistics, ..., and training(...) loads them into your network"
+                f"arrayrecord_key must stay 'arrays', but got {self.arrayrecord_key!r}: fl-bn sends tensors in several records "
+                f"({OURS}weights, {OURS}statistics, ...), and training(...) loads them into your network"
             )
         if not isinstance(self.configrecord_key, str) or not self.configrecord_key or self.configrecord_key.startswith(OURS):
             raise ValueError(f"configrecord_key must be a name that does not begin with {OURS!r}, but got {self.configrecord_key!r}")

@@ -173,7 +173,7 @@ class Told:
     @property
     def parameters(self) -> Any:
         """Raise AttributeError: fl-bn has no list of a client's arrays."""
-        raise AttributeError("fl-bn has no list of one client's arrays: a reply holds what the method shares, by name and part")
+        raise AttributeError("fl-bn has no list of one client's arrays: a reply holds only the tensors that the method shares, by name")
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,11 @@ class OwnMetrics:
     def _say_list(self, name: str) -> None:
         if name not in self._lists and self._evaluate_fn is None:
             self._lists.add(name)
-            log(logging.INFO, "metric %s is a list, and lists are not averaged: give evaluate_metrics_aggr_fn", name)
+            log(
+                logging.INFO,
+                "metric %s is a list, and lists are not averaged: to combine it, give the strategy evaluate_metrics_aggr_fn=...",
+                name,
+            )
 
     def _weights(self, clients: Sequence[int], given: Mapping[int, float]) -> list[float]:
         """Return each client's weight. No weight is larger than the sum of the weights of all other clients."""

@@ -135,7 +135,7 @@ class OwnRounds(BatchNormStrategy):
         return values
 
     def _read_replies(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
-        """Read the replies, and note the clients' own training metrics."""
+        """Check the replies, and store the clients' own training metrics for ``aggregate_train``."""
         self._own = {}
         by_node = {client.node: client.index for client in self.cohort}
 

@@ -349,7 +349,7 @@ class OwnAppStrategy(OwnNames):
         )
 
     def _own_loop(self, grid: Grid, arrays: ArrayRecord, train_config: Mapping[str, Any] = NOTHING) -> OwnLoop:
-        """Return the state of the user's own loop, which calls the hooks. The first call begins the loop.
+        """Return the ``OwnLoop`` of a user's loop that calls the hooks. The first call waits for the clients and makes it.
 
         Raises:
             RunFailed: clients are missing, or the strategy needs something that such a loop cannot do.
@@ -390,7 +390,7 @@ class OwnAppStrategy(OwnNames):
             )
 
     def _meet(self, grid: Grid, timeout: float, train_config: Mapping[str, Any]) -> OwnRounds:
-        """Wait for the clients, and return the strategy of their rounds."""
+        """Wait for the clients, and return the ``OwnRounds`` that runs the rounds with them."""
         own, given = self._given, self._flower_arguments()
         wanted = signature(convert(own.model, own.method), own.method)
         called = called_in(grid)

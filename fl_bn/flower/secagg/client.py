@@ -149,7 +149,13 @@ def plan_of(client: LocalClient, message: Message, header: Header, context: Cont
         tested, limits = len(client.site.test), Limits.of(context)
         if tested >= max(limits.min_samples, 1) and evaluations_left(context, limits):
             return Plan(tested, 0, 0)
-        log(logging.WARNING, "client %s takes no part in the evaluation: %d test samples, %s", client.site.client, tested, limits)
+        log(
+            logging.WARNING,
+            "client %s takes no part in the evaluation: its %d test samples are too few, or its evaluations are used up (%s)",
+            client.site.client,
+            tested,
+            limits,
+        )
         return Plan(0, 0, 0)
     phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
     if phase is Phase.MEASURE:
@@ -441,9 +447,10 @@ def _warn(client: LocalClient, round: int, statistics: Mapping[str, int], values
     who = f"client {client.site.client}, round {round}"
     for layer, count in statistics.items():
         text = (
-            "%s: layer %s: the statistics of %d channels are more than %g standard deviations from the reference, or %g times its variance"
+            "%s: layer %s: %d channels have a mean more than %g standard deviations from the reference's mean, or a variance more than %g "
+            "times its variance"
         )
-        log(logging.WARNING, f"{text}; they are cut to that limit", who, layer or "model", count, limit, limit**2)
+        log(logging.WARNING, f"{text}; these statistics are clipped to this limit", who, layer or "model", count, limit, limit**2)
     for name, count in values.items():
         text = "%s: %d values of %s exceed the quantiser's range of %g and are cut off: raise secagg-clipping-range"
         log(logging.WARNING, text, who, count, name, limit)

@@ -70,7 +70,8 @@ class Stages:
         most_steps: maps a client's number of samples to the largest possible number of steps. 0: unknown.
         evaluates: whether this is a sum of evaluations, in which clients count test samples.
         levels: the number of levels of the quantiser. A client's values must fill at least two.
-        once: whether statistics come from a single batch or pass.
+        once: whether a client's statistics come from a single batch or pass. Then its count ``passes`` is limited to its
+            number of samples.
         plans: the clients' counts for this round, by node.
         activations: activations per sample, by node and layer.
         refused: the reasons why clients are refused, by client index.

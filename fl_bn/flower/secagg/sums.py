@@ -112,7 +112,7 @@ def length(shapes: Layout) -> int:
 
 
 def references(tensors: Named) -> dict[str, Running]:
-    """Collect the running statistics of each layer from tensors by their names in the state_dict."""
+    """Return layer -> its running statistics, from ``tensors``, which have the names of the state_dict."""
     layers = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "running_mean"]
     return {k: Running(tensors[tensor_name(k, "running_mean")], tensors[tensor_name(k, "running_var")]) for k in layers}
 

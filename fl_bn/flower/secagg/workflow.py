@@ -166,7 +166,7 @@ def secure_sum(
         layers: the layers in which clients count activations.
         most_steps: maps a client's number of samples to the largest possible number of steps. 0: unknown.
         evaluates: whether this is a sum of evaluations.
-        once: whether statistics come from a single batch or pass.
+        once: whether a client's statistics come from a single batch or pass, which limits its count ``passes``.
         whole: checks a mean. It returns False if masks are left in the mean.
         called: the names of clients and nodes in the log.
 
