@@ -215,10 +215,10 @@ def check_setup(configs: Mapping[str, Any], node: int) -> None:
 
 
 def _check_order(stage: str, context: Context) -> None:
-    """Check that the stages come in order. So shares leave this client only once, and for only one masked vector.
+    """Check that the server asks for the stages in order. So this client sends its shares once, for one masked vector.
 
     Raises:
-        Insecure: another stage comes next.
+        Insecure: ``stage`` is neither the first stage nor the one that follows the client's last stage.
     """
     last = _state(context).current_stage
     order = Stage.all()

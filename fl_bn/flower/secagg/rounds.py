@@ -88,6 +88,9 @@ class SecureRounds:
         settings: the settings of secure aggregation.
         server: the server of the run, which holds the shared model and the settings for rounds.
         note: records the clients in a sum, and whether it is a sum of evaluations.
+
+    Raises:
+        ValueError: the server's method, settings or defence do not work with secure sums (``check_secure``).
     """
 
     def __init__(self, settings: SecureAggregation, server: Server, note: Note = lambda parts, evaluates: None) -> None:
@@ -214,7 +217,8 @@ class SecureRounds:
             task: the task.
 
         Returns:
-            The means by name (empty if the sum fails); and client index -> why this client is not in the means.
+            The means by name; and client index -> why this client is not in the means. There are no means if the sum
+                fails, or under differential privacy, whose budget includes no evaluations.
         """
         messages, shapes = list(messages), secure_evaluation.layout(task)
         if self.settings.privacy is not None:

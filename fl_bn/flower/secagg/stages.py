@@ -69,7 +69,7 @@ class Stages:
         layers: the layers in which a client counts activations.
         most_steps: maps a client's number of samples to the largest possible number of steps. 0: unknown.
         evaluates: whether this is a sum of evaluations, in which clients count test samples.
-        levels: the number of levels of the quantiser. A client's values must fill at least two.
+        levels: the number of levels of the quantiser. A client's weight in the sum must be at least 2 / ``levels``.
         once: whether a client's statistics come from a single batch or pass. Then its count ``passes`` is limited to its
             number of samples.
         plans: the clients' counts for this round, by node.
@@ -314,8 +314,8 @@ class Stages:
     def leaving(self) -> set[int]:
         """Return the nodes to leave out because shares could not be read.
 
-        The node with the most complaints, made by it or about it, leaves first. If two nodes complain only of
-        each other, nobody knows which one lies, so both leave.
+        The node with the most complaints, made by it or about it, is left out first. A complaint between two nodes that
+        are in no other complaint does not show which one is at fault, so both are left out.
         """
         remaining, gone = set(self.complaints), set[int]()
         while remaining:

@@ -115,7 +115,7 @@ def _workflow(settings: SecureAggregation, clients: int, timeout: float) -> Any:
 
 
 class _Legacy(FedAvg):
-    """Serve as the strategy that Flower's workflow expects. It lists the nodes, and stores the mean of the vectors."""
+    """Serve Flower's workflow as its strategy: give it the nodes of the cohort, and store the mean of the vectors."""
 
     def __init__(self, grid: Grid, nodes: Sequence[int]) -> None:
         super().__init__()
@@ -174,7 +174,8 @@ def secure_sum(
         The sum.
 
     Raises:
-        SumFailed: too few clients joined, answered in time, or sent shares; or the masks did not cancel.
+        SumFailed: too few clients joined, answered in time, or sent shares; ``settings`` do not suit the number of clients;
+            or the masks did not cancel.
     """
     by_node = {client.node: client for client in cohort}
     instructions = {m.metadata.dst_node_id: m for m in messages}
