@@ -226,8 +226,9 @@ def training(
         The round: train its ``model``, then return its ``message(samples, loss)``.
 
     Raises:
-        ValueError: the server's message is for another model or method. Or the method needs ``batches``, and they are
-            missing or can be iterated over only once.
+        ValueError: the server's message is for another model or method, or this site's settings forbid an answer
+            (``Refused``). Or the method needs ``batches``, and they are missing or can be iterated over only once.
+        OtherVersion: the server has another version of fl-bn.
         RoundGoesOn: the round needs one more answer from the server (``replayed``).
     """
     converted = convert(model, method)
@@ -262,7 +263,9 @@ def evaluating(message: Message, context: Context, model: nn.Module, method: Met
         method: the method, the same as the server's.
 
     Raises:
-        ValueError: the server's message is for another model or method.
+        ValueError: the server's message is for another model or method, or this site's settings forbid an answer
+            (``Refused``).
+        OtherVersion: the server has another version of fl-bn.
     """
     converted = convert(model, method)
     request = _read(message, context, converted, method, TO_EVALUATE)

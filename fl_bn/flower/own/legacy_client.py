@@ -162,7 +162,7 @@ def _returned(what: str, value: Any, first: type) -> tuple[Any, int, Mapping[str
 
 
 def _load(model: nn.Module, returned: list[Any], kind: str) -> None:
-    """Load the arrays that ``fit`` returned, if they differ from the model's tensors: user code may clip or add noise.
+    """Copy the arrays that ``fit`` returned into the model, since the user's code may have clipped them or added noise.
 
     Raises:
         ValueError: number or shapes of the arrays are not those of the model.

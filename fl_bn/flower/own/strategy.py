@@ -222,6 +222,10 @@ class OwnAppStrategy(OwnNames):
             arrays: the shared tensors, by the names of your network's state_dict.
             config: values for every message. Changes stay for later rounds.
             grid: Flower's grid.
+
+        Raises:
+            RunFailed: in a loop of your own: the first call finds too few clients, the round was trained already, or the
+                strategy needs ``start``.
         """
         hooks = self._running if self._starts else self._own_loop(grid, arrays, config)
         return hooks.configure_train(server_round, arrays, config, grid)
@@ -234,7 +238,10 @@ class OwnAppStrategy(OwnNames):
             replies: the replies. The records whose names do not begin with ``fl-bn/`` are your own.
 
         Returns:
-            The shared tensors and the combined metrics, or ``(None, None)`` where too few replies are usable.
+            The shared tensors and the combined metrics; ``(None, None)`` if too few replies are usable.
+
+        Raises:
+            RunFailed: in a loop of your own: the round was not configured, or was aggregated already.
         """
         hooks = self._running if self._starts else self._begun(f"aggregate_train({server_round}, ...) needs configure_train")
         return hooks.aggregate_train(server_round, replies)
@@ -247,6 +254,9 @@ class OwnAppStrategy(OwnNames):
             arrays: the shared tensors, by the names of your network's state_dict.
             config: values for every message.
             grid: Flower's grid.
+
+        Raises:
+            RunFailed: in a loop of your own: the first call finds too few clients, or the strategy needs ``start``.
         """
         hooks = self._running if self._starts else self._own_loop(grid, arrays)
         return hooks.configure_evaluate(server_round, arrays, config, grid)
@@ -260,6 +270,9 @@ class OwnAppStrategy(OwnNames):
 
         Returns:
             The combined metrics; None if there are none.
+
+        Raises:
+            RunFailed: in a loop of your own: there was no ``configure_evaluate`` of this round.
         """
         hooks = self._running if self._starts else self._begun(f"aggregate_evaluate({server_round}, ...) needs configure_evaluate")
         return hooks.aggregate_evaluate(server_round, replies)
@@ -275,7 +288,10 @@ class OwnAppStrategy(OwnNames):
             arrays: the arrays that ``aggregate_train`` returned.
 
         Returns:
-            The arrays; None if there is no global model. The log then says why.
+            The arrays; None if there is no global model. The log then has the reason.
+
+        Raises:
+            RunFailed: no hook was called yet.
         """
         return self._begun("global_model(...) needs configure_train").global_model(server_round, arrays)
 
@@ -288,6 +304,9 @@ class OwnAppStrategy(OwnNames):
 
         Args:
             path: the path of the file.
+
+        Raises:
+            RunFailed: neither ``start`` nor a hook was called yet.
         """
         self._running.save(path)
 

@@ -127,8 +127,9 @@ def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], 
         limit: the quantiser's range is ``[-limit, limit]``.
 
     Returns:
-        First, the deviations from ``weights`` and from ``reference`` in float64, by section of ``layout`` and name.
-            Second, layer -> the number of channels whose statistics were cut off to fit the range.
+        First, in float64 by section of ``layout`` and name: the weights minus ``weights``, the gradients, and the deviations
+            of the statistics from ``reference``. Second, layer -> the number of channels whose statistics were cut off to
+            fit the range.
 
     Raises:
         WireError: a value is not finite, or the server sent no reference for a layer.
