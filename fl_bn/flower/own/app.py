@@ -217,7 +217,8 @@ def training(
         context: Flower's context of the client.
         model: your network, unconverted.
         method: the method, the same as the server's.
-        batches: the training batches. Only HBN needs them: it measures them before training.
+        batches: the training batches. HBN, and FBN with ``report="pass"``, measure them before training. Other methods do
+            not use them.
         task: splits a batch into inputs and targets for that measurement.
         objective: FedProx, SCAFFOLD or FedSAM. Then call ``round.local.backward(lambda: loss_of(x), x)`` in
             place of ``loss.backward()``.
