@@ -45,7 +45,7 @@ def history_of(kept: ClientState) -> History:
 
 @contextmanager
 def telling(digest: bytes) -> Iterator[None]:
-    """Inside the block, let ``to_write`` add ``digest``, the hash of this round's instruction, to the client's state."""
+    """Let ``to_write`` add ``digest``, the hash of this round's instruction, to the client's state inside the block."""
     token = _now.set(digest)
     try:
         yield
