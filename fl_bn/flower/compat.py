@@ -122,14 +122,14 @@ def find(name: str) -> Any:
 
 
 def simulated() -> bool:
-    """Tell whether this process runs Flower's simulation on Ray."""
+    """Return whether this process runs Flower's simulation on Ray."""
     return SIMULATION in sys.modules
 
 
 def identify(run_id: int) -> None:
-    """Let this process make messages in the name of the run ``run_id``.
+    """Set the run and node that Flower writes into this process's messages to ``run_id``.
 
-    Newer versions of Flower need this: 1.42 does, 1.34 does not. An identity that is already set is kept.
+    Newer versions of Flower need this: 1.42 does, 1.34 does not. An identity that is already set does not change.
     """
     try:
         identity = find("TaskIdentity")
@@ -161,12 +161,12 @@ def fill(record: Any, items: Mapping[str, Any]) -> None:
 
 
 def simulates(grid: Any) -> bool:
-    """Tell whether ``grid`` is the grid of Flower's simulation, in which clients share the workers of one machine."""
+    """Return whether ``grid`` is the grid of Flower's simulation, in which clients share the workers of one machine."""
     return type(grid).__name__ == "InMemoryGrid"
 
 
 def has_client_fn(app: Any) -> bool:
-    """Tell whether a ClientApp was made with a ``client_fn``, as in Flower's older API. Such an app takes no other functions."""
+    """Return whether a ClientApp was made with a ``client_fn``, as in Flower's older API. Such an app accepts no handlers."""
     return getattr(app, "_call", None) is not None
 
 
@@ -244,7 +244,7 @@ def federation_config(options: Mapping[str, object]) -> str:
 
 
 def pinned() -> bool:
-    """Tell whether the installed Flower is the version for deployments."""
+    """Return whether the installed Flower is the version for deployments."""
     return f"{version('flwr')}.".startswith(f"{DEPLOYED}.")
 
 
@@ -253,5 +253,5 @@ def _advice(wanted: str) -> str:
 
 
 def prints(handler: logging.Handler) -> bool:
-    """Tell whether ``handler`` of Flower's log is the one by which Flower itself prints its log."""
+    """Return whether ``handler`` of Flower's log is the one by which Flower itself prints its log."""
     return isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("flwr.")

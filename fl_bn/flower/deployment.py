@@ -1,4 +1,4 @@
-"""Read what ``fl-bn submit`` tells a run's ServerApp, and report the progress of a user's own app to ``fl-bn status``.
+"""Read the keys that ``fl-bn submit`` adds to the run config, and report the rounds of a user's own app to ``fl-bn status``.
 
 ``fl-bn submit`` fills in keys of the run config: the run's name, its sites with their nodes, the folder of results, and
 the address and certificates of the layer-wise exchange. fl-bn's own app reads them from its run config. A strategy in a
@@ -56,8 +56,8 @@ def exchange_in(settings: ExchangeSettings, grid: object) -> ExchangeSettings:
     """Return the settings of the layer-wise exchange for this run.
 
     In a deployment, they get the address and the TLS certificates that the deployment's kit (``fl-bn kit``) has for the
-    server. Settings with certificates are returned unchanged. So are all settings if ``fl-bn submit`` did not submit
-    the run.
+    server. Settings that have certificates already are returned unchanged. All settings are returned unchanged if
+    ``fl-bn submit`` did not submit the run.
 
     Args:
         settings: The settings that the app gives.

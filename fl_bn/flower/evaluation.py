@@ -27,7 +27,7 @@ Send = Callable[[list[Message]], list[Message]]
 
 
 class LogOnce:
-    """Warn of refused clients, once in a run for each client and reason.
+    """Log a warning about each refused client, once in a run for each client and reason.
 
     Args:
         line: the log line, with ``%s`` for the client's name and ``%s`` for the reason.
@@ -38,7 +38,7 @@ class LogOnce:
         self._line, self._called, self._logged = line, called, set[tuple[int, str]]()
 
     def __call__(self, refused: Mapping[int, str]) -> None:
-        """Warn of refused clients. ``refused`` has the reasons by client index."""
+        """Log a warning for each client index and reason in ``refused`` that was not logged before."""
         for index, why in sorted(refused.items()):
             if (index, why) not in self._logged:
                 self._logged.add((index, why))
@@ -91,7 +91,7 @@ class EvaluationsAtClients:
     def as_a_sum(
         self, secure: SecureRounds, grid: Grid, instructions: Sequence[Message], clients: Sequence[Client], timeout: float, send: Send
     ) -> MetricRecord | None:
-        """Return the mean metrics over ``clients`` from a secure sum, which hides single clients. None: there is no such sum.
+        """Return the mean metrics over ``clients`` from a secure sum, which hides single clients.
 
         If clients are to save their models, separate messages ask them to. So clients outside the sum save their
         models, too.
@@ -103,6 +103,9 @@ class EvaluationsAtClients:
             clients: the clients that evaluate.
             timeout: seconds for the replies.
             send: sends messages, and returns the replies.
+
+        Returns:
+            The means by name. None: there are no messages, or the secure sum failed.
         """
         if not instructions:
             return None

@@ -98,7 +98,7 @@ class GridTransport(Transport):
         raise NotImplementedError
 
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Measure statistics at all connected clients, or at the round's cohort, as the method says. Return the checked replies."""
+        """Measure statistics at all connected clients, or only at the round's cohort if the method says so. Return the checked replies."""
         strategy, everyone = self.strategy, self._measuring(instruction)
         sent = strategy.messages(STATISTICS, instruction, everyone, {"measured": instruction.measured})
         who = [client.index for client in everyone]
@@ -138,7 +138,10 @@ class GridTransport(Transport):
         return replies if self.strategy.secure is not None else super().store(instruction, replies)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate at the clients by the strategy's hooks, or at the server. Store the metrics in the result, and return the numbers."""
+        """Evaluate at the clients by the strategy's hooks, or at the server.
+
+        Store all metrics in ``result``, and return those that are single numbers, by name.
+        """
         strategy, metrics = self.strategy, dict[str, float]()
         returned = self.hooks.configure_evaluate(number, strategy.outward(tensors), self._evaluate_config, self.grid)
         messages, reached = addressed(returned, strategy.told, "configure_evaluate", strategy.rounds.called)
@@ -159,7 +162,10 @@ class GridTransport(Transport):
         return metrics | {name: value for name, value in self.evaluate_here(number, tensors).items() if name not in metrics}
 
     def evaluate_here(self, number: int, tensors: Named) -> dict[str, float]:
-        """Call ``evaluate_fn``, note its metrics in the result, and return its numbers; empty without an ``evaluate_fn``."""
+        """Call ``evaluate_fn``, store its metrics in ``result``, and return those that are single numbers, by name.
+
+        The returned dict is empty without an ``evaluate_fn`` or a global model, or if ``evaluate_fn`` returns None.
+        """
         if self._evaluate_fn is None or (arrays := self._global_model.at(number, tensors)) is None:
             return {}
         if (metrics := self._evaluate_fn(number, arrays)) is None:
@@ -173,7 +179,7 @@ class GridTransport(Transport):
         return send_and_receive(self.grid, messages, self.timeout, rounds.retry, rounds.called)
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Collect the average of the layers that clients keep, after the last round and if ``rounds.unseen`` asks for it."""
+        """Average the layers that clients keep, after the last round and only if ``rounds.unseen`` is set."""
         if number == self.server.rounds:
             self._average_kept(number)
 
@@ -193,7 +199,7 @@ class GridTransport(Transport):
         self._average_kept(number)
 
     def _average_kept(self, number: int) -> None:
-        """Collect the average of the layers that clients keep, for clients that did not train, if ``rounds.unseen`` asks for it."""
+        """Average the layers that clients keep, for clients that did not train, if ``rounds.unseen`` is set."""
         strategy = self.strategy
         if not (strategy.rounds.unseen and strategy.method.personal):
             return
@@ -203,7 +209,10 @@ class GridTransport(Transport):
         strategy.unseen = average_kept(population.grid, who, strategy.shared, number, strategy.rounds, run_id, overheard)
 
     def _secure_round(self, messages: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Train for one round by a secure sum, which hides single clients. Return the shared tensors and the metrics, or None twice."""
+        """Train for one round by a secure sum, which hides single clients.
+
+        Return the shared tensors and the metrics. If the sum failed, return ``(None, None)``.
+        """
         strategy = self.strategy
         assert strategy.secure is not None
         changed, parts = strategy.secure.train(self.grid, messages, strategy.cohort, self.timeout)
@@ -227,5 +236,5 @@ class GridTransport(Transport):
 
 
 def numbers_of(metrics: MetricRecord) -> dict[str, float]:
-    """Return the single numbers of a record, by name. Lists of numbers are left out: only Flower's result has them."""
+    """Return the metrics of a record that are single numbers, by name. Metrics that are lists are left out."""
     return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}

@@ -48,7 +48,7 @@ class RunResult(Result):
 
 
 def overrides(strategy: Strategy, hook: str) -> bool:
-    """Tell whether user code defines the method ``hook`` of ``strategy``: in a class outside fl-bn, or as an instance attribute."""
+    """Return whether user code defines the method ``hook`` of ``strategy``: in a class outside fl-bn, or as an instance attribute."""
     if hook in vars(strategy):
         return True
     owner = next(kind for kind in type(strategy).__mro__ if hook in vars(kind))

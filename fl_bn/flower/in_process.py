@@ -50,7 +50,7 @@ class Run:
 
 
 class InProcessGrid(Grid):
-    """Serve nodes that live in this process. A message is answered as soon as it is pushed.
+    """Serve nodes that live in this process. ``push_messages`` computes the replies before it returns.
 
     Args:
         app: the ClientApp, or its import path ``module:name``.
@@ -154,7 +154,7 @@ class InProcessGrid(Grid):
         """Return the answers, in the order of ``messages``."""
         if any(_exchange_token(message) for message in messages):
             if self._fallback is not None:
-                self._fallback.say(CannotVectorise("in a run, statistics are exchanged within a step through the server"))
+                self._fallback.say(CannotVectorise("they exchange statistics through the server within a local step"))
             return Turns(len(messages)).run([partial(self._answer_in_turn, message) for message in messages])
         if self._fallback is not None:
             parts = [messages[begin : begin + AT_ONCE] for begin in range(0, len(messages), AT_ONCE)]
@@ -265,7 +265,7 @@ def _round(message: Message) -> int:
 
 
 def _exchange_token(message: Message) -> str:
-    """Return the token of a client in the local exchange; empty for any other message."""
+    """Return the token with which ``message`` lets a client join the local layer-wise exchange; empty if it has none."""
     config = config_of(message.content)
     return str(config.get("exchange-token", "")) if config.get("exchange") == "local" else ""
 
@@ -274,6 +274,10 @@ def _loaded(app: App | str, kind: type[App]) -> App:
     """Return ``app``, or the object at the import path ``module:name``.
 
     As in ``flwr run``, modules may lie in the working directory.
+
+    Raises:
+        ValueError: nothing can be imported from this path.
+        TypeError: the imported object is not of the class ``kind``.
     """
     if not isinstance(app, str):
         return app

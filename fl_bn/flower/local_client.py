@@ -99,11 +99,15 @@ class LocalClient:
 
     @property
     def model(self) -> nn.Module:
-        """Return the pristine network. Do not change it."""
+        """Return the converted network with its initial tensors. Rounds train a copy. Do not change it."""
         return self.network.original
 
     def introduce(self) -> dict[str, int | str]:
-        """Return the client's index, number of clients, samples, model signature and label counts. The server asks for them once."""
+        """Return the client's introduction, for which the server asks once.
+
+        It has this client's index, the number of all clients, the number of training samples, the signature of model and
+        method, and the number of samples per label as JSON.
+        """
         return {
             "client": self.site.client,
             "clients": self.site.clients,
@@ -121,8 +125,8 @@ class LocalClient:
                 ``Overflow`` (a weight is too large for the dtype in which it is sent), the client sits the round out.
 
         Returns:
-            The result of ``pack``. Its reply has 0 samples if the client sits out; also if, in an exchange by replay,
-                the client first needs another answer of the server.
+            The result of ``pack``. Its reply has 0 samples in two cases: the client sits out, or, in an exchange by
+                replay, it asks the server for the next answer.
         """
         instruction, store = request.instruction, self.store(request.config)
         kept, joins = request.kept(store), request.connect(self.site.exchange)
@@ -206,13 +210,13 @@ class LocalClient:
         return kept_layers(self.kept(config, round + 1), self.model, self.method)
 
     def requested_pass(self, config: Mapping[str, Any]) -> StatisticsPass:
-        """Return what to measure, and on how many samples, as the ``config`` of a statistics-only exchange asks."""
+        """Return the statistics pass that the ``config`` of a statistics-only exchange requests."""
         return StatisticsPass.for_exchange(str(config.get("measured", INPUTS)), self.method.statistics_pass.samples)
 
     def meet(self, config: Mapping[str, Any]) -> None:
-        """Join the layer-wise exchange and leave it again.
+        """Join the layer-wise exchange that ``config`` names, and leave it again.
 
-        So the server learns whether all clients of a cohort can take part at the same time.
+        By this the server tests whether all clients of a cohort can take part at the same time.
         """
         connect(self.site.exchange, config, [], 1).close()
 
@@ -221,5 +225,5 @@ class LocalClient:
         return self.store(config).read(before)
 
     def store(self, config: Mapping[str, Any]) -> StateStore:
-        """Return the store of this client's tensors between the rounds of the run that ``config`` names."""
+        """Return the store in which this client keeps its own tensors between the rounds of the run that ``config`` names."""
         return store_of(self._context_state, self.site.state, config, self.site.client, self.signature)

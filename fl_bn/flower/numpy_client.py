@@ -30,8 +30,8 @@ class BatchNormClient(LocalClient, NumPyClient):
     All random numbers depend only on ``seed``, the client and the round.
 
     Args:
-        model: the converted, pristine network. It is copied, never changed. Clients of one process may share a
-            ``Network``, and take turns in training one copy.
+        model: the converted network with its initial tensors. It is copied, never changed. Clients of one process may
+            share a ``Network``, and train its copy one after the other.
         method: the run's method.
         settings: the settings of local training.
         site: the client's data and device.
@@ -47,7 +47,7 @@ class BatchNormClient(LocalClient, NumPyClient):
     """
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this client's index, number of samples, model signature and label counts, for which the server asks once."""
+        """Return what ``introduce`` returns: index, number of clients, number of samples, signature and label counts."""
         return dict(self.introduce())
 
     def get_parameters(self, config: Mapping[str, Any]) -> list[np.ndarray]:

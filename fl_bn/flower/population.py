@@ -27,8 +27,8 @@ POLICY = "NotAllowed: "  # begins the error of a site whose policy refuses the r
 class RunFailed(Exception):
     """Report that the run cannot go on; the message advises what to do.
 
-    It is not derived from RuntimeError. Flower 1.25 would take such an error for one of its own, report the run as
-    rejected, and leave it running.
+    It is not derived from RuntimeError. Flower 1.25 would mistake such an error for one of its own, report that the run
+    was rejected, and not end it.
     """
 
 
@@ -51,11 +51,11 @@ class Client:
 
 @dataclass(frozen=True)
 class Introductions:
-    """Hold the nodes' introductions before there is a ``Population``.
+    """Hold the nodes' introductions, until a ``Population`` is made of them.
 
     Attributes:
-        nodes: the nodes that were asked. A node without a reply was silent.
-        replies: their replies.
+        nodes: the ids of the nodes that were asked to introduce themselves.
+        replies: the replies that came in time: introductions or errors.
     """
 
     nodes: frozenset[int] = frozenset()
@@ -148,7 +148,11 @@ class Population:
         self._joined = {client.index for client in self.everyone()}
         self._first = {client.index: client.node for client in self.clients.values()}
         if self.absent:
-            log(logging.WARNING, "the run goes on without %s, since the policy there refuses it", self.called.clients(sorted(self.absent)))
+            log(
+                logging.WARNING,
+                "the run goes on without %s, since the site's policy refuses the run",
+                self.called.clients(sorted(self.absent)),
+            )
         if later := sorted(set(range(self.rounds.clients)) - self._joined - self.absent.keys()):
             log(logging.INFO, "starting with %d clients; %s may join later", here, self.called.clients(later))
 
@@ -168,7 +172,7 @@ class Population:
                 log(logging.INFO, "%s joins in round %s", self.called.client(client.index), round)
 
     def greet(self) -> str:
-        """Ask every new node who it is, and forget clients whose node is gone.
+        """Ask every new node to introduce itself, and remove clients whose node is offline.
 
         Returns:
             A problem that keeps a node from taking part, with advice; empty if there is none. For example, the
@@ -207,13 +211,13 @@ class Population:
                 wrong = self._admit(node, reply)
                 problem = problem or wrong
         for node in silent if self._joined else ():  # before the start, the run waits for them
-            self._refuse(node, f"it did not introduce itself within {patience:.0f} s; it is asked again once it was offline")
+            self._refuse(node, f"it did not introduce itself within {patience:.0f} s; it is asked again after it has reconnected")
         self._problem = self._assign()
         self._order = [self.clients[index] for index in sorted(self.clients)]
         return self._problem or problem
 
     def _refusal(self, node: int, why: str) -> str:
-        """Return why the run cannot go on after a node refused to take part. Empty: the run goes on without the node's client.
+        """Return why the run cannot go on, now that a node refuses to take part. Empty: it goes on without the node's client.
 
         Args:
             node: The node.
@@ -310,7 +314,11 @@ class Population:
             log(logging.INFO, "%s is back", self.called.client(index))
 
     def _admit(self, node: int, reply: Message) -> str:
-        """Note which client a node claims to be, or refuse the node.
+        """Check a node's introduction. Store which client the node claims to be, or refuse the node.
+
+        Args:
+            node: The node.
+            reply: The reply with its introduction.
 
         Returns:
             The problem, with advice, if the whole run may have been set up wrongly; else empty.
@@ -328,7 +336,7 @@ class Population:
             other = f"the run is for {expected} clients, but {self.called.node(node)} says that there are {clients} (num-partitions)"
             self._refuse(node, other)
             return (
-                f"{other}: set `clients` and the number of SuperNodes alike, e.g. "
+                f"{other}: set `clients` and the number of SuperNodes to the same number, e.g. "
                 f'--run-config "clients={clients}" or {federation_config({"num-supernodes": expected})}'
             )
         if index >= expected:
@@ -337,7 +345,7 @@ class Population:
             self._refuse(
                 node,
                 f"{self.called.client(index)} has another model, method or version of fl-bn ({printable(introduction['signature'])}, here "
-                f"{self.signature}; a strategy takes the model as it is, a client convert(model, method)). {COMPARE}",
+                f"{self.signature}; give the strategy the unconverted model, and the client convert(model, method)). {COMPARE}",
             )
         elif self.rounds.nodes and (owner := self.called.client_of(node)) != index:
             theirs = "no client" if owner is None else self.called.client(owner)
@@ -374,5 +382,5 @@ class Population:
 
 
 def round_half_up(x: float) -> int:
-    """Round to the nearest whole number, and halves up."""
+    """Round to the nearest whole number; round halves up: 2.5 to 3."""
     return int(x + 0.5)

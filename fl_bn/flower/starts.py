@@ -25,7 +25,7 @@ class Starts:
 
     Args:
         shared: the shared model.
-        sends: whether initial values are sent. False: only after a call of ``begin_with``.
+        sends: whether initial values are sent. False: they are sent only after a call of ``begin_with``.
     """
 
     def __init__(self, shared: SharedModel, sends: bool = False) -> None:
@@ -33,10 +33,13 @@ class Starts:
         self._bytes: dict[int, int] = {}  # client -> the bytes of the initial values that it got in this round
 
     def begin_with(self, arrays: ArrayRecord) -> None:
-        """Let the run start from ``arrays``, which have the names of the network's state_dict.
+        """Load ``arrays`` into the shared model, so that the run starts from them, and send clients their initial values.
+
+        Args:
+            arrays: the tensors by the names of the network's state_dict.
 
         Raises:
-            ValueError: an array is missing, or the network has no tensor of its name and shape.
+            ValueError: an array is missing, or the network has no tensor of an array's name and shape.
         """
         own, tensors = self._shared.model.state_dict(), tensors_of(arrays)
         for name, tensor in tensors.items():

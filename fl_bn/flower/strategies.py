@@ -124,9 +124,8 @@ class RobustFBNStrategy(FBNStrategy):
         model: any torch network, unconverted.
         rounds: the server's settings for rounds.
         f: the number of Byzantine clients that the rules withstand, 0 or more.
-        statistics_rule: the rule for statistics, as ``robust.rule_named`` takes it, such as
-            ``"nnm+trimmed-mean"``.
-        update_rule: the rule for updates, in the same form.
+        statistics_rule: the name of the rule for statistics, such as ``"nnm+trimmed-mean"`` (``robust.rule_named``).
+        update_rule: the name of the rule for updates, in the same form.
         options: as in ``methods.fbn`` and ``BatchNormStrategy``, by name.
     """
 

@@ -171,7 +171,7 @@ class BatchNormStrategy(OwnNames):
         return self.recovery.tell(messages, self.cohort)
 
     def _their_config(self, config: Mapping[str, Any], instruction: Instruction) -> dict[str, Any]:
-        """Return the user's ``config`` for the messages of a round."""
+        """Return the values of the user's config in a round's messages: here ``config``, unchanged."""
         return {**config}
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -260,7 +260,7 @@ class BatchNormStrategy(OwnNames):
         return clients
 
     def with_models(self, clients: list[Client]) -> list[Client]:
-        """Return those of ``clients`` that have models of their own, or all of them if none has one."""
+        """Return the clients that have stored tensors of their own, so that their models differ; all clients if none has."""
         return [client for client in clients if self.method.personal and self.recovery.keeps(client.index)] or clients
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -271,7 +271,7 @@ class BatchNormStrategy(OwnNames):
             replies: the replies to the evaluate messages.
 
         Returns:
-            The metrics, or None if clients do not evaluate in this round.
+            The metrics; None if clients do not evaluate in this round, or if none sent a valid metric.
         """
         if not self.at_clients or not self._due(server_round) or self.population is None:
             return None
@@ -345,6 +345,7 @@ class BatchNormStrategy(OwnNames):
         Raises:
             RunFailed: clients are missing at the start, too many rounds in a row failed, or there is nothing to
                 measure.
+            ValueError: ``initial_arrays`` do not fit the network, or ``check_secure`` refuses the hooks.
         """
         if simulated():
             from fl_bn.flower.app import lost_actors  # imports Ray
@@ -482,7 +483,7 @@ class BatchNormStrategy(OwnNames):
         return corrupt(list(decoded), clients, self.rounds.clients, self.method.adversary, self.defence, self._down, self._rounding)
 
     def everyone(self) -> list[Client]:
-        """Return all connected clients; the cohort, if there is no population yet."""
+        """Return all connected clients that may train; before ``start`` has found the clients, the cohort."""
         return self.cohort if self.population is None else self.population.everyone()
 
     def _tell(self, record: RoundRecord) -> RoundRecord:

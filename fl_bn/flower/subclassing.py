@@ -14,7 +14,8 @@ HOOKS = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_
 class OwnNames(Strategy):
     """Refuse a user's subclass that defines or sets a name of fl-bn's own classes. Abstract.
 
-    Otherwise ``self.cohort = ...`` in a user's hook would silently replace the clients of the round.
+    Without this check, ``self.cohort = ...`` in a user's hook would silently replace the clients of the round.
+    ``class`` raises a TypeError if the subclass defines such a name.
 
     Attributes:
         open_names: names of fl-bn's classes that a user's subclass may define or set all the same.

@@ -189,9 +189,9 @@ def test_a_file_that_is_no_use_is_set_aside_and_the_one_before_it_read(damage: s
     assert aside.read_bytes() == damaged  # kept for who wants to look
     assert not path.exists()
     assert path.name in log.text
-    assert f"Set aside as {aside.name}; the client goes on from an older state" in log.text
+    assert f"The file is renamed to {aside.name}; the client goes on from an older state" in log.text
     assert value(state.read(3)) == (1, 1.0)
-    assert log.text.count("Set aside") == 1  # said once
+    assert log.text.count("The file is renamed") == 1  # said once
     state.write(2, one(20))
     assert value(state.read(3)) == (2, 20.0)
 
@@ -202,7 +202,7 @@ def test_where_all_are_damaged_there_is_nothing(tmp_path: Path, log: pytest.LogC
         state.write(round, one(round))
         newest(state).write_bytes(b"")
     assert state.read(3) == NOTHING
-    assert log.text.count("Set aside") == 2
+    assert log.text.count("The file is renamed") == 2
 
 
 def test_a_full_disk_leaves_what_was_kept_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

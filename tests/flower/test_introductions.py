@@ -99,7 +99,7 @@ def test_those_who_come_first_decide_nothing(fields: dict[str, Any]) -> None:
 def test_where_too_few_come_the_run_fails_in_time() -> None:
     with pytest.raises(RunFailed, match="only 1 of 2 nodes came within 1 s. Start the others"):
         introduced(Elsewhere(dict.fromkeys((2, 3, 4, 5), 60.0)), 2, 1.0, RIGHT)
-    with pytest.raises(RunFailed, match="only 1 of 2 nodes may take part: 4 nodes did not say within 1 s who they are"):
+    with pytest.raises(RunFailed, match="only 1 of 2 nodes may take part: 4 nodes did not introduce themselves within 1 s"):
         introduced(Elsewhere(silent=[1, 2, 3, 4]), 2, 5.0, RIGHT)
     wrong = Elsewhere(liars=range(1, 6), spoil=sets("query.hello", "hello", signature="0" * 16))
     with pytest.raises(RunFailed, match="client 0 has another model, method or version of fl-bn"):

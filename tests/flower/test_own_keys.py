@@ -80,7 +80,7 @@ def _array(value: float) -> Any:
 def test_state_of_an_earlier_version_is_not_used_and_is_said(log: pytest.LogCaptureFixture) -> None:
     old = RecordDict({"kept-for": ConfigRecord({"signature": "a", "round": 3}), "local": ArrayRecord({"w": _array(1.0)})})
     assert MemoryState(old, "a").read(5).round == 0
-    assert "this client's state is from an older fl-bn, whose records had no prefix" in log.text
+    assert "an older version of fl-bn stored this client's tensors, in records without the prefix fl-bn/" in log.text
     assert set(old) == {"kept-for", "local"}  # it may be the user's
     log.clear()
     assert MemoryState(RecordDict({"kept-for": ConfigRecord({"mine": 1})}), "a").read(5).round == 0

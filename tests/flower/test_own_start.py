@@ -200,16 +200,19 @@ def test_what_the_hooks_alone_cannot_do_is_refused_in_one_sentence() -> None:
 
 def test_the_number_of_rounds_is_asked_for_where_something_depends_on_it() -> None:
     with pytest.raises(
-        RunFailed, match=r"^fixbn freezes after half of the rounds, but your loop gave no number: give FixBN\(..., num_rounds=20\)"
+        RunFailed,
+        match=r"^fixbn freezes after half of the rounds, but your loop's number of rounds is unknown: give FixBN\(..., num_rounds=20\)",
     ):
         Strategy.start(FixBN(net()), grid("fixbn"), begin(), num_rounds=4)
-    with pytest.raises(RunFailed, match=r"^the learning rate is a function of \(round, rounds\), but your loop gave no number"):
+    with pytest.raises(
+        RunFailed, match=r"^the learning rate is a function of \(round, rounds\), but your loop's number of rounds is unknown"
+    ):
         Strategy.start(FedBN(net(), rate=lambda round, rounds: 0.1), grid("fedbn"), begin(), num_rounds=4)
     strategy = FixBN(net(), num_rounds=4, fraction_evaluate=0)
     result = Strategy.start(strategy, grid("fixbn"), begin(), num_rounds=4)
     assert equal(result.arrays, FixBN(net(), fraction_evaluate=0).start(grid("fixbn"), begin(), num_rounds=4).arrays)
     assert [record.phase for record in strategy.round_records] == ["train", "train", "frozen", "frozen"]
-    with pytest.raises(RunFailed, match=r"configure_train\(5, ...\): the strategy has num_rounds=4: give it your loop's number"):
+    with pytest.raises(RunFailed, match=r"configure_train\(5, ...\): the strategy has num_rounds=4: set it to your loop's number"):
         strategy.configure_train(5, result.arrays, ConfigRecord(), grid("fixbn"))
     with pytest.raises(ValueError, match="num_rounds must be the number of rounds of your own loop, or 0"):
         FixBN(net(), num_rounds=-1)

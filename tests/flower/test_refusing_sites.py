@@ -41,7 +41,7 @@ def refusing(clients: list[Samples], *nodes: int) -> WatchedGrid:
 def test_a_run_goes_on_without_a_site_whose_policy_refuses_it(clients: list[Samples], log: pytest.LogCaptureFixture) -> None:
     ran = run(FEDAVG, clients, 2, grid=refusing(clients, 2), policy={**SITES, "min_sites": 2})
     assert [[client.client for client in record.clients] for record in ran.records] == [[0, 2], [0, 2]]
-    assert "the run goes on without site west, since the policy there refuses it" in log.text
+    assert "the run goes on without site west, since the site's policy refuses the run" in log.text
     assert ran.strategy.population is not None
     assert ran.strategy.population.absent[1].startswith("this site's policy has allow-methods = fedbn")
 

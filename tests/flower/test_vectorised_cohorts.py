@@ -91,7 +91,7 @@ def test_falls_back_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     assert apart(through("vectorised", fedavg(), dropout=True), through("sequential", fedavg(), dropout=True)) < 1e-10
     assert caplog.text.count("these clients are computed one by one: dropout") == 1
     assert apart(through("vectorised", fedtan()), through("sequential", fedtan())) < 1e-10
-    assert caplog.text.count("exchanged within a step through the server") == 1
+    assert caplog.text.count("they exchange statistics through the server within a local step") == 1
 
 
 def test_a_run_of_a_run_config(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_client_connects_to_no_address_that_its_site_does_not_allow(
         assert not connected(server)
     (only,) = errors
     assert only == f"ExchangeFailed: {NOT_ALLOWED}"
-    assert f"not connected to the exchange at {speechless!r}, as the server asks: " in log.text
+    assert f"the server asks this client to connect to the exchange at {speechless!r}, which is refused: " in log.text
 
 
 @apps

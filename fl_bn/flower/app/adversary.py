@@ -37,7 +37,8 @@ def corrupt(
     """Rewrite the replies of the Byzantine clients, which are the last ``adversary.f`` clients of the run.
 
     Errors and unreadable replies are not rewritten. The attackers ignore honest replies with values that are not
-    finite, since the server will refuse them. If no honest reply is left, nothing is rewritten.
+    finite, since the server will refuse them. Nothing is rewritten if no honest reply is left, or if the attack flips
+    training labels and sends honest replies.
 
     Args:
         replies: The replies of all clients of the round.
@@ -160,7 +161,8 @@ Combine = Callable[[Sequence[Moments]], Moments]
 def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
     """Return a function that measures how much a lie changes the combined statistics.
 
-    Means are compared in standard deviations, variances by the log of their ratio.
+    The change of a mean is in standard deviations, that of a variance is the log of the ratio. The function returns the
+    Euclidean norm over all channels.
 
     Args:
         honest: The statistics of one layer at the honest clients, (clients, 2 * channels): means, then variances.

@@ -26,13 +26,13 @@ class Checkpoint:
         run_id: The id of the run.
         arrays: All shared tensors, by their names in the state_dict.
         optimizer: The buffers of the server optimizer.
-        failed: The number of failed rounds in a row.
+        failed: The number of rounds in a row, up to ``round``, that failed.
         kept: For each client, the last round in which it kept tensors of its own.
         history: For each file of results to which every round adds lines, its length in bytes.
         generators: The states of the generators of Python, NumPy and torch, as JSON.
         auxiliary: The tensors that are sent beside the weights, such as control variates, by section and name.
         counted: For each client, the last round in which its reply changed the model.
-        releases: The number of releases that the privacy accountant has counted.
+        releases: The number of noisy sums (of updates and of statistics) that the privacy accountant has counted.
     """
 
     round: int

@@ -27,7 +27,7 @@ SAVE = "query.save"
 
 
 def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
-    """Make a ClientApp that answers the server's messages. The ``Gate`` checks each message before it is handled.
+    """Make a ClientApp that answers the server's messages. Its ``Gate`` checks each message and each reply.
 
     The ClientApp answers train and evaluate messages, and the queries ``statistics``, ``kept``, ``hello``,
     ``rendezvous`` and ``save``.
@@ -85,8 +85,8 @@ def make_client_app(build: Callable[[Context], LocalClient]) -> ClientApp:
 def _within_its_time(handle: Handler) -> Handler:
     """Return ``handle`` with a time limit, which is the time to live of the message. In a simulation, return it unchanged.
 
-    In a deployment, each message is answered in a process of its own. If a process hangs, for example on a dead
-    network drive, its client could join no later round. At the time limit, the process prints its traceback to
+    In a deployment, each message is answered in a process of its own. Without the limit, a client whose process hangs,
+    for example on a dead network drive, could join no later round. At the limit, the process prints its traceback to
     stderr and ends.
     """
     if not deployed():

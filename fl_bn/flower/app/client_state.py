@@ -30,27 +30,27 @@ Sections = Mapping[str, Mapping[str, Tensor]]
 
 
 class StateStore(Protocol):
-    """Keep the tensors that stay at a client between its rounds, by round and section."""
+    """Store a client's own tensors (those that it does not share) between its rounds, by round and section."""
 
     def read(self, before: int) -> ClientState:
         """Return the newest state from a round before ``before``; ``NOTHING`` if there is none."""
 
     def write(self, round: int, sections: Sections) -> None:
-        """Keep the tensors in ``sections`` as the state after ``round``.
+        """Store the tensors in ``sections`` as the client's state after ``round``.
 
         Call it at the end of a round, since a write is not undone if the training fails.
         """
 
 
 EARLIER_STATE = (
-    "this client's state is from an older fl-bn, whose records had no prefix (kept-for, local): it is not used. The client begins anew "
-    "with the server's tensors, and keeps its own under fl-bn/ from now on"
+    "an older version of fl-bn stored this client's tensors, in records without the prefix fl-bn/ (kept-for, local). They are not used: "
+    "the client starts from the server's tensors"
 )
 PREVIOUS = "previous/"  # prefix for the sections of the state before the newest one
 
 
 class MemoryState:
-    """Keep the newest state and the one before it in Flower's ``context.state``.
+    """Store the newest state of a client, and the one before it, in Flower's ``context.state``.
 
     The older state is needed when a client gets the message of the newest round again.
 
@@ -84,12 +84,12 @@ class MemoryState:
         return NOTHING
 
     def _of_earlier(self) -> bool:
-        """Tell whether an older version of fl-bn wrote the state: it named the records without the prefix ``fl-bn/``."""
+        """Return whether an older version of fl-bn wrote the state: it named the records without the prefix ``fl-bn/``."""
         theirs = their_records(self._state, ConfigRecord).get(KEPT_FOR.record, ConfigRecord())
         return {"signature", "round"} <= {*theirs}
 
     def write(self, round: int, sections: Sections) -> None:
-        """Keep the tensors in ``sections`` as the state after ``round``, and also keep the last state before it."""
+        """Store the tensors in ``sections`` as the state after ``round``, and keep only the newest state before it."""
         before = self.read(round)
         for section in our_records(self._state, ArrayRecord):
             del self._state[OURS + section]
@@ -100,7 +100,7 @@ class MemoryState:
 
 
 class FileState:
-    """Keep the states of one client in one run, in one file per round.
+    """Store the states of one client in one run, in one file per round.
 
     Files of rounds to which the run cannot go back any more are deleted. A file that is damaged, or belongs to another
     client, model or method, is renamed with a message in the log, and not used.
@@ -154,7 +154,7 @@ class FileState:
         except durable.Damaged as problem:
             log(
                 logging.WARNING,
-                "%s. Set aside as %s; the client goes on from an older state, if it has one",
+                "%s. The file is renamed to %s; the client goes on from an older state, if it has one",
                 problem,
                 durable.set_aside(path).name,
             )
@@ -167,7 +167,7 @@ class FileState:
 
 
 def store_of(state: RecordDict, folder: Path | None, config: Mapping[str, Any], client: int, signature: str) -> StateStore:
-    """Return the store for the tensors of a client: files in ``folder``, or else ``context.state``.
+    """Return the store for a client's own tensors: a ``FileState`` in ``folder``, or else a ``MemoryState``.
 
     Args:
         state: Flower's ``context.state``. It is used if there is no ``folder``, or if ``config`` names no run.

@@ -93,7 +93,7 @@ def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, call
 
 
 def others(record: RoundRecord, metric: str) -> list[str]:
-    """Return the user's own metrics of a round for the log: at most ``SHOWN`` of training, then as many of evaluation.
+    """Return the user's own metrics of a round as ``name value`` for the log: at most ``SHOWN`` each of training and evaluation.
 
     Args:
         record: the record of the round.

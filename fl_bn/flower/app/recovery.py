@@ -82,7 +82,7 @@ class Recovery:
         return client in self._kept
 
     def tell(self, messages: list[Message], clients: Sequence[Client]) -> list[Message]:
-        """Add to each message the last round in which the reply of its client changed the model.
+        """Add to each message the last round in which its client's reply changed the model; 0 if there is none.
 
         Args:
             messages: The messages, one for each client. They are changed in place.
@@ -96,7 +96,7 @@ class Recovery:
         return messages
 
     def count(self, round: int, replies: Sequence[Reply]) -> None:
-        """Record that the clients of these replies changed the model in ``round``."""
+        """Record that the replies in ``replies`` changed the model in ``round``."""
         self._counted |= dict.fromkeys((part.client for part in replies), round)
 
     def go_back(self, checkpoint: Checkpoint, rounds: int, shared: SharedModel, optimizer: ServerOptimizer) -> None:

@@ -52,7 +52,7 @@ def average_kept(
         note: Called with the reasons why clients are not in the average, by client index. Default: they are logged.
 
     Returns:
-        The averages by their names in the state_dict; empty if no client replied.
+        The averages by their names in the state_dict; empty if no client sent valid tensors.
     """
     header = header_for(shared, round, Phase.MEASURE)
     samples = {client.index: client.samples for client in clients}

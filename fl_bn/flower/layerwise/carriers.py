@@ -54,13 +54,12 @@ class Carrier(ABC):
             grid: Flower's grid.
             messages: the train messages, by client.
             session: the round's exchange.
-            timeout: seconds for the whole round.
-            longest: 0: ``timeout`` holds for the whole round. Above 0: ``timeout`` is the time from one
-                exchange to the next, and ``longest`` the seconds for the whole round.
+            timeout: seconds for the whole round; if ``longest`` is above 0, seconds from one exchange to the next.
+            longest: seconds for the whole round. 0: ``timeout`` limits the whole round.
         """
 
     def late_clients(self, grid: Grid) -> set[int]:
-        """Return the clients that have not answered yet since a round dropped them."""
+        """Return the clients that an earlier round dropped, and whose reply to that round's message has not come yet."""
         for reply in pulled(grid, {identity: message for identity, (_, message) in self._late.items()}):
             self._late.pop(reply.metadata.reply_to_message_id, None)
         return {client for client, _ in self._late.values()}
@@ -68,7 +67,7 @@ class Carrier(ABC):
     def _replies(
         self, grid: Grid, messages: Mapping[int, Message], session: Session, timeout: float, longest: float = 0.0
     ) -> list[Message]:
-        """Return the replies, without waiting for clients that the session has dropped.
+        """Send the messages, and return the replies, without waiting for clients that the session has dropped.
 
         If a client answers with an error, it is dropped at once. So the others need not wait for it until the
         deadline.
@@ -95,7 +94,7 @@ class Carrier(ABC):
         return replies
 
     def stop(self) -> None:
-        """Release sockets and threads. Most carriers have none."""
+        """Close the carrier's sockets and end its threads. Only ``GrpcCarrier`` has some."""
         return
 
 
@@ -204,7 +203,7 @@ class GrpcCarrier(Carrier):
 
 
 class ReplayCarrier(Carrier):
-    """Carry the exchange in Flower messages, one per exchange and client.
+    """Carry the exchange in Flower messages: for each vector exchanged, one message to every client.
 
     Each message holds all answers so far. The client computes its round again from the start, until it needs
     the next answer.
@@ -240,7 +239,7 @@ class ReplayCarrier(Carrier):
     def _requests(
         self, grid: Grid, sent: Mapping[int, Message], session: Session, timeout: float, final: dict[int, Message]
     ) -> dict[int, tuple[int, Local]]:
-        """Return client -> its batch size and request, for each client that needs an answer.
+        """Send the messages, and return client -> its batch size and request, for each client that needs an answer.
 
         If a client needs no further answer, its reply is added to ``final``, and the client leaves the session.
         """
@@ -268,7 +267,7 @@ class ReplayCarrier(Carrier):
 
 
 def _simulation_hint(clients: int, cpus: int) -> str:
-    """Say how to get ``clients`` workers in Flower's simulation.
+    """Return advice on how to get ``clients`` workers in Flower's simulation.
 
     Flower 1.25 starts one worker per share of a CPU. Later versions take whole CPUs only, so Ray is told of more
     CPUs than there are. All versions run at most 32 workers at a time, and at most 4 more than there are CPUs.

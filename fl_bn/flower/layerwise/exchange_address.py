@@ -1,7 +1,7 @@
 """Connect a client to the layer-wise exchange, if its site allows the address that the server names.
 
-The node config lists the allowed addresses. Otherwise a server could make every site probe the site's own
-network, and learn from the errors which ports are open.
+The node config lists the allowed addresses. Without this check, a server could make every site connect to machines in
+its own network, and learn from the errors which ports are open.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ExchangeAddresses:
             return
         allowed = ", ".join(self.named) if self.named else "nothing"
         known = f"{KEY} in this client's node config allows {allowed}" if self.named is not None else f"its node config has no {KEY}"
-        log(logging.WARNING, "not connected to the exchange at %r, as the server asks: %s", address[:300], known)
+        log(logging.WARNING, "the server asks this client to connect to the exchange at %r, which is refused: %s", address[:300], known)
         raise ExchangeFailed(NOT_ALLOWED)
 
     def _allows(self, host: str, address: str) -> bool:

@@ -102,7 +102,7 @@ class Exchanges:
             messages: one message per client.
             timeout: seconds from one exchange to the next.
             memory: bytes of activations that all clients in this process may keep together.
-            simulated: whether to try this in a simulation, too.
+            simulated: whether to try it in Flower's simulation, too, which may not run all clients at once.
 
         Returns:
             The replies and the carrier's name. Both are empty if the clients cannot take part at the same
@@ -124,9 +124,9 @@ class Exchanges:
         return replies, carrier.name
 
     def _lasting(self) -> str:
-        """Return why the last session failed, if later sessions would fail, too. Otherwise return an empty text.
+        """Return why the last session failed, if later sessions would fail, too; else empty.
 
-        Later sessions would fail, too, if no client took part, or if a client could not join.
+        Later sessions would fail if no client took part, or if a client could not join.
         """
         session = self.session
         if session.batches:

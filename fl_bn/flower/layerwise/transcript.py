@@ -1,4 +1,4 @@
-"""Messages of an exchange by replay. The server sends a transcript: all answers so far. A client sends its first open request."""
+"""Messages of an exchange by replay. The server sends a transcript: all answers so far. A client sends its next request."""
 
 from __future__ import annotations
 
@@ -41,10 +41,14 @@ def attach(content: RecordDict, transcript: Transcript) -> int:
 
 
 def detach(payload: Payload, config: Mapping[str, Any]) -> list[tuple[Key, Answer]]:
-    """Read and remove the transcript from a train message's payload.
+    """Return the transcript in a train message, and remove it from ``payload``. Empty: the message has none.
+
+    Args:
+        payload: the message's arrays, which hold the values of the answers.
+        config: the message's config, which holds the keys of the answers.
 
     Raises:
-        WireError: the payload holds no valid transcript.
+        WireError: the transcript is not valid.
     """
     arrays = payload.pop(TRANSCRIPT, {})
     try:

@@ -71,7 +71,7 @@ class OwnRound:
     Args:
         message: the server's message.
         request: the checked content of that message.
-        local: the client's half of the round.
+        local: the client's half of the round without Flower.
         store: keeps the client's tensors between rounds.
     """
 
@@ -80,7 +80,10 @@ class OwnRound:
 
     @property
     def local(self) -> LocalRound:
-        """Return the client's half of the round in plain torch, with ``backward``, ``measure`` and ``steps``."""
+        """Return the client's half of the round without Flower.
+
+        Its ``backward`` replaces ``loss.backward()`` for an objective. ``steps`` is the number of local steps so far.
+        """
         return self._local
 
     @property
@@ -106,19 +109,20 @@ class OwnRound:
     def model(self) -> nn.Module:
         """Return the network to train, in training mode.
 
-        It is converted for the method. It holds the tensors that the server sent and those that this client
-        kept.
+        It is converted for the method. Its tensors come from the server or, if they stay at this client, from this
+        client's last round.
         """
         return self.local.model
 
     def message(self, samples: int, loss: float = 0.0, metrics: Mapping[str, float] | MetricRecord = MappingProxyType({})) -> Message:
-        """Return the reply to the server's message, and keep the client's own tensors.
+        """Return the reply to the server's message, and store the tensors that stay at this client.
 
         The reply's record ``metrics`` is yours, as in Flower's examples: it has ``num-examples``, ``loss`` and your
         own metrics. You may add to it, or add records of your own whose names do not begin with ``fl-bn/``.
 
         Args:
-            samples: the number of different samples that the round trained on, 0 or more: the client's weight.
+            samples: the number of different samples that the round trained on, 0 or more. It is the client's weight in
+                the average of the model.
             loss: the mean training loss.
             metrics: your own training metrics by name, such as ``{"train_acc": 0.9}``. The strategy combines them.
         """
@@ -133,10 +137,10 @@ class OwnRound:
 class RoundGoesOn(Exception):
     """Report that the round needs one more answer from the server, in FedTAN's exchange by replay.
 
-    ``replayed`` catches this exception and sends the question.
+    ``replayed`` catches this exception, and replies with ``question``.
 
     Args:
-        question: the message that asks the server.
+        question: the reply by which the client asks the server for this answer.
     """
 
     def __init__(self, question: Message) -> None:
@@ -149,8 +153,8 @@ class RoundGoesOn(Exception):
 def replayed(message: Message, context: Context, handler: Callable[[Message, Context], Message]) -> Message:
     """Answer train messages by ``handler``, whose round may take several messages: ``@app.train(mods=[replayed])``.
 
-    This is a Flower mod. FedTAN needs it where a cohort is larger than the number of clients that can run at
-    once (``ExchangeSettings``, carrier ``replay``).
+    This is a Flower mod. FedTAN needs it if the clients of a cohort cannot all run at the same time (carrier
+    ``replay`` of ``ExchangeSettings``).
 
     Args:
         message: the server's message.
@@ -174,7 +178,7 @@ def _repeatable(seed: int, model: nn.Module, everything: bool) -> Iterator[None]
 
     Args:
         seed: the seed of the round.
-        model: the model, which tells on which device torch's generator is seeded.
+        model: the model. torch's generator is seeded on its device.
         everything: whether to seed the generators of Python and NumPy, too.
     """
     before = random.getstate(), np.random.get_state()
@@ -213,7 +217,8 @@ def training(
         context: Flower's context of the client.
         model: your network, unconverted.
         method: the method, the same as the server's.
-        batches: the training batches. Only HBN needs them: it measures them before training.
+        batches: the training batches. HBN, and FBN with ``report="pass"``, measure them before training. Other methods do
+            not use them.
         task: splits a batch into inputs and targets for that measurement.
         objective: FedProx, SCAFFOLD or FedSAM. Then call ``round.local.backward(lambda: loss_of(x), x)`` in
             place of ``loss.backward()``.
@@ -222,7 +227,9 @@ def training(
         The round: train its ``model``, then return its ``message(samples, loss)``.
 
     Raises:
-        ValueError: the server's message is for another model or method, or ``batches`` are missing.
+        ValueError: the server's message is for another model or method, or this site's settings forbid an answer
+            (``Refused``). Or the method needs ``batches``, and they are missing or can be iterated over only once.
+        OtherVersion: the server has another version of fl-bn.
         RoundGoesOn: the round needs one more answer from the server (``replayed``).
     """
     converted = convert(model, method)
@@ -247,7 +254,8 @@ def training(
 def evaluating(message: Message, context: Context, model: nn.Module, method: Method) -> nn.Module:
     """Return the network to test in an evaluate handler of your own, in evaluation mode.
 
-    It is converted for the method. It holds the tensors that the server sent and those that this client kept.
+    It is converted for the method. Its tensors come from the server or, if they stay at this client, from this client's
+    last round.
 
     Args:
         message: the server's message.
@@ -256,7 +264,9 @@ def evaluating(message: Message, context: Context, model: nn.Module, method: Met
         method: the method, the same as the server's.
 
     Raises:
-        ValueError: the server's message is for another model or method.
+        ValueError: the server's message is for another model or method, or this site's settings forbid an answer
+            (``Refused``).
+        OtherVersion: the server has another version of fl-bn.
     """
     converted = convert(model, method)
     request = _read(message, context, converted, method, TO_EVALUATE)
@@ -273,13 +283,13 @@ def answer(
     task: Task = CLASSIFICATION,
     tells: bool = False,
 ) -> None:
-    """Let ``app`` answer the server's queries beside training: who the client is, and the statistics of its data.
+    """Register handlers with ``app`` for the server's queries: who the client is, and the statistics of its data.
 
-    If the app has a Flower mod that cannot work with fl-bn (``fl_bn.flower.own.mods``), its clients do not introduce
-    themselves, and tell the server why.
+    Your own handlers still answer train and evaluate messages. If the app has a Flower mod that cannot work with fl-bn
+    (``fl_bn.flower.own.mods``), the client replies to the first query with an error that names this mod.
 
-    These answers pass a ``Gate``. Your own handlers do, too, where the app has one:
-    ``ClientApp(mods=[Gate()])``.
+    A ``Gate`` checks the messages and replies of these handlers. It checks those of your own handlers, too, if you make
+    the app as ``ClientApp(mods=[Gate()])``.
 
     Args:
         app: your ClientApp.
@@ -365,7 +375,7 @@ def _measure(message: Message, context: Context, converted: nn.Module, method: M
 
 
 def _read(message: Message, context: Context, converted: nn.Module, method: Method, form: Form) -> Request:
-    """Check that ``message`` may enter, and return its checked content. ``form`` declares the fields of its config."""
+    """Check that this client may answer ``message``, and return its checked content. ``form`` declares the config's fields."""
     admit_own(message, context, evaluates=form is TO_EVALUATE)
     if HEADER.name not in message.content:
         raise ValueError(

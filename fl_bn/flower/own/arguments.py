@@ -19,10 +19,10 @@ class FlowerArguments:
         min_evaluate_nodes: the smallest number of clients that evaluate.
         min_available_nodes: the smallest number of clients for the run to start.
         weighted_by_key: the metric by which a client's metrics are weighted.
-        arrayrecord_key: Flower's name for the record of arrays.
+        arrayrecord_key: the name of Flower's record of arrays. Only ``arrays`` is allowed.
         configrecord_key: the name of the user's config in a message.
-        train_metrics_aggr_fn: combines training metrics.
-        evaluate_metrics_aggr_fn: combines evaluations.
+        train_metrics_aggr_fn: combines training metrics. None: they are averaged.
+        evaluate_metrics_aggr_fn: combines evaluations. None: they are averaged.
 
     Raises:
         ValueError: an argument is out of its range, or asks for something that fl-bn cannot do.
@@ -53,8 +53,8 @@ class FlowerArguments:
                 raise ValueError(f"{name} must be a whole number >= {least}, but got {value!r}")
         if self.arrayrecord_key != "arrays":
             raise ValueError(
-                f"arrayrecord_key must stay 'arrays', but got {self.arrayrecord_key!r}: fl-bn sends tensors by their part in the "
-                f"method, in records named {OURS}weights, {OURS}statistics, ..., and training(...) loads them into your network"
+                f"arrayrecord_key must stay 'arrays', but got {self.arrayrecord_key!r}: fl-bn sends tensors in several records "
+                f"({OURS}weights, {OURS}statistics, ...), and training(...) loads them into your network"
             )
         if not isinstance(self.configrecord_key, str) or not self.configrecord_key or self.configrecord_key.startswith(OURS):
             raise ValueError(f"configrecord_key must be a name that does not begin with {OURS!r}, but got {self.configrecord_key!r}")

@@ -85,7 +85,8 @@ def checked_client(made: Any, net: str, trainloader: str) -> Any:
 
     Raises:
         TypeError: ``made`` is no ``NumPyClient``.
-        ValueError: an attribute is missing, or the client keeps an optimizer of the network that each round replaces.
+        ValueError: an attribute is missing, or the client made its optimizer in its constructor. Each round replaces the
+            network, so such an optimizer would update a network that is no longer used.
     """
     client = getattr(made, "numpy_client", made)
     if not isinstance(client, NumPyClient):
@@ -161,7 +162,7 @@ def _returned(what: str, value: Any, first: type) -> tuple[Any, int, Mapping[str
 
 
 def _load(model: nn.Module, returned: list[Any], kind: str) -> None:
-    """Load the arrays that ``fit`` returned, if they differ from the model's tensors: user code may clip or add noise.
+    """Copy the arrays that ``fit`` returned into the model, since the user's code may have clipped them or added noise.
 
     Raises:
         ValueError: number or shapes of the arrays are not those of the model.

@@ -51,7 +51,7 @@ GIVEN = {  # argument of OwnAppStrategy -> the attribute of the older FedAvg tha
 
 
 def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], method: Method, **options: Any) -> ServerApp:
-    """Return the ServerApp of a legacy ``server_fn``. Its rounds follow ``method``.
+    """Return a ServerApp that runs the strategy of a legacy ``server_fn`` in rounds of ``method``.
 
     ``server_fn`` needs no change. Its strategy is Flower's older ``FedAvg``, or a class derived from it. Its
     fractions, numbers of clients, ``initial_parameters``, ``on_fit_config_fn``, ``on_evaluate_config_fn``,
@@ -100,7 +100,7 @@ def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], metho
 
 
 def checked_strategy(strategy: Any, method: Method) -> FedAvg:
-    """Return ``strategy`` of Flower's older API, if fl-bn's rounds can follow all its settings and hooks.
+    """Check that fl-bn's rounds can follow all settings and hooks of a strategy of Flower's older API, and return it.
 
     Args:
         strategy: the strategy that ``server_fn`` gives.
@@ -145,18 +145,20 @@ def package(kind: type) -> str:
 
 
 def overridden(kind: type, names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` that are methods of Flower's older ``FedAvg`` which the class ``kind`` overrides.
+    """Return the methods among ``names`` that the class ``kind`` overrides.
 
     Args:
-        kind: a class derived from ``FedAvg``.
-        names: the names of the methods.
+        kind: a class derived from Flower's older ``FedAvg``.
+        names: names of methods of that ``FedAvg``.
     """
     return [name for name in names if getattr(kind, name) is not getattr(FedAvg, name)]
 
 
 @dataclass(frozen=True)
 class Told:
-    """Hold what a client returned in a round, for an ``aggregate_fit`` or ``aggregate_evaluate`` of the user's own.
+    """Hold one client's results of a round, for an ``aggregate_fit`` or ``aggregate_evaluate`` of the user's own.
+
+    These hooks get this object in place of Flower's ``FitRes`` or ``EvaluateRes``.
 
     Attributes:
         num_examples: the client's number of samples.
@@ -171,12 +173,12 @@ class Told:
     @property
     def parameters(self) -> Any:
         """Raise AttributeError: fl-bn has no list of a client's arrays."""
-        raise AttributeError("fl-bn has no list of one client's arrays: a reply holds what the method shares, by name and part")
+        raise AttributeError("fl-bn has no list of one client's arrays: a reply holds only the tensors that the method shares, by name")
 
 
 @dataclass(frozen=True)
 class Named:
-    """Take the place of Flower's client proxy in the user's own hooks.
+    """Hold a client's number, in place of Flower's ``ClientProxy``, for hooks of the user's own.
 
     Attributes:
         cid: the client's number, as text.
@@ -253,21 +255,21 @@ class LegacyRounds(OwnAppStrategy):
             manager: Flower's client manager.
 
         Raises:
-            ValueError: the arrays are not those of the network.
+            ValueError: the number of arrays is not the number of tensors in the network's state_dict.
         """
         if (parameters := self.older.initialize_parameters(manager)) is None:
             return None
         return self.named("initial_parameters", parameters)
 
     def named(self, what: str, parameters: Parameters) -> ArrayRecord:
-        """Give the older API's list of arrays the names of the network's state_dict.
+        """Return the older API's list of arrays as a record, by the names of the network's state_dict.
 
         Args:
             what: where the arrays come from, for the error message.
             parameters: the arrays in the order of the network's state_dict.
 
         Raises:
-            ValueError: the arrays are not those of the network.
+            ValueError: the number of arrays is not the number of tensors in the state_dict. Shapes are not checked here.
         """
         arrays, state = parameters_to_ndarrays(parameters), self._given.model.state_dict()
         if len(arrays) != len(state):
@@ -280,7 +282,7 @@ class LegacyRounds(OwnAppStrategy):
     def whole(self, arrays: ArrayRecord) -> list[np.ndarray]:
         """Return the arrays as a list in the order of the network's state_dict.
 
-        In place of tensors that clients keep, the list has the network's own.
+        Tensors that clients keep are not shared. For these, the list has the initial values of the server's network.
 
         Args:
             arrays: the shared arrays, by name.
@@ -289,7 +291,7 @@ class LegacyRounds(OwnAppStrategy):
         return [given.get(name, tensor).detach().cpu().numpy() for name, tensor in self._given.model.state_dict().items()]
 
     def fit(self, grid: Grid, initial_arrays: ArrayRecord | None, num_rounds: int, timeout: float) -> RunResult:
-        """Run the rounds with the strategy's own evaluation at the server, if it has one.
+        """Run the rounds. If the strategy evaluates at the server, call its evaluation from round 0 on.
 
         Args:
             grid: Flower's grid.
@@ -320,7 +322,10 @@ class LegacyRounds(OwnAppStrategy):
         return super().configure_evaluate(server_round, arrays, _said(self.older.on_evaluate_config_fn, server_round, config), grid)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Combine the replies. ``fit_metrics_aggregation_fn`` combines the metrics that the clients' ``fit`` returned."""
+        """Combine the replies, and call the older strategy's ``aggregate_fit``, which may replace the combined arrays.
+
+        ``fit_metrics_aggregation_fn`` combines the metrics that the clients' ``fit`` returned.
+        """
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
         accepted = {client.client for client in self._running.record.accepted}
@@ -337,7 +342,10 @@ class LegacyRounds(OwnAppStrategy):
         return (arrays if parameters is given else self.named("what aggregate_fit returned", parameters)), metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Combine the clients' losses. ``evaluate_metrics_aggregation_fn`` combines the metrics that ``evaluate`` returned."""
+        """Combine the clients' losses, call the older strategy's ``aggregate_evaluate``, and store its results in the history.
+
+        ``evaluate_metrics_aggregation_fn`` combines the metrics that the clients' ``evaluate`` returned.
+        """
         replies = list(replies)
         metrics = super().aggregate_evaluate(server_round, replies)
         if metrics is None:

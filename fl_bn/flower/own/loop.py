@@ -32,12 +32,12 @@ UNKNOWN = 10**9
 
 @dataclass
 class Asked:
-    """Hold the messages that a hook made, until their replies come.
+    """Hold the messages that ``configure_train`` or ``configure_evaluate`` made, until the replies come.
 
     Attributes:
-        round: the round.
+        round: the round's number. 0 or -1: no message was made yet.
         messages: the messages.
-        clients: their addressees.
+        clients: the clients to which the messages go.
     """
 
     round: int
@@ -92,7 +92,8 @@ class OwnLoop:
             grid: Flower's grid.
 
         Raises:
-            RunFailed: the round was trained already, or is not one of this run.
+            RunFailed: the round was trained already, ``number`` is below 1 or above ``num_rounds``, or ``arrays`` are not
+                those of this network.
         """
         self._check_round(number)
         rounds, shared = self.rounds, self.rounds.shared
@@ -112,11 +113,11 @@ class OwnLoop:
 
         Args:
             number: the round.
-            replies: the replies. Those that the loop leaves out count as missing.
+            replies: the replies. A client whose reply is not among them counts as missing.
 
         Returns:
-            The shared tensors to evaluate, and the combined metrics; ``(None, None)`` where too few replies are
-                usable. Then the round may be tried again.
+            The shared tensors to evaluate, and the combined metrics. If too few replies are usable, ``(None, None)``, and
+                the round may be tried again.
 
         Raises:
             RunFailed: the round was not configured, or was aggregated already.
@@ -207,7 +208,7 @@ class OwnLoop:
                 "higher (for another run, make a new strategy)"
             )
         if number > self.number:
-            raise RunFailed(f"configure_train({number}, ...): the strategy has num_rounds={self.number}: give it your loop's number")
+            raise RunFailed(f"configure_train({number}, ...): the strategy has num_rounds={self.number}: set it to your loop's number")
 
     def _use(self, grid: Grid) -> None:
         self._transport.grid = grid
@@ -231,7 +232,7 @@ class OwnLoop:
         return rounds.statistics.refreshed(self._transport, number, self._trained)
 
     def _note(self, record: RoundRecord) -> None:
-        """Note the record of a round, and warn of training that diverges."""
+        """Store the record of a round, and log a warning if the training diverges."""
         rounds = self.rounds
         rounds.batches_trained += batches_trained([record])
         self._first_loss = record.loss if math.isnan(self._first_loss) else self._first_loss

@@ -41,7 +41,7 @@ class OwnMetrics:
     averaged metric is missing. No client gets a larger weight than all others together. Lists are not averaged.
 
     Args:
-        key: the name of the number by which a client is weighted.
+        key: the name of the metric that is a client's weight in the means.
         ranges: the smallest and the largest value of a metric, by name.
         train_fn: combines training metrics in place of the mean, as Flower's ``train_metrics_aggr_fn``.
         evaluate_fn: combines evaluations in place of the mean, as Flower's ``evaluate_metrics_aggr_fn``.
@@ -137,10 +137,10 @@ class OwnMetrics:
         return combined
 
     def _counted(self, parts: Sequence[Reply], refused: dict[int, str], averages: bool) -> tuple[list[Reply], list[str]]:
-        """Return the replies that count, and the names of the metrics to average: those that more than half of the clients send.
+        """Return the replies to average, and the names of the metrics that more than half of the clients send.
 
-        Add to ``refused``, by client index, the reasons why other replies do not count. With ``averages=False``, all
-        metrics of all other replies count.
+        If a reply lacks one of these metrics, it is left out, and the reason is added to ``refused`` by client index. With
+        ``averages=False``, only clients that are in ``refused`` already are left out, and the names of all metrics are returned.
         """
         senders = Counter(name for part in parts for name in part.metrics)
         names = [name for name, count in senders.items() if 2 * count > len(parts)] if averages else list(senders)
@@ -158,11 +158,11 @@ class OwnMetrics:
         return {name: sum(weight / total * part.metrics[name] for weight, part in zip(weights, parts, strict=True)) for name in names}
 
     def _read(self, own: Mapping[str, MetricRecord], needed: bool) -> tuple[dict[str, float], float | None]:
-        """Check one client's metric records, which may have any names, and return its numbers and its weight.
+        """Check one client's metric records, which may have any names, and return its metrics and its weight.
 
         Args:
             own: the records by name.
-            needed: whether the weight must be there.
+            needed: whether a missing weight is an error. If it is not, the weight is None.
 
         Raises:
             WireError: a number is not finite or not in its range, a needed weight is missing, or two records have a metric
@@ -205,7 +205,11 @@ class OwnMetrics:
     def _say_list(self, name: str) -> None:
         if name not in self._lists and self._evaluate_fn is None:
             self._lists.add(name)
-            log(logging.INFO, "metric %s is a list, and lists are not averaged: give evaluate_metrics_aggr_fn", name)
+            log(
+                logging.INFO,
+                "metric %s is a list, and lists are not averaged: to combine it, give the strategy evaluate_metrics_aggr_fn=...",
+                name,
+            )
 
     def _weights(self, clients: Sequence[int], given: Mapping[int, float]) -> list[float]:
         """Return each client's weight. No weight is larger than the sum of the weights of all other clients."""

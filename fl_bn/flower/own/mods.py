@@ -43,7 +43,7 @@ def allowed(mods: Iterable[Any]) -> list[Any]:
 
 
 def check_handlers(app: ClientApp) -> None:
-    """Check that functions can be registered with ``app``.
+    """Check that message handlers can be registered with ``app``.
 
     Raises:
         ValueError: the app was made with a ``client_fn``.
@@ -53,10 +53,10 @@ def check_handlers(app: ClientApp) -> None:
 
 
 def check_mods(app: ClientApp) -> None:
-    """Check the mods around a whole app, and around its handlers of train and evaluate messages.
+    """Check that an app and its train and evaluate handlers have no mod that cannot work with fl-bn.
 
     Raises:
-        ValueError: one of them is refused.
+        ValueError: they have such a mod. The message names it.
     """
     mods = [*mods_of(app), *mods_around(app, "train.default"), *mods_around(app, "evaluate.default")]
     if names := [name for mod in mods if (name := refused_name(mod))]:
@@ -69,9 +69,9 @@ def about(name: str) -> str:
 
 
 def named_in(why: str) -> str:
-    """Return why a mod or a ``client_fn`` is refused, if a client's error ``why`` comes from it; else empty.
+    """Return the message that refuses a mod or a ``client_fn``, if the client's error ``why`` comes from it; else empty.
 
-    ``check_mods`` does not see a mod inside a mod of the user's own. Such a mod is recognised by its own error.
+    ``check_mods`` cannot find a mod that a mod of the user's own calls. The text of its error reveals it.
     """
     if "Invalid message type: query" in why:
         return CLIENT_FN

@@ -1,4 +1,4 @@
-"""Follow the learning rate that the train config of an app of your own names, even if a hook changes it in some round."""
+"""Record the learning rate that each round's train config has in an app of your own. A hook may change it in any round."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def named_rate(config: Mapping[str, Any]) -> float | None:
 
 
 class NamedRates:
-    """Map rounds to learning rates. A rate that the config of some round names holds until a later round names another."""
+    """Map rounds to learning rates. A round whose config has no rate uses the rate of the last round before it that has one."""
 
     def __init__(self) -> None:
         self._rates: dict[int, float] = {}
 
     def note(self, round: int, config: Mapping[str, Any]) -> None:
-        """Store the rate that the train config of ``round`` names, if it names one."""
+        """Store the learning rate in the train config of ``round``, if it has one."""
         if (rate := named_rate(config)) is not None:
             self._rates[round] = rate
 
     def __call__(self, round: int, rounds: int) -> float:
-        """Return the rate of ``round``: the latest rate named for this or an earlier round.
+        """Return the learning rate of ``round``: the last one that was stored for this or an earlier round.
 
-        If there is none, return the first rate named for a later round. If no round has a rate, return that of
+        If there is none, return the rate of the first later round that has one. If no rate was stored, return that of
         ``constant_rate``.
         """
         if not self._rates:

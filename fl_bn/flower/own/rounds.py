@@ -109,10 +109,10 @@ class OwnRounds(BatchNormStrategy):
         return tensors
 
     def _check_values(self, name: str, tensor: Tensor) -> None:
-        """Check the values that a hook, or a loop of the user's own, gave for a shared tensor.
+        """Check the values of a shared tensor that a hook, or a loop of the user's own, has changed.
 
         Raises:
-            RunFailed: a value is not finite, or a variance is below 0. Every client would refuse such a message.
+            RunFailed: a value is not finite, or a variance is below 0. Every client would refuse a message with it.
         """
         advice = "add noise of your own to weights only" if self._roles[name] is Role.STATISTIC else "leave out such values"
         if not tensor.isfinite().all():
@@ -127,7 +127,7 @@ class OwnRounds(BatchNormStrategy):
         return super().configure_train(server_round, arrays, config, grid)
 
     def _their_config(self, config: Mapping[str, Any], instruction: Instruction) -> dict[str, Any]:
-        """Return ``config`` with its learning rates, which clients read, times ``rate_share`` (below 1 if statistics are frozen)."""
+        """Return ``config`` with each learning rate multiplied by ``rate_share`` (below 1 if the statistics are frozen)."""
         values = super()._their_config(config, instruction)
         for name in RATES:
             if instruction.rate_share != 1 and type(values.get(name)) in (int, float):
@@ -135,7 +135,7 @@ class OwnRounds(BatchNormStrategy):
         return values
 
     def _read_replies(self, replies: Iterable[Decoded], reading: Reading) -> RoundReplies:
-        """Read the replies, and note the clients' own training metrics."""
+        """Check the replies, and store the clients' own training metrics for ``aggregate_train``."""
         self._own = {}
         by_node = {client.node: client.index for client in self.cohort}
 

@@ -33,17 +33,22 @@ def seated(claims: Mapping[int, int], clients: int) -> dict[int, int]:
 def seat_of_newcomer(
     number: int, online: Collection[int], clients: int, given: Mapping[int, tuple[int, int]], served: Collection[int]
 ) -> int:
-    """Return the number of a node that comes after the start.
+    """Return the number of a node that connects after the start and claims ``number``.
 
-    The node gets the ``number`` that it claims, if no online node has that number. Otherwise it may be a restarted node,
-    so it gets the number of an offline node that claimed the same. If there is no such node, and the server gave
-    ``number`` to a node with another claim, it gets a number that was never used. Otherwise two nodes claim ``number``.
+    The first case that applies decides:
+
+    * No online node has ``number``: the new node gets it.
+    * The server gave another number to a node that claimed ``number`` and is offline now: the new node gets that number,
+      since it may be the same client after a restart.
+    * The server gave ``number`` to a node that claimed another one: the new node gets the smallest number that no node
+      has had since the start. If there is none, it gets ``number``.
+    * Otherwise it gets ``number``, and two nodes claim this number.
 
     Args:
         number: the number that the node claims.
         online: the numbers of the nodes that are online.
         clients: how many numbers there are.
-        given: the reassigned number and the claimed number, by node.
+        given: node -> the number that the server gave it, and the number that it claimed.
         served: the numbers that some node has had since the start.
     """
     if number not in online:

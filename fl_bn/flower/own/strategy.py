@@ -222,6 +222,10 @@ class OwnAppStrategy(OwnNames):
             arrays: the shared tensors, by the names of your network's state_dict.
             config: values for every message. Changes stay for later rounds.
             grid: Flower's grid.
+
+        Raises:
+            RunFailed: in a loop of your own: the first call finds too few clients, the round was trained already, or the
+                strategy needs ``start``.
         """
         hooks = self._running if self._starts else self._own_loop(grid, arrays, config)
         return hooks.configure_train(server_round, arrays, config, grid)
@@ -234,7 +238,10 @@ class OwnAppStrategy(OwnNames):
             replies: the replies. The records whose names do not begin with ``fl-bn/`` are your own.
 
         Returns:
-            The shared tensors and the combined metrics, or ``(None, None)`` where too few replies are usable.
+            The shared tensors and the combined metrics; ``(None, None)`` if too few replies are usable.
+
+        Raises:
+            RunFailed: in a loop of your own: the round was not configured, or was aggregated already.
         """
         hooks = self._running if self._starts else self._begun(f"aggregate_train({server_round}, ...) needs configure_train")
         return hooks.aggregate_train(server_round, replies)
@@ -247,6 +254,9 @@ class OwnAppStrategy(OwnNames):
             arrays: the shared tensors, by the names of your network's state_dict.
             config: values for every message.
             grid: Flower's grid.
+
+        Raises:
+            RunFailed: in a loop of your own: the first call finds too few clients, or the strategy needs ``start``.
         """
         hooks = self._running if self._starts else self._own_loop(grid, arrays)
         return hooks.configure_evaluate(server_round, arrays, config, grid)
@@ -260,6 +270,9 @@ class OwnAppStrategy(OwnNames):
 
         Returns:
             The combined metrics; None if there are none.
+
+        Raises:
+            RunFailed: in a loop of your own: there was no ``configure_evaluate`` of this round.
         """
         hooks = self._running if self._starts else self._begun(f"aggregate_evaluate({server_round}, ...) needs configure_evaluate")
         return hooks.aggregate_evaluate(server_round, replies)
@@ -275,7 +288,10 @@ class OwnAppStrategy(OwnNames):
             arrays: the arrays that ``aggregate_train`` returned.
 
         Returns:
-            The arrays; None if there is no global model. The log then says why.
+            The arrays; None if there is no global model. The log then has the reason.
+
+        Raises:
+            RunFailed: no hook was called yet.
         """
         return self._begun("global_model(...) needs configure_train").global_model(server_round, arrays)
 
@@ -288,6 +304,9 @@ class OwnAppStrategy(OwnNames):
 
         Args:
             path: the path of the file.
+
+        Raises:
+            RunFailed: neither ``start`` nor a hook was called yet.
         """
         self._running.save(path)
 
@@ -319,8 +338,9 @@ class OwnAppStrategy(OwnNames):
             Flower's result, with the arrays of the last evaluation and every round's record.
 
         Raises:
-            RunFailed: clients are missing, or their app does not answer. The message names the line that the
-                app lacks.
+            RunFailed: clients are missing, too many rounds in a row failed, or the clients' app does not answer. Then
+                the message names the line that the app lacks.
+            ValueError: ``initial_arrays`` do not fit the network.
         """
         config = ConfigRecord() if train_config is None else train_config
         Progress.of(grid).begin(num_rounds)
@@ -348,7 +368,7 @@ class OwnAppStrategy(OwnNames):
         )
 
     def _own_loop(self, grid: Grid, arrays: ArrayRecord, train_config: Mapping[str, Any] = NOTHING) -> OwnLoop:
-        """Return the state of the user's own loop, which calls the hooks. The first call begins the loop.
+        """Return the ``OwnLoop`` of a user's loop that calls the hooks. The first call waits for the clients and makes it.
 
         Raises:
             RunFailed: clients are missing, or the strategy needs something that such a loop cannot do.
@@ -384,10 +404,12 @@ class OwnAppStrategy(OwnNames):
             )
         depends = needs_number(self._given.method, None if self._given.rate is constant_rate else self._given.rate)
         if depends and not self.num_rounds:
-            raise RunFailed(f"{depends}, but your loop gave no number: give {name}(..., num_rounds=20), or set strategy.num_rounds")
+            raise RunFailed(
+                f"{depends}, but your loop's number of rounds is unknown: give {name}(..., num_rounds=20), or set strategy.num_rounds"
+            )
 
     def _meet(self, grid: Grid, timeout: float, train_config: Mapping[str, Any]) -> OwnRounds:
-        """Wait for the clients, and return the strategy of their rounds."""
+        """Wait for the clients, and return the ``OwnRounds`` that runs the rounds with them."""
         own, given = self._given, self._flower_arguments()
         wanted = signature(convert(own.model, own.method), own.method)
         called = called_in(grid)

@@ -77,9 +77,9 @@ ROUNDING = 100  # stands for this random generator in its seed; federation/sourc
 
 
 def secured(build: Callable[[Context], LocalClient]) -> Handler:
-    """Return the handler of train messages that belong to a stage of a secure sum.
+    """Return the handler that answers a secure sum's messages, which are train messages of Flower.
 
-    The ``Gate`` has admitted these messages. The handler raises ``Insecure`` if the protocol's parameters or the
+    The ``Gate`` has checked these messages before. The handler raises ``Insecure`` if the protocol's parameters or the
     requested shares would reveal a single client's vector.
 
     Args:
@@ -133,20 +133,29 @@ def _no_vector(message: Message, context: Context) -> Message:
 def plan_of(client: LocalClient, message: Message, header: Header, context: Context) -> Plan:
     """Count the samples and batches that this client will use in the round of ``message``.
 
-    The run's seed decides the batches, so the client can count them before it trains. An evaluation counts
-    the test samples. The count is 0 if they are too few, or if this site allows no further evaluation.
+    The run's seed decides the batches, so the client can count them before it trains. For an evaluation, the test
+    samples are counted.
 
     Args:
         client: the client.
         message: the server's message.
         header: the message's header.
         context: Flower's context of the client.
+
+    Returns:
+        The counts. All are 0 if the client has too few samples, or if its site allows no further evaluation.
     """
     if sums_evaluations(message):
         tested, limits = len(client.site.test), Limits.of(context)
         if tested >= max(limits.min_samples, 1) and evaluations_left(context, limits):
             return Plan(tested, 0, 0)
-        log(logging.WARNING, "client %s takes no part in the evaluation: %d test samples, %s", client.site.client, tested, limits)
+        log(
+            logging.WARNING,
+            "client %s takes no part in the evaluation: its %d test samples are too few, or its evaluations are used up (%s)",
+            client.site.client,
+            tested,
+            limits,
+        )
         return Plan(0, 0, 0)
     phase, settings, n = Phase(header.phase), client.settings, len(client.site.train)
     if phase is Phase.MEASURE:
@@ -206,10 +215,10 @@ def check_setup(configs: Mapping[str, Any], node: int) -> None:
 
 
 def _check_order(stage: str, context: Context) -> None:
-    """Check that the stages come in order. So shares leave this client only once, and for only one masked vector.
+    """Check that the server asks for the stages in order. So this client sends its shares once, for one masked vector.
 
     Raises:
-        Insecure: another stage comes next.
+        Insecure: ``stage`` is neither the first stage nor the one that follows the client's last stage.
     """
     last = _state(context).current_stage
     order = Stage.all()
@@ -413,7 +422,7 @@ def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> S
     Args:
         parts: the values to sum, by section and name.
         config: the instruction's clips and noise (``NOISE``).
-        contributors: the smallest number of clients in a sum. Together, their shares are the promised noise.
+        contributors: the smallest number of clients in a sum. The shares of so many clients add up to the whole noise.
     """
     noised: Sections = {section: {} for section in parts}
     for statistics, key in ((False, "dp-clip"), (True, "dp-statistics-clip")):
@@ -426,7 +435,7 @@ def _private(parts: Sections, config: Mapping[str, Any], contributors: int) -> S
 
 
 def _warn(client: LocalClient, round: int, statistics: Mapping[str, int], values: Mapping[str, int], limit: float) -> None:
-    """Log which of this client's values were clipped to a limit. The server only learns how many clients clipped values.
+    """Log which values of this client were clipped. The server learns only how many clients clipped values.
 
     Args:
         client: the client.
@@ -438,9 +447,10 @@ def _warn(client: LocalClient, round: int, statistics: Mapping[str, int], values
     who = f"client {client.site.client}, round {round}"
     for layer, count in statistics.items():
         text = (
-            "%s: layer %s: the statistics of %d channels are more than %g standard deviations from the reference, or %g times its variance"
+            "%s: layer %s: %d channels have a mean more than %g standard deviations from the reference's mean, or a variance more than %g "
+            "times its variance"
         )
-        log(logging.WARNING, f"{text}; they are cut to that limit", who, layer or "model", count, limit, limit**2)
+        log(logging.WARNING, f"{text}; these statistics are clipped to this limit", who, layer or "model", count, limit, limit**2)
     for name, count in values.items():
         text = "%s: %d values of %s exceed the quantiser's range of %g and are cut off: raise secagg-clipping-range"
         log(logging.WARNING, text, who, count, name, limit)

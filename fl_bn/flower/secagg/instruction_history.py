@@ -37,7 +37,7 @@ History = dict[int, bytes]
 
 
 def history_of(kept: ClientState) -> History:
-    """Return the hashes of instructions that are stored in a client's state, by round."""
+    """Return round -> the hash of that round's instruction, as stored in a client's state."""
     if not (tensors := kept.get(SECTION)):
         return {}
     return {int(round): bytes(row.tolist()) for round, row in zip(tensors["rounds"].tolist(), tensors["hashes"], strict=True)}
@@ -45,7 +45,7 @@ def history_of(kept: ClientState) -> History:
 
 @contextmanager
 def telling(digest: bytes) -> Iterator[None]:
-    """Store ``digest``, the hash of this round's instruction, with every state that is kept inside the block."""
+    """Let ``to_write`` add ``digest``, the hash of this round's instruction, to the client's state inside the block."""
     token = _now.set(digest)
     try:
         yield

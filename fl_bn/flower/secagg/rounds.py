@@ -88,6 +88,9 @@ class SecureRounds:
         settings: the settings of secure aggregation.
         server: the server of the run, which holds the shared model and the settings for rounds.
         note: records the clients in a sum, and whether it is a sum of evaluations.
+
+    Raises:
+        ValueError: the server's method, settings or defence do not work with secure sums (``check_secure``).
     """
 
     def __init__(self, settings: SecureAggregation, server: Server, note: Note = lambda parts, evaluates: None) -> None:
@@ -214,7 +217,8 @@ class SecureRounds:
             task: the task.
 
         Returns:
-            The means by name (empty if the sum fails); and client index -> why this client is not in the means.
+            The means by name; and client index -> why this client is not in the means. There are no means if the sum
+                fails, or under differential privacy, whose budget includes no evaluations.
         """
         messages, shapes = list(messages), secure_evaluation.layout(task)
         if self.settings.privacy is not None:
@@ -288,9 +292,9 @@ class SecureRounds:
         return total, {s: {k: t / total.weight(s) for k, t in part.items()} for s, part in average.items()}
 
     def _unmasked(self, shapes: Layout) -> Callable[[np.ndarray], bool]:
-        """Return a function that tells whether the masks in a mean have cancelled.
+        """Return a function that checks whether the masks in a mean have cancelled.
 
-        It checks the two constants ``CHECK``, which every client adds to its vector.
+        It compares two entries of the mean with the constants ``CHECK``, which every client's vector has.
         """
 
         def whole(mean: np.ndarray) -> bool:
@@ -333,7 +337,7 @@ class SecureRounds:
         error, limit = total.error("moments", self.settings), self.settings.clipping_range
         firsts = {layer: average["moments"][tensor_name(layer, "mean")] for layer in moments}
         far = sum(lost(m, firsts[layer], reference[layer], error, limit) for layer, m in moments.items() if m.count)
-        return f"the variance of {far} channels is small in units of the reference" if far else ""
+        return f"the variance of {far} channels is inexact, since the reference is far from the data" if far else ""
 
     def _report_cut(self, round: int, total: Sum, average: Sections) -> None:
         for key in ("statistics", "update"):
@@ -342,7 +346,10 @@ class SecureRounds:
                 log(logging.WARNING, f"round %s: {what}", round, cut, len(total.parts), key, self.settings.clipping_range)
 
     def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
-        """Return the shared statistics after the round, by layer. The method's rule gets one report: that of all clients together."""
+        """Return the shared statistics after the round, by layer.
+
+        The method combines statistics as for a single client, whose ``moments`` are those of all clients together.
+        """
         shared, method = self.shared.statistics(), self.shared.method
         new, by_passes = dict(shared), method.report is not StatisticsReport.RUNNING
         weights = [float(part.plan.passes if by_passes else part.plan.samples) for part in total.parts]

@@ -55,10 +55,9 @@ CURVE = "secp384r1"  # the elliptic curve of Flower's keys
 
 @dataclass
 class Stages:
-    """Stand between the clients and Flower's workflow, which uses this object as its grid.
+    """Serve as the grid of Flower's workflow: send its messages to the clients, and check the replies.
 
-    Messages to clients get fl-bn's records and time limit. Every reply is checked, so that Flower's workflow sees
-    valid values only.
+    Messages to clients get fl-bn's records and time limit. Flower's workflow gets only replies with valid values.
 
     Attributes:
         grid: Flower's grid.
@@ -70,8 +69,9 @@ class Stages:
         layers: the layers in which a client counts activations.
         most_steps: maps a client's number of samples to the largest possible number of steps. 0: unknown.
         evaluates: whether this is a sum of evaluations, in which clients count test samples.
-        levels: the number of levels of the quantiser. A client's values must fill at least two.
-        once: whether statistics come from a single batch or pass.
+        levels: the number of levels of the quantiser. A client's weight in the sum must be at least 2 / ``levels``.
+        once: whether a client's statistics come from a single batch or pass. Then its count ``passes`` is limited to its
+            number of samples.
         plans: the clients' counts for this round, by node.
         activations: activations per sample, by node and layer.
         refused: the reasons why clients are refused, by client index.
@@ -314,8 +314,8 @@ class Stages:
     def leaving(self) -> set[int]:
         """Return the nodes to leave out because shares could not be read.
 
-        The node with the most complaints, made by it or about it, leaves first. If two nodes complain only of
-        each other, nobody knows which one lies, so both leave.
+        The node with the most complaints, made by it or about it, is left out first. A complaint between two nodes that
+        are in no other complaint does not show which one is at fault, so both are left out.
         """
         remaining, gone = set(self.complaints), set[int]()
         while remaining:
@@ -325,7 +325,7 @@ class Stages:
         self.complaints.clear()
         for node in gone:
             self.refused.setdefault(
-                self.clients[node].index, "another client could not read its shares, or it reports so about another client"
+                self.clients[node].index, "another client could not read its shares, or it claims that it cannot read another's"
             )
         return gone
 

@@ -53,9 +53,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Weighting:
-    """Hold, for each part of the vector, the count of samples at which a client's weight is 1.
+    """Hold, for each part of the vector, the number of samples at which a client's weight is 1.
 
-    This is the largest count in the cohort, so no weight is above 1. With differential privacy, all weights are 1.
+    A client's weight is its own number of samples, divided by this number. That is the largest one in the cohort, so no
+    weight is above 1. With differential privacy, all weights are 1.
 
     Attributes:
         update: the number of samples at which an update has weight 1. 0: all updates have weight 1.
@@ -111,7 +112,7 @@ def length(shapes: Layout) -> int:
 
 
 def references(tensors: Named) -> dict[str, Running]:
-    """Collect the running statistics of each layer from tensors by their names in the state_dict."""
+    """Return layer -> its running statistics, from ``tensors``, which have the names of the state_dict."""
     layers = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "running_mean"]
     return {k: Running(tensors[tensor_name(k, "running_mean")], tensors[tensor_name(k, "running_var")]) for k in layers}
 
@@ -126,8 +127,9 @@ def additive(reply: Sections, weights: Named, reference: Mapping[str, Running], 
         limit: the quantiser's range is ``[-limit, limit]``.
 
     Returns:
-        First, the deviations from ``weights`` and from ``reference`` in float64, by section of ``layout`` and name.
-            Second, layer -> the number of channels whose statistics were cut off to fit the range.
+        First, in float64 by section of ``layout`` and name: the weights minus ``weights``, the gradients, and the deviations
+            of the statistics from ``reference``. Second, layer -> the number of channels whose statistics were cut off to
+            fit the range.
 
     Raises:
         WireError: a value is not finite, or the server sent no reference for a layer.
@@ -244,8 +246,8 @@ def moments_of(
     Args:
         average: the average vector, by section and name.
         reference: the statistics from which all clients measured deviations, by layer.
-        samples: the count that moments made from running statistics get.
-        counts: the count of activations that the other moments get, by layer.
+        samples: the ``count`` of the returned moments in layers whose clients send running statistics.
+        counts: the ``count`` of the returned moments in layers whose clients send moments, by layer.
         limit: the quantiser's range is ``[-limit, limit]``.
 
     Returns:

@@ -115,7 +115,7 @@ def _workflow(settings: SecureAggregation, clients: int, timeout: float) -> Any:
 
 
 class _Legacy(FedAvg):
-    """Serve as the strategy that Flower's workflow expects. It lists the nodes, and stores the mean of the vectors."""
+    """Serve Flower's workflow as its strategy: give it the nodes of the cohort, and store the mean of the vectors."""
 
     def __init__(self, grid: Grid, nodes: Sequence[int]) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def secure_sum(
         layers: the layers in which clients count activations.
         most_steps: maps a client's number of samples to the largest possible number of steps. 0: unknown.
         evaluates: whether this is a sum of evaluations.
-        once: whether statistics come from a single batch or pass.
+        once: whether a client's statistics come from a single batch or pass, which limits its count ``passes``.
         whole: checks a mean. It returns False if masks are left in the mean.
         called: the names of clients and nodes in the log.
 
@@ -174,7 +174,8 @@ def secure_sum(
         The sum.
 
     Raises:
-        SumFailed: too few clients joined, answered in time, or sent shares; or the masks did not cancel.
+        SumFailed: too few clients joined, answered in time, or sent shares; ``settings`` do not suit the number of clients;
+            or the masks did not cancel.
     """
     by_node = {client.node: client for client in cohort}
     instructions = {m.metadata.dst_node_id: m for m in messages}
@@ -232,7 +233,7 @@ def secure_sum(
 
 
 def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[bool, bool], by_passes: bool) -> Weighting:
-    """Choose the counts at which a client's weight in this sum is 1, add them to all clients' instructions, and return them."""
+    """Set the weights of this sum: return the counts at which a weight is 1, and add them to all clients' instructions."""
     plans = [stages.plans[node] for node in nodes]
     passes = max(p.passes if by_passes else p.samples for p in plans)
     most = max(p.samples for p in plans)

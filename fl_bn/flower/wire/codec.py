@@ -37,7 +37,7 @@ LONGEST_HEAD = 4096  # the most bytes of an array's head, before its values
 
 @dataclass(frozen=True)
 class Header:
-    """Say what the arrays of a message are for. A reply repeats the header of its instruction.
+    """Describe what the arrays of a message are for. A reply repeats the header of its instruction.
 
     Attributes:
         method: the method's name.
@@ -103,7 +103,7 @@ def header_for(shared: SharedModel, round: int, phase: Phase, payload: str = AS_
 
 
 class LazyArray(Array):
-    """Hold an array, and encode it only when its bytes are read. Messages within one process never need the bytes.
+    """Hold an array for a message, and encode it only when its bytes are read. Within one process, they never are.
 
     Flower uses it like any other ``Array``.
 
@@ -258,13 +258,17 @@ def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
 
 
 def flatten(payload: Payload) -> tuple[list[np.ndarray], str]:
-    """Return the arrays as a list, and their layout: sections and names in the same order, as JSON."""
+    """Return the arrays as a list, and their layout as JSON: ``[[section, [name, ...]], ...]`` in the same order."""
     layout = [[section, list(arrays)] for section, arrays in payload.items()]
     return [array for arrays in payload.values() for array in arrays.values()], json.dumps(layout)
 
 
 def unflatten(arrays: list[np.ndarray], layout: str) -> Payload:
-    """Give the arrays of a list the sections and names of ``layout``, which ``flatten`` made.
+    """Return the arrays of a list by section and name, the inverse of ``flatten``.
+
+    Args:
+        arrays: the arrays.
+        layout: the layout that ``flatten`` returned with them, as JSON.
 
     Raises:
         WireError: the layout does not describe these arrays.

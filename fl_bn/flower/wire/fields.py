@@ -22,7 +22,7 @@ OURS = "fl-bn/"
 
 
 def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
-    """Return all records of one kind, by name.
+    """Return all records of the type ``kind`` (such as ``ArrayRecord``), by name.
 
     Flower's own properties (``array_records`` ...) create reference cycles. These keep a reply's arrays in
     memory until the garbage collector runs.
@@ -31,12 +31,12 @@ def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
 
 
 def our_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
-    """Return fl-bn's records of one kind, by their names without ``OURS``."""
+    """Return fl-bn's records of the type ``kind``, by their names without ``OURS``."""
     return {name.removeprefix(OURS): record for name, record in records_of(content, kind).items() if name.startswith(OURS)}
 
 
 def their_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
-    """Return the user's records of one kind, by name."""
+    """Return the user's records of the type ``kind``, by name."""
     return {name: record for name, record in records_of(content, kind).items() if not name.startswith(OURS)}
 
 

@@ -1,4 +1,4 @@
-"""The gate of a client's app. Every message enters, and every reply leaves, through its checks.
+"""The gate of a client's app: it checks every message before a handler answers it, and every reply before it is sent.
 
 The gate is a Flower mod around all handlers of an app, so every reply of a handler passes it. The gate knows the
 kinds of messages, the node config with the site's policy, and how often this client has evaluated. It refuses
@@ -61,8 +61,8 @@ class Kind:
     Attributes:
         records: the names of the config and metric records that the reply may have.
         arrays: whether the reply may hold arrays.
-        open: whether a client that requires secure aggregation also answers. It answers only kinds whose replies hold no
-            unmasked summary of its data.
+        open: whether a client that requires secure aggregation answers messages of this kind, too. Their replies must hold
+            no unmasked summary of its data.
     """
 
     records: frozenset[str] = frozenset()
@@ -121,14 +121,13 @@ class Gate:
     """Check an app's messages and replies, as a Flower mod: ``ClientApp(mods=[Gate()])``.
 
     Attributes:
-        kinds: the kinds of messages that may enter, by Flower's message type. Default: those of fl-bn's own
-            app.
+        kinds: the kinds of messages that the app answers, by Flower's message type. Default: those of fl-bn's own app.
     """
 
     kinds: Mapping[str, Kind] = field(default_factory=lambda: KINDS)
 
     def __call__(self, message: Message, context: Context, handle: Handler) -> Message:
-        """Check ``message``, let ``handle`` answer it, and check the reply.
+        """Check ``message``, call ``handle`` to answer it, and return the reply if it passes the checks.
 
         Args:
             message: the server's message.
@@ -136,7 +135,8 @@ class Gate:
             handle: answers the message.
 
         Raises:
-            Refused: the message may not enter, or the reply may not leave.
+            Refused: the client must not answer this message, or the reply holds more than it may. If the client requires
+                secure aggregation, ``handle`` failed. This error then hides the reason from the server.
             OtherVersion: the server has another version of fl-bn.
         """
         kind, limits, name = admit(message, context, self.kinds), Limits.of(context), message.metadata.message_type
@@ -169,7 +169,7 @@ class Gate:
 
 
 def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS) -> Kind:
-    """Check that a message may enter, and return its kind.
+    """Check that this client may answer a message, and return the message's kind.
 
     Args:
         message: the server's message.
@@ -183,9 +183,7 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
     check_server(message)
     name, limits = message.metadata.message_type, Limits.of(context)
     if name not in kinds:
-        raise Refused(
-            f"this client's gate does not know {printable(name)} messages, so it answers none: add the kind to the kinds of the Gate"
-        )
+        raise Refused(f"this client's gate does not know {printable(name)} messages, so it answers none: add this type to Gate(kinds=...)")
     kind = SUM if RECORD_KEY_CONFIGS in message.content else kinds[name]
     if kind is SUM and name != "train":  # Flower's mod would let this pass, and the vector would leave unmasked
         raise Insecure(f"SecAgg+ masks only replies to train messages, but this message has the type {name}: its reply would not be masked")
@@ -201,10 +199,9 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
 
 
 def admit_own(message: Message, context: Context, evaluates: bool) -> None:
-    """Check that a message may enter a user's own handler (``training``, ``evaluating``), whose reply leaves unmasked.
+    """Check that a user's own handler (``training``, ``evaluating``) may answer a message. Its reply is not masked.
 
-    Without a ``Gate`` around the app, nothing checks the reply. So an evaluation is counted here, before it
-    is made.
+    If the app has no ``Gate``, nothing checks the reply. So an evaluation is counted here, before the handler computes it.
 
     Args:
         message: the server's message.
@@ -228,7 +225,7 @@ def evaluations_left(context: Context, limits: Limits) -> bool:
 
 
 def spend(context: Context, limits: Limits) -> None:
-    """Count an evaluation before its result is sent. With a ``state-dir`` in the node config, the count survives a restart.
+    """Add 1 to this client's evaluations of the run, before the result is sent. ``state-dir`` keeps the count over restarts.
 
     Raises:
         Refused: this site has already answered as many evaluations as it allows in a run, or it cannot store the count.
@@ -260,7 +257,8 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
         least: the smallest number of samples that a metric may summarise.
 
     Returns:
-        The metrics, with NaN in place of withheld ones; and the smallest number of samples behind any other metric.
+        The metrics, with NaN in place of withheld ones; and the smallest number of samples behind a metric that is not
+            withheld.
     """
     counts = {name: behind.get(name, samples) for name in metrics}
     kept = {name: value if counts[name] >= least else math.nan for name, value in metrics.items()}
@@ -284,10 +282,10 @@ def sums_evaluations(message: Message) -> bool:
 
 
 def _check(reply: Message, name: str, kind: Kind, limits: Limits) -> None:
-    """Check that the reply to a message of type ``name`` may leave.
+    """Check that the reply to a message of type ``name`` holds only what ``kind`` and ``limits`` allow.
 
     Raises:
-        Refused: the reply may not leave.
+        Refused: the reply holds something else.
     """
     arrays = records_of(reply.content, ArrayRecord)
     if others := {*reply.content} - kind.records - {*arrays}:

@@ -80,7 +80,7 @@ def introduced(
             if complete or now - enough_since > patience:
                 if usable == 0 and wrong:
                     raise RunFailed(wrong)
-                silent = f"{len(nodes - replies.keys())} nodes did not say within {patience:.0f} s who they are"
+                silent = f"{len(nodes - replies.keys())} nodes did not introduce themselves within {patience:.0f} s"
                 raise RunFailed(
                     f"only {usable} of {least} nodes may take part: {wrong or silent}. Start others, or lower min_available_nodes"
                 )
@@ -151,7 +151,7 @@ def _number(node: int, reply: Message, signature: str, called: ClientNames) -> i
 
 
 def _missing(site: str, why: str | None) -> str:
-    """Say why a node did not introduce itself.
+    """Return a sentence on why a node did not introduce itself.
 
     Args:
         site: the site's name in words; empty: not known.
@@ -162,7 +162,7 @@ def _missing(site: str, why: str | None) -> str:
         return f"{site or 'a site'} refuses the run: {refusal}. Its owner may change policy.toml on that machine"
     if "No query function registered" in (why or ""):
         return (
-            "the ClientApp does not answer who it is: add to client_app.py, after app = ClientApp(), the line "
+            "the ClientApp has no handler for fl-bn's introduction: add to client_app.py, after app = ClientApp(), the line "
             "fl_bn.flower.answer(app, Net, method, batches)"
         )
     return named_in(why or "") or f"{site or 'a client'} could not say who it is: {said}"

@@ -161,7 +161,10 @@ class Mailbox:
         self.looked, self.logged, self.addressees = 0.0, time.monotonic(), len(sent)
 
     def replies(self) -> Iterator[Message]:
-        """Send the messages, and yield their replies until all have come or the time is over. Errors of lost nodes come last."""
+        """Send the messages, and yield the replies until all have come or the time is over.
+
+        A lost node that does not come back gives an error in place of its reply.
+        """
         self._push(self.sent)
         while (self.waiting or self.lost) and time.monotonic() < self.end:
             before = self.count
@@ -217,7 +220,7 @@ class Mailbox:
             self.ready.append(reply)
 
     def _lose(self, message: Message, error: Message, seconds: float) -> None:
-        """Note that the lost node of ``message`` has ``seconds`` to come back and answer it. ``error`` came in place of a reply."""
+        """Record that the node of ``message`` is lost. It has ``seconds`` to come back, else ``error`` replaces its reply."""
         node, code, why = message.metadata.dst_node_id, error.error.code, reason(error.error.reason)
         kind, who = message.metadata.message_type, self.called.node(node)
         self.lost.append(_Lost(message, error))

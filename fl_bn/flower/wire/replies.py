@@ -78,10 +78,10 @@ Read = Callable[[Decoded, Client], Reply]
 
 
 def with_header(header: Header, expected: Expected, rounding: PayloadDtype = EXACT) -> Read:
-    """Return a function that checks one client's reply, and returns the checked reply.
+    """Return a function that checks one client's reply against ``header`` and ``expected``, and returns the checked reply.
 
     Args:
-        header: the header of the instruction, which a reply repeats.
+        header: the header of the instruction, which a reply must repeat.
         expected: the tensors and numbers of a valid reply.
         rounding: the dtype in which weights and gradients are sent.
     """

@@ -43,7 +43,7 @@ class RunId:
 
     @property
     def attempt(self) -> str:
-        """Return the token of the last resume. States stored from now on carry it. It is ``0`` if the run was never resumed."""
+        """Return the token of the last resume, which clients store with their states. ``0``: the run was never resumed."""
         return self.resumes[-1][0] if self.resumes else FIRST
 
     @property
@@ -64,7 +64,7 @@ class RunId:
         return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 
     def counts(self, round: int, attempt: str) -> bool:
-        """Return whether a client's state still counts, so that no resume has undone its round.
+        """Return whether a client's state still counts: no resume has undone the round in which it was stored.
 
         Args:
             round: the round in which the state was stored.
@@ -75,7 +75,7 @@ class RunId:
         return all(round <= resumed for _, resumed in self.resumes[self.attempts.index(attempt) :])
 
     def to_config(self) -> dict[str, str | int]:
-        """Return this id as fields of a message's config. No field is empty, since Flower's ``message_size_mod`` fails on these."""
+        """Return this id as fields of a message's config. Empty fields are left out: Flower's ``message_size_mod`` fails on them."""
         resumes = ",".join(f"{token}:{round}" for token, round in self.resumes)
         return {"run": self.run, **({"resumes": resumes} if resumes else {}), "durable": self.durable}
 

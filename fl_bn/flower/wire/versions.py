@@ -1,4 +1,4 @@
-"""A comparison of versions: server and clients with different versions of fl-bn refuse each other, naming both versions.
+"""A comparison of versions: a server and a client with different versions of fl-bn refuse each other, and name both versions.
 
 Versions are compared when a client introduces itself, and with every later message. A site may return with
 another version in the middle of a run. The version is that of the installed package. In a deployment Flower sends
@@ -51,7 +51,7 @@ def check_server(message: Message) -> None:
 
 
 def _of_earlier(content: RecordDict) -> bool:
-    """Tell whether a message has a header, or asks for an introduction, as an older fl-bn did: without the prefix ``fl-bn/``."""
+    """Return whether a message has a header, or asks for an introduction, as an older fl-bn did: without the prefix ``fl-bn/``."""
     records = their_records(content, ConfigRecord)
     header, config = (records.get(name, ConfigRecord()) for name in ("header", "config"))
     return str(header.get("format")).startswith(OURS) or {*config} == {"version"}
