@@ -296,7 +296,10 @@ class HybridBatchNorm(_SharedNorm):
 
     @torch.no_grad()
     def normaliser(self, batch: Moments) -> Moments:
-        """Return the mean and variance by which this layer normalises a training batch whose moments are ``batch`` (equation 9)."""
+        """Return the mean and variance with which this layer normalises a training batch (equation 9 of the HBN paper).
+
+        They are a mixture of the moments of the batch, ``batch``, and of the running statistics that all clients share.
+        """
         shared = (self.running_mean.double(), self.running_var.double())
         return Moments(batch.count, *mixture(torch.sigmoid(self.mixing_logit.double()), shared, (batch.mean, batch.var)))
 
@@ -430,7 +433,7 @@ def mixes_samples(layer: _BatchNorm) -> bool:
 
 
 def inputs(layer: nn.Module, seen: Moments) -> Moments:
-    """Return ``seen``, the moments of a layer's input. This is the default ``measure`` of ``observe``."""
+    """Return ``seen``, the moments of a layer's input, unchanged. This is the default of ``observe``'s argument ``measure``."""
     return seen
 
 
@@ -468,15 +471,16 @@ def learns_from_pass(module: nn.Module) -> bool:
 
 
 def itself(x: Tensor) -> Tensor:
-    """Return ``x``. This is the default ``values`` of ``observe``."""
+    """Return ``x`` unchanged. This is the default of ``observe``'s argument ``values``."""
     return x
 
 
 def whole(x: Tensor) -> Tensor:
-    """Return the values of ``x`` for all rows of a ``torch.func.vmap`` together, detached.
+    """Return the values of ``x`` as an ordinary tensor without gradients, also inside transformations of ``torch.func``.
 
-    Inside transformations of ``torch.func``, ``x`` is a wrapper around these values. The dimension of each ``vmap`` is
-    merged into dimension 0. For example, a ``vmap`` over B samples of shape (1, C, *) gives the batch (B, C, *).
+    Inside a ``torch.func.vmap`` over B samples, ``x`` looks like one sample of shape (1, C, *). But it wraps the values of
+    all B samples. This function returns them as one batch (B, C, *). With several nested ``vmap``, the dimension of each
+    one is merged into dimension 0.
     """
     functorch = torch._C._functorch
     while torch._C._are_functorch_transforms_active() and functorch.is_functorch_wrapped_tensor(x):
@@ -489,7 +493,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def always(layer: nn.Module, x: Tensor) -> bool:
-    """Return True. As the default ``counts`` of ``observe``, this function lets it record every forward pass."""
+    """Return True. As the default of ``observe``'s argument ``counts``, this function lets it record every forward pass."""
     return True
 
 

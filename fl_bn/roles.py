@@ -200,7 +200,10 @@ def set_buffer_roles(model: nn.Module, stated: Mapping[str, str]) -> nn.Module:
         for name in names:
             module, key, tensor = buffers[name]
             if role is Role.BUFFER and not tensor.is_floating_point():
-                raise ValueError(f"buffer {name} is {tensor.dtype}, and only floating-point buffers are averaged: make it kept or constant")
+                raise ValueError(
+                    f"buffer {name} is {tensor.dtype}, and only floating-point buffers are averaged: give it the role 'kept' (each client "
+                    "has its own) or 'constant' in place of 'shared'"
+                )
             if role is Role.RECOMPUTED and _known(module, key) is not role and not callable(getattr(module, RECOMPUTE, None)):
                 raise ValueError(
                     f"buffer {name} has the role 'recomputed', but {type(module).__name__} has no method {RECOMPUTE}(): write one that "

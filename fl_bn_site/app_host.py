@@ -130,13 +130,14 @@ def site_module(file: str) -> ModuleType:
 
 
 def ask_for_work(site: Site, hand_over: Callable[[Request], None], is_ready: Callable[[], bool]) -> None:
-    """Ask the SuperNode for messages for ever.
+    """Ask the SuperNode for messages, and hand each one over. This function is the work of the host, and never returns.
 
     Args:
         site: The site.
-        hand_over: Called with a ``Request`` for each message.
-        is_ready: Returns whether the cold process has finished its imports. No message is taken before that, because
-            the process of a message must send its first heartbeat within half a minute.
+        hand_over: Called with a ``Request`` for each message. It passes the request to the cold process, which forks a
+            process that answers the message.
+        is_ready: Returns whether the cold process has finished its imports. Before that it cannot fork, so no message is
+            taken: the SuperNode expects the first heartbeat from the forked process within half a minute.
     """
     stub = _stub(site)
     tell_end(stub, "", endings["RESTARTED"])  # the processes of an earlier start of this program have ended with it

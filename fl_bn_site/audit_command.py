@@ -90,7 +90,10 @@ def audit(
 
 
 def _readable(site: SiteFolder) -> list[Path]:
-    """Return the folders of a site's logs. Leave out the SuperNode's own log where this user may not read it: print a message."""
+    """Return the folders of a site's audit logs.
+
+    If this user may not read the SuperNode's own audit log, leave that one out, and print a message about it.
+    """
     logs = site.audit_logs()
     if site.node_audit_log in logs and not os.access(site.node_audit_log, os.R_OK | os.X_OK):
         logs.remove(site.node_audit_log)

@@ -185,7 +185,7 @@ def read_signed(file: Path) -> tuple[dict[str, Scalar], Package]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or content.get("form") != FORM:
-            raise ValueError("expected a file that `fl-bn submit --sign-only` wrote")
+            raise ValueError(f"expected a signed run, as `fl-bn submit --sign-only` writes it, but the file has no form = {FORM!r}")
         return dict(content["config"]), Package(base64.b64decode(content["package"], validate=True))
     except (OSError, ValueError, KeyError, TypeError, binascii.Error) as error:
         raise FolderError(f"{file}: {getattr(error, 'strerror', None) or error}") from error

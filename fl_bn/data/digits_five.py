@@ -174,7 +174,10 @@ DOWNLOADED = (SVHN, USPS, MNIST)
 
 
 def sources(folder: Path) -> list[Source]:
-    """Choose the source of each of the five domains, in the order of the paper.
+    """Choose the source of each of the five domains: SVHN, USPS, SynthDigits, MNIST-M and MNIST.
+
+    For each domain, this is the first source whose files are in ``folder``. If there is none, torchvision downloads SVHN, USPS
+    and MNIST.
 
     Raises:
         DataNotFound: a domain has no files in ``folder``, and torchvision cannot download it.

@@ -107,8 +107,8 @@ def read_picture(file: Path) -> Picture:
         with Image.open(file) as image:
             if image.mode.startswith(_DEEP):
                 raise ValueError(
-                    f"its pixels have more than 8 bits (Pillow's mode {image.mode}), which have no standard scale: save it with "
-                    "8 bits, or write a data function, package.module:function"
+                    f"this one has more than 8 bits per pixel and channel (Pillow's mode {image.mode}), and fl-bn does not know their "
+                    "scale: save it with 8 bits, or load your images by a function of your own (dataset='package.module:function')"
                 )
             if "transparency" in image.info:
                 return np.asarray(image.convert("RGBA").convert("RGB"))
@@ -116,7 +116,8 @@ def read_picture(file: Path) -> Picture:
     # For damaged files, Pillow's decoders raise any of these.
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise ValueError(
-            f"{file}: expected an image that Pillow reads, but {error}; remove it, or hide it by a name that begins with a dot"
+            f"{file}: expected an image with 8 bits that Pillow reads, but {error}. Or remove the file, or hide it by a name that begins "
+            "with a dot"
         ) from error
 
 

@@ -33,8 +33,8 @@ class Measurements(Dataset):
     def _check_split(self, split: str, x: Tensor, y: Tensor, domain: Tensor | None) -> None:
         if x.dtype != torch.float32 or x.ndim < 2 or x.shape[0] == 0:
             raise ValueError(
-                f"dataset {self.name!r}: x_{split} must be float32 (N, ...) of at least one sample with at least one axis, "
-                f"but got {x.dtype} {tuple(x.shape)}"
+                f"dataset {self.name!r}: x_{split} must be float32 of shape (N, ...), with at least one sample and two axes, but got "
+                f"{x.dtype} of shape {tuple(x.shape)}"
             )
         if not bool(x.isfinite().all()):
             row = int((~x.isfinite().flatten(1).all(1)).nonzero()[0])

@@ -308,8 +308,8 @@ def label_counts(labels: Labels, parts: list[Indices], classes: int) -> Indices:
     """Count the samples of each class at each client.
 
     Returns:
-        The counts (clients, classes). For masks they count pixels, without those of value 255. For values and
-        sets of labels, where samples have no single class, the shape is (clients, 0).
+        The counts (clients, classes). If the labels are masks, pixels are counted, without those of value 255. If the
+        targets are numbers (regression) or sets of labels, a sample has no single class, and the shape is (clients, 0).
     """
     if labels.dtype.kind == "f" or labels.ndim == 2:
         return np.zeros((len(parts), 0), dtype=np.int64)

@@ -79,9 +79,9 @@ def combine(
 def pseudo_gradient(weights: Named, mean: Named) -> dict[str, Tensor]:
     """Return ``weights - average`` in float64, with the average rounded to the dtype of the weights.
 
-    The rounding makes the difference exact, so a step of size 1 along it gives the rounded average bit for bit. Without
-    rounding, the step could end at the neighbouring float32 number. This happens to one value in 40 if two clients are
-    averaged in the ratio 3 to 7.
+    The rounding makes the difference exact: ``weights`` minus the pseudo-gradient is the rounded average, bit for bit.
+    Without rounding, a step of SGD with learning rate 1 could end at the neighbouring float32 number. This happens to one
+    value in 40 if two clients are averaged in the ratio 3 to 7.
     """
     return {name: difference(weights[name].double(), mean[name].clone(), weights[name].dtype) for name in mean}
 
@@ -102,10 +102,12 @@ class Drift:
     """Describe how far the statistics moved when they were updated once.
 
     Attributes:
-        largest: The largest change of a mean, in standard deviations of the old statistics.
-        layer: The layer of that change.
+        largest: The largest absolute change of a running mean, over all channels and layers. The unit is the channel's
+            standard deviation by the old statistics.
+        layer: The name of the layer with this change.
         min_var: The smallest of the new running variances.
-        growth: New / old mean over channels of the running variances, in the layer in which this factor is largest.
+        growth: The factor by which the running variances grew, in the layer with the largest factor. A layer's factor is
+            the mean of its new running variances over the channels, divided by the mean of its old ones.
     """
 
     largest: float
@@ -130,7 +132,7 @@ def _extent(value: float) -> tuple[bool, float]:
 
 
 def merge_drifts(drifts: Iterable[Drift]) -> Drift | None:
-    """Merge the drifts of several clients into one with the most extreme value of each number. None without drifts."""
+    """Merge the drifts of several clients into one with the most extreme value of each number. If ``drifts`` is empty, return None."""
     drifts = list(drifts)
     if not drifts:
         return None

@@ -24,13 +24,19 @@ class Batch(int):
 
     @classmethod
     def of(cls, samples: int, say: Callable[[int], None]) -> Batch:
-        """Return ``samples`` as a ``Batch``. A call of this ``Batch`` passes the new number to ``say``."""
+        """Return a ``Batch`` that equals ``samples``.
+
+        Args:
+            samples: The number of samples that is known so far; 0: it is unknown.
+            say: Stores another number. If ``batch`` is the result, ``batch(32)`` calls ``say(32)``. ``batch`` itself does not
+                change.
+        """
         new = cls(samples)
         new.say = say
         return new
 
     def __call__(self, samples: int) -> None:
-        """Set the number to ``samples``."""
+        """Set the number of samples of the first batch to ``samples``."""
         self.say(samples)
 
 
@@ -59,11 +65,14 @@ class FirstBatch:
         return self._exchange.__exit__(kind, error, trace)
 
     def begin(self, samples: int, steps: int) -> None:
-        """Store that the batch has ``samples`` samples, and join the exchange if there is one.
+        """Begin the round's first batch: store its number of samples, and join the layer-wise exchange if there is one.
+
+        Call this before the first forward pass in training mode. If there is an exchange, the BatchNorm layers exchange
+        statistics in that pass, and the server weights this client's reply by ``samples``.
 
         Args:
-            samples: The number of samples.
-            steps: The number of local steps before this batch.
+            samples: The number of samples of the first batch.
+            steps: The number of local steps that the round has already made. It must be 0.
 
         Raises:
             ValueError: ``samples`` is below 1, the first step is over, or the client has already joined the

@@ -41,7 +41,7 @@ LayerMoments = tuple[str, Moments]
 
 
 def called(model: nn.Module, x: Any) -> Any:
-    """Return ``model(x)``. This is the default value of the parameters named ``forward``."""
+    """Return ``model(x)``. This is the default of the arguments named ``forward`` in this module."""
     return model(x)
 
 

@@ -25,10 +25,14 @@ LOGGER = logging.getLogger("flwr")
 
 
 def without_far(parts: Sequence[Reply], far: Collection[int], called: ClientNames) -> list[Reply]:
-    """Return ``parts`` without the replies of the clients in ``far``. A reply that is in the average already stays, with a warning."""
+    """Return ``parts`` without the replies of the clients in ``far``.
+
+    A reply that was already added to the average cannot be left out. It stays, and a warning is logged.
+    """
     for part in (stays := [part for part in parts if part.folded and part.client in far]):
         LOGGER.warning(
-            "%s: its counts are far from the other clients', but its reply is already in the average and stays there",
+            "%s: its reply states far more activations or local steps than the other clients' replies. This showed after the reply was "
+            "added to the average, so it stays there. If this warning comes again, check this client's code and data",
             called.client(part.client),
         )
     return [part for part in parts if part.client not in far or part in stays]
@@ -86,6 +90,10 @@ def far_replies(
     parts: Sequence[Reply], report: StatisticsReport, phase: Phase, policy: Rounds, sent: Mapping[str, float]
 ) -> dict[int, str]:
     """Find the replies whose counts, auxiliary tensors or running means are far larger than the other clients'.
+
+    Counts (activations per sample or step, and local steps) may be at most 64 times those of the median client (``FAR``).
+    Auxiliary tensors and running means may be about 1000 times those of the median client (``far_numbers``,
+    ``far_statistics``).
 
     Args:
         parts: The replies.

@@ -97,7 +97,10 @@ class Network:
 
 
 class Copy:
-    """Hold a copy of a network that ``Network.lend`` lent, or a user's own model (``Copy.of``), for fast loading of tensors."""
+    """Hold the model that a round trains or tests, and load tensors into it faster than ``load_state_dict`` does.
+
+    ``Network.lend`` makes a copy of its model and holds that. ``Copy.of`` holds the user's model itself, without copying.
+    """
 
     def __init__(self, model: nn.Module, network: Network) -> None:
         self.model, self.network = model, network
@@ -105,7 +108,7 @@ class Copy:
 
     @classmethod
     def of(cls, model: nn.Module, method: Method) -> Copy:
-        """Wrap a user's own ``model``, which is converted for ``method``. It is not copied."""
+        """Hold the user's ``model`` itself, not a copy. It must be converted for ``method`` already."""
         return cls(model, Network(model, method))
 
     @property
@@ -117,7 +120,7 @@ class Copy:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load tensors as ``model.load_state_dict(tensors, strict=False)`` does. Check them by a schema first."""
+        """Load tensors as ``model.load_state_dict(tensors, strict=False)`` does, without checks: check names and shapes before."""
         if self._slots is None:
             load_tensors(self.model, tensors)
         elif tensors:

@@ -99,8 +99,8 @@ class FedACG(Eager):
 class ServerOptimizer:
     """Step the shared learnable weights by any torch optimiser, along the pseudo-gradient, tensor by tensor.
 
-    It does not get statistics. It works in float64, on the server's weights before the round. So SGD with learning rate
-    1 along ``pseudo_gradient`` returns the average itself.
+    It does not get statistics. It works in float64, on the server's weights before the round. The pseudo-gradient is the
+    weights minus the clients' average (``pseudo_gradient``). So a step of SGD with learning rate 1 gives the average itself.
 
     Args:
         make: Makes the torch optimiser of a list of parameters.
@@ -184,7 +184,12 @@ class ServerOptimizer:
         }
 
     def restore(self, buffers: Named) -> None:
-        """Load buffers that the method ``buffers`` returned, of this optimiser or of one with the same options."""
+        """Load the optimiser's buffers from a checkpoint. The next step then continues from them.
+
+        Args:
+            buffers: The result of the method ``buffers``, of a server optimiser of the same kind with the same options.
+                Empty: this optimiser forgets its buffers, as before its first step.
+        """
         shapes = {entry.partition("/")[2]: tensor for entry, tensor in buffers.items()}
         if not shapes:
             self._optimizer = None

@@ -185,8 +185,12 @@ def arrays_of(sections: Any) -> Payload:
             if type(name) is not str or not isinstance(tensor, Tensor):
                 raise WireError(section, printable(str(name)), f"expected a tensor, but got a {type(tensor).__name__}")
             if tensor.layout is not strided or tensor.is_meta or tensor.is_quantized:
-                kind = "without values" if tensor.is_meta else f"of layout {tensor.layout}"
-                raise WireError(section, name, f"expected a dense tensor with values, but got a tensor {kind} and dtype {tensor.dtype}")
+                kind = "on device meta" if tensor.is_meta else f"in the layout {tensor.layout}"
+                raise WireError(
+                    section,
+                    name,
+                    f"expected a dense tensor of plain numbers (not sparse, not quantised, not on meta), but got {tensor.dtype} {kind}",
+                )
         try:
             payload[section] = to_numpy(tensors)
         except RuntimeError as error:

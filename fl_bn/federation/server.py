@@ -199,5 +199,8 @@ class Server:
         )
 
     def far(self, parts: Sequence[Reply], phase: Phase) -> dict[int, str]:
-        """Return client -> the reason why its reply is refused, for replies with numbers far from those of others. Empty with a defence."""
+        """Return client -> the reason why its reply is refused, for replies with far larger numbers than the other clients'.
+
+        ``far_replies`` has the limits. If a defence against Byzantine clients is active, the result is empty.
+        """
         return {} if self.defence.active else far_replies(parts, self.method.reports(phase), phase, self.policy, self._sent)

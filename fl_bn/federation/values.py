@@ -149,7 +149,7 @@ class RoundReplies:
         exchange: The session of the layer-wise exchange (FedTAN), if there was one.
         carrier: The transport of this exchange's messages, see ``exchange.settings``; empty without an exchange.
         messages: The number of messages that each client received.
-        partial: The weighted sum of the replies that were added while others had not yet arrived; None without it.
+        partial: The weighted sum of the replies that were added while others had not yet arrived; None: there is no such sum.
     """
 
     cohort: Sequence[int]

@@ -221,7 +221,7 @@ def copy_of(name: str) -> ModuleType:
 
 
 def check_deployed(what: str) -> None:
-    """Check that the installed Flower is the version for deployments.
+    """Check that the installed Flower is a version ``DEPLOYED`` (1.25.*), the only one with which deployments work.
 
     Args:
         what: the part of a deployment that is about to start, for the message.
@@ -244,7 +244,7 @@ def federation_config(options: Mapping[str, object]) -> str:
 
 
 def pinned() -> bool:
-    """Return whether the installed Flower is the version for deployments."""
+    """Return whether the installed Flower is a version ``DEPLOYED`` (1.25.*), the only one with which deployments work."""
     return f"{version('flwr')}.".startswith(f"{DEPLOYED}.")
 
 

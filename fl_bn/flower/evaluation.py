@@ -101,7 +101,7 @@ class EvaluationsAtClients:
             grid: Flower's grid.
             instructions: the evaluate messages.
             clients: the clients that evaluate.
-            timeout: seconds for the replies.
+            timeout: how many seconds to wait for the replies.
             send: sends messages, and returns the replies.
 
         Returns:

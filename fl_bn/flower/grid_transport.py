@@ -38,7 +38,7 @@ class GridTransport(Transport):
     Args:
         strategy: makes the messages, and reads the replies.
         grid: Flower's grid.
-        timeout: seconds for the replies of a round.
+        timeout: how many seconds to wait for the replies of a round.
         train_config: values for every train message.
         evaluate_config: values for every evaluate message.
         evaluate_fn: evaluates at the server, too: ``evaluate_fn(round, arrays)``.

@@ -69,7 +69,7 @@ class Request:
         return replace(kept, counted=int(self.config.get("counted", kept.round)) >= kept.round)
 
     def connect(self, addresses: ExchangeAddresses) -> Connect | None:
-        """Return the function by which the client joins the layer-wise exchange of its round; None without an exchange."""
+        """Return the function by which the client joins the layer-wise exchange of its round; None: there is no exchange."""
         if self.instruction.phase is Phase.EXCHANGE or (not self.trains and self.config.get("exchange")):
             return partial(connect, addresses, self.config, self.transcript)
         return None
@@ -150,7 +150,7 @@ def reply_to(message: Message, header: Header, reply: Reply, rounding: PayloadDt
 
 
 def kept_layers(kept: ClientState, model: nn.Module, method: Method) -> dict[str, Tensor]:
-    """Return the scales, shifts and statistics that a client keeps, for the average that other clients get.
+    """Return the scales, shifts and statistics that a client keeps, by name. The server averages them for new clients.
 
     Args:
         kept: the client's state.

@@ -125,8 +125,8 @@ class LocalClient:
                 ``Overflow`` (a weight is too large for the dtype in which it is sent), the client sits the round out.
 
         Returns:
-            The result of ``pack``. Its reply has 0 samples in two cases: the client sits out, or, in an exchange by
-                replay, it asks the server for the next answer.
+            The result of ``pack``. The reply that ``pack`` gets has 0 samples if the client sits out, or if, in an exchange
+                by replay, it asks the server for the next answer.
         """
         instruction, store = request.instruction, self.store(request.config)
         kept, joins = request.kept(store), request.connect(self.site.exchange)
@@ -200,7 +200,16 @@ class LocalClient:
         save_file({names[k]: t.contiguous().cpu().clone() for k, t in model.state_dict().items()}, path)
 
     def kept_layers(self, config: Mapping[str, Any], round: int) -> dict[str, Tensor]:
-        """Return the scales, shifts and statistics that this client keeps after ``round``. New clients get their average.
+        """Return the scales, shifts and statistics that this client keeps, as they are after ``round``.
+
+        The server averages these tensors over the clients. A new client, which has not trained, gets this average.
+
+        Args:
+            config: the config of the server's message, which names the run.
+            round: the round's number, from 1.
+
+        Returns:
+            Name -> tensor, by the names of the state_dict.
 
         Raises:
             PermissionError: this client does not share them.

@@ -330,7 +330,7 @@ class BatchNormStrategy(OwnNames):
             grid: Flower's grid.
             initial_arrays: the tensors to start from. Default: the model's own.
             num_rounds: the number of rounds, 0 or more.
-            timeout: seconds for the replies of a round. Default: that of ``rounds``.
+            timeout: how many seconds to wait for the replies of a round. Default: that of ``rounds``.
             train_config: values for every train message.
             evaluate_config: values for every evaluate message.
             evaluate_fn: evaluates at the server, besides the clients: ``evaluate_fn(round, arrays)``, from round

@@ -318,7 +318,11 @@ class FedTANOptions(Options):
 
 @dataclass(frozen=True)
 class Freezing(Options):
-    """Hold the option ``freeze_after``, so that it is the first argument of ``fedtan2``."""
+    """Declare the option ``freeze_after`` in a base class of ``FedTAN2Options``.
+
+    A dataclass has the fields of its base classes first, and those of its last base class before all others. So
+    ``freeze_after`` is the first argument of ``fedtan2``: ``fedtan2(50)`` freezes after round 50.
+    """
 
     freeze_after: int | None = freeze_after()
 

@@ -79,7 +79,9 @@ INSTEAD = "use fedfn, fixup or gn"
 
 
 def scale_convolutions(model: nn.Module) -> nn.Module:
-    """Let every convolution of ``model``, in place, standardise its weights and scale them by its fan-in.
+    """Let every convolution of ``model`` use scaled standardised weights: change its class, in place, and return ``model``.
+
+    The weights of each output channel then have mean 0 and variance ``GAIN**2 / fan_in`` (``scaled_standardise``).
 
     Raises:
         Unconvertible: the model has BatchNorm but no convolution. Or a convolution is not of torch's own class Conv1d,

@@ -372,7 +372,7 @@ def freeze(
     if not 0 < share <= 1:
         raise ValueError(f"frozen-rate, the share of the learning rate in frozen rounds, must be in (0, 1], but got {share}")
     if not what or not what <= {Role.STATISTIC, Role.AFFINE}:
-        raise ValueError(f"what must contain Role.STATISTIC, Role.AFFINE or both, but got {set(what)}")
+        raise ValueError(f"freeze(what=...) must be a set of Role.STATISTIC, Role.AFFINE or both, but got {set(what)}")
     if after is not None and after < 0:
         raise ValueError(f"freeze-after must be a round >= 0, but got {after}")
     if Role.STATISTIC in what and method.refresh is not Refresh.NOTHING and method.report is StatisticsReport.NOTHING:

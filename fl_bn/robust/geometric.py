@@ -58,7 +58,8 @@ def weiszfeld(gram: Gram, weights: np.ndarray | None, tolerance: float) -> np.nd
     Args:
         gram: inner products of the n rows.
         weights: weights of the rows (n,). None: all rows count alike.
-        tolerance: the iteration stops when a step is shorter than this share of the usual distance.
+        tolerance: the iteration stops when a step is shorter than this share of the usual distance, which is the median of
+            the rows' distances to the medoid.
 
     Returns:
         Weights (n,), which sum to 1.
@@ -95,7 +96,8 @@ def clip(gram: Gram, weights: np.ndarray | None, radius: float | None, steps: in
     Args:
         gram: inner products of the n rows.
         weights: weights of the rows (n,). None: all rows count alike.
-        radius: the length to which the rows' differences from the current point are clipped. None: the usual distance.
+        radius: the length to which the rows' differences from the current point are clipped. None: the median of the rows'
+            distances to the medoid.
         steps: the number of iterations.
 
     Returns:

@@ -93,10 +93,17 @@ def medoid(squared_distances: np.ndarray) -> int:
 
 
 def _lost(products: np.ndarray, loss: float) -> bool:
-    """Return whether rounding hides the distance of two rows: its square is below ``loss`` times the sum of their squared norms.
+    """Return whether rounding hides the distance between some two rows.
 
-    Each row has a median distance to all rows. Distances below the smallest of these medians are replaced by it, because
-    they need not be exact. So two equal rows alone do not make the result True.
+    It does if the squared distance of these rows is below ``loss`` times the sum of their squared norms. Distances that
+    are much smaller than usual need not be exact, so they are raised to a lower limit before this test. The limit is the
+    median of one row's distances to all rows, for the row with the smallest median. So the result is not True only
+    because two rows are equal.
+
+    Args:
+        products: the inner products of the rows, (n, n).
+        loss: the smallest share of the squared norms that the number format resolves: ``FLOAT32_LOSS`` or
+            ``FLOAT64_LOSS``.
     """
     n = len(products)
     if n < 2:

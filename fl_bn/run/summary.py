@@ -115,7 +115,14 @@ FILES_OF_RECALIBRATION = (
 
 
 def _files(texts: Sequence[str], is_there: Callable[[str], bool], task: Task) -> str:
-    """Return one line that joins the ``texts`` about files that exist."""
+    """Return the line "Files: ...", which lists the files of a run with a few words on each. Missing files are left out.
+
+    Args:
+        texts: One text per file, which begins with the file's name in backticks: ``FILES`` or ``FILES_OF_RECALIBRATION``.
+            ``{picture}`` in it stands for the name of the picture, METRIC.png.
+        is_there: Takes the name of a file in the folder of the run, and returns whether it exists.
+        task: The task, whose metric is the METRIC in the name of the picture.
+    """
     about = [text.format(picture=f"{task.metric}.png") for text in texts]
     return f"Files: {'; '.join(text for text in about if is_there(text.split('`')[1]))}."
 

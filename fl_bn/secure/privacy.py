@@ -116,12 +116,19 @@ def noisy(
 
 
 def rho(releases: int, noise: float) -> float:
-    """Return rho, the cost in zero-concentrated DP of ``releases`` Gaussian releases of noise multiplier ``noise``."""
+    """Return rho, the cost in zero-concentrated DP of ``releases`` sums with Gaussian noise of the multiplier ``noise``."""
     return releases / (2 * noise**2)
 
 
 def epsilon(releases: int, noise: float, delta: float) -> float:
-    """Return an upper bound on the epsilon of client-level ``(epsilon, delta)``-DP after ``releases`` releases."""
+    """Return an upper bound on the epsilon of client-level ``(epsilon, delta)``-DP after some noisy sums.
+
+    Args:
+        releases: the number of noisy sums that the server has learnt.
+        noise: the noise multiplier: the standard deviation of a sum's noise, divided by the clip (the largest L2 norm of
+            a client's vector).
+        delta: the delta, in (0, 1).
+    """
     cost = rho(releases, noise)
     return cost + 2 * math.sqrt(cost * math.log(1 / delta))
 

@@ -78,8 +78,8 @@ class SecureAggregation(Options):
         if clients * 2**self.quantization_range >= MODULUS:
             most = (MODULUS - 1).bit_length() - clients.bit_length()
             raise ValueError(
-                f"the sum of {clients} clients' values of {self.quantization_range} bits overflows 32 bits: set secagg-quantization-range "
-                f"to {most}"
+                f"the sum of {clients} clients' values, each of {self.quantization_range} bits (secagg-quantization-range), can exceed 32 "
+                f"bits: set secagg-quantization-range to {most} or less"
             )
         shares, threshold = self.shares_of(clients), self.threshold_of(clients)
         if not shares < 2 * threshold <= 2 * shares:

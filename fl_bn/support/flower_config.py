@@ -30,7 +30,7 @@ def _scalar(name: str, value: Scalar) -> str:
     single = '"' in value or "\\" in value
     if not value.isprintable() or (single and "'" in value):
         raise ValueError(
-            f"{name}: a value in Flower's configs must have no line break or other unprintable character, and no single quote together "
-            f"with a double quote or a backslash, but got {value!r}"
+            f"{name}: Flower cannot read the value {value!r} from a config: remove line breaks and other unprintable characters. Beside "
+            "a single quote, remove double quotes and backslashes, too"
         )
     return f"'{value}'" if single else f'"{value}"'

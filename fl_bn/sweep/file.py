@@ -449,9 +449,13 @@ def made(maker: str, folder: Path) -> Path:
 
 
 def _named(name: str) -> Callable[..., Any]:
-    """Return the function ``module:function``, of fl-bn or of a module of the user's own.
+    """Return the function that a sweep file names as ``module:function``.
 
-    Functions of other modules are refused, since a sweep file must not be able to run any command.
+    The module must be part of fl-bn, or the user's own: neither of Python's standard library nor of an installed package.
+    All other names, such as ``os:system``, are refused, so that a sweep file cannot run any command it likes.
+
+    Raises:
+        ConfigError: The name is refused, or there is no such function.
     """
     try:
         return function("a sweep's function", name, Modules.of(None, f"{OWN}, fl_bn"))

@@ -169,8 +169,8 @@ def clock(authority: Path, skew: Callable[[], float] | None, here: Clock = now) 
 def server_skew(host: str, port: int, authority: Path) -> float:
     """Measure by how many seconds this clock is behind the server's.
 
-    The server does not tell its time, but refuses calls whose time stamps are far from its clock. The latest
-    time stamp that it accepts gives the difference.
+    The server does not tell its time. But it refuses a call whose time stamp is ``AHEAD`` (5) seconds or more after its
+    clock, or ``BEHIND`` (305) seconds or more before it. So the latest time stamp that it accepts shows its time.
 
     Args:
         host: The name or address of the server.
@@ -182,8 +182,8 @@ def server_skew(host: str, port: int, authority: Path) -> float:
 
     Raises:
         LookupError: The server does not answer as Flower's SuperLink does.
-        FarApart: The server refuses every time stamp that is tried. These are up to an hour from this clock, and 2 to 12
-            whole hours ahead of it or behind it.
+        FarApart: The server refuses all time stamps that are tried (``latest_accepted`` lists them). The two clocks are
+            then more than an hour apart, and not by about a whole number of hours up to 12.
     """
     import grpc
 
@@ -211,6 +211,10 @@ def server_skew(host: str, port: int, authority: Path) -> float:
 
 def latest_accepted(accepted: Callable[[float], bool]) -> float:
     """Search for the latest time stamp that the server accepts, to an accuracy of ``CLOSE`` seconds.
+
+    First, the function looks for any accepted time stamp. It tries every 5 minutes up to an hour before and after this
+    clock. Then it tries differences of 2, 3, ..., 12 hours, since a clock may be set to another time zone. From the first
+    accepted time stamp, it searches for the latest one by bisection.
 
     Args:
         accepted: Takes a number of seconds, and returns whether the server accepts a time stamp that is so many seconds

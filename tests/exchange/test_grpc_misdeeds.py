@@ -86,8 +86,8 @@ MISDEEDS = {
         changed(layer="spam"), r"'?spam'? \(mean\): the server's model has no such BatchNorm layer; it has 2 \(1, block.bn ...\)"
     ),
     "no layer": refused(changed(layer=""), r"(the model|'') \(mean\): the server's model has no such BatchNorm layer"),
-    "unspecified quantity": refused(changed(quantity=0), r"expected a kind of vector \(quantity\) from 1 to 5, but got 0"),
-    "unknown quantity": refused(changed(quantity=99), r"expected a kind of vector \(quantity\) from 1 to 5, but got 99"),
+    "unspecified quantity": refused(changed(quantity=0), r"expected a quantity from 1 to 5 \(exchange.proto lists them: .*\), but got 0"),
+    "unknown quantity": refused(changed(quantity=99), r"expected a quantity from 1 to 5 \(exchange.proto lists them: .*\), but got 99"),
     "no activations": refused(changed(count=0), MEAN + "expected 1 to 9007199254740992 activations per channel, but got 0"),
     "too many activations": refused(
         changed(count=2**63), MEAN + "expected 1 to 9007199254740992 activations per channel, but got 9223372036854775808"

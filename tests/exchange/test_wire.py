@@ -120,11 +120,11 @@ def message(layer: str = "stem.bn", quantity: int = pb.MEAN, call: int = 0, coun
 
 REFUSED = {
     "an empty request": (pb.Request(), "expected a request to join, to average a layer's values or to leave, but got an empty one"),
-    "no quantity": (message(quantity=0), r"expected a kind of vector \(quantity\) from 1 to 5, but got 0"),
-    "a quantity of a later version": (message(quantity=6), r"expected a kind of vector \(quantity\) from 1 to 5, but got 6"),
-    "a negative quantity": (message(quantity=-1), r"expected a kind of vector \(quantity\) from 1 to 5, but got -1"),
+    "no quantity": (message(quantity=0), r"expected a quantity from 1 to 5 \(exchange.proto lists them: .*\), but got 0"),
+    "a quantity of a later version": (message(quantity=6), r"expected a quantity from 1 to 5 \(exchange.proto lists them: .*\), but got 6"),
+    "a negative quantity": (message(quantity=-1), r"expected a quantity from 1 to 5 \(exchange.proto lists them: .*\), but got -1"),
     "an unknown layer": (message("head.bn", call=2), r"head.bn \(mean, call 3\): .*no such BatchNorm layer; it has 2 \(stem.bn, "),
-    "nothing but defaults": (pb.Request(local=pb.Local()), r"expected a kind of vector \(quantity\) from 1 to 5, but got 0"),
+    "nothing but defaults": (pb.Request(local=pb.Local()), r"expected a quantity from 1 to 5 \(exchange.proto lists them: .*\), but got 0"),
     "no values": (message(values=b""), r"stem.bn \(mean\): expected 8 bytes \(2 channels of torch.float32\), but got 0"),
     "half a value": (message(values=bytes(6)), "expected 8 bytes .*, but got 6"),
     "a value too many": (message(values=bytes(12)), "expected 8 bytes .*, but got 12"),

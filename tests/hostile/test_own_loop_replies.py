@@ -95,8 +95,8 @@ NO_REPLY: dict[str, tuple[Callable[[Reply], Any], str]] = {
     "of FixBN": (of_fixbn, "reply/signature: expected '"),
     "a list": (first(lambda w: w.tolist()), "weights/0.weight: expected a tensor, but got a list"),
     "an array": (first(lambda w: np.zeros((6, 4), np.float32)), "weights/0.weight: expected a tensor, but got a ndarray"),
-    "sparse": (first(lambda w: w.to_sparse()), "weights/0.weight: expected a dense tensor with values"),
-    "meta": (first(lambda w: w.to("meta")), "weights/0.weight: expected a dense tensor with values"),
+    "sparse": (first(lambda w: w.to_sparse()), "weights/0.weight: expected a dense tensor"),
+    "meta": (first(lambda w: w.to("meta")), "weights/0.weight: expected a dense tensor"),
     "complex": (first(lambda w: torch.complex(w, w).conj()), "weights"),
     "bfloat16": (first(lambda w: w.bfloat16()), "tensor/0.weight: expected a dtype that NumPy has"),
     "sections a list": (lambda r: replace(r, sections=[W]), "reply/sections: expected tensors by name and section"),  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
         The request, or None if the client leaves the session.
 
     Raises:
-        Refused: the message cannot be read, names a layer or kind of vector that does not exist, or has a vector of a
+        Refused: the message cannot be read, names a layer or quantity that does not exist, or has a vector of a
             wrong length.
     """
     try:
@@ -62,7 +62,10 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
         raise Refused("expected a request to join, to average a layer's values or to leave, but got an empty one")
     local = message.local
     if local.quantity not in QUANTITIES:
-        raise Refused(f"expected a kind of vector (quantity) from 1 to {len(QUANTITIES)}, but got {local.quantity}")
+        raise Refused(
+            f"expected a quantity from 1 to {len(QUANTITIES)} (exchange.proto lists them: MEAN, VARIANCE, ...), but got {local.quantity}: "
+            "does the client run the same version of fl-bn?"
+        )
     key = Key(local.layer, QUANTITIES[local.quantity], local.call)
     if (layer := layers.get(key.layer)) is None:
         raise Refused(

@@ -61,7 +61,16 @@ class VmapRendezvous:
         return None if small else getattr(cls._here, "cohort", None)
 
     def round(self, round: LocalRound, source: SampleSource) -> Result:
-        """Carry out ``round`` together with the rounds of the other tasks.
+        """Compute one client's round together with the rounds of all other clients whose tasks ``run`` was given.
+
+        The calling task waits until every other task has called this method too, or has ended.
+
+        Args:
+            round: The client's round.
+            source: The batches of the client.
+
+        Returns:
+            The result of this client's round.
 
         Raises:
             ClientTooSmall: The client has too few samples.

@@ -223,7 +223,9 @@ def with_fit(server: Server, fit: Callable[[int, float | None], tuple[History, f
     """
     kind = type(server)
     if changed := [name for name in SERVER_METHODS if getattr(kind, name) is not getattr(Server, name)]:
-        raise ValueError(f"{kind.__name__} overrides {changed[0]}, which fl-bn's rounds do not call: override fit alone")
+        raise ValueError(
+            f"{kind.__name__} overrides {changed[0]}, which fl-bn's rounds do not call: move its code to fit, around super().fit(...)"
+        )
 
     class Fits(Server):
         def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
@@ -297,7 +299,7 @@ class LegacyRounds(OwnAppStrategy):
             grid: Flower's grid.
             initial_arrays: the tensors to start from. None: the network's own.
             num_rounds: the number of rounds.
-            timeout: seconds for the replies of a round.
+            timeout: how many seconds to wait for the replies of a round.
 
         Returns:
             The result of ``start``.

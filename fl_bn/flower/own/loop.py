@@ -65,7 +65,7 @@ class OwnLoop:
         grid: Flower's grid.
         arrays: the tensors to start from. Empty: those of the strategy's model.
         number: the number of rounds; ``UNKNOWN`` if nothing depends on it.
-        timeout: seconds for the replies to messages that a hook sends by itself.
+        timeout: how many seconds to wait for the replies to messages that a hook sends by itself.
     """
 
     def __init__(self, rounds: OwnRounds, grid: Grid, arrays: ArrayRecord, number: int, timeout: float) -> None:

@@ -220,12 +220,13 @@ class OwnAppStrategy(OwnNames):
         Args:
             server_round: the round, from 1.
             arrays: the shared tensors, by the names of your network's state_dict.
-            config: values for every message. Changes stay for later rounds.
+            config: values for every message, such as ``lr``. ``start`` passes the same object, its ``train_config``, in
+                every round. So if your override changes a value in it, later rounds get the changed value, too.
             grid: Flower's grid.
 
         Raises:
-            RunFailed: in a loop of your own: the first call finds too few clients, the round was trained already, or the
-                strategy needs ``start``.
+            RunFailed: a loop of your own called this method, and the first call finds too few clients, or the round was
+                trained already, or the strategy needs ``start``.
         """
         hooks = self._running if self._starts else self._own_loop(grid, arrays, config)
         return hooks.configure_train(server_round, arrays, config, grid)
@@ -241,7 +242,7 @@ class OwnAppStrategy(OwnNames):
             The shared tensors and the combined metrics; ``(None, None)`` if too few replies are usable.
 
         Raises:
-            RunFailed: in a loop of your own: the round was not configured, or was aggregated already.
+            RunFailed: a loop of your own called this method, and the round was not configured, or was aggregated already.
         """
         hooks = self._running if self._starts else self._begun(f"aggregate_train({server_round}, ...) needs configure_train")
         return hooks.aggregate_train(server_round, replies)
@@ -252,11 +253,13 @@ class OwnAppStrategy(OwnNames):
         Args:
             server_round: the round.
             arrays: the shared tensors, by the names of your network's state_dict.
-            config: values for every message.
+            config: values for every message. ``start`` passes the same object, its ``evaluate_config``, in every round. So
+                if your override changes a value in it, later rounds get the changed value, too.
             grid: Flower's grid.
 
         Raises:
-            RunFailed: in a loop of your own: the first call finds too few clients, or the strategy needs ``start``.
+            RunFailed: a loop of your own called this method, and the first call finds too few clients, or the strategy needs
+                ``start``.
         """
         hooks = self._running if self._starts else self._own_loop(grid, arrays)
         return hooks.configure_evaluate(server_round, arrays, config, grid)
@@ -272,7 +275,7 @@ class OwnAppStrategy(OwnNames):
             The combined metrics; None if there are none.
 
         Raises:
-            RunFailed: in a loop of your own: there was no ``configure_evaluate`` of this round.
+            RunFailed: a loop of your own called this method without ``configure_evaluate`` for this round before.
         """
         hooks = self._running if self._starts else self._begun(f"aggregate_evaluate({server_round}, ...) needs configure_evaluate")
         return hooks.aggregate_evaluate(server_round, replies)
@@ -300,7 +303,9 @@ class OwnAppStrategy(OwnNames):
         say_layers(self._given.model, convert(self._given.model, self._given.method), self._given.method)
 
     def save(self, path: str | Path) -> None:
-        """Save the model with which ``start`` ended as safetensors, as ``BatchNormStrategy.save`` does.
+        """Save the current shared model as a safetensors file. After ``start``, this is the model of the last evaluation.
+
+        The file has the names of your network's state_dict, without the tensors that the clients keep.
 
         Args:
             path: the path of the file.

@@ -387,7 +387,10 @@ def _summand(client: LocalClient, header: Header, digest: bytes, message: Messag
 
 
 def _as_it_is(reply: Reply) -> Reply:
-    """Return ``reply`` unchanged. It is not sent: this process makes a vector of it."""
+    """Return ``reply`` unchanged. ``LocalClient.compute`` calls this function in place of one that makes an outgoing message.
+
+    In a secure sum, the client does not send this reply. It converts the reply to a vector, and sends the masked vector.
+    """
     return reply
 
 

@@ -113,7 +113,7 @@ class SecureRounds:
             grid: Flower's grid.
             messages: one message per client.
             clients: the clients.
-            timeout: seconds for the replies.
+            timeout: how many seconds to wait for the replies.
 
         Returns:
             First, one reply for each client in the sum, with the client's counts but no statistics of its own. Second,
@@ -163,7 +163,7 @@ class SecureRounds:
             grid: Flower's grid.
             messages: one train message per client.
             cohort: the clients.
-            timeout: seconds for the replies.
+            timeout: how many seconds to wait for the replies.
 
         Returns:
             Whether the round changed the model; and one reply for each client in the sum, with the client's counts and
@@ -213,7 +213,7 @@ class SecureRounds:
             grid: Flower's grid.
             messages: one evaluate message per client.
             clients: the clients.
-            timeout: seconds for the replies.
+            timeout: how many seconds to wait for the replies.
             task: the task.
 
         Returns:

@@ -64,7 +64,7 @@ class Stages:
         header: the instruction's header.
         clients: the clients, by node.
         instructions: the plain instructions, by node.
-        timeout: seconds for the replies of a stage.
+        timeout: how many seconds to wait for the replies of a stage.
         size: the length d of the vector.
         layers: the layers in which a client counts activations.
         most_steps: maps a client's number of samples to the largest possible number of steps. 0: unknown.

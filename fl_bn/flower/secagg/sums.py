@@ -180,7 +180,10 @@ def activations(reply: Sections, plan: Plan) -> dict[str, int]:
         per_sample[layer], rest = divmod(moments.count, max(plan.passes, 1))
         if rest:
             raise WireError(
-                "moments", tensor_name(layer, "count"), f"expected a multiple of {plan.passes} samples, but got {moments.count}"
+                "moments",
+                tensor_name(layer, "count"),
+                f"expected equally many activations of every sample, but got {moments.count} activations of {plan.passes} samples: in "
+                "secure aggregation all inputs must have one size, and every layer must run equally often for each sample",
             )
     return per_sample
 

@@ -90,7 +90,11 @@ class Sum:
         return sum(self.weighting.of(section, part.plan) for part in self.parts) / len(self.parts)
 
     def error(self, section: str, settings: SecureAggregation) -> float:
-        """Return the largest error that quantisation can cause in the average of ``section``, in the vector's units."""
+        """Return the largest absolute error that quantisation can cause in a value of the average of ``section``.
+
+        It has the unit of the section's values in the clients' vectors (``sums``): that of the weights or gradients
+        themselves, and for statistics the standard deviations of the reference.
+        """
         weights = [self.weighting.of(section, part.plan) for part in self.parts]
         return average_error(settings.clipping_range, settings.quantization_range, weights, 1.0)
 
@@ -158,7 +162,7 @@ def secure_sum(
         cohort: the clients.
         header: the instructions' header.
         settings: the settings of secure aggregation.
-        timeout: seconds for the replies of a stage.
+        timeout: how many seconds to wait for the replies of a stage.
         size: the length d of a vector.
         least: the smallest number of clients in the sum.
         weighted: two values: whether updates are weighted by samples, and whether statistics are.

@@ -212,7 +212,7 @@ def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
         shape, fortran, dtype, begin = _head(data[: 10 + int.from_bytes(data[8:10], "little")])
         count, rest = math.prod(shape), len(data) - begin
         if count * dtype.itemsize != rest:
-            raise ValueError(f"{rest} bytes, where shape {excerpt(shape)} of {dtype} has {count * dtype.itemsize}")
+            raise ValueError(f"shape {excerpt(shape)} and dtype {dtype} need {count * dtype.itemsize} bytes of values, but got {rest}")
         if count == 0:
             return np.empty(shape, dtype)
         return np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if fortran else "C")
@@ -232,15 +232,15 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
         Exception: any that NumPy's parsers raise.
     """
     if len(head) > LONGEST_HEAD:
-        raise ValueError(f"a head of {len(head)} bytes, where at most {LONGEST_HEAD} are expected")
+        raise ValueError(f"the head may have at most {LONGEST_HEAD} bytes, but has {len(head)}")
     stream = io.BytesIO(head)
     if (version := np.lib.format.read_magic(stream)) != (1, 0):
-        raise ValueError(f"version {version} of the format, where (1, 0) is expected")
+        raise ValueError(f"they must be in version (1, 0) of NumPy's .npy format, as numpy.save writes it, but are in version {version}")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=LONGEST_HEAD)
     if dtype not in DTYPES:
-        raise ValueError(f"numbers of type {dtype}, where one of {', '.join(sorted(map(str, DTYPES)))} is expected")
+        raise ValueError(f"the dtype must be one of {', '.join(sorted(map(str, DTYPES)))}, but is {dtype}")
     if len(shape) > 16 or not all(type(size) is int and size >= 0 for size in shape):  # True is an int, too
-        raise ValueError(f"a shape of {len(shape)} dimensions, {excerpt(shape)}, where at most 16 whole numbers >= 0 are expected")
+        raise ValueError(f"the shape must have at most 16 axes of lengths >= 0, but has {len(shape)}: {excerpt(shape)}")
     return shape, fortran, dtype, stream.tell()
 
 

@@ -199,9 +199,10 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
 
 
 def admit_own(message: Message, context: Context, evaluates: bool) -> None:
-    """Check that a user's own handler (``training``, ``evaluating``) may answer a message. Its reply is not masked.
+    """Check that a user's own handler may answer a message. ``training`` and ``evaluating`` call this before the handler.
 
-    If the app has no ``Gate``, nothing checks the reply. So an evaluation is counted here, before the handler computes it.
+    The handler's reply is not masked, so a client that requires secure aggregation refuses. If the app has no ``Gate``,
+    nothing checks the reply afterwards. So an evaluation is counted here, before the handler computes it.
 
     Args:
         message: the server's message.

@@ -37,7 +37,18 @@ SAY = 60.0  # seconds between two lines of the log that say how many replies hav
 def send_and_receive(
     grid: Grid, messages: Iterable[Message], timeout: float, patience: float = 0.0, called: ClientNames = UNNAMED
 ) -> list[Message]:
-    """Send messages, and return all replies that ``receive`` yields."""
+    """Send messages, and return the replies that arrive in time, in no particular order.
+
+    ``receive`` does the same, but yields the replies one by one.
+
+    Args:
+        grid: Flower's grid.
+        messages: the messages, one per client.
+        timeout: how many seconds to wait for all replies.
+        patience: how many seconds a lost node, or a node whose process died, has to come back. Its message is then sent
+            again. If it does not come back, the result has an error in place of its reply.
+        called: the nodes' names in the log.
+    """
     return list(receive(grid, messages, timeout, patience, at_once=0, called=called))
 
 
@@ -53,8 +64,8 @@ def receive(
     Args:
         grid: Flower's grid.
         messages: the messages. If this is a list, messages that are sent again are appended to it.
-        timeout: seconds for all replies.
-        patience: seconds for a lost node, or its process, to come back.
+        timeout: how many seconds to wait for all replies.
+        patience: how many seconds a lost node, or a node whose process died, has to come back.
         at_once: the most replies in memory that are not yielded yet. 0: any number.
         called: the nodes' names in the log.
     """
@@ -143,8 +154,8 @@ class Mailbox:
     Args:
         grid: Flower's grid.
         sent: the messages. Those that are sent again are appended.
-        timeout: seconds for all replies.
-        patience: seconds for a lost node to come back.
+        timeout: how many seconds to wait for all replies.
+        patience: how many seconds a lost node, or a node whose process died, has to come back.
         at_once: the most replies in memory that are not yielded yet. 0: any number.
         called: the nodes' names in the log.
     """

@@ -22,13 +22,14 @@ NAME = re.compile(rf"{FOLDER}/state-[0-9a-f]{{8}}")
 
 @dataclass(frozen=True)
 class RunId:
-    """Name a run and its resumes.
+    """Identify a run, and list how often it was resumed and from which rounds.
 
     Attributes:
-        run: NAME/state-XXXXXXXX, unique to the run.
-        resumes: a unique token and the round to which the run went back, for each resume, in order of time.
-        durable: no later resume goes back to a round before this one. So a client needs only the newest of its states
-            up to this round.
+        run: the run's unique name NAME/state-XXXXXXXX: the name of its folder, and eight random hexadecimal digits.
+        resumes: one pair for each resume, in order of time: a random token, and the round of the checkpoint to which the
+            run went back.
+        durable: the earliest round to which a later resume can go back. So of its states up to this round, a client needs
+            only the newest.
     """
 
     run: str
