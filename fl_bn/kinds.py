@@ -58,7 +58,7 @@ def register_batch_norm(kind: type[nn.Module], then: Sequence[str] = (), convert
 
 
 def kind_of(layer: nn.Module) -> Kind | None:
-    """Return the description of the class of ``layer``, or None if there is none."""
+    """Return the ``Kind`` of ``layer``; None: its class is neither timm's nor registered by ``register_batch_norm``."""
     kind = type(layer)
     return _BY_TYPE.get(kind) or _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
 

@@ -517,7 +517,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run the host until it is killed or the cold process ends."""
+    """Run this program: fork the cold process, and ask the SuperNode for messages until that process ends.
+
+    Raises:
+        SystemExit: Flower has another version, the policy file is wrong, or the cold process has ended.
+    """
     given = parser().parse_args()
     try:
         runpy.run_path(str(PACKAGE / "flower" / "compat.py"))["check_deployed"]("fl-bn's host of ClientApps")

@@ -296,7 +296,9 @@ class QueueStore:
         except sqlite3.Error as error:
             name = getattr(error, "sqlite_errorname", "")
             if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
-                raise QueueError(f"{self.path} cannot be read ({error}): move it away, and submit the runs that waited again") from error
+                raise QueueError(
+                    f"{self.path} cannot be read ({error}): move it away, and submit again the runs that waited in it"
+                ) from error
             raise self._unwritten(error, name.startswith("SQLITE_READONLY")) from error
         except OSError as error:
             raise self._unwritten(error.strerror or error, error.errno in READ_ONLY) from error

@@ -230,8 +230,8 @@ def trust(site: SiteFolder, submitter: Submitter) -> bool:
         Whether the policy asks for signatures (``allow-code = "signed"``).
 
     Raises:
-        FolderError: The site trusts another key of this name, or the policy is not TOML or has an unusual line
-            ``trusted-submitters``.
+        FolderError: The site trusts another key of this name, or the policy is not TOML, or its line
+            ``trusted-submitters`` has a form that this function cannot change.
     """
     path = site.policy.parent / SUBMITTERS / f"{submitter.name}.pub"
     if path.exists() and public_key(submitter.name, path) != submitter:
@@ -246,7 +246,7 @@ def trust(site: SiteFolder, submitter: Submitter) -> bool:
         text, count = re.subn(r"(?ms)^trusted-submitters\s*=\s*\[.*?\]", lambda _: line, old)
         text = text if count else f"{old.rstrip()}\n{line}\n".lstrip()
         if count > 1 or tomllib.loads(text) != values | {"trusted-submitters": names}:
-            raise ValueError(f"write {line} into it by hand")
+            raise ValueError(f"fl-bn cannot change trusted-submitters in this file: write {line} into it by hand")
     except (ValueError, TypeError) as error:
         raise FolderError(f"{site.policy}: {error}") from error
     hand_out([submitter], site.policy.parent)

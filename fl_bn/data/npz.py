@@ -65,7 +65,10 @@ def _domain_indices(lengths: list[int]) -> Tensor:
 
 
 def _one_shape(images: list[Tensor], image_size: int) -> list[Tensor]:
-    """Return the images (N, C, H, H) of each array with the same number of channels and the same size."""
+    """Bring the images (N, C, H, H) of all arrays to one number of channels and one size.
+
+    Where some images are in colour, the grey ones get three equal channels. The size is ``image_size``. 0: the largest size.
+    """
     channels = max(x.shape[1] for x in images)
     size = image_size or max(x.shape[2] for x in images)
     return [resize(x.expand(-1, channels, -1, -1) if x.shape[1] == 1 else x, size).contiguous() for x in images]

@@ -52,7 +52,7 @@ def clip(
             ``clip_adaptive``.
         limit: The limit. For ``round``, the caller computes it by ``norm_in_round``.
         head: Parameters whose gradients ``adaptive`` does not clip: those of the last layer.
-        norm_of: Computes the norm of each output unit, for ``adaptive``.
+        norm_of: Returns the norm of each output unit, for ``adaptive``; see ``unit_norm``.
     """
     parameters = list(parameters)
     if how in ("norm", "round"):
@@ -138,11 +138,17 @@ def _unit_norm_of_rows(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip_adaptive(parameters: Iterable[nn.Parameter], limit: float, norm_of: Callable[[Tensor], Tensor]) -> None:
-    """Clip each output unit's gradient to at most ``limit`` times the norm of its weights.
+    """Clip each output unit's gradient in place, to at most ``limit`` times the norm of the unit's weights.
 
     High-Performance Large-Scale Image Recognition Without Normalization, Brock, De, Smith, Simonyan, ICML 2021, equation
     3. Clients of FedWon clip in this way. A bias or scale (one axis) counts as one unit. As in the paper, the last layer is
     not clipped: the caller leaves out its parameters.
+
+    Args:
+        parameters: The parameters. Those without a gradient are left out.
+        limit: The limit, as a factor of the weights' norm. A norm below ``SMALLEST`` counts as ``SMALLEST``.
+        norm_of: Takes a weight or its gradient, and returns the norm of each output unit, in a shape that broadcasts
+            with its argument; see ``unit_norm``.
     """
     for p in parameters:
         if p.grad is not None:

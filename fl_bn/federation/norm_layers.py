@@ -48,11 +48,10 @@ def registering(kind: str) -> str:
 
 
 def without_subject(method: Method) -> bool:
-    """Tell whether clients report or measure statistics of BatchNorm under ``method``.
+    """Return whether ``method`` has no subject in a network without BatchNorm: its clients report or measure BatchNorm statistics.
 
-    Except for fedavg, such a method is refused for a network without BatchNorm. Other methods keep BatchNorm at the clients,
-    or replace it by another normaliser. For a network without BatchNorm they are plain federated averaging, and a warning
-    says so.
+    ``check_layers`` refuses such a method, except fedavg, for such a network. With any other method the run goes on. Where
+    the method is then plain federated averaging (``no_batch_norm``), a warning says so.
     """
     return method.report is not StatisticsReport.NOTHING or method.refresh is not Refresh.NOTHING
 

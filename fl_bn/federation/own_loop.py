@@ -144,15 +144,15 @@ def _check_processes(round: LocalRound) -> None:
 
 
 def _check_steps(round: LocalRound, before: Mapping[str, Tensor], without_gradients: bool) -> None:
-    """Check a round in which no optimiser made a step. Warn if the loop saw batches but changed no weight.
+    """Check that a round without a counted local step changed no weight. Warn if the network saw training batches in it.
 
     Args:
         round: The client's round.
         before: Name -> parameter at the start of the round.
-        without_gradients: Whether an optimiser stepped, but had no gradient.
+        without_gradients: Whether an optimiser stepped without any gradient. Such a step does not count.
 
     Raises:
-        ValueError: The loop changed weights without a recorded step.
+        ValueError: No step was counted, but a weight changed.
     """
     if round.steps:
         return
@@ -345,7 +345,13 @@ class _FirstBatch:
         round.inputs_seen(next(iter(self._sizes), 0))
 
     def _layer(self, layer: nn.Module, x: Tensor) -> bool:
-        """Begin the exchange before the first layer runs. The number of rows of its input ``x`` is taken as the batch size.
+        """Begin FedTAN's layer-wise exchange when the first BatchNorm layer of the first local step gets its input.
+
+        The number of rows of this input is taken as the batch size, unless the loop called ``round.batch``.
+
+        Args:
+            layer: The BatchNorm layer that is about to run.
+            x: The input of the layer, of shape (rows, ...).
 
         Returns:
             False, so that ``observe`` stores no moments.

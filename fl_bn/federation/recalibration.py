@@ -63,7 +63,8 @@ class Pass:
         clients: How many clients were measured.
         settled: Whether the pass changed no statistic by more than the tolerance. Another pass would then change none.
         exchanges: The number of exchanges, if the pass went layer by layer and made all layers exact. Otherwise 0.
-        in_order: Whether no layer changed, except perhaps the last layer that the network registers.
+        in_order: Whether all layers kept their statistics, except perhaps the layer that the network registers last. See
+            ``through``.
     """
 
     number: int
@@ -85,7 +86,7 @@ class Pass:
         exchanges: int = 0,
         kept_layers: Collection[str] = (),
     ) -> Pass:
-        """Compare the statistics before and after a pass, as the model holds them.
+        """Compare the running statistics before and after a pass.
 
         After a pass without clients, ``settled`` is False.
 

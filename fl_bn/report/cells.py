@@ -215,7 +215,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _expected(metric: str, row: Row) -> bool:
-    """Return whether ``metric`` was measured in the round of ``row``. A measured value that was not finite is None there."""
+    """Return whether ``metric`` was measured in the round of ``row``. Its value in ``row`` is None if it was not finite."""
     if row.get(metric) is not None:
         return True
     if metric in EVALUATION:

@@ -8,10 +8,11 @@ import numpy as np
 
 
 def capped(weights: Sequence[float] | np.ndarray, f: int) -> np.ndarray:
-    """Cut ``weights`` at the largest cap under which the ``f`` heaviest rows hold less than half of the total.
+    """Cut ``weights`` at a common cap, so that the ``f`` heaviest rows together hold less than half of the total.
 
-    The f heaviest rows then hold at most the share (n - 1) / 2n. The largest minority of n equal clients
-    holds that share, too.
+    The cap is the largest at which these rows hold at most the share (n - 1) / 2n. For odd n, that is the share of
+    (n - 1) / 2 rows of equal weight, the largest minority. If at most 2f weights are positive, no cap
+    is small enough, and all rows get the same weight.
 
     Args:
         weights: the weights (n,), each at least 0.

@@ -225,7 +225,7 @@ def test_a_damaged_database_is_named(server: ServerFolder) -> None:
     queue.add(named("one"))
     queue.store.path.write_bytes(b"no database" * 1000)
     for look in (queue.waiting, lambda: queue.add(named("two"))):
-        with pytest.raises(QueueError, match=r"queue\.db cannot be read .*move it away, and submit the runs that waited again"):
+        with pytest.raises(QueueError, match=r"queue\.db cannot be read .*move it away, and submit again the runs that waited in it"):
             look()
 
 

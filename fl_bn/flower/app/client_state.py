@@ -89,7 +89,7 @@ class MemoryState:
         return {"signature", "round"} <= {*theirs}
 
     def write(self, round: int, sections: Sections) -> None:
-        """Store the tensors in ``sections`` as the state after ``round``, and keep only the newest state before it."""
+        """Store ``sections`` as the state after ``round``. Of the states from earlier rounds, only the newest is kept."""
         before = self.read(round)
         for section in our_records(self._state, ArrayRecord):
             del self._state[OURS + section]

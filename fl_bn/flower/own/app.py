@@ -208,9 +208,9 @@ def training(
 ) -> Iterator[OwnRound]:
     """Run the client's half of a round around your own training loop, inside a train handler.
 
-    In FedTAN's rounds, torch's generator is seeded from run, client and round, since a round may be computed
-    more than once. In an exchange by replay, NumPy's and Python's generators are seeded, too. The client's tensors stay in
-    ``context.state`` between rounds, or below ``state-dir`` of the node config.
+    In FedTAN's rounds, torch's generator is seeded from run, client and round, since a round may be computed more than
+    once. With the carrier ``replay``, which computes a round again for each answer, NumPy's and Python's generators are
+    seeded, too. The client's tensors stay in ``context.state`` between rounds, or below ``state-dir`` of the node config.
 
     Args:
         message: the server's message.

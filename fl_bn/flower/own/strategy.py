@@ -281,7 +281,9 @@ class OwnAppStrategy(OwnNames):
         return hooks.aggregate_evaluate(server_round, replies)
 
     def global_model(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord | None:
-        """Return arrays that load into your network, for a loop of your own: the same as ``evaluate_fn`` of ``start`` gets.
+        """Return the global model for a loop of your own, as arrays that load into your network.
+
+        ``start`` calls its ``evaluate_fn`` with the same arrays.
 
         If clients keep their BatchNorm layers, the server asks for them over the grid. The arrays hold the average of the
         layers that clients send (``answer(..., tells=True)``).
@@ -373,7 +375,7 @@ class OwnAppStrategy(OwnNames):
         )
 
     def _own_loop(self, grid: Grid, arrays: ArrayRecord, train_config: Mapping[str, Any] = NOTHING) -> OwnLoop:
-        """Return the ``OwnLoop`` of a user's loop that calls the hooks. The first call waits for the clients and makes it.
+        """Return the ``OwnLoop`` for a user's loop that calls the hooks. The first call waits for the clients, and makes the ``OwnLoop``.
 
         Raises:
             RunFailed: clients are missing, or the strategy needs something that such a loop cannot do.

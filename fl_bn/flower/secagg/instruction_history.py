@@ -83,10 +83,14 @@ def to_config(history: History) -> dict[str, list[int] | bytes]:
 
 
 def from_config(record: ConfigRecord | Mapping[str, object] | None, form: Form) -> History:
-    """Read the history from ``record``, a message's record of ``form``. Without a record the history is empty.
+    """Read a history from a message.
+
+    Args:
+        record: the message's record with the history. None: the message has none, and the history is empty.
+        form: the form of this record: its name and its fields.
 
     Raises:
-        WireError: there is not one hash for each round.
+        WireError: a field has a wrong type, a round is listed twice, or there is not one hash for each round.
     """
     values = form.read({} if record is None else dict(record))
     rounds, hashes = values.get(HISTORY_ROUNDS, []), values.get(HISTORY_HASHES, b"")
@@ -124,8 +128,8 @@ def problem(kept: ClientState, together: History, most_unknown: int | None = Non
     Args:
         kept: the client's state.
         together: the combined history of all clients.
-        most_unknown: the largest allowed number of rounds in which this client took no part, but which formed the
-            other clients' states. None: any number.
+        most_unknown: the largest number of rounds that ``together`` may have and this client's own history lacks. The
+            client took no part in these rounds, and cannot check them. None: any number.
     """
     own = history_of(kept)
     if kept.sections and kept.round not in own:

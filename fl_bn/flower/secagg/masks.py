@@ -57,7 +57,7 @@ def key_stream(seed: bytes, num_range: int, dimensions_list: list[tuple[int, ...
 
     Raises:
         ValueError: ``num_range`` is not a power of 2 up to 2**32, so the masks would not be uniform.
-        LookupError: ``bound_to`` has not set a digest.
+        LookupError: the call is not in a block of ``bound_to``.
     """
     if num_range.bit_count() != 1 or num_range > 2**32:
         raise ValueError(f"the range of masks must be a power of 2 up to 2**32, but got {num_range}")

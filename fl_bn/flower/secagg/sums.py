@@ -55,12 +55,13 @@ class Plan:
 class Weighting:
     """Hold, for each part of the vector, the number of samples at which a client's weight is 1.
 
-    A client's weight is its own number of samples, divided by this number. That is the largest one in the cohort, so no
-    weight is above 1. With differential privacy, all weights are 1.
+    A client's weight is its own number of samples, divided by this number. This number is the largest in the cohort, so no
+    weight is above 1. With differential privacy, all updates and statistics have weight 1.
 
     Attributes:
         update: the number of samples at which an update has weight 1. 0: all updates have weight 1.
-        statistics: the number of samples at which statistics have weight 1. 0: all statistics have weight 1.
+        statistics: the number of samples at which statistics have weight 1 (for moments: ``Plan.passes``). 0: all
+            statistics have weight 1.
         samples: the number of samples at which a loss has weight 1.
     """
 
@@ -107,7 +108,7 @@ def releases(shapes: Layout) -> int:
 
 
 def length(shapes: Layout) -> int:
-    """Return the length d of the vector."""
+    """Return the length d of a client's vector, which holds all tensors of ``shapes``, one after the other."""
     return sum(math.prod(shape) for section in shapes.values() for shape in section.values())
 
 

@@ -237,7 +237,18 @@ def secure_sum(
 
 
 def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[bool, bool], by_passes: bool) -> Weighting:
-    """Set the weights of this sum: return the counts at which a weight is 1, and add them to all clients' instructions."""
+    """Choose the weights of this sum, and add them and the combined history to all clients' instructions.
+
+    Args:
+        stages: the stages of this sum, with the instructions and with the counts that clients sent in ``setup``.
+        nodes: the nodes of the clients in the sum.
+        state: Flower's state of the workflow. It gets the instructions.
+        weighted: as for ``secure_sum``.
+        by_passes: whether statistics are weighted by ``Plan.passes``, in place of ``Plan.samples``.
+
+    Returns:
+        The weighting: the largest counts in the cohort, at which a client's weight is 1.
+    """
     plans = [stages.plans[node] for node in nodes]
     passes = max(p.passes if by_passes else p.samples for p in plans)
     most = max(p.samples for p in plans)

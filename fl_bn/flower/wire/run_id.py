@@ -85,8 +85,8 @@ class RunId:
         """Read the id from a message's config. The id's ``run`` is empty if the config names no run.
 
         Raises:
-            ValueError: the run's name is not NAME/state-XXXXXXXX, the list of resumes is not TOKEN:ROUND,..., or
-                ``durable`` is not a number.
+            ValueError: the field ``run`` is not NAME/state-XXXXXXXX, the field ``resumes`` is not TOKEN:ROUND,..., or the
+                field ``durable`` is not a number.
         """
         run, text = str(config.get("run", "")), str(config.get("resumes", ""))
         if run and not NAME.fullmatch(run):
