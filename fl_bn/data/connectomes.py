@@ -249,10 +249,17 @@ def _csv(file: Path) -> list[Subject]:
 
 
 def _grouped(file: Path, x: Floats, y: NDArray[np.generic], subject: NDArray[np.generic], *, ready: bool) -> list[Subject]:
-    """Make one ``Subject`` per person from all rows of the person. A row is a vector, or the time series of a scan.
+    """Make one ``Subject`` per person from all rows of the person.
+
+    Args:
+        file: the file of the rows, for messages.
+        x: the rows: vectors, or time series of scans.
+        y: the label of each row.
+        subject: the person of each row.
+        ready: whether the rows are vectors.
 
     Raises:
-        ValueError: the rows of a person have both labels.
+        ValueError: the rows of a person have both labels, a label is not 0 or 1, or a number is not finite.
     """
     subjects = []
     for one in dict.fromkeys(subject.tolist()):

@@ -128,7 +128,17 @@ class Table:
         return block
 
     def scratch(self, name: str, rows: int, columns: int, double: bool = False) -> Any:
-        """Return a buffer (rows, columns). Every call with the same ``name`` returns the same memory."""
+        """Return a buffer (rows, columns) with arbitrary values, in memory that calls with the same ``name`` share.
+
+        If this memory is too small, it is replaced by larger memory.
+
+        Args:
+            name: the name of the buffer.
+            rows: number of rows.
+            columns: number of columns.
+            double: whether the buffer has float64 even if the table's other buffers have float32. Calls with one
+                ``name`` must agree in this.
+        """
         double = double or self.double
         buffer = self._scratch.get(name)
         if buffer is None or buffer.shape[0] < rows or buffer.shape[1] < columns:

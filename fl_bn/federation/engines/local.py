@@ -182,7 +182,10 @@ class LocalTransport(Transport):
         return own
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Record in the kept state of each client of the cohort whether the server used its reply."""
+        """Record in the kept state of each client of the cohort whether the server used its reply.
+
+        If the round has not ``changed`` the model, no reply was used.
+        """
         counted = {client.client for client in self.server.record.accepted if changed}
         for client in self.cohort(number):
             self.kept[client] = replace(self.kept[client], counted=client in counted)

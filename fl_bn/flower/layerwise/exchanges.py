@@ -185,7 +185,13 @@ class Exchanges:
             raise RunFailed(str(error)) from error
 
     def _meeting(self, grid: Grid, clients: Sequence[Client], simulated: bool) -> tuple[Carrier | None, str]:
-        """Return the carrier for a statistics-only exchange of ``clients``. Without one, return None and the reason."""
+        """Return the carrier for a statistics-only exchange of ``clients``, and an empty text. Without one: None and the reason.
+
+        Args:
+            grid: Flower's grid.
+            clients: the clients.
+            simulated: whether to try it in Flower's simulation, too, which may not run all clients at once.
+        """
         wanted, here = self.settings.carrier, isinstance(grid, InProcessGrid)
         if isinstance(grid, InProcessGrid) and grid.one_program:
             return None, "engine='vectorised' measures all clients at once, a pass at a time"

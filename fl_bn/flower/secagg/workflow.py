@@ -262,10 +262,10 @@ def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[boo
 
 
 def _unmask(workflow: Any, stages: Stages, context: Any, state: Any, legacy: _Legacy, whole: Callable[[np.ndarray], bool]) -> None:
-    """Run the last stage, which removes the masks.
+    """Run the last stage, which removes the masks. ``legacy`` gets the mean of the vectors.
 
-    If the masks do not cancel, a client may have sent false shares. The stage is then repeated, each time without
-    the shares of another client.
+    If the masks do not cancel (``whole`` returns False), a client may have sent false shares. The stage is then repeated,
+    each time without the shares of another client.
 
     Raises:
         SumFailed: too few clients sent shares, or several sent false ones.
