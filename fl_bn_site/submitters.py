@@ -215,7 +215,11 @@ def hand_out(submitters: Sequence[Submitter], folder: Path) -> None:
 
 
 def known(folder: Path) -> list[Submitter]:
-    """Return the submitters whose public keys are in the folder ``submitters`` of ``folder``."""
+    """Return the submitters whose public keys are in the folder ``submitters`` of ``folder``.
+
+    Raises:
+        FolderError: A file there cannot be read, holds no ed25519 key, or has a name that is not allowed.
+    """
     return [public_key(file.stem, file) for file in sorted((folder / SUBMITTERS).glob("*.pub"))]
 
 
@@ -246,7 +250,7 @@ def trust(site: SiteFolder, submitter: Submitter) -> bool:
         text, count = re.subn(r"(?ms)^trusted-submitters\s*=\s*\[.*?\]", lambda _: line, old)
         text = text if count else f"{old.rstrip()}\n{line}\n".lstrip()
         if count > 1 or tomllib.loads(text) != values | {"trusted-submitters": names}:
-            raise ValueError(f"write {line} into it by hand")
+            raise ValueError(f"this command cannot change the list trusted-submitters in this file: write the line {line} by hand")
     except (ValueError, TypeError) as error:
         raise FolderError(f"{site.policy}: {error}") from error
     hand_out([submitter], site.policy.parent)
