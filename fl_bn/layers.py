@@ -585,7 +585,8 @@ def observe(
         model: the network.
         measure: ``(layer, moments of the input) -> moments``, returns the moments to record.
         counts: ``(layer, x) -> bool``, whether a pass is recorded.
-        values: a function that is applied to inputs inside a transformation of ``torch.func``: ``itself`` or ``whole``.
+        values: applied to a layer's input before its moments are computed, but only inside a transformation of ``torch.func``.
+            With ``whole``, the samples of all ``vmap`` dimensions count as one batch. ``itself`` changes nothing.
 
     Yields:
         A list for each layer, by name, with one ``Moments`` per forward pass.

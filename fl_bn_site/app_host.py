@@ -91,7 +91,8 @@ class Site:
         home: The folder in which apps are unpacked.
         policy: The policy file of the site; None: the site has no policy, and everything is allowed.
         audit: The folder of the site's audit log; None: no log is written.
-        cold_process: The process id of the cold process; 0: it is not known yet.
+        cold_process: The id of the *cold process*, which has imported torch and Flower but no app. It forks a process for each
+            message, or a warm process that does so. 0: the id is not known yet.
     """
 
     address: str
@@ -155,7 +156,7 @@ def ask_for_work(site: Site, hand_over: Callable[[Request], None], is_ready: Cal
 
 
 def serve(lines: Iterable[str], site: Site, ready: Callable[[], None] = lambda: None) -> None:
-    """Do the work of the cold process: for each request, fork a process that answers it.
+    """Do the work of the cold process: import torch and Flower, then fork a process for each request, which answers it.
 
     Args:
         lines: One request per line, as JSON. The lines end when the host ends.
@@ -304,7 +305,7 @@ def watch(site: Site, request: Request, app: Any) -> None:
 
 
 def tell_end(stub: Any, token: str, why: str) -> None:
-    """Tell the SuperNode that the process with this ``token`` has ended. An empty token stands for all processes."""
+    """Tell the SuperNode that the process with this ``token`` has ended, and ``why``. Empty ``token``: all processes have ended."""
     stub.SendAppHeartbeat(find("SendAppHeartbeatRequest")(token=token), metadata=((endings["ENDED"], why.encode()),))
 
 

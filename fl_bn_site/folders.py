@@ -101,7 +101,7 @@ def _device(name: str) -> None:
 
 def _pace(seconds: float) -> None:
     if not 0.1 <= seconds <= 60:
-        raise ValueError(f"must be 0.1..60, but got {seconds:g}")
+        raise ValueError(f"must be 0.1..60 seconds, but got {seconds:g}")
 
 
 def _code(folders: tuple[str, ...]) -> None:

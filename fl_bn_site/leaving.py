@@ -220,9 +220,10 @@ def _configs(found: Sections, configs: Mapping[str, Any]) -> None:
 
 
 def _rest(found: Sections, metrics: Mapping[str, Any]) -> None:
-    """Count in the section ``other`` the numbers that no other section has.
+    """Add the bytes of the metrics that no other section counts to the section ``other`` of ``found``.
 
-    They are the counts in an evaluation, in a secure sum, and in the reply of a client that took no part in the round.
+    Such metrics are, for example, the counts in an evaluation, in a secure sum, and in the reply of a client that took no
+    part in the round; and all metrics of an answer that is part of a layer-wise exchange.
     """
     counted = sum(found[name]["bytes"] for name in ("drift", "metrics", "own metrics", "evaluation") if name in found)
     _add(found, OTHER, 0, max(0, sum(size(value) for record in metrics.values() for value in record.values()) - counted))

@@ -109,7 +109,8 @@ def renew_server(server: ServerFolder, authority: Path, days: int) -> Path:
         raise KitError(f"the certificate cannot be renewed: {error}. Give the folder `authority` of this kit (--authority)") from error
     if not isinstance(private, ec.EllipticCurvePrivateKey) or certificate.read_bytes() != server.authority.read_bytes():
         raise KitError(
-            f"{certificate} differs from {server.authority}, which the sites trust: give the folder `authority` of this kit (--authority)"
+            f"expected {certificate} to equal {server.authority}, which the sites trust, and {key} to be an elliptic-curve key: give "
+            "the folder `authority` of this kit (--authority)"
         )
     if vouches.not_valid_after_utc < datetime.now(UTC):
         ended = f"{vouches.not_valid_after_utc:%Y-%m-%d}"

@@ -102,9 +102,9 @@ class Policy:
         max_memory: The memory in GB (2**30 bytes) that the process of each message may use for data.
         min_samples: The smallest number of samples that a statistic or a reply may summarise; 0: no limit.
         max_evaluations: The largest number of evaluations that this site answers in one run.
-        max_unknown_rounds: A limit for secure sums with methods such as FedBN, where clients keep tensors of their own. The other
-            clients may have trained these tensors in earlier rounds without this site. Above this number of such rounds, the site
-            refuses the sum. None: no limit.
+        max_unknown_rounds: For secure sums with methods such as FedBN, where clients keep tensors of their own: the largest
+            number of earlier rounds in which this site took no part, but in which other clients trained these tensors. The
+            site refuses a sum with more such rounds. None: no limit.
     """
 
     allow_methods: tuple[str, ...] | None = None

@@ -215,7 +215,11 @@ def hand_out(submitters: Sequence[Submitter], folder: Path) -> None:
 
 
 def known(folder: Path) -> list[Submitter]:
-    """Return the submitters whose public keys are in the folder ``submitters`` of ``folder``."""
+    """Return the submitters whose public keys are in the folder ``submitters`` of ``folder``.
+
+    Raises:
+        FolderError: A file there cannot be read, holds no ed25519 key, or has a name that is not allowed.
+    """
     return [public_key(file.stem, file) for file in sorted((folder / SUBMITTERS).glob("*.pub"))]
 
 

@@ -81,7 +81,7 @@ class PollingTime:
 
 
 def fail(state: Any, run: int, why: str, refused: bool = False, unreadable: bool = False) -> None:
-    """Answer all messages of a run that are in the SuperNode with an error. The process that worked on them cannot answer.
+    """Send an error as the answer to every message of a run that is in the SuperNode, since no process can answer it.
 
     Args:
         state: Flower's state of the SuperNode, which holds the messages.
@@ -116,7 +116,13 @@ def fail(state: Any, run: int, why: str, refused: bool = False, unreadable: bool
 
 
 def ended(state: Any, token: str, why: str) -> None:
-    """Answer the messages of the process with this ``token`` with an error. An empty token stands for all processes."""
+    """Send an error to the server in place of each answer that a process owed when it ended.
+
+    Args:
+        state: Flower's state of the SuperNode.
+        token: The token of the process; empty: all processes have ended.
+        why: Why the process ended, as text for the server.
+    """
     with state.lock_token_store:
         runs = [run for run, record in state.token_store.items() if token in ("", record.token)]
     for run in runs:
@@ -203,7 +209,10 @@ def _runs(state: Any) -> set[int]:
 
 
 def _look_for_host(state: Any) -> None:
-    """Answer all messages with an error if no program asked for work for ``ABSENT`` seconds. Flower calls this while it waits."""
+    """Send an error as the answer to every message if no program has asked for work for ``ABSENT`` seconds.
+
+    Flower calls this function while it waits.
+    """
     now = time.monotonic()
     state.awaited = now if now - getattr(state, "looked", now) > ASKING else getattr(state, "awaited", now)
     state.looked = now

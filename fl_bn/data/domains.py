@@ -17,7 +17,9 @@ def without_domain(dataset: Dataset, name: str) -> Dataset:
     """
     left_out = index_of(dataset, name)
     if len(dataset.domains) == 1:
-        raise ValueError(f"dataset {dataset.name!r}: {name} is its only domain, so no samples would remain without it")
+        raise ValueError(
+            f"dataset {dataset.name!r}: {name} is its only domain, so no samples would remain without it: give data of several domains"
+        )
     train, test = (_domains(dataset, split) != left_out for split in ("train", "test"))
     domain_train, domain_test = (_domains(dataset, split) for split in ("train", "test"))
     return replace(

@@ -116,8 +116,8 @@ def read_picture(file: Path) -> Picture:
     # For damaged files, Pillow's decoders raise any of these.
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise ValueError(
-            f"{file}: expected an image with 8 bits that Pillow reads, but {error}. If the file is no image of the data set, remove it, or "
-            "let its name begin with a dot"
+            f"{file}: expected an image with 8 bits that Pillow reads, but {error}. If the file does not belong to the data, remove it, or "
+            "hide it by a name that begins with a dot"
         ) from error
 
 

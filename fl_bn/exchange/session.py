@@ -444,7 +444,8 @@ class Session:
     def _together(self, claims: list[int], usual: Callable[[list[int]], float] = median_low) -> int:
         """Return the cohort's total of activations, or of samples, from the numbers that the clients report.
 
-        If ``believing`` is True, the total is the sum. If it is False, the median replaces every number before the sum.
+        If the session's ``believing`` is True, the total is the sum of the reported numbers. If it is False, the total is
+        their median times the number of clients.
 
         Args:
             claims: the reported numbers, one per client.

@@ -42,7 +42,10 @@ def fewest(model: nn.Module, method: Method, phase: Phase) -> int:
 
 
 class Trainable:
-    """Iterate over a loader's batches, but leave out batches of one sample that have no variance. Use it in ``round.open()``.
+    """Iterate over a loader's batches, but leave out batches of one sample on which BatchNorm cannot train.
+
+    Such a sample gives a BatchNorm layer only one value per channel, which has no variance. Use this class in
+    ``round.open()``.
 
     Args:
         round: The client's round.

@@ -33,10 +33,13 @@ def behind(reply: Reply, report: StatisticsReport) -> tuple[int, str]:
 def far_claims(parts: Sequence[Reply], report: StatisticsReport, steps_are_known: bool = True) -> dict[int, str]:
     """Find the clients that claim far more activations (per sample or step) or far more steps than the median client.
 
+    Steps are compared only if ``report`` is ``BATCHES``.
+
     Args:
         parts: Checked replies of one cohort.
         report: The kind of statistics that the replies report.
-        steps_are_known: Whether the server knows the number of local steps. If so, larger claims were refused before.
+        steps_are_known: Whether the server knows how many local steps a client may make. If so, replies with more steps were
+            refused before, and only activations are compared here.
 
     Returns:
         Client -> the reason to refuse its reply.

@@ -243,10 +243,13 @@ class Population:
         self._strangers -= known
 
     def _assign(self) -> str:
-        """Choose, for each index, one of the nodes that claim it.
+        """Choose, for each client index, one of the nodes that claim it.
+
+        The node that first served the index since the start comes first. Next is the node that serves it now. If neither
+        claims the index, a single other node gets it. If several others claim it, none gets it.
 
         Returns:
-            A problem if several nodes claim an index and none has precedence; else empty.
+            A problem if several nodes claim an index and none of them was chosen; else empty.
         """
         claims: dict[int, list[int]] = {}
         seats = self._seats()

@@ -475,6 +475,9 @@ class BatchNormStrategy(OwnNames):
         Args:
             replies: the clients' replies.
             without_training: whether the clients only measured statistics in the layer-wise exchange.
+
+        Returns:
+            The decoded replies, in the order of ``replies``.
         """
         clients = self.everyone()
         decoded = self.disclosures.note(replies, clients, self.exchanges.session, self.record.round, without_training)

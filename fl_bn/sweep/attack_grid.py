@@ -81,10 +81,10 @@ class Grid:
         return [(m, h, f, rule) for m in self.methods for h in self.heterogeneity for f in self.byzantine for rule in self.rules]
 
     def settings(self) -> list[Setting]:
-        """Return the settings of the first pass over the grid. Each row of the table has three kinds of settings.
+        """Return the settings to run first; ``misdeclared`` returns those of the second pass, which depend on the results.
 
-        The kinds are: no defence and no attack, the rule without attack, and the rule under every attack. In all
-        settings the data are divided among n - f clients.
+        Each row of the table has three kinds of settings here: no defence and no attack, the rule without attack, and the
+        rule under every attack. In all settings the data are divided among n - f clients.
         """
         settings = []
         for m, h, f, rule in self.rows():
@@ -93,7 +93,10 @@ class Grid:
         return list(dict.fromkeys(settings))
 
     def misdeclared(self, scores: Scores) -> list[Setting]:
-        """Return the settings of the second pass: each rule but ``mean`` under its worst attack, expecting one attacker too few."""
+        """Return the settings of the second pass: each rule but ``mean`` under its worst attack, with ``declared`` = f - 1.
+
+        In these runs the rule expects one attacker fewer than there are.
+        """
         worst = {row: self.worst(scores, *row) for row in self.rows() if row[3] != "mean"}
         return [Setting(m, h, f, f - 1, rule, attack) for (m, h, f, rule), attack in worst.items() if attack]
 

@@ -315,6 +315,6 @@ def pack(path: Path) -> bytes:
 
 
 def unpack(folder: bytes, into: Path) -> None:
-    """Unpack an archive that ``pack`` has made into the folder ``into``."""
+    """Unpack ``folder``, an archive that ``pack`` has made. The content is written to the folder ``into``."""
     with tarfile.open(fileobj=io.BytesIO(folder)) as tar:
         tar.extractall(into, filter="data")

@@ -158,7 +158,7 @@ class LoaderSource:
 
     @property
     def loader(self) -> Loader:
-        """Return the client's own batches."""
+        """Return the loader of the client's training batches."""
         return self.own.loader
 
     @property
@@ -176,7 +176,7 @@ class LoaderSource:
         return 1 if isinstance(self.loader, SeededBatches) else self.own.settings.epochs
 
     def batches(self, round: LocalRound) -> Trainable:
-        """Return the batches to train on. Batches of one sample that have no variance are left out and counted."""
+        """Return the batches to train on. ``Trainable`` leaves out batches of one sample on which BatchNorm cannot train."""
         own, drawn = self.loader, isinstance(self.loader, SeededBatches)
         if isinstance(own, SeededBatches):
             own = own.epochs(self.clients.seed, self.client, round.instruction.round, self.own.settings.epochs)

@@ -69,9 +69,9 @@ def about(name: str) -> str:
 
 
 def named_in(why: str) -> str:
-    """Return the message that refuses a mod or a ``client_fn``, if the client's error ``why`` comes from it; else empty.
+    """Return the message that refuses a mod or a ``client_fn``, if it caused the client's error ``why``; else empty.
 
-    ``check_mods`` cannot find a mod that a mod of the user's own calls. The text of its error reveals it.
+    A user's own mod can call a refused mod. ``check_mods`` cannot see this, but the error of the refused mod contains its name.
     """
     if "Invalid message type: query" in why:
         return CLIENT_FN

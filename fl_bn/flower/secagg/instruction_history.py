@@ -1,6 +1,6 @@
 """A client's record of its earlier instructions. For a secure sum, all clients of an earlier round must have had the same instruction.
 
-The masks of a sum depend on the instruction of that round (``instruction_digest``). But a client's state,
+The masks of a sum depend on the instruction of its own round (``instruction_digest``). But a client's state,
 such as its BatchNorm layers under FedBN, comes from earlier rounds. A dishonest server could have sent all
 clients but one an instruction that makes their later updates vanish. The sum would then reveal the one
 client's update.
@@ -106,8 +106,8 @@ def put_together(histories: Mapping[int, History]) -> tuple[History, dict[int, i
 
     Returns:
         First, round -> the hash that most clients have. Second, client -> the first round in which it has another
-            hash. If two hashes of a round have equally many clients, nobody knows which is right. Then all these
-            clients are in the second part.
+            hash. If the two most frequent hashes of a round are equally frequent, nobody knows which is right. Then the
+            first part lacks the round, and the second part has all clients that reported a hash of it.
     """
     together: History = {}
     at_odds: dict[int, int] = {}

@@ -246,10 +246,11 @@ class SecureRounds:
         return secure_evaluation.values_of(from_vector(total.mean, shapes), task, self.settings.clipping_range), total.refused
 
     def _sum(self, grid: Grid, messages: Sequence[Message], cohort: Sequence[Client], timeout: float, phase: Phase) -> tuple[Sum, Sections]:
-        """Compute a secure sum.
+        """Compute a secure sum of the clients' vectors.
 
         Returns:
-            The sum; and the weighted averages of the clients' values by section and name, in the units of their vectors.
+            The sum; and section -> name -> the weighted average over the clients. As in the vectors (``sums``), averages of
+                weights are differences from the weights that were sent, and averages of statistics are standardised deviations.
         """
         shared, privacy, trains = self.shared, self.settings.privacy, phase is not Phase.MEASURE
         shapes: Layout = layout(
@@ -386,8 +387,8 @@ def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], l
     """Return ``moments`` as the next reference, with larger variances for channels that were cut off.
 
     A mean that was cut off shows where the data are, but not how far they spread. A channel near the end of the range
-    is treated in the same way. Such a channel gets at least the old reference's standard deviation times ``limit``
-    squared. If that is too large, the next measurement finds the right one.
+    is treated in the same way. The standard deviation of such a channel becomes at least ``limit**2`` times that of the
+    old reference. If this is too large, the next measurement finds a better one.
     """
     wide = {}
     for layer, m in moments.items():

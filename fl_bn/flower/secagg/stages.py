@@ -263,9 +263,9 @@ class Stages:
     def _far_plans(self, nodes: Collection[int]) -> dict[int, str]:
         """Return the nodes whose counts are too far from the other nodes' counts, each with the reason.
 
-        A client's weight in the sum is its count relative to the largest count. A client with a very small weight does not
-        take part in the sum (``check_weights``). So either the largest or the smallest count is refused: the
-        one that is farther from the median.
+        A client's weight in the sum is its count divided by the largest count. A client whose weight is too small for the
+        quantiser refuses to take part (``check_weights``). While the smallest weight is too small, this function adds the node
+        whose count differs from the median by the largest factor. Its count is the smallest or the largest.
         """
         odd: dict[int, str] = {}
         for name in ("samples", "passes"):

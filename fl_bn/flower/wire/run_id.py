@@ -60,7 +60,8 @@ class RunId:
     def resumed(self, round: int) -> RunId:
         """Return the id of this run when it is resumed after ``round``.
 
-        Two resumes from one checkpoint get different tokens, so each ignores the other's states.
+        Every resume gets a random token. If a run is resumed twice from one checkpoint, clients ignore, after the second
+        resume, the states that they stored after the first.
         """
         return replace(self, resumes=(*self.resumes, (secrets.token_hex(4), round)))
 
