@@ -36,7 +36,8 @@ def far_claims(parts: Sequence[Reply], report: StatisticsReport, steps_are_known
     Args:
         parts: Checked replies of one cohort.
         report: The kind of statistics that the replies report.
-        steps_are_known: Whether the server knows the number of local steps. If so, larger claims were refused before.
+        steps_are_known: Whether the server knows the largest possible number of local steps. Replies that claim more
+            were refused before this call.
 
     Returns:
         Client -> the reason to refuse its reply.

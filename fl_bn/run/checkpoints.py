@@ -106,7 +106,7 @@ def run_to_resume(config: RunConfig) -> Path:
     if runs:
         differing = _differences(runs[0], config)
         raise ConfigError(f"resume='latest': the newest unfinished run, {runs[0].name}, has another run config: {differing}")
-    raise ConfigError(f"resume='latest' found no run to resume among the {_unfinished(root)}")
+    raise ConfigError(f"resume='latest' found no run to resume among the {_unfinished(root)}. Name one of them, or leave out resume")
 
 
 def _with_checkpoints(root: Path) -> list[Path]:

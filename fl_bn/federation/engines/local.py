@@ -127,7 +127,7 @@ class LocalTransport(Transport):
         return self._checked(replies, instruction, session, everyone)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate on the test batches, if there are any, and add each client's metrics to the round's record."""
+        """Return the mean metrics of all clients, by name; empty without test batches. Each client's are stored in the record."""
         if self._tests is None:
             return {}
         metrics, by_client = self.evaluate_on(self._tests, self.model(tensors))

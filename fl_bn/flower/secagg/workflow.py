@@ -237,7 +237,17 @@ def secure_sum(
 
 
 def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[bool, bool], by_passes: bool) -> Weighting:
-    """Set the weights of this sum: return the counts at which a weight is 1, and add them to all clients' instructions."""
+    """Determine the weights of the clients in this sum, return them, and add them to all clients' instructions.
+
+    The client with the largest count in the cohort has weight 1, see ``Weighting``.
+
+    Args:
+        stages: the stages of the sum, with the clients' counts and instructions.
+        nodes: the nodes in the sum.
+        state: Flower's state of the workflow. It gets the instructions.
+        weighted: two values: whether updates are weighted by counts, and whether statistics are. If not, all weights are 1.
+        by_passes: whether a sample that a client uses twice counts twice in the weight of its statistics.
+    """
     plans = [stages.plans[node] for node in nodes]
     passes = max(p.passes if by_passes else p.samples for p in plans)
     most = max(p.samples for p in plans)
