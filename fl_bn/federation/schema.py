@@ -122,7 +122,7 @@ class Schema:
             if arrays.keys() != specs.keys():
                 for name in specs:
                     if name not in arrays:
-                        raise WireError(section, name, "missing")
+                        raise WireError(section, name, "missing tensor: expected a tensor of this name")
                 for name in arrays:
                     if name not in specs:
                         raise WireError(section, name, "extra tensor: no tensor of this name was expected")

@@ -128,7 +128,10 @@ class Table:
         return block
 
     def scratch(self, name: str, rows: int, columns: int, double: bool = False) -> Any:
-        """Return a buffer (rows, columns). Every call with the same ``name`` returns the same memory."""
+        """Return a buffer (rows, columns), in float64 with ``double`` or if the table has float64 rows, else in float32.
+
+        Calls with the same ``name`` share memory. A larger buffer than before gets new memory.
+        """
         double = double or self.double
         buffer = self._scratch.get(name)
         if buffer is None or buffer.shape[0] < rows or buffer.shape[1] < columns:

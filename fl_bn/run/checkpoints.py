@@ -105,7 +105,9 @@ def run_to_resume(config: RunConfig) -> Path:
             return run.resolve()
     if runs:
         differing = _differences(runs[0], config)
-        raise ConfigError(f"resume='latest': the newest unfinished run, {runs[0].name}, has another run config: {differing}")
+        raise ConfigError(
+            f"resume='latest': the newest unfinished run, {runs[0].name}, has another run config: {differing}. Give the same values again"
+        )
     raise ConfigError(f"resume='latest' found no run to resume among the {_unfinished(root)}. Name one of them, or leave out resume")
 
 
