@@ -335,7 +335,7 @@ class Followed(Composed):
     then: tuple[str, ...] = ()
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Call the layer, then the submodules of ``then`` on its output."""
+        """Call the layer, then each submodule that ``then`` names, on the output of the call before it."""
         y = super().forward(*args, **named)
         for name in self.then:
             y = getattr(self, name)(y)

@@ -248,7 +248,7 @@ class Option:
 
     @property
     def in_run(self) -> Any:
-        """Return the run config's default."""
+        """Return the default of the option's key in the run config. The constructor's default may be another one, such as None."""
         if self.run is not None:
             return self.run
         return self.default if self.unset is None else self.unset

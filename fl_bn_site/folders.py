@@ -357,7 +357,7 @@ def render(kind: type[Folder], **values: object) -> str:
         value = values.pop(spec.name, spec.default)
         lines.append((f"{_kebab(spec)} = {one_line(value)}", spec.metadata["help"]))
     if values:
-        raise TypeError(f"{kind.file} has no {', '.join(values)}")
+        raise TypeError(f"expected fields of {kind.file}, but got {', '.join(values)}")
     width = min(40, max(len(line) for line, _ in lines))
     return "".join(f"{line:<{width}}  # {text}\n" for line, text in lines)
 

@@ -101,7 +101,9 @@ def answered(kind: str, reply: Any, refusal: str = "") -> dict[str, Any]:
 
 
 def exchanged(asked: str, section: str, nbytes: int, samples: int) -> dict[str, Any]:
-    """Return the fields of a log line about one vector of a layer-wise exchange (as in FedTAN). No answer contains it.
+    """Return the fields of a log line about one vector that the app sends in a layer-wise exchange (as in FedTAN).
+
+    Such a vector is sent while the app works on a message. It is not part of the app's answer.
 
     Args:
         asked: Flower's type of the message that began the exchange.

@@ -194,12 +194,18 @@ class Queue:
         """Return the whole run config for the keys in ``given``.
 
         The sites are the clients of the run. ``client-nodes`` gets the id of each site's Flower node, found by the public key.
+
+        Raises:
+            FolderError: A client of the run is not a site in server.toml any more.
         """
         server, config = self.server, self.complete_config(given)
         names = self.sites(config)
         if missing := [name for name in names if name not in server.sites]:
             run = config.get("resume") or config.get("name")
-            raise FolderError(f"{', '.join(missing)} took part in {run}, but is not a site in {server.path / server.file} any more")
+            raise FolderError(
+                f"clients of the run {run} are not sites in {server.path / server.file} any more: {', '.join(missing)}. "
+                "Add them again (`fl-bn kit add-site`), or submit a new run"
+            )
         if names and not config.get("client-nodes"):
             config["client-nodes"] = ",".join(map(str, control.nodes([server.public_key(name) for name in names])))
             config["client-names"] = ",".join(names)

@@ -89,7 +89,7 @@ def submit(
         ConfigError: The run config is wrong.
         NameTaken: Another run has the name.
         FolderError: A file of the kit or of the project is wrong.
-        ControlError: The SuperLink does not answer, or refuses the run.
+        ControlError: The SuperLink does not answer, or the run was refused. The message has the reason.
         QueueError: The queue cannot be written.
     """
     package = _package(server, key, say, own)
@@ -139,7 +139,7 @@ def submit_signed(server: ServerFolder, file: Path, address: str = "", say: Say 
         ConfigError: The run config does not fit this server.
         NameTaken: Another run has the name.
         FolderError: A file cannot be read.
-        ControlError: The SuperLink does not answer, or refuses the run.
+        ControlError: The SuperLink does not answer, or the run was refused. The message has the reason.
         QueueError: The queue cannot be written.
     """
     signed, package = read_signed(file)
@@ -200,7 +200,7 @@ def resume(
     Raises:
         ConfigError: There is no run to resume, or the run belongs to a user's own Flower app.
         FolderError: A file of the kit or of the project is wrong.
-        ControlError: The SuperLink does not answer, or refuses the run.
+        ControlError: The SuperLink does not answer, or the run was refused. The message has the reason.
         QueueError: The queue cannot be written.
     """
     name = name or _newest(server)

@@ -140,7 +140,7 @@ def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
     get_messages, list_apps, beat = state_class.get_messages, servicer.ListAppsToLaunch, servicer.SendAppHeartbeat
 
     def whole_replies(self: Any, *, run_ids: Any = None, is_reply: bool | None = None, limit: int | None = None) -> Any:
-        """Return messages as Flower does, but a reply only after its process has returned its token: then the reply is complete."""
+        """Return messages as Flower does, but replies only of runs whose process has returned its token: they are complete."""
         if is_reply:
             _look_for_host(self)
             self._cleanup_expired_tokens()

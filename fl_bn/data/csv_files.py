@@ -80,7 +80,7 @@ class Rows:
 
     @property
     def note(self) -> str:
-        """Return a sentence with ``counts``; empty if no row was left out and no cell was replaced."""
+        """Return a sentence that says how many rows are used and left out, and how many cells were replaced; empty: none were."""
         parts = ", ".join(f"{what}: {count}" for what, count in sorted(self.counts.items()))
         return f"{self.file.name}: {len(self.y)} rows are used; {parts}" if parts else ""
 
@@ -89,9 +89,8 @@ def load_csv(path: str, image_size: int) -> TableData:
     """Load the data set ``csv`` from one CSV file, or from several files, each of which is a domain with the file's name.
 
     A file has a header line and a line per sample. ``columns.toml`` beside the file names the target and all columns
-    (``Columns``). The order of columns in a file does not matter. Rows are divided into training and test rows within each
-    file, by the seed of columns.toml. So a site has the same test rows in every run, wherever its file lies. ``split``
-    draws the test rows.
+    (``Columns``). The order of columns in a file does not matter. The function ``split`` draws the test rows of each file
+    by the seed of columns.toml. So a site has the same test rows in every run, wherever its file lies.
 
     Args:
         path: a folder of ``*.csv``, or files, separated by commas.

@@ -237,7 +237,7 @@ class LocalRound:
 
     @property
     def begun(self) -> bool:
-        """Tell whether the size of the first batch is known."""
+        """Tell whether the round's first batch has begun, so that its number of samples is known."""
         return self._first.samples > 0
 
     @property

@@ -81,8 +81,8 @@ class Defence:
         """Return the defence for the remaining replies, after the server refused some replies because of their contents.
 
         A refused client may be honest: its training diverged, say. The remaining replies may then include those
-        of all Byzantine clients. So ``f`` stays as it is if ``n`` replies are enough for it. Otherwise the
-        result has the largest smaller ``f`` for which they are enough, but at least ``f - refused``.
+        of all Byzantine clients. So ``f`` is lowered only until ``n`` replies are enough for it, and by at most
+        ``refused``.
 
         Args:
             refused: The number of refused replies.

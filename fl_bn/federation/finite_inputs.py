@@ -98,7 +98,10 @@ class InputWatch:
             handle.remove()
 
     def count(self) -> int:
-        """Return the number of batches with an input that is not finite. All inputs in ``later`` count as one batch."""
+        """Return the number of batches with an input that is not finite.
+
+        A client of the vectorised engine has at most one such batch: all its inputs, in ``later``, count as one batch.
+        """
         if self.later is not None:
             self.note(self.later)
             self.later = None

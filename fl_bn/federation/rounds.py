@@ -321,7 +321,7 @@ class Rounds(Options):
 
     @property
     def asks_for_steps(self) -> bool:
-        """Tell whether the server knows how many local steps a client may make."""
+        """Return whether the server knows an upper limit on each client's number of local steps, see ``most_steps``."""
         return self.max_steps > 0 or self.planned_steps is not unbounded
 
     def most_steps(self, samples: int) -> int:

@@ -122,10 +122,10 @@ class Schema:
             if arrays.keys() != specs.keys():
                 for name in specs:
                     if name not in arrays:
-                        raise WireError(section, name, "missing")
+                        raise WireError(section, name, "missing tensor: expected a tensor of this name")
                 for name in arrays:
                     if name not in specs:
-                        raise WireError(section, name, "extra: no tensor of that name was expected")
+                        raise WireError(section, name, "extra tensor: no tensor of this name was expected")
             sizes, others = [0.0], dict(specs)
             for group in self._groups[section]:
                 if (size := group.check(arrays)) is not None:  # otherwise one by one, so that the error names the tensor
@@ -135,7 +135,7 @@ class Schema:
             largest[section] = max([*sizes, *(spec.check(section, name, arrays[name]) for name, spec in others.items())])
         for section in payload:
             if section not in self.sections and section not in self.optional:
-                raise WireError(section, "", f"extra: expected only {sorted(self.sections)}")
+                raise WireError(section, "", f"extra section: expected only the sections {sorted(self.sections)}")
         return largest
 
 

@@ -130,7 +130,7 @@ class SampleSource:
     def outcome(self, round: LocalRound, batches: Iterable[Any], trained: Sequence[Trained]) -> Outcome:
         """Return the numbers for the client's reply: its weight in averages as a number of samples, and the mean loss.
 
-        In a round that only measures, the weight is the number of all its samples.
+        In a round that only measures, the weight is the number of all samples of the client.
         """
         n = len(self.samples)
         if not round.trains:

@@ -44,7 +44,7 @@ class GlobalModel:
         Args:
             number: the round. 0: before round 1, when every client starts with these tensors.
             tensors: the shared tensors, by name.
-            counted: whether the strategy's ``batches_trained`` includes this round already.
+            counted: whether the strategy's ``batches_trained`` includes this round's batches already. If not, they are added.
         """
         shared, method = self._strategy.shared, self._strategy.method
         state, role = shared.model.state_dict(), roles(shared.model)

@@ -179,7 +179,7 @@ class GridTransport(Transport):
         return send_and_receive(self.grid, messages, self.timeout, rounds.retry, rounds.called)
 
     def finish_round(self, number: int, changed: bool) -> None:
-        """Average the layers that clients keep, if ``number`` is the last round and ``rounds.unseen`` is set."""
+        """Average the layers that clients keep, if ``number`` is the last round of the run and ``rounds.unseen`` is set."""
         if number == self.server.rounds:
             self._average_kept(number)
 

@@ -56,8 +56,10 @@ class InProcessGrid(Grid):
         app: the ClientApp, or its import path ``module:name``.
         clients: the number of nodes, 1 or more.
         run_config: the run config. Its ``engine`` says whether a cohort's clients are computed together (vmap).
-        workers: the processes that answer messages. None: this process answers them.
-        pace: decides when worker processes are started, if ``workers`` is None. Default: never.
+        workers: the processes that answer messages. None: this process answers them, at least until ``pace`` finds that
+            worker processes would save time.
+        pace: decides before each round whether the rest of the run would be faster with worker processes. They are then
+            started. It has no effect if ``workers`` is given. None: no worker process is started.
     """
 
     def __init__(

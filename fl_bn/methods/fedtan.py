@@ -265,10 +265,10 @@ class _Normalise(torch.autograd.Function):
 
 @contextmanager
 def exchanging(model: nn.Module, exchange: Exchange | OneProgram) -> Iterator[None]:
-    """Open ``exchange`` for the layers of ``model``, for Algorithm 1's first local step.
+    """Connect the layers of ``model`` to ``exchange``, for the first local step of a round (Algorithm 1 of FedTAN's paper).
 
     Inside the block, forward and backward pass give the same results as for one model on all batches of the cohort.
-    At the end of the block the exchange is closed.
+    At the end of the block the exchange is closed, and the layers are disconnected.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CohortBatchNorm)}
     for name, layer in layers.items():

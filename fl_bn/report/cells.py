@@ -112,7 +112,10 @@ class Cell:
         return (min if self.lower_is_better(metric) else max)(curve.items(), key=lambda point: point[1])
 
     def measurement(self, metric: str, at: str) -> tuple[int, float] | None:
-        """Return the round and the value of the best measurement (``at="best"``) or of the last one (``at="last"``)."""
+        """Return the round and the value of the best measurement (``at="best"``) or of the last one (``at="last"``).
+
+        None: ``metric`` was never measured.
+        """
         return self.best(metric) if at == "best" else self.last(metric)
 
     def of_clients(self, metric: str) -> list[float]:

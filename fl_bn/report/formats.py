@@ -21,9 +21,10 @@ LATEX = {
 
 
 def to_csv(table: Table) -> str:
-    """Return the table as CSV, with mean, standard deviation, number of seeds and the paper's number of each column.
+    """Return the table as CSV. Each column of the table becomes three: mean, standard deviation and number of seeds.
 
-    Numbers have six digits. Missing numbers are empty.
+    If the sweep file gives results of a paper (``has_paper``), a further column has the paper's value. Means and standard
+    deviations have six significant digits. Those that are missing or not finite are empty.
     """
     columns = table.layout.columns
     kinds = ("mean", "std", "seeds", *(("paper",) if table.has_paper else ()))

@@ -177,7 +177,14 @@ def code(n: int, trim: int, double: bool) -> str:
 
 
 def _sum(lines: list[str], vector: str, name: str, values: list[str]) -> str:
-    """Append the additions of ``values``, in order, to ``lines``, and return the name of their sum."""
+    """Append LLVM instructions that add ``values`` in order to ``lines``, and return the name of the sum.
+
+    Args:
+        lines: the instructions so far.
+        vector: the LLVM type of the values.
+        name: the beginning of the names of the new values.
+        values: the names of the values.
+    """
     total = values[0]
     for k, value in enumerate(values[1:]):
         lines.append(f" %{name}{k} = fadd {vector} {total}, {value}")

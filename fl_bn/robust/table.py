@@ -84,7 +84,7 @@ class Table:
         return Table(segments, self.like)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield column ranges ``(start, stop)``, in order."""
+        """Yield column ranges ``(start, stop)``, in order. Together they cover all columns; all but the last are ``width()`` wide."""
         width = self.width()
         for start in range(0, self.d, width):
             yield start, min(start + width, self.d)

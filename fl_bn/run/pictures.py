@@ -59,7 +59,10 @@ def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task
 
 
 def split_of(config: RunConfig) -> str:
-    """Return ``validation`` if the run has validation samples, else ``test``, also with ``evaluate-on='training'``."""
+    """Return the name of the samples on which a run is evaluated: ``validation`` if it has ``validation-share``, else ``test``.
+
+    The name is ``test``, too, where ``evaluate-on='training'`` replaces the test samples by the training samples.
+    """
     return "validation" if config.validation_share else "test"
 
 

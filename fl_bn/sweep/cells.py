@@ -178,7 +178,7 @@ def run_cell(cell: Cell) -> None:
 
 
 def run_held(cell: Cell) -> None:
-    """Run a cell that is locked already, unless it is finished. The log goes to ``log_of(cell.path)``.
+    """Run a cell, unless it is finished. The caller holds its lock (``Cell.held``). The log goes to ``log_of(cell.path)``.
 
     An interrupted run of the same cell is resumed from its last checkpoint. Without a checkpoint it is begun anew.
 

@@ -85,7 +85,7 @@ def test_a_run_that_was_dropped_is_in_the_list_with_who_did_it(server: ServerFol
 
 def test_resume_without_a_site_that_took_part_says_which(server: ServerFolder, superlink: Any) -> None:
     interrupted_run(server, superlink, **{"client-names": "a,gone"})
-    with pytest.raises(ControlError, match="gone took part in died, but is not a site in"):
+    with pytest.raises(ControlError, match=r"clients of the run died are not sites in .* any more: gone\. Add them again"):
         resume(server, "died", say=lambda line: None)
 
 

@@ -74,9 +74,12 @@ def test_layers_without_running_statistics_are_not_asked_for_moments() -> None:
 Change = Callable[[Payload], object]
 WRONG: dict[str, tuple[Change, str]] = {
     "missing section": (lambda p: p.pop("moments"), r"moments: missing: expected 6 tensors, but got sections \['weights'\]"),
-    "extra section": (lambda p: p.update(spam={}), r"spam: extra: expected only \['moments', 'weights'\]"),
+    "extra section": (lambda p: p.update(spam={}), r"spam: extra section: expected only the sections \['moments', 'weights'\]"),
     "missing tensor": (lambda p: p["weights"].pop("9.bias"), "weights/9.bias: missing"),
-    "extra tensor": (lambda p: p["weights"].update({"9.spam": np.ones(1)}), "weights/9.spam: extra: no tensor of that name was expected"),
+    "extra tensor": (
+        lambda p: p["weights"].update({"9.spam": np.ones(1)}),
+        "weights/9.spam: extra tensor: no tensor of this name was expected",
+    ),
     "shape": (
         lambda p: p["weights"].update({"9.bias": np.ones((4, 1), "float32")}),
         r"weights/9.bias: expected shape \(4,\), but got \(4, 1\)",

@@ -86,7 +86,7 @@ class LocalTransport(Transport):
         self._workers = self._serving.enter_context(in_workers(self.clients, count))
 
     def train(self, instruction: Instruction) -> RoundReplies:
-        """Let the round's cohort train."""
+        """Let the round's cohort train, and return the checked replies."""
         cohort, session = self.cohort(instruction.round), None
         if instruction.phase is not Phase.EXCHANGE:
             if self._workers is None and self._pace.worth_it(instruction.round):
@@ -101,7 +101,10 @@ class LocalTransport(Transport):
         return self._checked(replies, instruction, session)
 
     def measure(self, instruction: Instruction) -> RoundReplies:
-        """Let clients measure statistics: all clients, or the round's cohort, as the method requires."""
+        """Let clients measure statistics, and return their checked replies.
+
+        They are all clients, or the round's cohort, as the method requires.
+        """
         everyone = self._measuring(instruction)
         return self._checked(self._in_parts(instruction, everyone), instruction, None, everyone)
 
@@ -127,7 +130,7 @@ class LocalTransport(Transport):
         return self._checked(replies, instruction, session, everyone)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate on the test batches, if there are any, and add each client's metrics to the round's record."""
+        """Return the mean metrics of all clients, by name; empty without test batches. Each client's are stored in the record."""
         if self._tests is None:
             return {}
         metrics, by_client = self.evaluate_on(self._tests, self.model(tensors))

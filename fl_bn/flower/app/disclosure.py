@@ -92,7 +92,8 @@ class DisclosureReport:
         Args:
             replies: The replies to train messages, or those of an exchange that only measures statistics.
             clients: All clients that may have replied.
-            session: The session of the last layer-wise exchange. Its vectors are recorded at the first call with it.
+            session: The session of the last layer-wise exchange. Its vectors are recorded, unless the call before had the same
+                session.
             round: The number of the round, for the log; 0: before the first.
             without_training: Whether that exchange only measured statistics.
 

@@ -70,7 +70,7 @@ class Carrier(ABC):
         """Send the messages, and return the replies, without waiting for clients that the session has dropped.
 
         If a client answers with an error, it is dropped at once. So the others need not wait for it until the
-        deadline.
+        deadline. The arguments are those of ``carry``.
         """
         pushed, begin, seen = set(grid.push_messages(messages.values())), time.monotonic(), session.exchanges
         end = begin + timeout

@@ -61,7 +61,7 @@ class Exchanges:
 
     @property
     def carrier(self) -> str:
-        """Return the name of the carrier. Empty until it is chosen."""
+        """Return ``grpc``, ``local`` or ``replay``, the name of the carrier; empty until the first round chooses it."""
         return "" if self._carrier is None else self._carrier.name
 
     @property

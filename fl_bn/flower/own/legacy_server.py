@@ -327,6 +327,10 @@ class LegacyRounds(OwnAppStrategy):
         """Combine the replies, and call the older strategy's ``aggregate_fit``, which may replace the combined arrays.
 
         ``fit_metrics_aggregation_fn`` combines the metrics that the clients' ``fit`` returned.
+
+        Returns:
+            The shared tensors, and the metrics; ``(None, None)`` if too few replies are usable, or if ``aggregate_fit``
+            returns no arrays.
         """
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
@@ -347,6 +351,9 @@ class LegacyRounds(OwnAppStrategy):
         """Combine the clients' losses, call the older strategy's ``aggregate_evaluate``, and store its results in the history.
 
         ``evaluate_metrics_aggregation_fn`` combines the metrics that the clients' ``evaluate`` returned.
+
+        Returns:
+            The combined metrics, without the results of the older strategy; None if there are none.
         """
         replies = list(replies)
         metrics = super().aggregate_evaluate(server_round, replies)

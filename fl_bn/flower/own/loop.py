@@ -172,6 +172,9 @@ class OwnLoop:
             number: the round.
             replies: the replies to the messages of ``configure_evaluate``.
 
+        Returns:
+            The combined metrics, which are also stored in the round's record; None if there are none.
+
         Raises:
             RunFailed: there was no ``configure_evaluate`` of this round.
         """

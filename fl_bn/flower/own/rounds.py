@@ -149,7 +149,12 @@ class OwnRounds(BatchNormStrategy):
         return super()._read_replies(noted(), reading)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Combine the replies, and the clients' own training metrics."""
+        """Combine the replies, and the clients' own training metrics.
+
+        Returns:
+            The shared tensors, and the metrics; ``(None, None)`` if too few replies are usable. If the user has a function
+            that combines training metrics, the metrics are its result. Otherwise they include ``loss`` and ``samples``.
+        """
         arrays, metrics = super().aggregate_train(server_round, replies)
         if arrays is None or metrics is None:
             return None, None
@@ -167,7 +172,7 @@ class OwnRounds(BatchNormStrategy):
         return self.evaluators.sample(clients, population, self.rounds.seed, server_round)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Combine the clients' metrics; None if there are none."""
+        """Combine and return the clients' metrics; None if clients do not evaluate in this round, or if none sent metrics."""
         if not self.at_clients or not self._due(server_round):
             return None
         decoded = self.disclosures.evaluations(replies, self.everyone())

@@ -349,7 +349,9 @@ class SecureRounds:
     def _combined(self, total: Sum, moments: Mapping[str, Moments], pace: float) -> dict[str, Running]:
         """Return the shared statistics after the round, by layer.
 
-        The method combines statistics as for a single client, whose ``moments`` are those of all clients together.
+        The method combines them as if a single client had reported ``moments``, the moments of all clients in the sum. A
+        layer with fewer than two activations keeps its statistics. ``pace`` is the round's learning rate divided by that of
+        the first round.
         """
         shared, method = self.shared.statistics(), self.shared.method
         new, by_passes = dict(shared), method.report is not StatisticsReport.RUNNING
@@ -387,8 +389,13 @@ def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], l
     """Return ``moments`` as the next reference, with larger variances for channels that were cut off.
 
     A mean that was cut off shows where the data are, but not how far they spread. A channel near the end of the range
-    is treated in the same way. The standard deviation of such a channel becomes at least ``limit**2`` times that of the
-    old reference. If this is too large, the next measurement finds a better one.
+    is treated in the same way. Its new standard deviation is at least ``limit ** 2`` times that of the old reference.
+    If that is too large, the next measurement finds the right one.
+
+    Args:
+        moments: layer -> the measured moments.
+        reference: layer -> the reference of this measurement.
+        limit: the end of the quantiser's range, in standard deviations of the reference (``clipping_range``).
     """
     wide = {}
     for layer, m in moments.items():

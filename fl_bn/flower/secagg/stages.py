@@ -75,7 +75,7 @@ class Stages:
         plans: the clients' counts for this round, by node.
         activations: activations per sample, by node and layer.
         refused: the reasons why clients are refused, by client index.
-        complaints: pairs of nodes. One node of a pair reports that it cannot read the other node's shares.
+        complaints: unordered pairs of nodes. One of the two nodes, either one, reports that it cannot read the other's shares.
         shares: the replies of the last stage, by node.
         without: the node whose reply is left out in the last stage. -1: none.
         histories: for each node, the hashes of earlier instructions that its client reports at the start.

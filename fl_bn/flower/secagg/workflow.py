@@ -239,15 +239,14 @@ def secure_sum(
 def _weigh(stages: Stages, nodes: Sequence[int], state: Any, weighted: tuple[bool, bool], by_passes: bool) -> Weighting:
     """Choose the weights of this sum, and add them and the combined history to all clients' instructions.
 
-    Args:
-        stages: the stages of this sum, with the instructions and with the counts that clients sent in ``setup``.
-        nodes: the nodes of the clients in the sum.
-        state: Flower's state of the workflow. It gets the instructions.
-        weighted: as for ``secure_sum``.
-        by_passes: whether statistics are weighted by ``Plan.passes``, in place of ``Plan.samples``.
+    The client with the largest count in the cohort has weight 1, see ``Weighting``.
 
-    Returns:
-        The weighting: the largest counts in the cohort, at which a client's weight is 1.
+    Args:
+        stages: the stages of the sum, with the clients' counts and instructions.
+        nodes: the nodes in the sum.
+        state: Flower's state of the workflow. It gets the instructions.
+        weighted: two values: whether updates are weighted by counts, and whether statistics are. If not, all weights are 1.
+        by_passes: whether a sample that a client uses twice counts twice in the weight of its statistics.
     """
     plans = [stages.plans[node] for node in nodes]
     passes = max(p.passes if by_passes else p.samples for p in plans)
