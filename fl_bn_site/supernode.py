@@ -17,6 +17,7 @@ The SuperNode sends a reply to the server only when all of the reply has arrived
 reply. Without this rule, the SuperNode would then wait for the rest of the reply for ever.
 
 Where Flower's SuperNode cannot open the app of a run, it ends. Here the messages of that run get an error as their answer.
+A message of a run that has just ended, or that cannot be received, no longer delays the replies to all later messages.
 
 With ``--policy``, the site's policy is applied to each message before the message is stored (``admission.py``). With
 ``--audit``, the SuperNode logs each error that it makes itself in an audit log of its own (``node_audit.py``).
@@ -203,6 +204,59 @@ def answer_for_the_unreadable(names: dict[str, Any]) -> None:
     names["_pull_and_store_message"] = guarded
 
 
+def answer_each_message(names: dict[str, Any]) -> None:
+    """Change Flower's main loop: the answer to a message is sent before the next message is taken.
+
+    Flower 1.25 waits after each message until there is any reply, and sends that. Two things go wrong:
+
+    * A run may end while its message arrives. Flower then waits for no reply, but the app may have begun, and replies.
+      Flower sends this late reply after the next message, and is one message behind for as long as the SuperNode runs.
+    * If a message cannot be received completely, Flower waits for ever for the reply to it.
+
+    Args:
+        names: The globals of the module with the main loop.
+    """
+    take_in, send_replies, current = names["_pull_and_store_message"], names["_push_messages"], ""
+
+    def taken(**of: Any) -> int | None:
+        nonlocal current
+        current = ""
+
+        def receive() -> Any:
+            nonlocal current
+            if (received := of["receive"]()) is not None:
+                current = received[0].metadata.message_id
+            return received
+
+        run: int | None = take_in(**of | {"receive": receive})
+        if run is None and current:  # its run has ended
+            _forget(of["state"], of["object_store"], current)
+        return run
+
+    def sent(**of: Any) -> None:
+        while _is_owed(of["state"], current):
+            send_replies(**of)
+
+    names["_pull_and_store_message"], names["_push_messages"] = taken, sent
+
+
+def _is_owed(state: Any, message: str) -> bool:
+    """Return whether the SuperNode has a message with this id, or a reply to it. Flower deletes both once the reply is sent."""
+    with state.lock_msg_store:
+        known = [entry.message.metadata for entry in state.msg_store.values()]
+    return any(message in (one.message_id, one.reply_to_message_id) for one in known)
+
+
+def _forget(state: Any, objects: Any, message: str) -> None:
+    """Delete the message with this id and its tensors, unless an app has taken it."""
+    with state.lock_msg_store:
+        entry = state.msg_store.get(message)
+        if entry is None or entry.is_retrieved:
+            return
+        state.delete_messages(message_ids=[message])
+    objects.delete(message)
+
+
 def _runs(state: Any) -> set[int]:
     with state.lock_msg_store:
         return {entry.message.metadata.run_id for entry in state.msg_store.values()}
@@ -269,6 +323,7 @@ def main() -> None:
         admission = runpy.run_path(str(Path(__file__).with_name("admission.py")))
         admission["refuse_runs"](names, admission["Admission"](own.policy, own.accepted), partial(fail, refused=True), known)
     answer_for_the_unreadable(names)
+    answer_each_message(names)
     logging.getLogger("flwr").addFilter(in_a_line)
     sys.argv = ["flower-supernode", *rest]
     try:
