@@ -125,7 +125,7 @@ def test_an_app_that_does_not_tell_its_rounds_is_said_to(federation: Federation,
     note = "its app has reported no rounds: only the strategies of fl_bn.flower report them"
     assert run["note"] == note
     for command in ("status", "runs"):
-        shown = asked(federation, command)
+        shown = " ".join(asked(federation, command).split())  # lines are as wide as the terminal
         assert "?/1" in shown
         assert f"other: {note}" in shown
 
