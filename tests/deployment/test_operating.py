@@ -100,7 +100,8 @@ def test_two_submits_at_once_an_abort_and_a_resume(federation: Federation, tmp_p
 def test_a_run_goes_on_after_the_server_s_death(federation: Federation, tmp_path: Path) -> None:
     submitted = federation.submit({**RUN, "name": "died"})
     try:
-        wait_until("round 1", lambda: rounds_done(federation, "died") >= 1, 600)
+        checkpoints = federation.result("died") / "checkpoints"  # written after the lines of the round
+        wait_until("a checkpoint", lambda: list(checkpoints.glob("round-*")), 600)
         federation.stop("server", signal.SIGKILL)
     finally:
         submitted.kill()
