@@ -79,9 +79,9 @@ INSTEAD = "use fedfn, fixup or gn"
 
 
 def scale_convolutions(model: nn.Module) -> nn.Module:
-    """Let every convolution of ``model`` use scaled standardised weights: change its class, in place, and return ``model``.
+    """Let every convolution of ``model``, in place, standardise its weights and divide them by the root of its fan-in.
 
-    The weights of each output channel then have mean 0 and variance ``GAIN**2 / fan_in`` (``scaled_standardise``).
+    For this, its class changes. ``model`` itself is returned. The log of a run has the first line above. The weights of each output channel then have mean 0 and variance ``GAIN**2 / fan_in`` (``scaled_standardise``).
 
     Raises:
         Unconvertible: the model has BatchNorm but no convolution. Or a convolution is not of torch's own class Conv1d,
