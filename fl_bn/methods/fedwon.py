@@ -81,7 +81,8 @@ INSTEAD = "use fedfn, fixup or gn"
 def scale_convolutions(model: nn.Module) -> nn.Module:
     """Let every convolution of ``model``, in place, standardise its weights and divide them by the root of its fan-in.
 
-    For this, its class changes. ``model`` itself is returned. The log of a run has the first line above. The weights of each output channel then have mean 0 and variance ``GAIN**2 / fan_in`` (``scaled_standardise``).
+    The weights of each output channel then have mean 0 and variance ``GAIN**2 / fan_in`` (``scaled_standardise``). For this,
+    the class of each convolution changes. ``model`` itself is returned. The log of a run has the first line above.
 
     Raises:
         Unconvertible: the model has BatchNorm but no convolution. Or a convolution is not of torch's own class Conv1d,
