@@ -16,7 +16,6 @@ from fl_bn.support.loopback import with_exceptions
 from fl_bn.support.user_code import VARIABLE
 from fl_bn_site.folders import ServerFolder, SiteFolder
 
-WATCHED = Path(__file__).with_name("watched.py")  # ends a SuperNode that would hang
 SUPERLINK = Path(__file__).with_name("superlink.py")  # Flower's SuperLink with repairs
 SUPERNODE = SUPERLINK.with_name("supernode.py")  # Flower's SuperNode, which asks for messages more often
 APP_HOST = SUPERLINK.with_name("app_host.py")  # runs the ClientApp of a site
@@ -195,8 +194,7 @@ def supernode(site: SiteFolder) -> Command:
         "tries again; if this line keeps coming, another machine uses this site's key",
     }
     own = {"--poll-seconds": site.poll_seconds, "--policy": site.policy, "--accepted": site.accepted, "--audit": site.node_audit_log}
-    flower = (sys.executable, "-P", str(SUPERNODE), *_flat(own))
-    argv = (sys.executable, "-I", "-S", str(WATCHED), *flower, *_flat(options))
+    argv = (sys.executable, "-P", str(SUPERNODE), *_flat(own), *_flat(options))
     return Command("supernode", argv, _environment(site.node_dir), site.path, hints=hints, reads=(site.private_key, site.root_certificates))
 
 

@@ -45,6 +45,7 @@ SHORTEST = 0.1  # seconds between two looks for the answer of the app, or for a 
 ABSENT = 15.0  # seconds after which the program that runs ClientApps counts as gone, if it has not asked for work
 NOT_LET_IN = "generator didn't yield"  # Flower's last error where the server refuses this site; the log has the reason before it
 SILENT = "its process sent no heartbeat for a minute, or none in its first half minute"
+NOT_RECEIVED = "this site could not receive the message: the connection to the server ended before it was complete"
 UNREADABLE = "this site cannot open the app of the run ({}): pack and submit it anew"
 NOBODY = f"the program that runs its ClientApps has not asked for work for {ABSENT:.0f} s: read the site's logs/clientapp.log"
 
@@ -211,7 +212,8 @@ def answer_each_message(names: dict[str, Any]) -> None:
 
     * A run may end while its message arrives. Flower then waits for no reply, but the app may have begun, and replies.
       Flower sends this late reply after the next message, and is one message behind for as long as the SuperNode runs.
-    * If a message cannot be received completely, Flower waits for ever for the reply to it.
+    * If a message cannot be received completely, Flower waits for ever for the reply to it. Here the server gets an
+      error as the answer.
 
     Args:
         names: The globals of the module with the main loop.
@@ -220,17 +222,20 @@ def answer_each_message(names: dict[str, Any]) -> None:
 
     def taken(**of: Any) -> int | None:
         nonlocal current
-        current = ""
+        current, message = "", None
 
         def receive() -> Any:
-            nonlocal current
+            nonlocal current, message
             if (received := of["receive"]()) is not None:
-                current = received[0].metadata.message_id
+                message, current = received[0], received[0].metadata.message_id
             return received
 
         run: int | None = take_in(**of | {"receive": receive})
         if run is None and current:  # its run has ended
             _forget(of["state"], of["object_store"], current)
+        elif current and not _is_owed(of["state"], current):  # Flower could not receive it, and has deleted it
+            of["state"].store_message(message)
+            fail(of["state"], message.metadata.run_id, NOT_RECEIVED)
         return run
 
     def sent(**of: Any) -> None:
@@ -238,6 +243,22 @@ def answer_each_message(names: dict[str, Any]) -> None:
             send_replies(**of)
 
     names["_pull_and_store_message"], names["_push_messages"] = taken, sent
+
+
+def repeat_cancelled_calls(names: dict[str, Any]) -> None:
+    """Change Flower's connection to the server: calls that a stopping server cancels are repeated.
+
+    Args:
+        names: The globals of the module with the main loop.
+    """
+    make = names["_make_fleet_connection_retry_invoker"]
+
+    def made(**options: Any) -> Any:
+        invoker = make(**options)
+        compat["repeat_cancelled"](invoker)
+        return invoker
+
+    names["_make_fleet_connection_retry_invoker"] = made
 
 
 def _is_owed(state: Any, message: str) -> bool:
@@ -324,6 +345,7 @@ def main() -> None:
         admission["refuse_runs"](names, admission["Admission"](own.policy, own.accepted), partial(fail, refused=True), known)
     answer_for_the_unreadable(names)
     answer_each_message(names)
+    repeat_cancelled_calls(names)
     logging.getLogger("flwr").addFilter(in_a_line)
     sys.argv = ["flower-supernode", *rest]
     try:

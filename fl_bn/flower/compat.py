@@ -90,6 +90,7 @@ PLACES = {  # name -> the modules that may have it
     "_wrap_stub": (RETRIES,),
     "_make_simple_grpc_retry_invoker": (RETRIES,),
 }
+CLOSED_HERE = "Channel closed!"  # gRPC's details of a call that this process itself cancelled
 SECAGG_CLIENT = "flwr.client.mod.secure_aggregation.secaggplus_mod"
 SECAGG_SERVER = "flwr.server.workflow.secure_aggregation.secaggplus_workflow"
 
@@ -163,6 +164,24 @@ def fill(record: Any, items: Mapping[str, Any]) -> None:
 def simulates(grid: Any) -> bool:
     """Return whether ``grid`` is the grid of Flower's simulation, in which clients share the workers of one machine."""
     return type(grid).__name__ == "InMemoryGrid"
+
+
+def repeat_cancelled(invoker: Any) -> None:
+    """Change Flower's retry invoker: a call that a stopping server cancels is repeated, like one that finds no server.
+
+    A server that stops cancels the replies that it is sending (gRPC's code CANCELLED). Flower repeats a call for the code
+    UNAVAILABLE alone. A run whose server is restarted would fail then, if a large reply was on its way.
+
+    Args:
+        invoker: a ``RetryInvoker`` of Flower for calls over gRPC.
+    """
+    give_up = invoker.should_giveup
+
+    def should_give_up(error: Any) -> bool:
+        cancelled = error.code().name == "CANCELLED" and error.details() != CLOSED_HERE
+        return not cancelled and bool(give_up(error))
+
+    invoker.should_giveup = should_give_up
 
 
 def has_client_fn(app: Any) -> bool:

@@ -16,6 +16,7 @@ from fl_bn.federation.transport import Transport
 from fl_bn.federation.values import Instruction, Reply, RoundReplies
 from fl_bn.flower.app.client_app import SAVE, STATISTICS
 from fl_bn.flower.app.unseen import average_kept
+from fl_bn.flower.compat import repeat_cancelled
 from fl_bn.flower.global_model import GlobalModel
 from fl_bn.flower.hooks import RunResult, addressed, replies_for
 from fl_bn.flower.layerwise.exchanges import BY_PASSES
@@ -59,6 +60,8 @@ class GridTransport(Transport):
         self._train_config, self._evaluate_config, self._evaluate_fn = train_config, evaluate_config, evaluate_fn
         self.result, self.hooks = RunResult(), strategy if hooks is None else hooks
         self._global_model = GlobalModel(strategy)
+        if (invoker := getattr(grid, "_retry_invoker", None)) is not None:  # the grid of a deployment
+            repeat_cancelled(invoker)
 
     def round(self, number: int) -> bool:
         """Run a round by the strategy's hooks ``configure_train`` and ``aggregate_train``. Return False if the round failed."""

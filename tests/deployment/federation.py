@@ -60,7 +60,7 @@ def processes(*words: str) -> list[int]:
             line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if line and all(word in line for word in words) and "watched.py" not in line and "tether.py" not in line:
+        if line and all(word in line for word in words) and "tether.py" not in line:
             found.append(int(entry.parent.name))
     return sorted(found)
 

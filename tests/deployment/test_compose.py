@@ -41,7 +41,6 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "flower-supernode": _parse_args_run_supernode,
 }
 AROUND = {  # scripts that run Flower's
-    f"{IMAGE}fl_bn_site/watched.py": [],
     f"{IMAGE}fl_bn_site/superlink.py": ["flower-superlink"],
     f"{IMAGE}fl_bn_site/supernode.py": ["flower-supernode"],
 }

@@ -27,7 +27,7 @@ class Loop:
         if changed:
             supernode.answer_each_message(self.names)
         self.state = find("InMemoryNodeState")(ObjectStoreFactory().store())
-        self.sent = list[str]()
+        self.sent, self.errors = list[str](), list[str]()
         for run in (ENDED, GOING_ON):
             self.state.store_run(Run.create_empty(run))
 
@@ -68,6 +68,7 @@ class Loop:
             if reply.metadata.run_id == ENDED:
                 raise self.module["RunNotRunningException"]
             self.sent.append(reply.metadata.reply_to_message_id)
+            self.errors += [reply.error.reason] if reply.has_error() else []
             return set()
 
         self.names["_push_messages"](state=self.state, object_store=self.state.object_store, send=send, push_object=None)
@@ -109,7 +110,7 @@ def test_a_message_of_a_run_that_has_ended_is_not_handed_to_the_app() -> None:
 
 
 @pytest.mark.parametrize("changed", [True, False])
-def test_a_message_that_was_not_received_is_not_waited_for(changed: bool) -> None:
+def test_a_message_that_was_not_received_is_answered_by_an_error(changed: bool) -> None:
     loop = Loop(changed)
     message = loop.pull(GOING_ON, lost=True)
     assert loop.went_on == GOING_ON
@@ -117,7 +118,11 @@ def test_a_message_that_was_not_received_is_not_waited_for(changed: bool) -> Non
     waits.start()
     waits.join(2.0)
     assert waits.is_alive() == (not changed), "control: Flower waits for ever"
-    if not changed:  # end the thread
+    assert loop.sent == ([message.metadata.message_id] if changed else [])
+    if changed:
+        assert loop.errors == [supernode.NOT_RECEIVED]
+        assert not loop.state.msg_store
+    else:  # end the thread
         loop.state.store_message(message)
         loop.take(message)
         loop.reply(message)
