@@ -222,7 +222,8 @@ def answer_each_message(names: dict[str, Any]) -> None:
 
     def taken(**of: Any) -> int | None:
         nonlocal current
-        current, message = "", None
+        current = ""
+        message: Any = None
 
         def receive() -> Any:
             nonlocal current, message

@@ -13,6 +13,12 @@ from fl_bn.support.wire import reason
 
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)  # torch has channels-last kernels for these
 
+VECTOR = 16  # float32 values in the widest vector register of a CPU (AVX-512)
+OVERRUN = (
+    "torch would write past the memory of layer {0!r}, a strided 1 x 1 convolution of fewer than {1} channels, in channels-last on a CPU "
+    "(a fault of oneDNN)"
+)
+
 
 def memory_format(name: str, model: nn.Module, image: tuple[int, int], device: torch.device) -> torch.memory_format:
     """Return the memory format of the clients' networks.
@@ -20,17 +26,27 @@ def memory_format(name: str, model: nn.Module, image: tuple[int, int], device: t
     On a CPU, ``auto`` is channels-last if the network has 2-D convolutions. Channels-last was at least as fast for all
     networks that were measured (``benchmarks/results/memory-format.md``). On a GPU, ``auto`` is contiguous, because
     channels-last gained nothing there (``benchmarks/results/gpu.md``). A network that cannot compute in channels-last
-    stays contiguous; ``view`` after a convolution is the usual reason.
+    stays contiguous. The usual reasons are ``view`` after a convolution, and a layer that ``overrun`` names.
 
     Args:
         name: The value of the key ``memory-format``.
         model: The network.
         image: ``(channels, size)`` of the network's inputs, which are ``size`` pixels high and wide.
         device: The device on which the clients train.
+
+    Raises:
+        ValueError: ``name`` is channels-last, but torch would write past the memory of one of the layers.
     """
+    broken = overrun(model) if device.type == "cpu" else ""
     if name != AUTO:
+        if broken and MEMORY_FORMATS[name] is torch.channels_last:
+            why = OVERRUN.format(broken, VECTOR)
+            raise ValueError(f"memory-format='{name}' cannot be used for this network: {why}. Take 'contiguous' or 'auto'")
         return MEMORY_FORMATS[name]
     if device.type != "cpu" or not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
+        return torch.contiguous_format
+    if broken:
+        LOGGER.info("memory-format: the network stays contiguous: %s", OVERRUN.format(broken, VECTOR))
         return torch.contiguous_format
     channels, size = image
     trial = copied(model).to(memory_format=torch.channels_last).eval()
@@ -41,3 +57,14 @@ def memory_format(name: str, model: nn.Module, image: tuple[int, int], device: t
         LOGGER.info("memory-format: the network stays contiguous, because it fails in channels-last: %s", reason(str(error)))
         return torch.contiguous_format
     return torch.channels_last
+
+
+def overrun(model: nn.Module) -> str:
+    """Return the name of the first layer whose gradient oneDNN computes wrongly in channels-last, on a CPU; empty if there is none.
+
+    The layers are strided 1 x 1 convolutions of few input channels: fewer than a vector register holds. oneDNN, which torch
+    uses on CPUs, writes past the end of its buffer there, so that the process crashes or weights get wrong gradients
+    (https://github.com/uxlfoundation/oneDNN/issues/6035).
+    """
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d) and layer.in_channels < VECTOR)
+    return next((name for name, layer in layers if set(layer.kernel_size) == {1} and set(layer.stride) != {1}), "")

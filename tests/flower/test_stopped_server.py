@@ -1,4 +1,4 @@
-"""A call to a server that stops is repeated, also if the server was sending its reply. Real gRPC servers; the control is Flower's own invoker."""
+"""A call to a server that stops is repeated, also if the server was sending its reply. The control is Flower's own invoker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_reply_that_a_stopping_server_cancels_is_fetched_again(changed: bool) 
     for _ in range(10):  # until gRPC says of a call that it was cancelled
         over = Event()
 
-        def call() -> None:
+        def call(over: Event = over) -> None:
             invoker = find("_make_simple_grpc_retry_invoker")()
             if changed:
                 repeat_cancelled(invoker)
