@@ -92,19 +92,31 @@ class OwnBatchNorm(Composed, _BatchNorm):
         frozen: whether the layer normalises with its running statistics and does not update them.
             ``model.train()``, ``layer.train()`` and ``layer.training = True`` do not change that.
         observation: records the moments of the layer's inputs. None: they are not recorded. A copy of the layer has None.
+        refills: whether ``reset_running_stats`` was called (by ``torch.optim.swa_utils.update_bn``, say). In training mode
+            the layer is then torch's BatchNorm, so that its statistics become those of the data. A round ends this.
     """
 
-    frozen = False
+    frozen = refills = False
     observation: Observation | None = None
 
     @property
     def training(self) -> bool:
         """Return whether the layer normalises as in training. A frozen layer never does."""
-        return bool(self.__dict__["training"]) and not self.frozen
+        return bool(self.__dict__["training"]) and (self.refills or not self.frozen)
 
     @training.setter
     def training(self, mode: bool) -> None:
         self.__dict__["training"] = mode
+
+    def reset_running_stats(self) -> None:
+        """Set the statistics to mean 0 and variance 1. In training mode the layer then measures them as torch's BatchNorm does."""
+        super().reset_running_stats()
+        self.refills = True
+
+    def reset_parameters(self) -> None:
+        """Set statistics and affine parameters to their first values. The layer computes as before."""
+        super().reset_parameters()
+        vars(self).pop("refills", None)
 
     @classmethod
     def from_batch_norm(cls, layer: _BatchNorm) -> Self:
@@ -179,6 +191,11 @@ class _SharedNorm(OwnBatchNorm):
         return new
 
     @property
+    def can_be_held(self) -> bool:
+        """Return whether the layer has no affine parameter, so that only its surroundings tell whether it is frozen."""
+        return self.weight is None and self.bias is None
+
+    @property
     def held(self) -> bool:
         """Return whether no affine parameter requires a gradient. The running statistics then count as frozen, too."""
         own = [p for p in (self.weight, self.bias) if p is not None]
@@ -186,7 +203,7 @@ class _SharedNorm(OwnBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (B, C, *), then call the submodules of ``then`` on the result."""
-        y = self.normalised(input)
+        y = _BatchNorm.forward(self, input) if self.refills else self.normalised(input)
         for name in self.then:
             y = getattr(self, name)(y)
         return y
@@ -410,10 +427,11 @@ def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[s
 
     Args:
         model: changed in place.
-        frozen: whether to freeze. False: the freeze of all layers ends.
+        frozen: whether to freeze. False: the freeze of all layers ends. Layers that refill their statistics cease to.
         layers: names of the layers to freeze. The freeze of all other layers ends. None: all layers are frozen.
     """
     for name, layer in batch_norms(model).items():
+        vars(layer).pop("refills", None)
         freezes = frozen and (layers is None or name in layers)
         if not isinstance(layer, OwnBatchNorm):
             if freezes:

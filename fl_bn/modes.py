@@ -7,7 +7,7 @@ overrides ``train()``, which then puts the backbone into evaluation mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_bn.support.modules import named_modules
 
 MARK = "stays_in_evaluation_mode"
+MIXING = "mixing_logit"  # HBN's own parameter, which says nothing about what the owner of the network froze
 
 
 def remember_modes(model: nn.Module) -> None:
@@ -47,9 +48,20 @@ def _trains_as_torch(modules: Iterable[nn.Module]) -> bool:
 def frozen_affine(model: nn.Module) -> set[str]:
     """Return the names of the FBN, HBN and Static BN layers whose affine parameters the owner of ``model`` has frozen.
 
-    The running statistics of these layers count as frozen, too.
+    The running statistics of these layers count as frozen, too. A layer without affine parameters is frozen if all
+    parameters of the part of the network around it are: of its nearest parent that has any.
     """
-    return {name for name, layer in named_modules(model).items() if isinstance(layer, _BatchNorm) and getattr(layer, "held", False)}
+    modules = named_modules(model)
+    layers = {name: layer for name, layer in modules.items() if isinstance(layer, _BatchNorm) and hasattr(layer, "held")}
+    return {name for name, layer in layers.items() if layer.held or (layer.can_be_held and _in_frozen_part(name, modules))}
+
+
+def _in_frozen_part(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    while name:
+        name = name.rpartition(".")[0]
+        if learns := [p.requires_grad for key, p in modules[name].named_parameters() if not key.endswith(MIXING)]:
+            return not any(learns)
+    return False
 
 
 def held_layers(model: nn.Module) -> set[str]:

@@ -91,13 +91,23 @@ class Centring:
                 weight.grad.sub_(self._mean(weight.grad))
                 self._made.add(name)
 
-    def stepped(self) -> list[str]:
+    def stepped(self, values: dict[str, Tensor] | None = None) -> list[str]:
         """Record a step of the weights. Return the names of the weights that moved along a gradient that is not centred.
 
         A gradient whose mean is zero counts as centred. An example is the zero gradient of a weight that moved by weight
         decay alone.
+
+        Args:
+            values: Name -> a copy of the weight before the step. It becomes a copy of the weight after the step. With it, steps
+                through ``weight.data`` are found, too, which torch does not count. None: they are not found.
         """
         moved = [name for name, weight in self._weights.items() if weight._version != self._versions[name]]
+        values = values or {}
+        for name in self._weights.keys() & values.keys():
+            now = self._weights[name].detach().to(values[name].device)
+            if not torch.equal(values[name], now):
+                values[name] = now.clone()
+                moved += [name] * (name not in moved)
         wrong = [name for name in moved if name not in self._made and not self._has_no_mean(self._weights[name].grad)]
         self._made.difference_update(moved)
         self._versions |= {name: self._weights[name]._version for name in moved}

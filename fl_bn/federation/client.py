@@ -100,7 +100,7 @@ class LocalRound:
         connect: Connect | None = None,
     ) -> None:
         self._copy = model if isinstance(model, Copy) else Copy.of(model, method)
-        self.network, self.model = self._copy.network, self._copy.model
+        self.network = self._copy.network
         self.method, self.instruction, self.kept = method, instruction, kept
         self.settings = settings or LocalTraining(batch_size=2, epochs=1)
         self.phase, self.steps = instruction.phase, 0
@@ -114,6 +114,8 @@ class LocalRound:
         self._connect, self._first = connect, FirstBatch(self.model, connect)
         self._observing, self.passes = ExitStack(), TrainingPasses({})
         self._centring = Centring({}, ())
+        self._values: dict[str, Tensor] = {}
+        self.in_own_loop = False  # set by own_loop: a user's loop may make passes that lead to no step
         self.input_watch = InputWatch()
         self._load()
         if self.trains and (self.phase is Phase.EXCHANGE) != (connect is not None):
@@ -121,6 +123,15 @@ class LocalRound:
                 f"connect (the layer-wise exchange) must be given in phase exchange, and must be None in other training phases, but got "
                 f"phase {self.phase} and connect={connect}"
             )
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the network that this round trains."""
+        return self._copy.model
+
+    @model.setter
+    def model(self, other: nn.Module) -> None:
+        raise AttributeError("round.model cannot be set: give a wrapped or compiled network its own name, net = torch.compile(round.model)")
 
     @property
     def trains(self) -> bool:
@@ -174,8 +185,7 @@ class LocalRound:
                 option 1 needs it.
 
         Raises:
-            ValueError: The training loop replaced a BatchNorm layer, changed frozen statistics, or trained a
-                copy of the model.
+            ValueError: The training loop changed frozen statistics, or trained a copy of the model.
         """
         self.set_modes(self.model)
         layers = batch_norms(self.model)
@@ -192,7 +202,8 @@ class LocalRound:
         self._centring = Centring(dict(self.model.named_parameters()) if centred else {}, centred)
         try:
             if self.observes:
-                self.passes = TrainingPasses(parameters)
+                first = self.method.reports(self.phase) is StatisticsReport.FIRST
+                self.passes = TrainingPasses(parameters, first, batch_norms(self.model) if self.in_own_loop else None)
                 self._observing.enter_context(self.passes.watching())
                 self.passes.observed = self._observing.enter_context(observe(self.model, counts=self.passes.counts, values=whole))
             with self._first, self._centring, self.input_watch.watching(self.model):
@@ -201,7 +212,7 @@ class LocalRound:
             self._observing.close()
             self._objective.close()
             freeze_statistics(self.model, False)
-        check_layers(self, layers, frozen)
+        check_layers(self, frozen)
 
     @property
     def centred(self) -> list[str]:
@@ -278,13 +289,17 @@ class LocalRound:
         Raises:
             ValueError: The method centres gradients, and the step was made along one that is not centred.
         """
-        if wrong := self._centring.stepped():
+        if wrong := self._centring.stepped(self._values):
             raise ValueError(
                 f"{self.method.name} centres gradients that autograd computes for round.model, but {wrong[0]} moved along another gradient "
                 "(of torch.func, say): write it to p.grad and step by a torch.optim optimiser. Or switch centring off, at the server and "
                 "at all clients, by the method dataclasses.replace(method, centre=False)"
             )
         self.count_step()
+
+    def watch_values(self, values: Mapping[str, Tensor]) -> None:
+        """Let ``step_done`` find steps that torch does not see, through ``p.data``. ``values`` has copies of the parameters by name."""
+        self._values = dict(values)
 
     def count_step(self, goes_on: bool = False) -> None:
         """Count one local step, without the check of ``step_done`` that gradients are centred.
@@ -295,14 +310,16 @@ class LocalRound:
         """
         self._centring.stepped()
         if goes_on:
+            self.passes.settle()
             self.passes.next_step()
             return
         self.gradient_ready()
+        self.passes.settle()
         if self.steps == 0:
             self._first.samples = int(self.batch)
         self.steps, self.stepped = self.steps + 1, True
         self.passes.next_step()
-        if self.method.reports(self.phase) is StatisticsReport.FIRST:
+        if self.passes.all_done:
             self._observing.close()
 
     def optimizer_steps(self, parameters: Container[int]) -> None:
@@ -511,7 +528,8 @@ class LocalRound:
         if reports is StatisticsReport.FIRST and self.batch > samples:
             raise ValueError(
                 f"the first batch had {int(self.batch)} samples, but round.reply got samples={samples}: give the number of different "
-                "samples that this round trained on, and put round.model into evaluation mode for forward passes that do not train"
+                "samples that this round trained on, and put round.model into evaluation mode for forward passes that do not train. If "
+                "the network sees a sample several times (two views, frames of a clip), call round.batch(n) before the first forward pass"
             )
         gradients = ema_gradients(self) if self.settings.update == "gradients" else {}
         finish = self._objective.finish(self.steps, self._learning_rate())

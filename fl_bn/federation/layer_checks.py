@@ -6,35 +6,26 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.methods import StatisticsReport
 from fl_bn.moments import Running
-from fl_bn.roles import batch_norms
 
 if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound
 
 
-def check_layers(round: LocalRound, layers: Mapping[str, nn.Module], frozen: Mapping[str, Running]) -> None:
-    """Check that the training loop neither replaced the BatchNorm layers of ``round`` nor changed their frozen statistics.
+def check_layers(round: LocalRound, frozen: Mapping[str, Running]) -> None:
+    """Check that the training loop did not change frozen statistics of ``round``, and that the layers saw its batches.
 
     Args:
         round: The client's round.
-        layers: The BatchNorm layers at the beginning of the round, by name.
         frozen: Layer -> its statistics at the beginning of the round, for layers with frozen statistics.
 
     Raises:
-        ValueError: A layer was replaced, frozen statistics changed, or the layers ran on fewer training batches
-            than there were local steps.
+        ValueError: Frozen statistics changed, or the layers ran on fewer training batches than there were local steps.
     """
-    now, method = batch_norms(round.model), round.method
-    if replaced := [name for name, layer in layers.items() if now.get(name) is not layer]:
-        raise ValueError(
-            f"BatchNorm layer {replaced[0]!r} was replaced during the round, and the new layer does not follow {method.name}: "
-            "change the network (by convert_sync_batchnorm, say) before convert(net, method)"
-        )
+    method = round.method
     after = running_statistics(round.model) if frozen else {}
     for name, before in frozen.items():
         if not all(torch.equal(was, own.to(was.device)) for was, own in zip(before, after[name], strict=True)):  # loops may move the model
@@ -43,7 +34,7 @@ def check_layers(round: LocalRound, layers: Mapping[str, nn.Module], frozen: Map
                 "training loop must not set statistics (update_bn, reset_running_stats, load_state_dict)"
             )
     observed = round.passes.observed
-    seen = max((len(parts) for parts in observed.values()), default=0)
+    seen = 0 if round.passes.blind else max((len(parts) for parts in observed.values()), default=0)
     wanted = min(round.steps, 1) if method.reports(round.phase) is StatisticsReport.FIRST else round.steps
     if round.observes and observed and seen < wanted:
         raise ValueError(

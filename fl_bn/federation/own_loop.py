@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -74,23 +75,25 @@ def local_round(
         connect: Joins FedTAN's layer-wise exchange, see ``first_batch.Connect``. Other methods do not need it.
 
     Raises:
-        ValueError: Method, objective and instruction do not fit together. Or the loop replaced a BatchNorm layer, or
+        ValueError: Method, objective and instruction do not fit together. Or the loop replaced a layer or a parameter, or
             changed frozen parameters or statistics.
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
     check_layers(model, method)
     round = LocalRound(model, method, instruction, kept, settings, connect)
+    round.in_own_loop = True
     if not round.trains:
         yield round
         return
     _check_processes(round)
+    made_of = _MadeOf(model)
     frozen = {name: (p, p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad and name not in round.parameters}
     for parameter, _ in frozen.values():  # so an optimiser of all parameters does not change what the method freezes
         parameter.requires_grad_(False)
         parameter.grad = None  # of an earlier round, with which an optimiser would step
     try:
-        with advised(), round.open(), _watched(round):
+        with advised(), round.open(), _watched(round), made_of.unchanged(round):
             yield round
     finally:
         for parameter, _ in frozen.values():
@@ -206,28 +209,100 @@ def _per_sample(round: LocalRound) -> bool:
     return True
 
 
+class _MadeOf:
+    """Store of which modules and parameters a network consists. A round reads and sends these, so a loop must not replace them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules, self._parameters, self._buffers = self._now()
+
+    def _now(self) -> tuple[dict[str, nn.Module], dict[str, nn.Parameter], set[str]]:
+        model = self._model
+        modules = dict(model.named_modules(remove_duplicate=False))
+        return modules, dict(model.named_parameters(remove_duplicate=False)), {name for name, _ in model.named_buffers()}
+
+    @contextmanager
+    def unchanged(self, round: LocalRound) -> Iterator[None]:
+        """Check, after a ``with`` block without an error, that the network still consists of the same modules and parameters.
+
+        Args:
+            round: The round, whose number the message has.
+
+        Raises:
+            ValueError: A module or a parameter is new, missing, or another object; or a buffer is new or missing.
+        """
+        yield
+        modules, parameters, buffers = self._now()
+        for kind, then, now in (("layer", self._modules, modules), ("parameter", self._parameters, parameters)):
+            for name in (*then, *now):
+                if then.get(name) is not now.get(name):
+                    self._refuse(round, kind, name, name not in now, name not in then)
+        for name in sorted(buffers ^ self._buffers):
+            self._refuse(round, "buffer", name, name not in buffers, name in buffers)
+
+    def _refuse(self, round: LocalRound, kind: str, name: str, gone: bool, new: bool) -> None:
+        what = "removed" if gone else "added" if new else "replaced"
+        raise ValueError(
+            f"{kind} {name!r} of round.model was {what} during round {round.instruction.round}, but the round trains and sends the network "
+            "as it was at its start: change the network before convert(net, method). Set values in place (tensor.copy_(...), "
+            "load_state_dict(...) without assign=True)"
+        )
+
+
 @contextmanager
 def _watched(round: LocalRound) -> Iterator[None]:
     """Report the batches and the optimiser's steps of a user's loop to ``round``, inside the ``with`` block."""
     batches = _FirstBatch(round)
     steps = _Steps(round, batches)
     before = {name: parameter.detach().clone() for name, parameter in round.parameters.items()}
-    handles = register_optimizer_step_pre_hook(steps.begin), register_optimizer_step_post_hook(steps.end)
-    try:
-        with batches.watching():
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    round.watch_values(before)
+    with _OPEN.counting(steps), batches.watching():
+        yield
     if not steps.seen:
         _check_steps(round, before, steps.without_gradients)
+
+
+class _Open:
+    """Hold the steps of all rounds that are open in this process, possibly in several threads, for torch's global optimiser hooks.
+
+    The hooks are registered once and stay: torch goes through them in each thread's ``Optimizer.step``, so none may be added
+    or removed meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._registered = Lock(), False
+        self._steps: tuple[_Steps, ...] = ()  # replaced as a whole, never changed
+
+    @contextmanager
+    def counting(self, steps: _Steps) -> Iterator[None]:
+        """Report the optimisers' steps to ``steps`` inside the ``with`` block."""
+        with self._lock:
+            self._steps += (steps,)
+            if not self._registered:
+                register_optimizer_step_pre_hook(self._begin)
+                register_optimizer_step_post_hook(self._end)
+                self._registered = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._steps = tuple(one for one in self._steps if one is not steps)
+
+    def _begin(self, optimizer: Optimizer, args: Any, named: Any) -> None:
+        for steps in self._steps:
+            steps.begin(optimizer, args, named)
+
+    def _end(self, optimizer: Optimizer, args: Any, named: Any) -> None:
+        for steps in self._steps:
+            steps.end(optimizer, args, named)
 
 
 class _Steps:
     """Count the local steps that optimisers make with parameters of a round's model.
 
     A step without gradients that changed no parameter does not count. Optimisers of different parameters that step after the
-    same batch make one local step together. So do optimisers that step inside the backward pass, one for each parameter.
+    same batch make one local step together. So do optimisers that step inside the backward pass, one for each parameter. An
+    optimiser that steps inside the step of another one, which wraps it, makes no step of its own.
 
     Attributes:
         seen: Whether an optimiser made a step.
@@ -245,7 +320,8 @@ class _Steps:
     def begin(self, optimizer: Optimizer, args: Any, named: Any) -> None:
         """Prepare a step of ``optimizer``: note its parameters, and centre gradients if the method requires it."""
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._ids.pop(id(optimizer), None)
+        if id(optimizer) in self._ids:  # its last step ended with an error, as did those inside it
+            self._ids.clear()
         self._before.pop(id(optimizer), None)
         if self._mine.isdisjoint(ids):
             return
@@ -265,6 +341,8 @@ class _Steps:
         if (ids := self._ids.pop(id(optimizer), None)) is None:
             return
         before = self._before.pop(id(optimizer), None)
+        if self._ids:  # the step of an optimiser around this one goes on
+            return
         if before is not None and all(map(torch.equal, before, _parameters(optimizer))):  # and no closure computed any
             self.without_gradients = True
             return
@@ -390,6 +468,9 @@ def _sizes(value: Any) -> Iterator[int]:
         yield len(parts)
     for part in parts:
         yield from _sizes(part)
+
+
+_OPEN = _Open()
 
 
 def server_state(

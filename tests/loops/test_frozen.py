@@ -208,7 +208,7 @@ def test_a_model_that_serves_several_clients_starts_each_with_mixing_logits_of_0
 def test_a_layer_that_is_replaced_in_a_round_is_an_error() -> None:
     method = methods.fbn()
     model, asked = convert(net(), method), server_state(net(), method, rounds=2).instruction()
-    with pytest.raises(ValueError, match="BatchNorm layer '1' was replaced during the round"), local_round(model, method, asked):
+    with pytest.raises(ValueError, match="layer '1' of round.model was replaced during round 1"), local_round(model, method, asked):
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
