@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from threading import Lock
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,7 @@ def local_round(
         yield round
         return
     _check_processes(round)
+    _OPEN.check(model)
     made_of = _MadeOf(model)
     frozen = {name: (p, p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad and name not in round.parameters}
     for parameter, _ in frozen.values():  # so an optimiser of all parameters does not change what the method freezes
@@ -273,6 +274,15 @@ class _Open:
         self._lock, self._registered = Lock(), False
         self._steps: tuple[_Steps, ...] = ()  # replaced as a whole, never changed
 
+    def check(self, model: nn.Module) -> None:
+        """Check that no open round trains ``model``.
+
+        Raises:
+            ValueError: A round trains it.
+        """
+        if any(steps.trains(model) for steps in self._steps):
+            raise ValueError("another round still trains this network: end that round first, or convert a network for each")
+
     @contextmanager
     def counting(self, steps: _Steps) -> Iterator[None]:
         """Report the optimisers' steps to ``steps`` inside the ``with`` block."""
@@ -316,6 +326,10 @@ class _Steps:
         self._before: dict[int, list[Tensor]] = {}  # the id of an optimiser that began a step without gradients -> its parameters then
         self._stepped = set[int]()  # the ids of the parameters in the present step of the weights
         self.seen = self.without_gradients = False
+
+    def trains(self, model: nn.Module) -> bool:
+        """Tell whether the round trains ``model`` itself."""
+        return self._round.model is model
 
     def begin(self, optimizer: Optimizer, args: Any, named: Any) -> None:
         """Prepare a step of ``optimizer``: note its parameters, and centre gradients if the method requires it."""
@@ -390,18 +404,26 @@ class _FirstBatch:
         self._round, self._explicit = round, False
         self._sizes: list[int] = []  # possible sizes of the batch, from the arguments of the forward pass
         self._passes = 0
+        self._backward_seen = False  # whether a gradient of a parameter was computed
         self.came = False  # whether a training batch came after the last step
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Observe the forward passes inside the ``with`` block."""
         round = self._round
-        handle = round.model.register_forward_pre_hook(Hook(self._forward), with_kwargs=True)
+        exchanges = round.phase is Phase.EXCHANGE
+        handles = [round.model.register_forward_pre_hook(Hook(self._forward), with_kwargs=True)]
+        if exchanges:
+            handles += [p.register_post_accumulate_grad_hook(self._backward) for p in round.parameters.values()]
         try:
-            with observe(round.model, counts=self._layer) if round.phase is Phase.EXCHANGE else nullcontext():
+            with observe(round.model, counts=self._layer) if exchanges else nullcontext():
                 yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+
+    def _backward(self, parameter: Tensor) -> None:
+        self._backward_seen = True
 
     def _forward(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         round = self._round
@@ -416,11 +438,14 @@ class _FirstBatch:
             self._explicit = round.begun
             self._sizes = [*_sizes((args, named))]
         elif round.phase is Phase.EXCHANGE:
-            raise ValueError(
-                f"{round.method.name}'s first local step exchanges the statistics of one batch: call the optimiser after the first batch, "
-                "without gradient accumulation or a second forward pass in training mode"
-            )
+            self._refuse()
         round.inputs_seen(next(iter(self._sizes), 0))
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError(
+            f"{self._round.method.name}'s first local step exchanges the statistics of one batch: call the optimiser after the first "
+            "batch, without gradient accumulation or a second forward pass in training mode"
+        )
 
     def _layer(self, layer: nn.Module, x: Tensor) -> bool:
         """Begin FedTAN's layer-wise exchange when the first BatchNorm layer of the first local step gets its input.
@@ -435,11 +460,14 @@ class _FirstBatch:
             False, so that ``observe`` stores no moments.
 
         Raises:
-            ValueError: The batch size is unclear, because the network's inputs or layers have different numbers of rows.
+            ValueError: The batch size is unclear, because the network's inputs or layers have different numbers of rows. Or
+                the loop accumulates gradients.
         """
         round, rows = self._round, len(x)
         if round.steps or not learns_from_pass(layer):
             return False
+        if self._backward_seen:
+            self._refuse()
         if not round.begun:
             if self._sizes and rows not in self._sizes:
                 raise ValueError(

@@ -20,7 +20,7 @@ from fl_bn import Federation, convert, local_round, methods, server_round, serve
 from fl_bn.methods import Method
 from fl_bn.moments import Moments
 from tests.listed import listed
-from tests.loops.loops import plain
+from tests.loops.loops import door_2, plain
 from tests.loops.test_frozen import clients, net
 
 Loop = Callable[[nn.Module, Optimizer, Tensor, Tensor], Any]
@@ -290,3 +290,24 @@ def test_a_step_by_hand_through_data_is_seen() -> None:
 
     with pytest.raises(ValueError, match=r"3.weight moved along another gradient"):
         loop()
+
+
+def test_a_network_is_in_one_round_at_a_time() -> None:
+    method = methods.fbn()
+    model, asked = convert(net(), method), server_state(net(), method, rounds=2).instruction()
+    with local_round(model, method, asked) as round:
+        with pytest.raises(ValueError, match="another round still trains this network"), local_round(model, method, asked):
+            raise AssertionError
+        plain(round, *clients()[0])
+    with local_round(model, method, asked) as round:
+        plain(round, *clients()[0])
+    assert round.reply(16)[0].sections["moments"]["1.count"] == 16
+
+
+def test_fedtan_refuses_accumulation_of_whatever_calls_the_layers() -> None:
+    def loop(round: Any, x: Tensor, y: Tensor) -> None:
+        for part in (slice(0, 4), slice(4, 8)):
+            F.cross_entropy(round.model.forward(x[part]), y[part]).backward()  # no hook of the model sees this call
+
+    with pytest.raises(ValueError, match="call the optimiser after the first batch, without gradient accumulation"):
+        door_2(net(), methods.fedtan(), clients(), loop)
