@@ -67,7 +67,8 @@ def typed(line: str) -> list[str]:
 
 
 def test_two_submits_at_once_an_abort_and_a_resume(federation: Federation, tmp_path: Path) -> None:
-    submits = {name: federation.submit({**RUN, "name": name}) for name in ("one", "two")}
+    run = {**RUN, "rounds": 8, "evaluate-every": 8}  # so many that the first is not over when it is aborted
+    submits = {name: federation.submit({**run, "name": name}) for name in ("one", "two")}
     wait_until("one waits", lambda: len(runs(federation, "waiting")) == 1 and len(runs(federation, "running")) == 1, 240)
     (first,), (second,) = runs(federation, "running"), runs(federation, "waiting")
     assert {first.name, second.name} == {"one", "two"}
@@ -89,12 +90,12 @@ def test_two_submits_at_once_an_abort_and_a_resume(federation: Federation, tmp_p
     assert "for sites east, west, north" in out
     resumed = command(*typed(said))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    reference = in_process({**RUN, "name": "reference"}, tmp_path / "reference")
+    reference = in_process({**run, "name": "reference"}, tmp_path / "reference")
     for name in ("one", "two"):
         assert differing(federation.result(name) / "model.safetensors", reference / "model.safetensors") == []
     copied = command("fetch", str(federation.kit / "server"), first.name, str(tmp_path)).stdout.strip()
     with (Path(copied) / "clients.csv").open(newline="") as file:
-        assert [row["site"] for row in csv.DictReader(file)] == ["east", "west", "north"] * RUN["rounds"]
+        assert [row["site"] for row in csv.DictReader(file)] == ["east", "west", "north"] * run["rounds"]
 
 
 def test_a_run_goes_on_after_the_server_s_death(federation: Federation, tmp_path: Path) -> None:
