@@ -173,12 +173,16 @@ def repeat_cancelled(invoker: Any) -> None:
     UNAVAILABLE alone. A run whose server is restarted would fail then, if a large reply was on its way.
 
     Args:
-        invoker: a ``RetryInvoker`` of Flower for calls over gRPC.
+        invoker: a ``RetryInvoker`` of Flower. Newer versions of Flower call servers over HTTP and repeat such calls themselves,
+            so errors that are not gRPC's are left to Flower.
     """
+    import grpc  # not above: loading this module by its path stays cheap
+
     give_up = invoker.should_giveup
 
     def should_give_up(error: Any) -> bool:
-        cancelled = error.code().name == "CANCELLED" and error.details() != CLOSED_HERE
+        code = error.code() if isinstance(error, grpc.RpcError) else None
+        cancelled = code is grpc.StatusCode.CANCELLED and error.details() != CLOSED_HERE
         return not cancelled and bool(give_up(error))
 
     invoker.should_giveup = should_give_up

@@ -6,6 +6,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -29,6 +30,10 @@ def server(port: int = 0) -> tuple[grpc.Server, int]:
     return made, port
 
 
+pinned = pytest.mark.pinned("later versions of Flower call over HTTP")
+
+
+@pinned
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", [True, False])
 def test_a_reply_that_a_stopping_server_cancels_is_fetched_again(changed: bool) -> None:
@@ -78,6 +83,7 @@ def counted(pull: Any, codes: list[str]) -> Any:
     return call
 
 
+@pinned
 def test_a_call_that_this_process_ends_is_not_repeated() -> None:
     invoker = find("_make_simple_grpc_retry_invoker")()
     repeat_cancelled(invoker)
@@ -93,6 +99,14 @@ def test_a_call_that_this_process_ends_is_not_repeated() -> None:
     assert caught.value.code() is grpc.StatusCode.CANCELLED  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("given_up", [True, False])
+def test_flower_decides_about_errors_that_are_not_of_grpc(given_up: bool) -> None:
+    invoker = SimpleNamespace(should_giveup=lambda error: given_up)
+    repeat_cancelled(invoker)
+    assert invoker.should_giveup(ConnectionResetError("the server of a later Flower stopped")) is given_up
+
+
+@pinned
 def test_a_site_s_connection_has_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     module = find("start_client_internal").__globals__
     monkeypatch.setitem(module, "_make_fleet_connection_retry_invoker", module["_make_fleet_connection_retry_invoker"])
