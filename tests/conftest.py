@@ -66,6 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in costs.long(items):
         item.add_marker("slow")
     for item in items:
+        if costs.nightly(item):
+            item.add_marker("nightly")
         if costs.alone(item):
             item.add_marker("alone")
     items.sort(key=lambda item: costs.place(item.nodeid))

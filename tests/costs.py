@@ -1,7 +1,8 @@
-"""List the test files that take longest, the tests that count as slow, and the tests that must run alone."""
+"""List the test files that take longest, the tests that count as slow or as nightly, and the tests that must run alone."""
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -260,6 +261,14 @@ EVERY_THIRD = (
 )
 """Tests with many cases, of which neighbours are similar. Every third case runs by default; the others are slow ones."""
 
+MANY = (
+    "tests/loops/test_real_networks.py::test_a_round_is_what_plain_pytorch_computes",
+    "tests/experiment/test_resume.py::test_wherever_it_stops",
+    *ENOUGH,
+    *EVERY_THIRD,
+)
+"""Tests with many slow cases that differ in method, network or option. About one of three is enough in ``.ci/run``; the others are nightly."""
+
 PLACES = {file: place for place, file in enumerate(LONGEST)}
 
 
@@ -279,6 +288,15 @@ def long(items: Iterable[pytest.Item]) -> list[pytest.Item]:
             found.append(item)
         seen[test] += 1
     return found
+
+
+def nightly(item: pytest.Item) -> bool:
+    """Return whether a slow case may wait for the night: it is of a test with many, and not of the third that a hash of its name chooses.
+
+    A position would not do: in a product, each third case can have the same method.
+    """
+    test, _, _ = item.nodeid.partition("[")
+    return test in MANY and item.get_closest_marker("slow") is not None and zlib.crc32(item.nodeid.encode()) % 3 != 0
 
 
 def alone(item: pytest.Item) -> bool:

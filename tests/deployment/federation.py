@@ -269,3 +269,28 @@ def personal(federation: Federation, name: str) -> dict[str, Path]:
         if path.exists():
             found[site] = path
     return found
+
+
+def check_bits(federation: Federation, config: Mapping[str, Any], log: str, folder: Path) -> None:
+    """Check that a deployed run ended with the models of the same run in this process, bit for bit, and not with those of another seed.
+
+    Args:
+        federation: The federation with the three clients of ``config``.
+        config: The run's keys.
+        log: The output of the run.
+        folder: A folder for the runs in this process.
+    """
+    deployed, reference = federation.result(config["name"]), in_process(config, folder / "reference")
+    assert log.count("3/3 clients") == config["rounds"], log
+    assert differing(deployed / "model.safetensors", reference / "model.safetensors") == [], log
+    models = personal(federation, config["name"])
+    assert set(models) == (set(federation.sites) if config["method"] == "fedbn" else set())
+    for path in models.values():
+        assert differing(path, reference / "clients" / path.name) == []
+    if "unseen-client" in config:
+        assert differing(deployed / "unseen-client.safetensors", reference / "unseen-client.safetensors") == []
+    if config["method"] == "fedtan":
+        assert "exchange: listening on 127.0.0.1" in log
+        assert "(TLS)" in log
+    other = in_process({**config, "seed": 1}, folder / "control")
+    assert differing(deployed / "model.safetensors", other / "model.safetensors") != []  # control

@@ -1,4 +1,7 @@
-"""What a site's audit log says against the server's disclosure.csv and against the bytes on the wire, on real processes."""
+"""Deployed runs, on real processes: their models are those of one process, and a site's audit log says what server and wire say.
+
+The server's side is its disclosure.csv. A proxy between each site and the server counts the bytes on the wire.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import pytest
 from fl_bn_site.audit_check import check
 from fl_bn_site.audit_report import Filter, Report, chosen, report_of
 from fl_bn_site.leaving import OTHER
-from tests.deployment.federation import FL_BN, ROOT, SMALL, Federation, free_ports
+from tests.deployment.federation import FL_BN, ROOT, SMALL, Federation, check_bits, free_ports
 from tests.deployment.fleet_proxy import FleetProxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -67,12 +70,24 @@ def disclosed(file: Path, site: str) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.fixture(scope="module", params=RUNS)
+def run(request: pytest.FixtureRequest, wired: tuple[Federation, dict[str, FleetProxy]]) -> tuple[dict[str, Any], str]:
+    """A run of ``RUNS`` and its output."""
+    config = {**SMALL, **RUNS[request.param], "evaluate-every": 1, "name": request.param}
+    return config, wired[0].run(config)
+
+
+def test_it_ends_with_the_bits_of_one_in_process(
+    run: tuple[dict[str, Any], str], wired: tuple[Federation, dict[str, FleetProxy]], tmp_path: Path
+) -> None:
+    check_bits(wired[0], *run, tmp_path)
+
+
 def test_the_log_of_every_site_says_what_the_server_and_the_wire_say(
-    name: str, wired: tuple[Federation, dict[str, FleetProxy]], capsys: pytest.CaptureFixture[str]
+    run: tuple[dict[str, Any], str], wired: tuple[Federation, dict[str, FleetProxy]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     federation, proxies = wired
-    federation.run({**SMALL, **RUNS[name], "evaluate-every": 1, "name": name})
+    name = run[0]["name"]
     objects = {identity: size for proxy in proxies.values() for identity, size in proxy.objects.items()}
     for site in federation.sites:
         entries = list(chosen(log_of(federation, site), Filter.of(run=name)))

@@ -15,7 +15,8 @@ import pytest
 
 from fl_bn_site.audit import lines_in
 from fl_bn_site.audit_check import check
-from fl_bn_site.folders import SiteFolder
+from fl_bn_site.folders import ServerFolder, SiteFolder
+from fl_bn_site.status import status
 from tests.deployment.federation import FL_BN, ROOT, Federation, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -93,6 +94,12 @@ def state_of(federation: Federation, name: str) -> dict[str, Any]:
     return next((dict(run) for run in runs if run["name"] == name), {"round": 0})  # it may not have begun
 
 
+def rounds_of(federation: Federation, name: str) -> int:
+    """Return how many rounds the run has done, without a process for the question. 0: it may not have begun."""
+    found = status(ServerFolder.read(federation.kit / "server")).runs
+    return next((run.round or 0 for run in found if run.name == name), 0)
+
+
 def test_an_exchange_of_an_own_app_has_the_kit_s_address_and_tls(federation: Federation, own_app: Path) -> None:
     with_fedtan(own_app)
     out = submitted(federation, own_app, 1, "name='fedtan'")
@@ -161,7 +168,7 @@ def test_a_site_s_refusal_is_known_within_seconds_and_logged_there(federation: F
 
 def test_an_interrupted_run_ends_and_is_to_be_submitted_again(federation: Federation, own_app: Path) -> None:
     process = submitting(federation, own_app, 50, "name='killed'")
-    wait_until("round 1", lambda: (state_of(federation, "killed")["round"] or 0) >= 1, 300, 1.0)
+    wait_until("round 1", lambda: rounds_of(federation, "killed") >= 1, 300, 0.5)
     assert state_of(federation, "killed")["rounds"] == 50
     for pid in federation.find("serverapp"):
         os.kill(pid, signal.SIGKILL)
@@ -178,7 +185,7 @@ def test_an_interrupted_run_ends_and_is_to_be_submitted_again(federation: Federa
 
 def test_a_run_ends_with_its_server_s_restart(federation: Federation, own_app: Path) -> None:
     process = submitting(federation, own_app, 50, "name='restarted'")
-    wait_until("round 1", lambda: (state_of(federation, "restarted")["round"] or 0) >= 1, 300, 1.0)
+    wait_until("round 1", lambda: rounds_of(federation, "restarted") >= 1, 300, 0.5)
     federation.stop("server")
     federation.start("server")
     out, _ = process.communicate(timeout=240)

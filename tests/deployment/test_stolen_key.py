@@ -23,7 +23,7 @@ def test_a_run_goes_on_with_another_authority_and_the_thief_is_refused(tmp_path:
         assert accepts(site, thief, "127.0.0.1")
 
         case = Case(federation, tmp_path, 0, random.Random(0))
-        values = {"clients": 2, "method": "fedbn", "rounds": 40, "evaluate-every": 40, "checkpoint-every": 1, "retry-timeout": 300.0}
+        values = {"clients": 2, "method": "fedbn", "rounds": 16, "evaluate-every": 16, "checkpoint-every": 1, "retry-timeout": 300.0}
         config = {**SMALL, **case.data, **values, "name": "stolen"}
         run = federation.submit(config)
         rounds = federation.result("stolen") / "rounds.csv"

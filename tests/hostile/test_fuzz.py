@@ -41,11 +41,12 @@ def check(mutations: int, number: int, seed: int) -> None:
 
 @pytest.mark.pinned
 def test_mutated_messages_and_sequences_of_calls() -> None:
-    """A few here, and some thousand in the slow test below."""
+    """A few here, and some thousand in the nightly test below."""
     check(15, 15, seed=16)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.pinned
 @pytest.mark.timeout(600)
 def test_some_thousand() -> None:

@@ -51,6 +51,7 @@ def test_any_two_go_together(cell: Cell) -> None:
     check(cell)
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("cell", everything(), ids=" ".join)
 def test_all_go_together(cell: Cell) -> None:
