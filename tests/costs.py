@@ -267,7 +267,7 @@ MANY = (
     *ENOUGH,
     *EVERY_THIRD,
 )
-"""Tests with many slow cases that differ in method, network or option. About one of three is enough in ``.ci/run``; the others are nightly."""
+"""Tests with many slow cases. About one of three runs in ``.ci/run``; the others are nightly."""
 
 PLACES = {file: place for place, file in enumerate(LONGEST)}
 
