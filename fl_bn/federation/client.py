@@ -499,10 +499,16 @@ class LocalRound:
             The reply, and the state.
 
         Raises:
-            ValueError: ``samples`` or ``client`` is not a whole number, or the first batch has more than ``samples``
-                samples. Or the method needs ``round.measure`` before training, and it was not called.
+            ValueError: A loop of the user's own made no step. Or ``samples`` or ``client`` is not a whole number, or the first batch has
+                more than ``samples`` samples. Or the method needs ``round.measure`` before training, and it was not called.
         """
         samples, client = whole_number("samples", samples), whole_number("client", client)
+        if self.trains and self.in_own_loop and not self.steps:
+            raise ValueError(
+                f"no step on round.model was made in round {self.instruction.round}, so there is nothing to send: train round.model itself "
+                "(not the network before convert, nor a copy) inside the block, by an optimiser of round.model.parameters(), and make the "
+                "reply after the loop. A client without a batch makes no reply (if round.steps: ...)"
+            )
         weight = samples
         if self.trains:
             sections, numbers, kept = self._trained(samples, client, tells_drift)

@@ -27,7 +27,7 @@ from fl_bn.federation.engines.clients import Clients, Own
 from fl_bn.federation.engines.local import LocalTransport
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
 from fl_bn.federation.engines.workers import MOST_WORKERS
-from fl_bn.federation.loaders import Loader, check_loader, generators
+from fl_bn.federation.loaders import Loader, check_clients, check_loader, generators
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Passes
 from fl_bn.federation.payload import Named
@@ -48,7 +48,7 @@ from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
-from fl_bn.federation.steps import check_optimizer_steps, check_scheduler_steps
+from fl_bn.federation.steps import check_optimizer_steps, check_parameters, check_scheduler_steps
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import buffers_in_words, inputs_like
@@ -158,6 +158,7 @@ class Federation:
                 f"a federation needs at least 1 client, and local_epochs and evaluate_every >= 1, but got {len(clients)} clients, "
                 f"local_epochs={local_epochs} and evaluate_every={evaluate_every}"
             )
+        check_clients(clients)
         for number, loader in enumerate(clients):
             check_loader(f"client {number}", loader)
         count = len(clients)
@@ -170,10 +171,12 @@ class Federation:
         check_learns(model)
         tasks, makers = tasks_of(task, loss, metrics, count), optimizers_of(optimizer, count)
         self.task = tasks[0]
-        examples = {id(make): make(model.parameters()) for make in makers}
+        trial = copied(model)  # not ``model``, which a function that ignores its argument may know
+        examples = {id(make): make(trial.parameters()) for make in makers}
         for example in examples.values():
+            check_parameters(example, trial.parameters())
             check_optimizer(objective, example)
-            check_optimizer_steps(example, model)
+            check_optimizer_steps(example, trial)
         method, by_kind = bounded(method, clip, examples, settings)
         rates = {key: rate_of(example) for key, example in examples.items()}
         base = max((rate for rate in rates.values() if rate), default=None)
@@ -197,8 +200,8 @@ class Federation:
         kinds = [by_kind[id(make)] for make in makers]
         schedulers = schedulers_of(scheduler, count)
         for make_scheduler, make in {(id(one), id(make)): (one, make) for one, make in zip(schedulers, makers, strict=True)}.values():
-            if make_scheduler is not None and (made := make_scheduler(make(model.parameters()))) is not None:
-                check_scheduler_steps(made)
+            if make_scheduler is not None and (made := make_scheduler(example := make(trial.parameters()))) is not None:
+                check_scheduler_steps(made, example)
         every = zip(clients, tasks, makers, schedulers, kinds, shares, self.tests or (None,) * count, strict=True)
         own = [Own(*one) for one in every]
         common = Clients(pristine, method, where, own, schedule, seed)
@@ -269,7 +272,7 @@ class Federation:
         Raises:
             Diverged: In three rounds in a row, too few replies could be used.
             TooFewMeasured: In a run of 0 rounds, too few clients measured.
-            ValueError: The run continues from a checkpoint (``resume``), which has another number of rounds.
+            ValueError: ``rounds`` is below 0. Or the run continues from a checkpoint (``resume``), which has another number of rounds.
         """
         callbacks, start = Callbacks([*self._bar(), *self.callbacks]), self._start(rounds)
         shared = self.server.shared
@@ -327,9 +330,10 @@ class Federation:
     def resume(self, path: str | Path) -> None:
         """Load the state that ``checkpoint`` saved, into a federation made with the same arguments.
 
-        ``run(rounds)`` then continues after the saved round; ``rounds`` must be the same number as before. On the
-        CPU the results are bit for bit those of a run without interruption. For this, every loader must be
-        ``SeededBatches`` or have a generator of its own.
+        ``run(rounds)`` then continues after the saved round; ``rounds`` must be the same number as before. If the saved
+        run was over, ``run`` starts another one from its model, as a second call of ``run`` does. On the CPU the results
+        are bit for bit those of a run without interruption. For this, every loader must be ``SeededBatches`` or have a
+        generator of its own.
 
         Args:
             path: The file.
@@ -370,7 +374,12 @@ class Federation:
             ValueError: The checkpoint's run has another number of rounds.
         """
         state, self._resumed = self._resumed, None
-        if state is None or state.round >= state.rounds:
+        if rounds < 0:
+            raise ValueError(f"expected 0 rounds or more, but got run({rounds})")
+        if state is None:
+            return FROM_THE_START
+        if state.round >= state.rounds:
+            LOGGER.info("the saved run of %s rounds is over: run(%s) is another run, which begins with its model", state.rounds, rounds)
             return FROM_THE_START
         if rounds != state.rounds:
             self._resumed = state

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from fl_bn.data.batches import cuts, draw_batches
 from fl_bn.federation.local import Samples
@@ -32,12 +33,34 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
         again: Whether the batches are iterated over more than once.
 
     Raises:
-        ValueError: ``loader`` is not iterable. Or ``again`` is True, and it is an iterator (a generator, ``zip``, ``map``).
+        ValueError: ``loader`` is not iterable, or it is a single batch, or a list of loaders. Or ``again`` is True, and it is an
+            iterator (a generator, ``zip``, ``map``).
     """
+    first = loader[0] if isinstance(loader, list | tuple) and loader else None
+    if isinstance(loader, Mapping | torch.Tensor) or isinstance(first, torch.Tensor):
+        raise ValueError(f"{whose}: expected batches, but got a single one: give a list of batches, [(inputs, targets)]")
+    if isinstance(first, DataLoader | SeededBatches):
+        raise ValueError(
+            f"{whose}: expected batches, but got a list of {type(first).__name__} objects, each of which has batches: give one of them, or "
+            "one for each client, as clients=[...] and test=per_client([...])"
+        )
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise ValueError(f"{whose}: expected batches, but got a {type(loader).__name__}. {REITERABLE}")
     if again and isinstance(loader, Iterator):
         raise ValueError(f"{whose}: expected batches that can be iterated over again, but got a {type(loader).__name__}. {REITERABLE}")
+
+
+def check_clients(clients: Any) -> None:
+    """Check that ``clients`` has a loader for each client.
+
+    Raises:
+        ValueError: It is a single loader.
+    """
+    if isinstance(clients, DataLoader | SeededBatches):
+        raise ValueError(
+            f"clients: expected a loader for each client, but got a single {type(clients).__name__}: give a list of loaders, one for each "
+            "client"
+        )
 
 
 class SeededBatches:

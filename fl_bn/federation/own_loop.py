@@ -192,11 +192,11 @@ def server_round(state: Server, replies: Sequence[Reply], exchange: Session | No
 
     >>> from fl_bn import convert, local_round, methods, server_round, server_state
     >>> net, method = nn.Linear(2, 1), methods.fedavg()
-    >>> state = server_state(net, method, rounds=1)
-    >>> with local_round(convert(net, method), method, state.instruction()) as round:
-    ...     pass  # your loop
-    >>> state, record = server_round(state, [round.reply(samples=10)[0]])
-    >>> record.aggregated
+    >>> state, model = server_state(net, method, rounds=1), convert(net, method)
+    >>> with local_round(model, method, state.instruction()) as round:
+    ...     model(torch.randn(10, 2)).square().mean().backward()
+    ...     torch.optim.SGD(model.parameters(), lr=0.1).step()
+    >>> server_round(state, [round.reply(samples=10)[0]])[1].aggregated
     True
 
     Args:

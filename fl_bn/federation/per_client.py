@@ -98,11 +98,26 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
     further = each("metrics", metrics, clients, "a dict of objects by name", lambda one: one is None or isinstance(one, Mapping))
     made: dict[tuple[int, int, int], Task] = {}
     for own in zip(tasks, losses, further, strict=True):
+        _check_loss(own[0] if own[1] is None else own[1])
         key = (id(own[0]), id(own[1]), id(own[2]))
         if key not in made:
             made[key] = own[0] if own[1] is None and not own[2] else extended(*own)
             made[key].state()  # if an object is no metric, this raises an error before the first round
     return tuple(made[id(one), id(of), id(more)] for one, of, more in zip(tasks, losses, further, strict=True))
+
+
+def _check_loss(loss: Any) -> None:
+    """Check that no loss has parameters to learn, as a module itself or in an attribute.
+
+    Raises:
+        ValueError: It has some. Only the network's parameters are trained and averaged.
+    """
+    for part in (loss, *vars(loss).values()) if hasattr(loss, "__dict__") else ():
+        if isinstance(part, nn.Module) and (learned := [name for name, p in part.named_parameters() if p.requires_grad]):
+            raise ValueError(
+                f"loss: {type(part).__name__} has a parameter to learn, {learned[0]!r}, but only the network's parameters are trained: "
+                "make it a part of the network, whose forward then returns what the loss needs, or freeze it by requires_grad_(False)"
+            )
 
 
 def optimizers_of(optimizer: Any, clients: int) -> tuple[MakeOptimizer, ...]:

@@ -1,9 +1,10 @@
-"""Check that fl-bn's training loop can step a user's optimiser and scheduler. It calls ``step()`` without arguments after every batch."""
+"""Check that fl-bn's training loop can use a user's optimiser and scheduler: it calls ``step()`` without arguments after every batch."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,28 @@ from torch.optim.lr_scheduler import LRScheduler
 
 LOGGER = logging.getLogger("flwr")
 OWN_LOOP = "or write a loop of your own (docs/how-to/loop.md)"
+
+
+def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Check that ``optimizer`` updates some of the given ``parameters``, and no others.
+
+    Args:
+        optimizer: The optimiser that the user's function made.
+        parameters: The parameters that the function was given.
+
+    Raises:
+        ValueError: It updates none of them, or others, too. The function then ignores its argument, or returns an optimiser made before.
+    """
+    given = {id(p) for p in parameters}
+    mine = [p for group in optimizer.param_groups for p in group["params"]]
+    if foreign := sum(id(p) not in given for p in mine):
+        raise ValueError(
+            f"optimizer makes {type(optimizer).__name__} with {foreign} of {len(mine)} parameters that are not those that it was given, so "
+            "training them would not train a client's network: make it anew from the argument, such as lambda parameters: "
+            "SGD(parameters, lr=0.1)"
+        )
+    if not mine:
+        raise ValueError(f"optimizer makes {type(optimizer).__name__} without parameters, so no weight would change: give it the argument")
 
 
 def check_optimizer_steps(optimizer: Optimizer, model: nn.Module) -> None:
@@ -42,12 +65,17 @@ def check_optimizer_steps(optimizer: Optimizer, model: nn.Module) -> None:
         )
 
 
-def check_scheduler_steps(scheduler: LRScheduler) -> None:
-    """Check that ``scheduler`` can step after every batch.
+def check_scheduler_steps(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+    """Check that ``scheduler`` changes the rate of ``optimizer``, and can step after every batch.
 
     Raises:
-        ValueError: Its step needs an argument (ReduceLROnPlateau).
+        ValueError: It is of another optimiser, or its step needs an argument (ReduceLROnPlateau).
     """
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            f"scheduler makes {type(scheduler).__name__} of another optimiser than the one that it was given, whose rate would stay the "
+            "same: make it anew from the argument, such as lambda optimizer: StepLR(optimizer, 10)"
+        )
     if needed := _needed(scheduler):
         raise ValueError(
             f"scheduler makes {type(scheduler).__name__}, whose step needs {needed}, but Federation calls step() once per batch: take a "

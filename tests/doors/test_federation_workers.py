@@ -81,9 +81,12 @@ def test_what_a_client_raises_is_raised_here_with_its_name() -> None:
     fed = Federation(net(), methods.fixbn(), [*seeded()[:2], Fails()], workers=2, progress=False)
     with pytest.raises(OSError, match="the disk is gone") as told:
         list(fed.run(1))
-    trace, where = told.value.__notes__
+    where, trace = told.value.__notes__
+    assert where == "at client 2, which measured its statistics"
     assert 'raise OSError("the disk is gone")' in trace
-    assert where == "in the worker process of client 2"
+    with pytest.raises(OSError, match="the disk is gone") as here:
+        list(Federation(net(), methods.fixbn(), [*seeded()[:2], Fails()], workers=1, progress=False).run(1))
+    assert here.value.__notes__ == [where]
 
 
 SCRIPT = """

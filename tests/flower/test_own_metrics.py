@@ -63,6 +63,41 @@ def test_a_number_that_cannot_count_costs_its_metrics_alone(log: pytest.LogCaptu
     assert "client 1's own training metrics are not counted: metrics/my_acc: expected a finite number, but got nan" in log.text
 
 
+def test_a_metric_with_the_name_of_fl_bn_s_own_number_is_said_once(log: pytest.LogCaptureFixture) -> None:
+    def metrics(loss: float, client: int) -> dict[str, Any]:
+        return {"loss": 7.0, "samples": 3.0}
+
+    result = ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg", metrics=metrics), rounds=2)
+    said = [line.partition(" in ")[0] for line in log.messages if "is fl-bn's own number, not your metric" in line]
+    assert said == ["loss", "samples"]
+    assert result.train_metrics_clientapp[1]["loss"] == pytest.approx(result.records[0].loss)
+    assert result.train_metrics_clientapp[1]["samples"] == CLIENTS * SAMPLES
+    assert result.records[0].client_metrics[0] == {"loss": 7.0, "samples": 3.0}
+    log.clear()
+    ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg"))
+    assert "fl-bn's own number" not in log.text  # control: the loss that round.message got is no other number
+
+
+def test_lists_are_left_out_with_the_name_of_what_combines_them(log: pytest.LogCaptureFixture) -> None:
+    """Of training metrics it said evaluate_metrics_aggr_fn, which does not get them."""
+
+    def metrics(loss: float, client: int) -> dict[str, Any]:
+        return {"per-class": [0.25, 0.75]}
+
+    result = ran(FedAvgBN(net(), fraction_evaluate=0), own_app("fedavg", metrics=metrics))
+    assert "per-class" not in result.train_metrics_clientapp[1]
+    words = "metric per-class is a list, and lists are not averaged: to combine it, give the strategy train_metrics_aggr_fn=..."
+    assert words in log.messages
+    log.clear()
+
+    def last(records: list[RecordDict], key: str) -> MetricRecord:
+        return MetricRecord({"per-class": records[-1]["metrics"]["per-class"]})  # type: ignore[arg-type,call-overload,index,dict-item]
+
+    result = ran(FedAvgBN(net(), fraction_evaluate=0, train_metrics_aggr_fn=last), own_app("fedavg", metrics=metrics))
+    assert result.train_metrics_clientapp[1]["per-class"] == [0.25, 0.75]
+    assert "is a list" not in log.text
+
+
 def test_an_evaluation_under_another_name_is_counted_and_shown(log: pytest.LogCaptureFixture) -> None:
     result = ran(FedAvgBN(net()), own_app("fedavg", record="my-results"))
     metrics = result.evaluate_metrics_clientapp[1]

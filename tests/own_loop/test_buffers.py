@@ -276,6 +276,7 @@ def test_a_shared_buffer_that_training_makes_infinite_is_refused_by_name(value: 
         state, mine = server_state(set_buffer_roles(model, stated), FEDAVG, rounds=1), convert(model, FEDAVG)
         with local_round(mine, FEDAVG, state.instruction()) as round:
             mine(CLIENTS[0].x)
+            round.step_done()
         return server_round(state, [round.reply(8)[0]])[1]
 
     record = run({})
@@ -292,6 +293,7 @@ def test_a_mask_that_is_sent_back_changed_is_refused() -> None:
         state, mine = server_state(model, FEDAVG, rounds=1), convert(model, FEDAVG)
         with local_round(mine, FEDAVG, state.instruction()) as round:
             change(mine)
+            round.step_done()
         return server_round(state, [round.reply(8)[0]])
 
     after, record = run(lambda mine: None)

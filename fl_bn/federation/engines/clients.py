@@ -24,6 +24,7 @@ from fl_bn.federation.one_sample import Trainable
 from fl_bn.federation.settings import LocalTraining, seeded
 from fl_bn.federation.source import Outcome, Trained
 from fl_bn.federation.sources import DROPOUT, SUBSET
+from fl_bn.federation.steps import check_parameters, check_scheduler_steps
 from fl_bn.federation.values import ClientState, Instruction
 from fl_bn.methods import Method
 from fl_bn.task import Task
@@ -123,8 +124,13 @@ class Clients:
         Returns:
             The reply, and the client's new state.
         """
-        with self.network.lend() as lent:
-            return client_round(self.round(client, lent, instruction, kept, connect), LoaderSource(self, client, rounds))
+        try:
+            with self.network.lend() as lent:
+                return client_round(self.round(client, lent, instruction, kept, connect), LoaderSource(self, client, rounds))
+        except Exception as error:
+            doing = f"in round {instruction.round}" if instruction.trains else "which measured its statistics"
+            error.add_note(f"at client {client}, {doing}")
+            raise
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,7 @@ class LoaderSource:
     def optimizer(self, round: LocalRound) -> Optimizer:
         """Make a fresh optimiser, with the learning rate of ``round``."""
         optimizer = self.own.make_optimizer(round.parameters.values())
+        check_parameters(optimizer, round.parameters.values())
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * self.clients.schedule(round.instruction.round, self.rounds)
             if round.instruction.rate_share != 1:
@@ -202,7 +209,10 @@ class LoaderSource:
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """Make the scheduler of the learning rate within the round; None if the rate stays the same."""
-        return None if self.own.make_scheduler is None else self.own.make_scheduler(optimizer)
+        scheduler = None if self.own.make_scheduler is None else self.own.make_scheduler(optimizer)
+        if scheduler is not None:
+            check_scheduler_steps(scheduler, optimizer)
+        return scheduler
 
     @contextmanager
     def training(self, round: LocalRound, optimizer: Optimizer) -> Iterator[None]:

@@ -143,12 +143,15 @@ class LocalTransport(Transport):
         If clients keep tensors of their own (FedBN), each client that has trained so far is evaluated with its own model.
 
         Args:
-            tests: Each client's test batches.
+            tests: Each client's test batches. A client without any counts in no mean.
             model: The shared network.
 
         Returns:
             The mean metrics over clients (see ``metrics.over_samples``), and client -> its metrics. The latter is empty
             if all clients have the same model, test batches and task.
+
+        Raises:
+            ValueError: No client has a test batch.
         """
         device, personal = self.clients.device, self.server.shared.personal
         trained = [client for client, kept in enumerate(self.kept) if kept.get("local")]
@@ -162,10 +165,12 @@ class LocalTransport(Transport):
                 own[client] = evaluate(self.with_own(model, client).to(device), tests[client], task=tasks[client])
             else:
                 states[key] = own[client] = states.get(key) or evaluate(model.to(device), tests[client], task=tasks[client])
-        if not personal and len(states) == 1:
+        if not personal and len(states) == 1 and own[0].sums:
             return own[0].result(), {}
-        results = {client: state.result() for client, state in own.items()}
-        return over_samples([(state.count, results[client]) for client, state in own.items()]), results
+        results = {client: state.result() for client, state in own.items() if state.sums}
+        if own and not results:
+            raise ValueError("test has no batch: give test batches, or None for no evaluation")
+        return over_samples([(own[client].count, result) for client, result in results.items()]), results
 
     def model(self, tensors: Named, batches: int = 0) -> nn.Module:
         """Return a copy of the shared network in evaluation mode.

@@ -102,7 +102,6 @@ class InWorkers:
         results = []
         for client, done in zip(clients, list(self._workers.run(_work, tasks)), strict=True):
             if done.error is not None:
-                done.error.add_note(f"in the worker process of client {client}")
                 raise done.error
             reply, keeps, after = done.value
             for one, state in zip(generators(self._clients.own[client].loader), after, strict=True):

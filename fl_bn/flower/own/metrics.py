@@ -62,7 +62,7 @@ class OwnMetrics:
         self._key, self._ranges, self._train_fn, self._evaluate_fn = key, ranges, train_fn, evaluate_fn
         self._alike, self._called = alike, called
         self._say, self._say_training = LogOnce(NOT_COUNTED, called), LogOnce(NOT_COUNTED_IN_TRAINING, called)
-        self._lists = set[str]()
+        self._lists = set[tuple[str, str]]()
 
     @property
     def combines_training(self) -> bool:
@@ -85,7 +85,7 @@ class OwnMetrics:
         records, weights = dict[int, RecordDict](), dict[int, float]()
 
         def read(reply: Decoded, client: Client) -> Reply:
-            numbers, weight = self._read(reply.own, needed=self._evaluate_fn is None)
+            numbers, weight = self._read(reply.own, False, needed=self._evaluate_fn is None)
             records[client.index], weights[client.index] = RecordDict(dict(reply.own)), weight or 0.0
             return Reply(client.index, {}, 1, 1, numbers)
 
@@ -115,7 +115,7 @@ class OwnMetrics:
         parts, refused, weights = list[Reply](), dict[int, str](), dict[int, float | None]()
         for client, records in sorted(own.items()):
             try:
-                numbers, weights[client] = self._read(records, needed=False)
+                numbers, weights[client] = self._read(records, True, needed=False)
             except WireError as error:
                 refused[client] = str(error)
                 continue
@@ -157,11 +157,12 @@ class OwnMetrics:
             return {}
         return {name: sum(weight / total * part.metrics[name] for weight, part in zip(weights, parts, strict=True)) for name in names}
 
-    def _read(self, own: Mapping[str, MetricRecord], needed: bool) -> tuple[dict[str, float], float | None]:
+    def _read(self, own: Mapping[str, MetricRecord], training: bool, needed: bool) -> tuple[dict[str, float], float | None]:
         """Check one client's metric records, which may have any names, and return its metrics and its weight.
 
         Args:
             own: the records by name.
+            training: whether these are training metrics, not those of an evaluation.
             needed: whether a missing weight is an error. If it is not, the weight is None.
 
         Raises:
@@ -183,7 +184,7 @@ class OwnMetrics:
             if len(name) > LONGEST_NAME or not name.isprintable():
                 raise WireError("metrics", name, f"expected a name of up to {LONGEST_NAME} printable characters")
             if isinstance(value, list):
-                self._say_list(name)
+                self._say_list(name, training)
                 continue
             wanted = number(*self._ranges.get(name, (-math.inf, math.inf)))
             if not wanted.fits(value):
@@ -202,13 +203,15 @@ class OwnMetrics:
         got = "but it is missing" if value is None else f"but got {excerpt(value)}"
         raise WireError("metrics", self._key, f"expected {wanted.wanted}, {got}")
 
-    def _say_list(self, name: str) -> None:
-        if name not in self._lists and self._evaluate_fn is None:
-            self._lists.add(name)
+    def _say_list(self, name: str, training: bool) -> None:
+        which, given = ("train", self._train_fn) if training else ("evaluate", self._evaluate_fn)
+        if (name, which) not in self._lists and given is None:
+            self._lists.add((name, which))
             log(
                 logging.INFO,
-                "metric %s is a list, and lists are not averaged: to combine it, give the strategy evaluate_metrics_aggr_fn=...",
+                "metric %s is a list, and lists are not averaged: to combine it, give the strategy %s_metrics_aggr_fn=...",
                 name,
+                which,
             )
 
     def _weights(self, clients: Sequence[int], given: Mapping[int, float]) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from fl_bn.derived import plain_names
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.values import Instruction, RoundReplies
+from fl_bn.flower.log import log
 from fl_bn.flower.own.metrics import OwnMetrics
 from fl_bn.flower.own.rates import RATES, NamedRates
 from fl_bn.flower.population import Client, Introductions, Population, RunFailed, round_half_up, sample_cohort
@@ -48,6 +51,9 @@ class Evaluators:
         return [client for client in clients if client.index in set(chosen)]
 
 
+TAKEN = "%s in train_metrics_clientapp is fl-bn's own number, not your metric %s, which is in client_metrics alone: give yours another name"
+
+
 class OwnRounds(BatchNormStrategy):
     """Run the rounds of an app of your own.
 
@@ -79,6 +85,7 @@ class OwnRounds(BatchNormStrategy):
         self.configrecord_key, self.starts = configrecord_key, Starts(self.shared, sends=True)
         self.at_clients = evaluators.fraction > 0
         self._roles = roles(self.shared.model)
+        self._taken = set[str]()  # names of own metrics of which the log told
         self._own = dict[int, Mapping[str, MetricRecord]]()  # own metrics of the clients that replied in this round
 
     def outward(self, tensors: Mapping[str, Tensor]) -> ArrayRecord:
@@ -165,7 +172,17 @@ class OwnRounds(BatchNormStrategy):
         self.server.record = replace(self.record, own_metrics=means, client_metrics=by_client)
         if self.metrics.combines_training and combined is not None:
             return arrays, combined
+        self._say_taken(by_client)
         return arrays, MetricRecord({**(combined or {}), **metrics})
+
+    def _say_taken(self, by_client: Mapping[int, Mapping[str, float]]) -> None:
+        """Tell once of metrics of the user's with a name that means fl-bn's own number in the result."""
+        losses = {client.client: client.loss for client in self.record.accepted}
+        samples = any("samples" in own for own in by_client.values())
+        loss = any(math.isfinite(losses[client]) and own.get("loss", losses[client]) != losses[client] for client, own in by_client.items())
+        for name in [name for name, taken in (("loss", loss), ("samples", samples)) if taken and name not in self._taken]:
+            self._taken.add(name)
+            log(logging.WARNING, TAKEN, name, name)
 
     def evaluators_of(self, server_round: int, clients: list[Client], population: int) -> list[Client]:
         """Return those of ``clients`` that evaluate in this round."""

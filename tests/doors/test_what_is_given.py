@@ -1,0 +1,218 @@
+"""What users give to a federation by mistake: optimisers of other parameters, losses that learn, lists of loaders, empty test sets."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_bn import Federation, SeededBatches, convert, local_round, methods, per_client, server_state
+from fl_bn.methods import Method
+
+KINDS = ("fedavg", "fedbn", "fixbn", "fbn", "hbn", "fedtan")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batches(n: int = 8, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(n, 5, generator=generator), torch.randint(0, 3, (n,), generator=generator))]
+
+
+def fed(method: Method | None = None, model: nn.Module | None = None, clients: Any = None, **named: Any) -> Federation:
+    given = [batches(seed=i) for i in range(3)] if clients is None else clients
+    return Federation(model or net(), method or methods.fedavg(), given, progress=False, **named)
+
+
+# Optimisers and schedulers
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_optimiser_of_other_parameters_is_refused(name: str) -> None:
+    """Before, every round ran and no weight changed, in every method, without a word."""
+    method, model = getattr(methods, name)(), net()
+    with pytest.raises(ValueError, match="SGD with 6 of 6 parameters that are not those that it was given"):
+        fed(method, model, optimizer=lambda parameters: torch.optim.SGD(model.parameters(), lr=0.1))
+    ready = torch.optim.SGD(net().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="not those that it was given"):
+        fed(method, model, optimizer=lambda parameters: ready)
+    more = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match="SGD with 1 of 7 parameters"):
+        fed(method, model, optimizer=lambda parameters: torch.optim.SGD([*parameters, more], lr=0.1))
+    good = fed(method, model, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))  # control
+    before = good.model[0].weight.clone()
+    list(good.run(1))
+    assert not torch.equal(before, good.model[0].weight)
+
+
+def test_an_optimiser_that_forgets_its_argument_later_is_refused_in_its_round() -> None:
+    """The function may behave well once: the check is of each round, too."""
+    made: list[torch.optim.Optimizer] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, lr=0.1))
+        return made[0]
+
+    with pytest.raises(ValueError, match="not those that it was given") as refused:
+        list(fed(optimizer=make).run(1))
+    assert refused.value.__notes__ == ["at client 0, in round 1"]
+
+
+def test_a_part_of_the_parameters_is_no_mistake() -> None:
+    some = fed(optimizer=lambda parameters: torch.optim.SGD(list(parameters)[:2], lr=0.1))
+    before = copy.deepcopy(some.model.state_dict())
+    list(some.run(1))
+    assert not torch.equal(before["0.weight"], some.model[0].weight)
+    assert torch.equal(before["3.weight"], some.model[3].weight)
+
+
+def test_a_scheduler_of_another_optimiser_is_refused() -> None:
+    other = torch.optim.SGD(net().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="StepLR of another optimiser than the one that it was given"):
+        fed(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(other, 1))
+    list(fed(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)).run(1))  # control
+
+
+# Losses
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output * self.t, targets)
+
+
+class Holds:
+    def __init__(self) -> None:
+        self.inner = Temperature()
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        return self.inner(output, targets)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("loss", [Temperature(), Holds()], ids=["a module", "an object with one"])
+def test_a_loss_that_would_learn_is_refused(loss: Any) -> None:
+    with pytest.raises(ValueError, match="Temperature has a parameter to learn, 't', but only the network's parameters are trained"):
+        fed(loss=loss)
+    fixed = Temperature().requires_grad_(False)  # control
+    list(fed(loss=fixed).run(1))
+    list(fed(loss=nn.CrossEntropyLoss(weight=torch.ones(3))).run(1))
+
+
+# Batches and loaders
+
+
+def test_a_client_without_test_samples_counts_in_no_mean() -> None:
+    for name in ("fedavg", "fedbn"):
+        some = fed(getattr(methods, name)(), test=per_client([batches(8, 5), batches(4, 6), []]))
+        (record,) = some.run(1)
+        assert set(record.client_evaluation) == {0, 1}
+        first, second = (record.client_evaluation[client] for client in (0, 1))
+        assert record.evaluation["loss"] == pytest.approx((8 * first["loss"] + 4 * second["loss"]) / 12)
+
+
+@pytest.mark.parametrize("test", [[], per_client([[], [], []])], ids=["one", "each"])
+def test_no_test_batch_at_all_is_said(test: Any) -> None:
+    with pytest.raises(ValueError, match="test has no batch: give test batches, or None"):
+        list(fed(test=test).run(1))
+
+
+def loader() -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(*batches()[0]), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("give", "words"),
+    [
+        (lambda: fed(clients=loader()), "clients: expected a loader for each client, but got a single DataLoader"),
+        (lambda: fed(clients=SeededBatches(*batches()[0], 4)), "expected a loader for each client, but got a single SeededBatches"),
+        (lambda: fed(clients=batches()), "client 0: expected batches, but got a single one"),
+        (lambda: fed(clients=[{"x": torch.ones(2), "y": torch.ones(2)}]), "client 0: expected batches, but got a single one"),
+        (lambda: fed(clients=[torch.ones(4, 5)]), "client 0: expected batches, but got a single one"),
+        (lambda: fed(test=[loader(), loader(), loader()]), r"test: expected batches, but got a list of DataLoader objects.*per_client"),
+        (lambda: fed(clients=[[loader()]]), "client 0: expected batches, but got a list of DataLoader objects"),
+        (lambda: fed(test=batches()[0]), "test: expected batches, but got a single one"),
+    ],
+)
+def test_what_is_no_loader_is_refused_before_round_1(give: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        give()
+
+
+def test_an_error_of_torch_s_names_client_and_round() -> None:
+    double = [(batches()[0][0].double(), batches()[0][1])]
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        list(fed(clients=[batches(), double]).run(1))
+    assert raised.value.__notes__ == ["at client 1, in round 1"]
+
+
+# Rounds
+
+
+def test_a_run_that_was_over_is_gone_on_with_as_another(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    done = fed(clients=[SeededBatches(*batches()[0], 4)])
+    list(done.run(2))
+    done.checkpoint(tmp_path / "state.safetensors")
+    again = fed(clients=[SeededBatches(*batches()[0], 4)])
+    again.resume(tmp_path / "state.safetensors")
+    with caplog.at_level(logging.INFO):
+        assert [record.round for record in again.run(3)] == [1, 2, 3]
+    assert "the saved run of 2 rounds is over: run(3) is another run, which begins with its model" in caplog.messages
+    assert [record.round for record in done.run(3)] == [1, 2, 3]  # as a second call is
+    assert all(torch.equal(own, other) for own, other in zip(done.model.parameters(), again.model.parameters(), strict=True))
+
+
+def test_fewer_than_no_rounds_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected 0 rounds or more, but got run\(-1\)"):
+        list(fed().run(-1))
+
+
+# Loops of one's own
+
+
+@pytest.mark.parametrize("name", KINDS[:-1])
+def test_a_reply_without_a_step_is_an_error_at_the_client(name: str) -> None:
+    """A loop that trains another network, or nothing. Before, the server refused the reply for steps of 0, or counted it."""
+    method = getattr(methods, name)()
+    state, model, other = server_state(net(), method, rounds=4), convert(net(), method), net()
+    with local_round(model, method, state.instruction()) as round:
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        F.cross_entropy(other(batches()[0][0]), batches()[0][1]).backward()
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"no step on round\.model was made in round 1, so there is nothing to send"):
+        round.reply(8)
+    with local_round(model, method, state.instruction()) as round:  # control
+        if name == "hbn":
+            round.measure(batches())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        F.cross_entropy(model(batches()[0][0]), batches()[0][1]).backward()
+        optimizer.step()
+    assert round.reply(8)[0].samples == 8
+
+
+def test_the_source_checks_what_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the check in each round: without it, a round trains nothing."""
+    made: list[torch.optim.Optimizer] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, lr=0.1))
+        return made[0]
+
+    monkeypatch.setattr("fl_bn.federation.engines.clients.check_parameters", lambda *given: None)
+    some = fed(optimizer=make)
+    before = some.model[0].weight.clone()
+    list(some.run(1))
+    assert torch.equal(before, some.model[0].weight)
