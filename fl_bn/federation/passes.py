@@ -28,6 +28,10 @@ from fl_bn.federation.values import Instruction, RoundReplies
 from fl_bn.methods import INPUTS, NORMALISERS, Phase, Refresh
 
 LOGGER = logging.getLogger("flwr")
+NOT_MEASURED = (
+    "before round 1: the statistics of no client could be measured, so training begins with those of the network (mean 0, variance 1 in a "
+    "new one). The warnings above say why; calibrate=0 leaves these exchanges out"
+)
 MISSING = "{client}'s statistics are missing from the exchange: {reason}"
 Ask = Callable[[Instruction], RoundReplies | None]
 """A function that lets clients measure, and returns their replies. It returns None if the transport cannot do so."""
@@ -129,8 +133,10 @@ class Passes:
             if rounds == 0:
                 show(measured)
         if self.outcomes and rounds > 0:
-            exchanges = measured.record.exchanges or measured.outcome.number
-            LOGGER.info("before round 1: statistics measured, by %d exchange%s with all clients", exchanges, "s" * (exchanges != 1))
+            if not measured.outcome.clients:
+                LOGGER.warning(NOT_MEASURED)
+            else:
+                LOGGER.info("before round 1: statistics measured, by %s", self._in_words(measured, policy.clients, "all clients"))
         if self.outcomes and self.rescales(rounds):
             shared.load(tensors)
             shared.to_unit_scale()
@@ -153,18 +159,24 @@ class Passes:
             The shared tensors with the new statistics.
         """
         method, shared = self.server.method, self.server.shared
-        refresh, exchanges = method.refresh, 0
+        refresh, words = method.refresh, "no exchange"
         if refresh is Refresh.REPORTED:
             shared.load(tensors)
             shared.store(shared.reported)
             return shared.tensors()
         most, what = (1, NORMALISERS) if refresh is Refresh.HYBRID else (UNTIL_STILL, INPUTS)
         for measured in self._passes(transport, round, tensors, most, measured=what):
-            tensors, exchanges = measured.tensors, measured.record.exchanges or measured.outcome.number
-        who = "the cohort" if method.measures_cohort(round) else "all clients"
-        message = "round %s: statistics for the evaluation: %s, by %d exchange%s with %s"
-        LOGGER.info(message, round, refresh.value, exchanges, "s" * (exchanges != 1), who)
+            tensors = measured.tensors
+            who = "the cohort" if method.measures_cohort(round) else "all clients"
+            words = self._in_words(measured, len(measured.record.clients), who)
+        LOGGER.info("round %s: statistics for the evaluation: %s, by %s", round, refresh.value, words)
         return tensors
+
+    @staticmethod
+    def _in_words(measured: Measured, asked: int, who: str) -> str:
+        """Say how many exchanges there were, and with whom: ``who`` if the statistics of all ``asked`` clients could be used."""
+        exchanges, clients = measured.record.exchanges or measured.outcome.number, measured.outcome.clients
+        return f"{exchanges} exchange{'s' * (exchanges != 1)} with {who if clients >= asked else f'{clients} of {asked} clients'}"
 
     def _passes(
         self, transport: Transport, round: int, tensors: Named, most: int, tolerance: float = 0.0, measured: str = INPUTS
