@@ -95,6 +95,19 @@ def wait_until(what: str, done: Callable[[], Any], timeout: float = 60.0, pause:
     return result
 
 
+def farewell(process: subprocess.Popen[bytes]) -> None:
+    """End a SuperNode so that it says goodbye: the server takes one that is killed for online, and its key for in use, for a minute.
+
+    One that the server refuses may not end by itself, so it is killed after ten seconds.
+    """
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 class Federation:
     """Run a deployed federation inside a ``with`` block; at its end, all processes are ended.
 

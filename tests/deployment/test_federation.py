@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -23,7 +24,7 @@ from fl_bn_site.commands import environment
 from fl_bn_site.folders import ServerFolder
 from fl_bn_site.kit import KitPlan, create
 from fl_bn_site.status import status
-from tests.deployment.federation import SMALL, Federation, check_bits, differing, free_ports, in_process, wait_until
+from tests.deployment.federation import SMALL, Federation, check_bits, differing, farewell, free_ports, in_process, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 WAIT = 45.0  # seconds for a node to be refused
@@ -91,8 +92,9 @@ def supernode(
             code: int | None = process.wait(WAIT if over is None else 0)
         except subprocess.TimeoutExpired:
             code = None
-            os.killpg(process.pid, signal.SIGTERM)  # it says goodbye: the server takes one that is killed for online, for a minute
-            process.wait(60)
+            farewell(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it had started
     return code, output.read_text(errors="replace")
 
 

@@ -21,7 +21,7 @@ from fl_bn_site.commands import commands
 from fl_bn_site.folders import SiteFolder
 from fl_bn_site.kit import KitPlan, create
 from fl_bn_site.verify import verify
-from tests.deployment.federation import Federation, wait_until
+from tests.deployment.federation import Federation, farewell, wait_until
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/who-may-do-what.md"
@@ -253,7 +253,7 @@ def test_a_key_that_is_not_registered_is_shut_out(federation: Federation, tmp_pa
             try:
                 wait_until(name, lambda name=name: [w for w in ANSWERS if w in (tmp_path / name).read_text()], 120)
             finally:
-                process.terminate()  # it says goodbye: the server takes one that is killed for online, and its key for in use, for a minute
+                farewell(process)
         said[name] = (tmp_path / name).read_text()
     assert "No SuperNode found with the given public key" in said["stranger"]
     assert "SuperNode ID" not in said["stranger"]
