@@ -27,7 +27,7 @@ from fl_bn.federation.engines.clients import Clients, Own
 from fl_bn.federation.engines.local import LocalTransport
 from fl_bn.federation.engines.vectorised import ENGINES, VECTORISED
 from fl_bn.federation.engines.workers import MOST_WORKERS
-from fl_bn.federation.loaders import Loader, check_clients, check_loader, generators
+from fl_bn.federation.loaders import Loader, check_clients, check_loader, check_not_one_batch, generators
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.passes import Passes
 from fl_bn.federation.payload import Named
@@ -171,6 +171,10 @@ class Federation:
         check_learns(model)
         tasks, makers = tasks_of(task, loss, metrics, count), optimizers_of(optimizer, count)
         self.task = tasks[0]
+        for number, (loader, own_task) in enumerate(zip(clients, tasks, strict=True)):
+            check_not_one_batch(f"client {number}", loader, own_task)
+            if self.tests is not None:
+                check_not_one_batch(f"test of client {number}", self.tests[number], own_task)
         trial = copied(model)  # not ``model``, which a function that ignores its argument may know
         examples = {id(make): make(trial.parameters()) for make in makers}
         for example in examples.values():

@@ -13,6 +13,7 @@ from fl_bn.data.batches import cuts, draw_batches
 from fl_bn.federation.local import Samples
 from fl_bn.federation.settings import seeded
 from fl_bn.federation.sources import BATCHES, IndexBatches
+from fl_bn.task import Task
 
 Loader = Iterable[Any]
 """Batches that can be iterated over many times, such as a DataLoader or a list. The task reads each batch."""
@@ -33,12 +34,10 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
         again: Whether the batches are iterated over more than once.
 
     Raises:
-        ValueError: ``loader`` is not iterable, or it is a single batch, or a list of loaders. Or ``again`` is True, and it is an
-            iterator (a generator, ``zip``, ``map``).
+        ValueError: ``loader`` is not iterable, or it is a list of loaders. Or ``again`` is True, and it is an iterator (a
+            generator, ``zip``, ``map``).
     """
     first = loader[0] if isinstance(loader, list | tuple) and loader else None
-    if isinstance(loader, Mapping | torch.Tensor) or isinstance(first, torch.Tensor):
-        raise ValueError(f"{whose}: expected batches, but got a single one: give a list of batches, [(inputs, targets)]")
     if isinstance(first, DataLoader | SeededBatches):
         raise ValueError(
             f"{whose}: expected batches, but got a list of {type(first).__name__} objects, each of which has batches: give one of them, or "
@@ -48,6 +47,22 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
         raise ValueError(f"{whose}: expected batches, but got a {type(loader).__name__}. {REITERABLE}")
     if again and isinstance(loader, Iterator):
         raise ValueError(f"{whose}: expected batches that can be iterated over again, but got a {type(loader).__name__}. {REITERABLE}")
+
+
+def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
+    """Check that ``loader`` is not a single batch. A task that overrides ``read`` may take any batches, so nothing is checked then.
+
+    Args:
+        whose: The start of the error message, such as ``client 3``.
+        loader: The batches.
+        task: Reads the batches.
+
+    Raises:
+        ValueError: ``loader`` is a tensor or a dict, or its first element is a tensor.
+    """
+    first = loader[0] if isinstance(loader, list | tuple) and loader else None
+    if type(task).read is Task.read and (isinstance(loader, Mapping | torch.Tensor) or isinstance(first, torch.Tensor)):
+        raise ValueError(f"{whose}: expected batches, but got a single one: give a list of batches, [(inputs, targets)]")
 
 
 def check_clients(clients: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_bn import Federation, SeededBatches, convert, local_round, methods, per_client, server_state
+from fl_bn import Federation, Regression, SeededBatches, convert, local_round, methods, per_client, server_state
 from fl_bn.methods import Method
 
 KINDS = ("fedavg", "fedbn", "fixbn", "fbn", "hbn", "fedtan")
@@ -144,12 +144,27 @@ def loader() -> DataLoader[tuple[Tensor, ...]]:
         (lambda: fed(clients=[torch.ones(4, 5)]), "client 0: expected batches, but got a single one"),
         (lambda: fed(test=[loader(), loader(), loader()]), r"test: expected batches, but got a list of DataLoader objects.*per_client"),
         (lambda: fed(clients=[[loader()]]), "client 0: expected batches, but got a list of DataLoader objects"),
-        (lambda: fed(test=batches()[0]), "test: expected batches, but got a single one"),
+        (lambda: fed(test=batches()[0]), "test of client 0: expected batches, but got a single one"),
     ],
 )
 def test_what_is_no_loader_is_refused_before_round_1(give: Callable[[], Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         give()
+
+
+class Itself(Regression):
+    """Learn to reproduce the inputs: a batch is one tensor."""
+
+    def read(self, batch: Any) -> tuple[Any, Any]:
+        return batch, batch
+
+
+def test_control_a_task_that_reads_tensors_gets_lists_of_tensors() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+    inputs = [x for x, _ in batches()]
+    (record,) = fed(model=model, clients=[inputs, inputs], test=inputs, task=Itself()).run(1)
+    assert record.loss > 0
 
 
 def test_an_error_of_torch_s_names_client_and_round() -> None:
