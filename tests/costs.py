@@ -262,7 +262,6 @@ EVERY_THIRD = (
 """Tests with many cases, of which neighbours are similar. Every third case runs by default; the others are slow ones."""
 
 MANY = (
-    "tests/loops/test_real_networks.py::test_a_round_is_what_plain_pytorch_computes",
     "tests/experiment/test_resume.py::test_wherever_it_stops",
     *ENOUGH,
     *EVERY_THIRD,
