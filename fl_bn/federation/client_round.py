@@ -113,7 +113,7 @@ def train(
     like, parameters = inputs_like(model), round.parameters
     if optimizer is None:
         optimizer = settings.make_optimizer(parameters.values(), rate)
-    how, limit = settings.clipping(round.method.freezes_statistics(round.phase))
+    how, limit = settings.clip, settings.clip_limit
     head = head_of(model) if how == "adaptive" else None
     if how == "round":
         batches, number = counted(batches)

@@ -22,8 +22,6 @@ PATH = 20.0
 """Limit of ``round`` for networks that normalise with constants in training (FBN, partly HBN): chosen by experiments."""
 STEP = 1.0
 """Limit of ``round`` for such networks in a round of one local step: chosen by experiments, see docs/methods/fbn.md."""
-FROZEN = 0.1
-"""Limit of ``adaptive`` for rounds with frozen statistics: chosen by experiments, see docs/methods/fixbn.md."""
 SMALLEST = 1e-3  # the smallest norm that weights count with; otherwise weights that start at zero could never change
 
 

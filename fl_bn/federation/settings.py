@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fl_bn.data.augment import AUGMENTATIONS
 from fl_bn.data.batches import Indices, cuts, distinct, draw_batches
-from fl_bn.federation.clipping import CLIPS, FROZEN, PATH, STEP, norm_in_round
+from fl_bn.federation.clipping import CLIPS, PATH, STEP, norm_in_round
 from fl_bn.federation.eager import SGD, Adam
 from fl_bn.federation.momentum import MAINTAIN
 from fl_bn.objectives import PLAIN, Objective
@@ -60,8 +60,6 @@ class LocalTraining(Options):
             of the gradient. ``adaptive``: the largest norm of a unit's gradient, as a share of the norm of its weights.
         step_clip: The limit of ``clip="round"`` in a round of one local step, computed without momentum. 0:
             ``clip_limit`` holds there, too.
-        frozen_clip: The limit of ``adaptive`` clipping in rounds with frozen statistics, which then replaces ``clip``.
-            0: these rounds clip as other rounds do.
         weigh_all: Whether a client's weight in averages is the number of all its samples. False: the number of
             different samples that it trained on in the round.
         drop_last: Whether a last batch smaller than ``batch_size`` is left out. A client with fewer samples
@@ -103,7 +101,7 @@ class LocalTraining(Options):
         "how clients clip gradients; norm: to a norm over all parameters; round: the same, with the norm at which SGD moves the weights by "
         "at most clip-limit in a round; value: each number; adaptive: each output unit, relative to the norm of its weights (FedWon); "
         f"auto: round with limit {PATH:g} for hbn, fbn and freeze-after=0 with several local steps, and with limit {STEP:g} for fbn with "
-        f"one; else none, but adaptive with limit {FROZEN:g} once statistics are frozen",
+        "one; else none",
         ("auto", *CLIPS),
         run="auto",
     )
@@ -115,7 +113,6 @@ class LocalTraining(Options):
         used=CLIP_LIMITS,
     )
     step_clip: float = 0.0
-    frozen_clip: float = 0.0
     weigh_all: bool = option(
         False,
         "weight of a client in the average of the weights; samples: the number of different samples that it trained on in the round; data: "
@@ -162,9 +159,8 @@ class LocalTraining(Options):
                 f"but got steps={self.steps}, epochs={self.epochs} and optimizer={self.optimizer!r}"
             )
         check_name("clip", self.clip, CLIPS)  # the caller, which knows the method, has resolved "auto"
-        for name in ("step_clip", "frozen_clip"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be >= 0 and finite, but got {getattr(self, name)}")
+        if not 0 <= self.step_clip < math.inf:
+            raise ValueError(f"step_clip must be >= 0 and finite, but got {self.step_clip}")
         if self.clip == "round" and self.optimizer != "sgd":
             raise ValueError(f"clip='round' needs optimizer='sgd', but got {self.optimizer!r}: set optimizer='sgd' or clip='norm'")
         self._check_maintain()
@@ -185,19 +181,11 @@ class LocalTraining(Options):
             raise ValueError(
                 f"{objective.name} is for several local steps, but update='gradients' sends one gradient: set objective='none'"
             )
-        if objective.travels and (self.optimizer != "sgd" or self.momentum > 0 or self.clip != "none" or self.frozen_clip):
+        if objective.travels and (self.optimizer != "sgd" or self.momentum > 0 or self.clip != "none"):
             raise ValueError(
                 f"{objective.name}'s control variates are means of the gradients of plain SGD, so it needs optimizer='sgd', momentum=0 "
                 f"and clip='none', but got optimizer={self.optimizer!r}, momentum={self.momentum} and clip={self.clip!r}"
             )
-
-    def clipping(self, frozen: bool) -> tuple[str, float]:
-        """Return how gradients are clipped (one of ``CLIPS``), and the limit.
-
-        Args:
-            frozen: Whether the statistics are frozen in the round.
-        """
-        return ("adaptive", self.frozen_clip) if frozen and self.frozen_clip else (self.clip, self.clip_limit)
 
     def norm_in_round(self, learning_rate: float, steps: int) -> float:
         """Return the largest norm of a gradient under ``clip="round"``, in a round of ``steps`` local steps.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fl_bn.exchange.settings import Certificates, ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
-from fl_bn.federation.clipping import FROZEN, STEP, chosen
+from fl_bn.federation.clipping import STEP, chosen
 from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import Defence
 from fl_bn.federation.engines.vectorised import VECTORISED
@@ -302,11 +302,8 @@ class RunConfig(RunKeys):
         bounds = self._bounds_paths() and self.method not in FEDTAN and not objective.travels and self.update == "weights"
         drifts = method.uses_shared(self.rounds) if self.local_steps != 1 else method.starts_small
         clip, limit = chosen(self.clip, self.clip_limit, drifts=bounds and drifts)
-        corrects = objective.on and objective.travels
-        clips_frozen = self.clip == "auto" and not method.starts_constant(self.rounds) and self.update == "weights" and not corrects
         step = STEP if self.clip == "auto" and clip == "round" and method.starts_small else 0.0
-        decided = {"clip": clip, "clip_limit": limit, "step_clip": step, "frozen_clip": FROZEN if clips_frozen else 0.0}
-        return self._value(LocalTraining, objective=objective, **decided)
+        return self._value(LocalTraining, objective=objective, clip=clip, clip_limit=limit, step_clip=step)
 
     def build_objective(self) -> Objective:
         """Make the local objective, with its options."""

@@ -139,9 +139,6 @@ def _composition(config: RunConfig) -> list[str]:
     if (training := config.local_training()).clip != "none":
         limit = training.step_clip if training.steps == 1 and training.step_clip else training.clip_limit
         parts.append(f"gradients clipped ({training.clip}, {limit:g})")
-    method = config.build_method()
-    if training.frozen_clip and any(method.freezes_statistics(method.phase(round, config.rounds)) for round in (1, config.rounds)):
-        parts.append(f"gradients of frozen rounds clipped (adaptive, {training.frozen_clip:g})")
     if config.server_optimizer != "fedavg":
         parts.append(f"server optimizer `{config.server_optimizer}` at {config['server-learning-rate']:g}")
     if config.secure_aggregation:

@@ -224,7 +224,6 @@ def test_what_the_keys_make_is_the_paper_s(name: str) -> None:
         assert config.round_policy().calibrate == 0 or not method.uses_shared(config.rounds)  # so no unit scale, either
         assert not method.centre
         training = config.local_training()
-        assert training.frozen_clip == 0
         if cell.axes.get("algorithm") not in ("SCAFFOLD", "FedWon"):
             assert (training.clip, training.clip_limit) == ("norm", 10.0)
         half = config.rounds // 2

@@ -358,7 +358,6 @@ def test_our_defaults_are_off(name: str) -> None:
             assert config["fbn-momentum"] == 0.1  # in the place of tracking
             assert config.calibrate == 0  # and so no unit scale
         assert training.clip == "none"
-        assert not training.frozen_clip
         assert method.frozen_rate == 1 or config.method not in ("fixbn", "fedtan2")
 
 

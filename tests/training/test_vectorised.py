@@ -184,16 +184,6 @@ def test_frozen_rounds(what: str) -> None:
     assert_equal(cohort, replace(cohort, phase=Phase.TRAIN))
 
 
-def test_frozen_rounds_are_clipped_and_no_others() -> None:
-    settings, method = replace(EPOCHS, frozen_clip=0.05), METHODS["fixbn"](freeze_after=0)
-    cohort = Cohort(method, settings, UNEQUAL, phase=Phase.FROZEN)
-    assert_equal(cohort, replace(cohort, settings=EPOCHS))
-    adaptive = replace(cohort, settings=replace(EPOCHS, clip="adaptive", clip_limit=0.05))
-    assert off(adaptive.one_by_one(), cohort.one_by_one()) == 0
-    before = replace(cohort, phase=Phase.TRAIN)
-    assert off(before.one_by_one(), replace(before, settings=EPOCHS).one_by_one()) == 0
-
-
 @pytest.mark.parametrize("report", ["first", "pass", "all"])
 def test_what_fbn_reports(report: str) -> None:
     cohort = Cohort(fbn(report=report), EPOCHS, UNEQUAL)

@@ -284,7 +284,7 @@ class _Training:
         self.objective = self.settings.objective.begin(Start(template, self.trained, shared))
         head = head_of(template)
         self.head = [p for name, p in self.trained.items() if head and name.rpartition(".")[0] == head[0]]
-        self.clip, limit = self.settings.clipping(first.method.freezes_statistics(first.phase))
+        self.clip, limit = self.settings.clip, self.settings.clip_limit
         limits = [limit] * len(rounds)
         if self.clip == "round":
             limits = [self.settings.norm_in_round(rate, steps) for steps in self.lengths]
