@@ -41,8 +41,8 @@ class DataKeys:
     frozen_rate: float = option(
         0.0,
         "upper limit of the learning rate in rounds with frozen statistics, as a share of the highest rate before them; 1: the schedule "
-        f"alone decides; 0: the default limit, {BOUNDED_FROZEN_RATE:g} where gradients are clipped and centred, else {FROZEN_RATE:g} "
-        f"(fedtan2: {FEDTAN2_RATE:g})",
+        f"alone decides; 0: the default limit, {BOUNDED_FROZEN_RATE:g} with clip='auto' and SGD (or gradients clipped otherwise) if "
+        f"gradients are centred, else {FROZEN_RATE:g} (fedtan2: {FEDTAN2_RATE:g})",
         "0 or (0, 1]",
         used=when.FREEZES_LATER,
     )
