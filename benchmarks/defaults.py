@@ -9,9 +9,10 @@ run again. The most informative cells come first. Centralised training is run on
 only in which client has which sample.
 
 Columns: ``at_freeze`` is the accuracy after half of the rounds, where FixBN freezes; ``lowest`` is the lowest
-accuracy afterwards; ``seconds`` is processor time. ``growth`` tells how far standard deviations rise. In each evaluated
-round, each layer's standard deviation (geometric mean over channels) is divided by its lowest value so far; ``growth`` is
-the largest of these ratios. It is 1 for a method that shares no statistics.
+accuracy afterwards; ``seconds`` is processor time, empty for a cell that ran on a GPU (``--gpu``) or was copied.
+``growth`` tells how far standard deviations rise. In each evaluated round, each layer's standard deviation (geometric
+mean over channels) is divided by its lowest value so far; ``growth`` is the largest of these ratios. It is 1 for a
+method that shares no statistics.
 """
 
 from __future__ import annotations
@@ -79,12 +80,13 @@ def cells() -> Iterator[Key]:
                 yield data, regime, method, steps, rounds, seed
 
 
-def cell(key: Key, folder: str) -> dict[str, Any]:
+def cell(key: Key, folder: str, gpu: bool = False) -> dict[str, Any]:
     """Run one cell; return its line of the CSV file, column -> value.
 
     Args:
         key: The cell.
         folder: The folder that has cifar10.npz.
+        gpu: Whether to train on the GPU, the clients of a cohort as one program. Their sums have another order than on the CPU.
     """
     from fl_bn.run.assembly import limit_threads
     from fl_bn.run.config import RunConfig
@@ -94,14 +96,15 @@ def cell(key: Key, folder: str) -> dict[str, Any]:
     data, regime, method, steps, rounds, seed = key
     keys = {name: str(value).format(data=folder) if name == "data-path" else value for name, value in DATA[data].items()}
     axes = {"local-steps": steps, "rounds": rounds, "seed": seed, "evaluate-every": EVERY[rounds], "output": ""}
-    config = RunConfig.from_mapping({**keys, **REGIMES[regime], **axes, "method": "fedavg" if method == CENTRALISED else method})
+    where = {"device": "cuda" if gpu else "auto", "engine": "vectorised" if gpu and method != CENTRALISED else "sequential"}
+    config = RunConfig.from_mapping({**keys, **REGIMES[regime], **axes, **where, "method": "fedavg" if method == CENTRALISED else method})
     begin = time.process_time()
     curve, growth = _centralised(config) if method == CENTRALISED else _federated(config)
     after = [value for round, value in curve if round > rounds // 2]
     at_freeze = next((value for round, value in curve if round == rounds // 2), float("nan"))
     lowest, last = (min(after), after[-1]) if after and curve[-1][0] == rounds else (float("nan"), float("nan"))
     shown = json.dumps([value for _, value in curve])
-    values = (*key, last, at_freeze, lowest, round(growth, 2), shown, round(time.process_time() - begin, 1))
+    values = (*key, last, at_freeze, lowest, round(growth, 2), shown, "" if gpu else round(time.process_time() - begin, 1))
     return dict(zip(FIELDS, values, strict=True))
 
 
@@ -273,6 +276,7 @@ def main(
     data: Annotated[str, typer.Option(help="folder that has cifar10.npz")] = "../shared/data",
     methods: Annotated[str, typer.Option(help="methods to run, separated by commas")] = ",".join(METHODS),
     seconds: Annotated[float, typer.Option(help="begin no new cell after this many seconds")] = float("inf"),
+    gpu: Annotated[bool, typer.Option("--gpu", help="train on the GPU, the clients of a cohort as one program")] = False,
     table_of: Annotated[Path | None, typer.Option("--table", help="folder with grid.csv; table.md is written there")] = None,
 ) -> None:
     """Run the cells that ``--output`` lacks, or write the tables of finished cells with ``--table``."""
@@ -291,7 +295,7 @@ def main(
                 continue
             if time.monotonic() - begin > seconds:
                 break
-            row = shared(key, done) or cell(key, data)
+            row = shared(key, done) or cell(key, data, gpu)
             done[key] = {name: str(value) for name, value in row.items()}
             writer.writerow(row)
             file.flush()

@@ -99,7 +99,7 @@ def test_fixbn_freezes_at_half_just_when_the_rate_falls_tenfold() -> None:
         assert [method.phase(n, 640) for n in (320, 321)] == [Phase.TRAIN, Phase.FROZEN]
         rates = [method.learning_rate(rate, n, 640) for n in (1, 320, 321, 480, 481, 640)]
         assert rates == pytest.approx([0.02, 0.02, 0.002, 0.002, 0.0002, 0.0002])
-        assert config.local_training().clipping(frozen=True)[0] == "none"
+        assert config.local_training().clip == "none"
     cosine = RunConfig.from_mapping({"method": "fixbn", "rounds": 640, "learning-rate": 0.02}).schedule()
     assert cosine(321, 640) == pytest.approx(0.01)
 
