@@ -335,7 +335,7 @@ FROZEN_RATE = 0.1
 section 5 and Table G)."""
 BOUNDED_FROZEN_RATE = 0.15
 """Share of the learning rate after the freeze for every method, in bounded training with centred gradients: the largest that was tried at
-which accuracy never fell below its level at the freeze, however many the local steps. See docs/methods/fixbn.md."""
+which accuracy never fell more than 2 points below its level at the freeze, however many the local steps. See docs/methods/fixbn.md."""
 
 
 def freeze(
