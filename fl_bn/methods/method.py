@@ -399,7 +399,7 @@ def frozen_rate(unbounded: float = FROZEN_RATE) -> Any:
     """Declare the option ``frozen-rate``, for methods that always freeze their statistics (FixBN, FedTAN-II).
 
     Args:
-        unbounded: the method's default share of the learning rate, but with ``clip="auto"`` and SGD.
+        unbounded: the method's default share of the learning rate in training that is not bounded (``Method.bounded``).
     """
     return option(
         None,
