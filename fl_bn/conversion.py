@@ -7,9 +7,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from fl_bn.composed import Unconvertible
 from fl_bn.derived import copied
 from fl_bn.kinds import is_plain, kind_of
-from fl_bn.layers import OwnBatchNorm, Unconvertible, followed, freeze_statistics
+from fl_bn.layers import OwnBatchNorm, followed, freeze_statistics
 from fl_bn.methods.method import Method
 from fl_bn.modes import MARK, remember_modes
 from fl_bn.roles import BUFFER_ROLES, observes, roles, state_constants

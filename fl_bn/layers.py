@@ -12,77 +12,20 @@ This file also makes group and instance normalisation, which the baselines use i
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import wraps
-from typing import Any, ClassVar, Self, TypeVar, cast
+from collections.abc import Callable, Container
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_bn.composed import Composed, Unconvertible, composed
 from fl_bn.hybrid import inside_transform, mixture, normalise, plain
-from fl_bn.modes import held_layers
-from fl_bn.moments import Moments, Running, channel_moments, ema, pool
+from fl_bn.moments import Moments, channel_moments
 from fl_bn.roles import batch_norms
 
 M = TypeVar("M", bound=nn.Module)
-F_ = TypeVar("F_", bound=Callable[..., Any])
-
-
-class Unconvertible(ValueError):
-    """Signal that replacing a layer would change what the network computes. The message says why and what to do."""
-
-
-class Composed(nn.Module):
-    """Abstract base of the layer classes that ``composed`` makes at run time.
-
-    Each of these classes has two base classes. For example, HBN replaces an ``nn.BatchNorm2d`` by a layer whose class is
-    derived from ``HybridBatchNorm`` and ``nn.BatchNorm2d``.
-
-    Attributes:
-        way: the first base class, which decides how the layer computes (``HybridBatchNorm``).
-        kind: the second base class, which is the class of the replaced layer (``nn.BatchNorm2d``).
-    """
-
-    way: ClassVar[type[Composed]]
-    kind: ClassVar[type[nn.Module]]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the layer with the base classes of its class, because pickle cannot import a class that was made at run time."""
-        if "kind" not in vars(type(self)):
-            return super().__reduce_ex__(protocol)
-        return _rebuilt, (_parts(type(self)),), self.__dict__
-
-
-_COMPOSED: dict[tuple[type[Any], type[Any]], type[Any]] = {}
-
-
-def composed(way: type[Any], kind: type[Any]) -> type[Any]:
-    """Return a layer class with the two base classes ``way`` and ``kind``. Equal arguments give the same class.
-
-    Args:
-        way: the first base class, which decides how the layer computes.
-        kind: the second base class: the class of the layer that is replaced.
-    """
-    if (way, kind) not in _COMPOSED:
-        body = {"__module__": way.__module__, "way": way, "kind": kind}
-        _COMPOSED[way, kind] = type(way.__name__, (way, kind), body)
-    return _COMPOSED[way, kind]
-
-
-def _parts(kind: type[Any]) -> tuple[type[Any], ...]:
-    """Return the classes from which ``composed`` made ``kind``: the last applied ``way`` first, the original layer's class last."""
-    return (kind.way, *_parts(kind.kind)) if "kind" in vars(kind) else (kind,)
-
-
-def _rebuilt(parts: tuple[type[Any], ...]) -> Any:
-    *ways, made = parts
-    for way in reversed(ways):
-        made = composed(way, made)
-    return object.__new__(made)
 
 
 class OwnBatchNorm(Composed, _BatchNorm):
@@ -91,13 +34,14 @@ class OwnBatchNorm(Composed, _BatchNorm):
     Attributes:
         frozen: whether the layer normalises with its running statistics and does not update them.
             ``model.train()``, ``layer.train()`` and ``layer.training = True`` do not change that.
-        observation: records the moments of the layer's inputs. None: they are not recorded. A copy of the layer has None.
+        observation: the ``Observation`` that records the moments of the layer's inputs. None: they are not recorded. A copy of
+            the layer has None.
         refills: whether ``reset_running_stats`` was called (by ``torch.optim.swa_utils.update_bn``, say). In training mode
             the layer is then torch's BatchNorm, so that its statistics become those of the data. A round ends this.
     """
 
     frozen = refills = False
-    observation: Observation | None = None
+    observation: Callable[..., None] | None = None
 
     @property
     def training(self) -> bool:
@@ -448,216 +392,3 @@ def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[s
 def mixes_samples(layer: _BatchNorm) -> bool:
     """Return whether ``layer``, in its present mode, normalises a sample with statistics of the sample's own batch."""
     return not isinstance(layer, FederatedBatchNorm) and (layer.training or layer.running_mean is None)
-
-
-def inputs(layer: nn.Module, seen: Moments) -> Moments:
-    """Return ``seen``, the moments of a layer's input, unchanged. This is the default of ``observe``'s argument ``measure``."""
-    return seen
-
-
-def normalisers(layer: nn.Module, seen: Moments) -> Moments:
-    """Return the mean and variance with which a layer in training normalises an input. The moments of the input are ``seen``.
-
-    An HBN layer normalises with a mixture of ``seen`` and its shared statistics, any other layer with ``seen``.
-    """
-    return layer.normaliser(seen) if isinstance(layer, HybridBatchNorm) else seen
-
-
-def in_backward() -> bool:
-    """Return whether autograd's backward pass is running.
-
-    A forward pass during a backward pass repeats an earlier one (activation checkpointing). While ``torch.compile``
-    traces a network, the result is False.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return bool(torch._C._current_graph_task_id() != -1)  # torch.utils.checkpoint tests it in the same way
-
-
-def is_traced() -> bool:
-    """Return whether ``torch.jit.trace`` records the call."""
-    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
-
-
-def learns_from_pass(module: nn.Module) -> bool:
-    """Return whether a forward pass of ``module``, made now, is a training pass.
-
-    ``module`` is in training mode, and gradients are enabled. The pass is no repetition (``in_backward``), and
-    ``torch.jit.trace`` does not record it.
-    """
-    return module.training and torch.is_grad_enabled() and not is_traced() and not in_backward()
-
-
-def itself(x: Tensor) -> Tensor:
-    """Return ``x`` unchanged. This is the default of ``observe``'s argument ``values``."""
-    return x
-
-
-def whole(x: Tensor) -> Tensor:
-    """Return the values of ``x`` as an ordinary tensor without gradients, also inside transformations of ``torch.func``.
-
-    Inside a ``torch.func.vmap`` over B samples, ``x`` looks like one sample of shape (1, C, *). But it wraps the values of
-    all B samples. This function returns them as one batch (B, C, *). With several nested ``vmap``, the dimension of each
-    one is merged into dimension 0.
-    """
-    functorch = torch._C._functorch
-    while torch._C._are_functorch_transforms_active() and functorch.is_functorch_wrapped_tensor(x):
-        rows = functorch.maybe_get_bdim(x) if functorch.is_batchedtensor(x) else None
-        x = functorch.get_unwrapped(x)
-        if rows is not None:
-            x = x.movedim(rows, 0)
-            x = x.flatten(0, 1) if x.dim() > 1 else x
-    return x.detach()
-
-
-def always(layer: nn.Module, x: Tensor) -> bool:
-    """Return True. As the default of ``observe``'s argument ``counts``, this function lets it record every forward pass."""
-    return True
-
-
-def eagerly(function: F_) -> F_:
-    """Return ``function`` as a function that ``torch.compile`` does not compile, but runs in Python.
-
-    ``eagerly`` does not import torch's compiler, because that import is slow.
-    """
-
-    @wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **named)
-        return torch.compiler.disable(function)(*args, **named)
-
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable sets the same marks
-    call._torchdynamo_disable_msg = (  # type: ignore[attr-defined]  # a part of torch's error with fullgraph=True
-        "fl-bn measures or exchanges the statistics of this batch in Python: call torch.compile(..., fullgraph=False)"
-    )
-    return cast(F_, call)
-
-
-class Observation:
-    """Record the moments of one layer's inputs. A copy or a pickle of the layer has no ``Observation``."""
-
-    def __init__(
-        self,
-        record: Callable[[nn.Module, Moments], None],
-        counts: Callable[[nn.Module, Tensor], bool],
-        outer: Observation | None = None,
-        values: Callable[[Tensor], Tensor] = itself,
-    ) -> None:
-        """Set the functions that select and record the inputs.
-
-        Args:
-            record: ``(layer, moments)``, called for every input for which ``counts`` returns True.
-            counts: ``(layer, x) -> bool``, whether an input is recorded.
-            outer: the layer's previous ``Observation``, which is also called for every input. None: there is none.
-            values: a function that is applied to an input inside a transformation of ``torch.func``. ``whole`` returns
-                the rows of all ``vmap`` dimensions as one batch. ``itself`` changes nothing.
-        """
-        self._record, self._counts, self._outer, self._values = record, counts, outer, values
-
-    @eagerly
-    def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
-        """Record the moments of the input ``x`` (B, C, *), if ``counts`` returns True for it.
-
-        Args:
-            layer: the layer.
-            x: its input.
-            batch: mean and biased variance of ``x``, (C,) each, if the layer has computed them.
-        """
-        if self._outer is not None:
-            self._outer(layer, x, batch)
-        if torch._C._are_functorch_transforms_active() and (values := self._values(x)) is not x:
-            x, batch = values, None
-        if not self._counts(layer, x):
-            return
-        if batch is None:
-            self._record(layer, Moments.of(x))
-        else:
-            self._record(layer, Moments(x.numel() // x.shape[1], batch[0].detach().double(), batch[1].detach().double()))
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
-        return _nobody, ()
-
-
-def _nobody() -> None:
-    return None
-
-
-@contextmanager
-def observe(
-    model: nn.Module,
-    measure: Callable[[nn.Module, Moments], Moments] = inputs,
-    counts: Callable[[nn.Module, Tensor], bool] = always,
-    values: Callable[[Tensor], Tensor] = itself,
-) -> Iterator[dict[str, list[Moments]]]:
-    """Record the moments of every BatchNorm layer's input during the ``with`` block.
-
-    Layers whose statistics the model's owner has frozen (``modes.held_layers``) are left out. Layers of this project
-    record by their attribute ``observation``, torch's own layers by a hook that is removed after the block. Such hooks
-    have no effect in a compiled network. ``pooled`` combines the result.
-
-    Args:
-        model: the network.
-        measure: ``(layer, moments of the input) -> moments``, returns the moments to record.
-        counts: ``(layer, x) -> bool``, whether a pass is recorded.
-        values: applied to a layer's input before its moments are computed, but only inside a transformation of ``torch.func``.
-            With ``whole``, the samples of all ``vmap`` dimensions count as one batch. ``itself`` changes nothing.
-
-    Yields:
-        A list for each layer, by name, with one ``Moments`` per forward pass.
-    """
-    held = held_layers(model)
-    layers = {name: layer for name, layer in batch_norms(model).items() if name not in held}
-    observed: dict[str, list[Moments]] = {name: [] for name in layers}
-
-    def of(name: str, outer: Observation | None = None) -> Observation:
-        return Observation(lambda layer, seen: observed[name].append(measure(layer, seen)), counts, outer, values)
-
-    with ExitStack() as stack:
-        for name, layer in layers.items():
-            if isinstance(layer, OwnBatchNorm) and not isinstance(layer, FrozenBatchNorm):
-                before = vars(layer).get("observation")
-                layer.observation = of(name, before)
-                stack.callback(_observed_by, layer, before)
-                continue
-            observation = of(name)
-
-            def hook(layer: nn.Module, args: Any, named: Any, observation: Observation = observation) -> None:
-                observation(layer, *args, *named.values())
-
-            stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        yield observed
-
-
-def _observed_by(layer: OwnBatchNorm, observation: Observation | None) -> None:
-    if observation is None:
-        vars(layer).pop("observation", None)
-    else:
-        layer.observation = observation
-
-
-def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
-    """Pool the moments that ``observe`` recorded, for each layer. Layers that received no input are left out."""
-    return {name: pool(parts) for name, parts in observed.items() if parts}
-
-
-def moving_average(layer: _BatchNorm, batches: Sequence[Moments]) -> Moments:
-    """Return the running statistics of ``layer`` after it has seen ``batches`` in order, as torch's BatchNorm updates them.
-
-    Args:
-        layer: a BatchNorm layer with running statistics and a momentum. It is not changed.
-        batches: the moments of the batches.
-
-    Returns:
-        Mean and unbiased variance in float64, with the count of all batches together.
-    """
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    assert layer.momentum is not None
-    running = Running(layer.running_mean, layer.running_var)
-    for batch in batches:
-        running = ema(running, batch.to(layer.running_mean.device), layer.momentum)
-    return Moments(sum(batch.count for batch in batches), *running)

@@ -20,8 +20,9 @@ SOURCES = sorted(file for place in PLACES for file in ROOT.glob(place) if "templ
 ORDER = [  # a module may import from layers above its own, and from its own package
     {"support"},
     {"options", "moments", "roles", "modes", "kinds", "robust"},
-    {"hybrid", "derived"},
+    {"hybrid", "derived", "composed"},
     {"layers", "models", "exchange"},
+    {"observation"},
     {"methods"},
     {"conversion", "objectives", "task"},
     {"data"},

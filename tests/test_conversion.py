@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
+from fl_bn.composed import Unconvertible
 from fl_bn.conversion import convert
-from fl_bn.layers import FederatedBatchNorm, HybridBatchNorm, Unconvertible
+from fl_bn.layers import FederatedBatchNorm, HybridBatchNorm
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import CohortBatchNorm
 from fl_bn.methods.static_bn import StaticBatchNorm

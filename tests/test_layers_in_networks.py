@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
-from fl_bn.layers import freeze_statistics, observe, pooled
+from fl_bn.layers import freeze_statistics
 from fl_bn.methods import METHODS
+from fl_bn.observation import observe, pooled
 from fl_bn.roles import Role, roles
 from tests.networks import NETWORKS, SmallCNN, seeded_network
 

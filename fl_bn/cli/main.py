@@ -201,8 +201,8 @@ def resume(
 
 def _run(config: RunConfig, verbose: bool, workers: Workers | None = None) -> None:
     with without_gc():
+        from fl_bn.composed import Unconvertible
         from fl_bn.flower import RunFailed, run_in_process
-        from fl_bn.layers import Unconvertible
         from fl_bn.run.config import ConfigError
         from fl_bn.run.console import shown
         from fl_bn.support.durable import Damaged

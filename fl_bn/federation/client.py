@@ -44,11 +44,12 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
-from fl_bn.layers import CONSTANT, freeze_statistics, moving_average, observe, pooled, whole
+from fl_bn.layers import CONSTANT, freeze_statistics
 from fl_bn.methods import Method, Phase, StatisticsPass, StatisticsReport
 from fl_bn.modes import frozen_affine, train_mode
 from fl_bn.moments import Moments
 from fl_bn.objectives import CONTROL, PLAIN, Objective, Start, Step
+from fl_bn.observation import moving_average, observe, pooled, whole
 from fl_bn.roles import Role, batch_norms, inputs_like, roles
 from fl_bn.task import CLASSIFICATION, Task, to_device
 
@@ -518,7 +519,8 @@ class LocalRound:
             sections, numbers, kept = {"moments": complete_moments(self, self.moments or {})}, {}, self.kept
         if self.measured_samples:
             numbers["measured"] = self.measured_samples  # the number of samples in the statistics pass
-        if not all_finite(tensor for tensors in sections.values() for tensor in tensors.values()) and (wrong := self.input_watch.count()):
+        sent = (tensor for tensors in sections.values() for tensor in tensors.values())
+        if self.input_watch.suspects and not all_finite(sent) and (wrong := self.input_watch.count()):
             numbers[BAD_INPUTS] = wrong
         before, after = self.tested
         if before is not None and after is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_bn.layers import learns_from_pass, whole
+from fl_bn.observation import learns_from_pass, whole
 
 
 class Hook:
@@ -96,6 +96,11 @@ class InputWatch:
             yield
         finally:
             handle.remove()
+
+    @property
+    def suspects(self) -> bool:
+        """Tell whether ``count`` may be above 0: a batch was counted, or inputs are left to be checked. Costs no pass over inputs."""
+        return self.later is not None or bool(self._wrong)
 
     def count(self) -> int:
         """Return the number of batches with an input that is not finite.

@@ -15,9 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.finite_inputs import Hook
-from fl_bn.layers import learns_from_pass, mixes_samples, observe
+from fl_bn.layers import mixes_samples
 from fl_bn.methods import MOMENTS, Phase
 from fl_bn.objectives import PLAIN
+from fl_bn.observation import learns_from_pass, observe
 from fl_bn.roles import batch_norms
 
 LOGGER = logging.getLogger("flwr")

@@ -12,10 +12,11 @@ from torch import nn
 from fl_bn.federation.layer_by_layer import Forward, called
 from fl_bn.federation.one_sample import NO_VARIANCE
 from fl_bn.federation.pooling import quick_pooling
-from fl_bn.layers import HybridBatchNorm, inputs, normalisers, observe, pooled
+from fl_bn.layers import HybridBatchNorm
 from fl_bn.methods import NORMALISERS, StatisticsPass
 from fl_bn.modes import held_layers
 from fl_bn.moments import Moments
+from fl_bn.observation import inputs, normalisers, observe, pooled
 
 
 @torch.no_grad()

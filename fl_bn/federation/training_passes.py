@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fl_bn.layers import in_backward, is_traced
 from fl_bn.moments import Moments
+from fl_bn.observation import in_backward, is_traced
 
 
 class TrainingPasses:

@@ -20,9 +20,9 @@ from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.local import Samples, evaluate
 from fl_bn.federation.record import RoundRecord
 from fl_bn.federation.settings import seeded
-from fl_bn.layers import observe, pooled
 from fl_bn.methods import METHODS, Phase
 from fl_bn.moments import Moments, Running, pool
+from fl_bn.observation import observe, pooled
 from fl_bn.roles import Role, batch_norms, inputs_like
 from fl_bn.run.assembly import client_model, client_samples, source_model, task
 from fl_bn.run.config import SITES, ConfigError, RunConfig

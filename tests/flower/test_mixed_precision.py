@@ -14,9 +14,9 @@ from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.local import Samples
 from fl_bn.federation.payload import decode_moments, to_tensors
 from fl_bn.federation.settings import LocalTraining
-from fl_bn.layers import observe
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedtan import exchanging, fedtan
+from fl_bn.observation import observe
 from tests.costs import common_first
 from tests.in_process import TWO_STEPS, Run, arrays_of, identical, run, sections
 from tests.networks import seeded_network

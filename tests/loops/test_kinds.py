@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn import Federation, kinds, register_batch_norm
+from fl_bn.composed import Unconvertible
 from fl_bn.conversion import convert
-from fl_bn.layers import Unconvertible, observe
 from fl_bn.methods import METHODS
+from fl_bn.observation import observe
 from tests.doors.doors import apart
 from tests.federation import random_samples
 

@@ -25,7 +25,7 @@ from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHe
 from torchvision.ops import FrozenBatchNorm2d
 
 from fl_bn import Classification, Federation, Segmentation, Task, convert, methods
-from fl_bn.layers import Unconvertible
+from fl_bn.composed import Unconvertible
 from fl_bn.methods import Method, Refresh
 
 pytestmark = pytest.mark.slow

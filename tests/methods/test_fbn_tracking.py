@@ -21,12 +21,12 @@ from fl_bn.federation.local import Samples
 from fl_bn.federation.payload import decode_moments, to_tensors
 from fl_bn.federation.settings import LocalTraining
 from fl_bn.flower import BatchNormStrategy, InProcessGrid, RunFailed
-from fl_bn.layers import observe
 from fl_bn.methods.fbn import fbn
 from fl_bn.methods.hbn import hbn
 from fl_bn.methods.method import LayerReports
 from fl_bn.methods.tracking import LIMIT, slowdown
 from fl_bn.moments import Moments, Running
+from fl_bn.observation import observe
 from fl_bn.run import testing
 from fl_bn.run.assembly import source_model
 from fl_bn.run.config import RunConfig

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fl_bn.composed import Unconvertible
 from fl_bn.conversion import convert
 from fl_bn.federation.local import Samples
 from fl_bn.flower.app.normalisation import describe_layers
-from fl_bn.layers import Unconvertible
 from fl_bn.methods import METHODS
 from fl_bn.methods.fedwon import GAIN, scaled_standardise
 from fl_bn.methods.unnormalised import ScaleShift

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
 
+from fl_bn.composed import Unconvertible
 from fl_bn.conversion import convert
 from fl_bn.flower.app.normalisation import describe_layers
-from fl_bn.layers import Unconvertible
 from fl_bn.methods import METHODS
 from fl_bn.methods.residual import residual_branches
 from fl_bn.methods.unnormalised import ScaleShift

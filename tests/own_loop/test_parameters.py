@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from fl_bn import Federation, convert, methods, server_state, set_buffer_roles
+from fl_bn.composed import Unconvertible
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.layers import Unconvertible
 from fl_bn.methods import METHODS
 from fl_bn.roles import Role, inputs_like, roles
 from tests.doors.doors import ALL, apart, through, wide

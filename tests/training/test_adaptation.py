@@ -28,9 +28,9 @@ from fl_bn.federation.adaptation import (
     with_batch_statistics,
 )
 from fl_bn.federation.local import Samples, evaluate
-from fl_bn.layers import observe
 from fl_bn.methods import METHODS
 from fl_bn.moments import Running
+from fl_bn.observation import observe
 from fl_bn.roles import Role, batch_norms, roles
 from tests.federation import largest_deviation, random_samples
 from tests.networks import seeded_network

@@ -28,10 +28,10 @@ from typing import Any
 
 import pytest
 
+from fl_bn.composed import Unconvertible
 from fl_bn.federation.record import RoundRecord
 from fl_bn.flower import RunFailed, run_in_process
 from fl_bn.flower.log import LOGGER
-from fl_bn.layers import Unconvertible
 from fl_bn.run.assembly import forget
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.environment import environment

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from fl_bn.conversion import convert
 from fl_bn.federation.aggregation import combine, running_statistics
 from fl_bn.federation.settings import seeded
-from fl_bn.layers import observe, pooled
 from fl_bn.methods import METHODS, Method, StatisticsReport
 from fl_bn.moments import Moments
+from fl_bn.observation import observe, pooled
 from fl_bn.roles import batch_norms
 from fl_bn.run.palette import COLOURS, STYLE
 

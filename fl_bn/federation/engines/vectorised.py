@@ -38,12 +38,12 @@ from fl_bn.federation.momentum import SECTIONS, buffers_of, restart
 from fl_bn.federation.one_sample import Trainable
 from fl_bn.federation.source import Trained
 from fl_bn.federation.sources import IndexBatches
-from fl_bn.layers import observe, pooled
 from fl_bn.methods import Phase, StatisticsReport
 from fl_bn.methods.fedtan import OneProgram, exchanging
 from fl_bn.models.head import head_of
 from fl_bn.moments import Moments
 from fl_bn.objectives import FedProx, Objective, Start, Step
+from fl_bn.observation import observe, pooled
 from fl_bn.roles import inputs_like
 from fl_bn.task import CLASSIFICATION, Task
 

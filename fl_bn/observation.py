@@ -1,0 +1,236 @@
+"""Record the moments of BatchNorm layers' inputs, and tell which forward passes are training passes.
+
+Layers of this project own the ``Observation`` that records their inputs. A copy of a layer has none, so it records nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_bn.layers import FrozenBatchNorm, HybridBatchNorm, OwnBatchNorm
+from fl_bn.modes import held_layers
+from fl_bn.moments import Moments, Running, ema, pool
+from fl_bn.roles import batch_norms
+
+F_ = TypeVar("F_", bound=Callable[..., Any])
+
+
+def inputs(layer: nn.Module, seen: Moments) -> Moments:
+    """Return ``seen``, the moments of a layer's input, unchanged. This is the default of ``observe``'s argument ``measure``."""
+    return seen
+
+
+def normalisers(layer: nn.Module, seen: Moments) -> Moments:
+    """Return the mean and variance with which a layer in training normalises an input. The moments of the input are ``seen``.
+
+    An HBN layer normalises with a mixture of ``seen`` and its shared statistics, any other layer with ``seen``.
+    """
+    return layer.normaliser(seen) if isinstance(layer, HybridBatchNorm) else seen
+
+
+def in_backward() -> bool:
+    """Return whether autograd's backward pass is running.
+
+    A forward pass during a backward pass repeats an earlier one (activation checkpointing). While ``torch.compile``
+    traces a network, the result is False.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return bool(torch._C._current_graph_task_id() != -1)  # torch.utils.checkpoint tests it in the same way
+
+
+def is_traced() -> bool:
+    """Return whether ``torch.jit.trace`` records the call."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def learns_from_pass(module: nn.Module) -> bool:
+    """Return whether a forward pass of ``module``, made now, is a training pass.
+
+    ``module`` is in training mode, and gradients are enabled. The pass is no repetition (``in_backward``), and
+    ``torch.jit.trace`` does not record it.
+    """
+    return module.training and torch.is_grad_enabled() and not is_traced() and not in_backward()
+
+
+def itself(x: Tensor) -> Tensor:
+    """Return ``x`` unchanged. This is the default of ``observe``'s argument ``values``."""
+    return x
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return the values of ``x`` as an ordinary tensor without gradients, also inside transformations of ``torch.func``.
+
+    Inside a ``torch.func.vmap`` over B samples, ``x`` looks like one sample of shape (1, C, *). But it wraps the values of
+    all B samples. This function returns them as one batch (B, C, *). With several nested ``vmap``, the dimension of each
+    one is merged into dimension 0.
+    """
+    functorch = torch._C._functorch
+    while torch._C._are_functorch_transforms_active() and functorch.is_functorch_wrapped_tensor(x):
+        rows = functorch.maybe_get_bdim(x) if functorch.is_batchedtensor(x) else None
+        x = functorch.get_unwrapped(x)
+        if rows is not None:
+            x = x.movedim(rows, 0)
+            x = x.flatten(0, 1) if x.dim() > 1 else x
+    return x.detach()
+
+
+def always(layer: nn.Module, x: Tensor) -> bool:
+    """Return True. As the default of ``observe``'s argument ``counts``, this function lets it record every forward pass."""
+    return True
+
+
+def eagerly(function: F_) -> F_:
+    """Return ``function`` as a function that ``torch.compile`` does not compile, but runs in Python.
+
+    ``eagerly`` does not import torch's compiler, because that import is slow.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **named)
+        return torch.compiler.disable(function)(*args, **named)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable sets the same marks
+    call._torchdynamo_disable_msg = (  # type: ignore[attr-defined]  # a part of torch's error with fullgraph=True
+        "fl-bn measures or exchanges the statistics of this batch in Python: call torch.compile(..., fullgraph=False)"
+    )
+    return cast(F_, call)
+
+
+class Observation:
+    """Record the moments of one layer's inputs. A copy or a pickle of the layer has no ``Observation``."""
+
+    def __init__(
+        self,
+        record: Callable[[nn.Module, Moments], None],
+        counts: Callable[[nn.Module, Tensor], bool],
+        outer: Observation | None = None,
+        values: Callable[[Tensor], Tensor] = itself,
+    ) -> None:
+        """Set the functions that select and record the inputs.
+
+        Args:
+            record: ``(layer, moments)``, called for every input for which ``counts`` returns True.
+            counts: ``(layer, x) -> bool``, whether an input is recorded.
+            outer: the layer's previous ``Observation``, which is also called for every input. None: there is none.
+            values: a function that is applied to an input inside a transformation of ``torch.func``. ``whole`` returns
+                the rows of all ``vmap`` dimensions as one batch. ``itself`` changes nothing.
+        """
+        self._record, self._counts, self._outer, self._values = record, counts, outer, values
+
+    @eagerly
+    def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
+        """Record the moments of the input ``x`` (B, C, *), if ``counts`` returns True for it.
+
+        Args:
+            layer: the layer.
+            x: its input.
+            batch: mean and biased variance of ``x``, (C,) each, if the layer has computed them.
+        """
+        if self._outer is not None:
+            self._outer(layer, x, batch)
+        if torch._C._are_functorch_transforms_active() and (values := self._values(x)) is not x:
+            x, batch = values, None
+        if not self._counts(layer, x):
+            return
+        if batch is None:
+            self._record(layer, Moments.of(x))
+        else:
+            self._record(layer, Moments(x.numel() // x.shape[1], batch[0].detach().double(), batch[1].detach().double()))
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return _nobody, ()
+
+
+def _nobody() -> None:
+    return None
+
+
+@contextmanager
+def observe(
+    model: nn.Module,
+    measure: Callable[[nn.Module, Moments], Moments] = inputs,
+    counts: Callable[[nn.Module, Tensor], bool] = always,
+    values: Callable[[Tensor], Tensor] = itself,
+) -> Iterator[dict[str, list[Moments]]]:
+    """Record the moments of every BatchNorm layer's input during the ``with`` block.
+
+    Layers whose statistics the model's owner has frozen (``modes.held_layers``) are left out. Layers of this project
+    record by their attribute ``observation``, torch's own layers by a hook that is removed after the block. Such hooks
+    have no effect in a compiled network. ``pooled`` combines the result.
+
+    Args:
+        model: the network.
+        measure: ``(layer, moments of the input) -> moments``, returns the moments to record.
+        counts: ``(layer, x) -> bool``, whether a pass is recorded.
+        values: applied to a layer's input before its moments are computed, but only inside a transformation of ``torch.func``.
+            With ``whole``, the samples of all ``vmap`` dimensions count as one batch. ``itself`` changes nothing.
+
+    Yields:
+        A list for each layer, by name, with one ``Moments`` per forward pass.
+    """
+    held = held_layers(model)
+    layers = {name: layer for name, layer in batch_norms(model).items() if name not in held}
+    observed: dict[str, list[Moments]] = {name: [] for name in layers}
+
+    def of(name: str, outer: Observation | None = None) -> Observation:
+        return Observation(lambda layer, seen: observed[name].append(measure(layer, seen)), counts, outer, values)
+
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            if isinstance(layer, OwnBatchNorm) and not isinstance(layer, FrozenBatchNorm):
+                before = vars(layer).get("observation")
+                layer.observation = of(name, before)
+                stack.callback(_observed_by, layer, before)
+                continue
+            observation = of(name)
+
+            def hook(layer: nn.Module, args: Any, named: Any, observation: Observation = observation) -> None:
+                observation(layer, *args, *named.values())
+
+            stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield observed
+
+
+def _observed_by(layer: OwnBatchNorm, observation: Observation | None) -> None:
+    if observation is None:
+        vars(layer).pop("observation", None)
+    else:
+        layer.observation = observation
+
+
+def pooled(observed: dict[str, list[Moments]]) -> dict[str, Moments]:
+    """Pool the moments that ``observe`` recorded, for each layer. Layers that received no input are left out."""
+    return {name: pool(parts) for name, parts in observed.items() if parts}
+
+
+def moving_average(layer: _BatchNorm, batches: Sequence[Moments]) -> Moments:
+    """Return the running statistics of ``layer`` after it has seen ``batches`` in order, as torch's BatchNorm updates them.
+
+    Args:
+        layer: a BatchNorm layer with running statistics and a momentum. It is not changed.
+        batches: the moments of the batches.
+
+    Returns:
+        Mean and unbiased variance in float64, with the count of all batches together.
+    """
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    assert layer.momentum is not None
+    running = Running(layer.running_mean, layer.running_var)
+    for batch in batches:
+        running = ema(running, batch.to(layer.running_mean.device), layer.momentum)
+    return Moments(sum(batch.count for batch in batches), *running)
