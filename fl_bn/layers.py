@@ -12,7 +12,7 @@ This file also makes group and instance normalisation, which the baselines use i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any, Self, TypeVar
 
 import torch
@@ -41,7 +41,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
     """
 
     frozen = refills = False
-    observation: Callable[..., None] | None = None
+    observation: Any = None
 
     @property
     def training(self) -> bool:
@@ -148,6 +148,8 @@ class _SharedNorm(OwnBatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (B, C, *), then call the submodules of ``then`` on the result."""
         y = _BatchNorm.forward(self, input) if self.refills else self.normalised(input)
+        if self.observation is not None and self.observation.waits:
+            self.observation.left(self, y)
         for name in self.then:
             y = getattr(self, name)(y)
         return y

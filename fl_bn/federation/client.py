@@ -10,8 +10,10 @@ import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
+from itertools import count
 from operator import index
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +56,11 @@ from fl_bn.roles import Role, batch_norms, inputs_like, roles
 from fl_bn.task import CLASSIFICATION, Task, to_device
 
 LOGGER = logging.getLogger("flwr")
+_LOADED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Network -> the number of the ``LocalRound`` that has loaded it last. A network may serve several clients in turn."""
+_NUMBERS = count()
+TAKEN = frozenset({"after", "batch", "before", "kept", "loss", "measured", "steps", "waited", BAD_INPUTS})
+"""The names of the numbers that fl-bn itself puts into a reply."""
 
 
 def trainable(model: nn.Module, method: Method, phase: Phase, role: Mapping[str, Role] | None = None) -> dict[str, nn.Parameter]:
@@ -163,6 +170,7 @@ class LocalRound:
         beside = {extra.section for extra in self.auxiliary}
         tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
         self._copy.load(self._unmixed() | tensors | self.kept.get("local"))
+        _LOADED[self.model] = self._number = next(_NUMBERS)
         self._before = {} if self.method.shares(Role.STATISTIC) else running_statistics(model)
 
     def _unmixed(self) -> dict[str, Tensor]:
@@ -206,9 +214,13 @@ class LocalRound:
                 first = self.method.reports(self.phase) is StatisticsReport.FIRST
                 self.passes = TrainingPasses(parameters, first, batch_norms(self.model) if self.in_own_loop else None)
                 self._observing.enter_context(self.passes.watching())
-                self.passes.observed = self._observing.enter_context(observe(self.model, counts=self.passes.counts, values=whole))
+                leaves = self.passes.follow if self.in_own_loop else None
+                observing = observe(self.model, counts=self.passes.counts, values=whole, leaves=leaves)
+                self.passes.observed = self._observing.enter_context(observing)
             with self._first, self._centring, self.input_watch.watching(self.model):
                 yield self
+            if self.in_own_loop and self.steps:
+                self.passes.close()
         finally:
             self._observing.close()
             self._objective.close()
@@ -302,20 +314,21 @@ class LocalRound:
         """Let ``step_done`` find steps that torch does not see, through ``p.data``. ``values`` has copies of the parameters by name."""
         self._values = dict(values)
 
-    def count_step(self, goes_on: bool = False) -> None:
+    def count_step(self, goes_on: bool = False, parameters: Container[int] | None = None) -> None:
         """Count one local step, without the check of ``step_done`` that gradients are centred.
 
         Args:
             goes_on: Whether a second optimiser made this step after the same backward pass. If so, it is a part of the
                 step that was counted last, and the number of steps stays the same.
+            parameters: The ids of the parameters that the step changed. None: all.
         """
         self._centring.stepped()
         if goes_on:
-            self.passes.settle()
+            self.passes.settle(parameters)
             self.passes.next_step()
             return
         self.gradient_ready()
-        self.passes.settle()
+        self.passes.settle(parameters)
         if self.steps == 0:
             self._first.samples = int(self.batch)
         self.steps, self.stepped = self.steps + 1, True
@@ -341,11 +354,16 @@ class LocalRound:
             goes_on: Whether the step is a part of the step that was counted last, see ``count_step``.
 
         Raises:
-            ValueError: The objective needs plain SGD, but this is another optimiser.
+            ValueError: The objective needs plain SGD at one learning rate, but this is another optimiser, or has another rate.
         """
         check_optimizer(self.settings.objective, optimizer)
         restart(optimizer, self.method, self.phase, self.steps - goes_on)
-        self.rates.append(float(optimizer.param_groups[0]["lr"]))
+        rate = optimizer.param_groups[0].get("lr")
+        if rate is None:  # an optimiser without a learning rate
+            return
+        if goes_on and self.settings.objective.travels and self.rates and float(rate) != self.rates[-1]:
+            raise ValueError(_one_rate(self.settings.objective, sorted({self.rates[-1], float(rate)})))
+        self.rates.append(float(rate))
 
     def backward(self, forward: Callable[[], Tensor], x: Any) -> Tensor:
         """Compute the gradient of one batch, including the objective's terms, and add it to the parameters' ``grad``.
@@ -500,10 +518,21 @@ class LocalRound:
             The reply, and the state.
 
         Raises:
-            ValueError: A loop of the user's own made no step. Or ``samples`` or ``client`` is not a whole number, or the first batch has
-                more than ``samples`` samples. Or the method needs ``round.measure`` before training, and it was not called.
+            ValueError: A loop of the user's own made no step, or a later round has loaded the network. Or ``samples`` or ``client`` is
+                not a whole number, a name in ``metrics`` is taken, or the first batch has more than ``samples`` samples. Or the method
+                needs ``round.measure`` before training, and it was not called.
         """
         samples, client = whole_number("samples", samples), whole_number("client", client)
+        if self.trains and _LOADED.get(self.model) != self._number:
+            raise ValueError(
+                f"a later round has loaded other tensors into the network of this round (round {self.instruction.round}), so it would send "
+                "those: call round.reply before the network's next round begins, or convert a network for each client"
+            )
+        if self.in_own_loop and (taken := sorted(TAKEN & (metrics or {}).keys())):
+            raise ValueError(
+                f"metrics has {taken[0]!r}, a name that fl-bn gives to a number of its own ({', '.join(sorted(TAKEN))}): choose another; "
+                "the training loss is an argument, round.reply(samples, loss)"
+            )
         if self.trains and self.in_own_loop and not self.steps:
             raise ValueError(
                 f"no step on round.model was made in round {self.instruction.round}, so there is nothing to send: train round.model itself "
@@ -540,6 +569,11 @@ class LocalRound:
                 "the network sees a sample several times (two views, frames of a clip), call round.batch(n) before the first forward pass"
             )
         gradients = ema_gradients(self) if self.settings.update == "gradients" else {}
+        if self.settings.objective.travels and self.steps and not self._learning_rate():
+            raise ValueError(
+                f"{self.settings.objective.name} divides by the learning rate, but all {self.steps} local steps of round "
+                f"{self.instruction.round} had rate 0: begin a warm-up above 0"
+            )
         finish = self._objective.finish(self.steps, self._learning_rate())
         if gradients:
             step_at_home(self, gradients)
@@ -581,17 +615,30 @@ class LocalRound:
         return self._copy.state
 
 
+def _one_rate(objective: Objective, rates: list[float]) -> str:
+    return (
+        f"{objective.name}'s control variates are changes of weights divided by one learning rate, but the loop steps with the rates "
+        f"{', '.join(f'{rate:g}' for rate in rates)}: give all parameters the same rate"
+    )
+
+
 def check_optimizer(objective: Objective, optimizer: Optimizer) -> None:
     """Check that ``optimizer`` suits ``objective``.
 
     Raises:
-        ValueError: The objective needs plain SGD, and this is another optimiser.
+        ValueError: The objective needs plain SGD at one learning rate, and this is another optimiser, or has several rates.
     """
     if objective.travels and (not isinstance(optimizer, SGD) or any(group["momentum"] for group in optimizer.param_groups)):
         raise ValueError(
             f"{objective.name}'s control variates are means of the gradients of plain SGD, but the optimiser is "
             f"{type(optimizer).__name__}{' with momentum' * isinstance(optimizer, SGD)}: take torch.optim.SGD without momentum"
         )
+    if not objective.travels:
+        return
+    if any(group["maximize"] for group in optimizer.param_groups):
+        raise ValueError(f"{objective.name} lowers the loss, but the optimiser has maximize=True: change the sign of the loss instead")
+    if len(rates := sorted({float(group["lr"]) for group in optimizer.param_groups})) > 1:
+        raise ValueError(_one_rate(objective, rates))
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -70,6 +70,8 @@ class InputWatch:
 
     def note(self, inputs: Any) -> None:
         """Count one batch of ``inputs`` if it has a value that is not finite. Tensors may be in lists, tuples and dicts."""
+        if torch.compiler.is_exporting():  # a trace has no values
+            return
         parts = [_not_finite(part) for part in _floats(inputs) if part.numel()]
         if any(part is True for part in parts):
             self._wrong = self._wrong + 1
@@ -117,9 +119,13 @@ def _not_finite(part: Tensor) -> bool | Tensor:
     """Tell whether a value of ``part`` is not finite, in one pass that allocates no memory.
 
     Returns:
-        A bool for a tensor on the CPU, otherwise a tensor of one bool on the device of ``part``.
+        A bool for a tensor on the CPU, otherwise a tensor of one bool on the device of ``part``. False if torch cannot find
+        the extremes of such a tensor (compressed sparse, nested, masked).
     """
-    least, most = torch.aminmax(part)  # both are NaN if a value is NaN
+    try:
+        least, most = torch.aminmax(part)  # both are NaN if a value is NaN
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
     if part.is_cpu and not torch.compiler.is_compiling():
         return not (math.isfinite(least.item()) and math.isfinite(most.item()))
     return ~(least.isfinite() & most.isfinite())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from threading import Lock
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +36,13 @@ class MadeOf:
     def _now(self) -> tuple[dict[str, nn.Module], dict[str, nn.Parameter], set[str]]:
         model = self._model
         modules = dict(model.named_modules(remove_duplicate=False))
-        return modules, dict(model.named_parameters(remove_duplicate=False)), {name for name, _ in model.named_buffers()}
+        buffers = {  # one that is not persistent is in no state_dict, so it does not travel: the network may make it when it needs it
+            f"{name}.{own}" if name else own
+            for name, module in model.named_modules()
+            for own, buffer in module._buffers.items()
+            if buffer is not None and own not in module._non_persistent_buffers_set
+        }
+        return modules, dict(model.named_parameters(remove_duplicate=False)), buffers
 
     @contextmanager
     def unchanged(self, round: LocalRound) -> Iterator[None]:
@@ -195,6 +203,7 @@ class _Steps:
         self._round, self._batches = round, batches
         self._mine = {id(p) for p in round.model.parameters()}
         self._ids: dict[int, set[int]] = {}  # the id of an optimiser that makes a step -> those of its parameters
+        self._outer: list[Optimizer] = []  # the optimisers that make a step, the outermost first
         self._before: dict[int, list[Tensor]] = {}  # the id of an optimiser that began a step without gradients -> its parameters then
         self._stepped = set[int]()  # the ids of the parameters in the present step of the weights
         self.seen = self.without_gradients = False
@@ -206,12 +215,13 @@ class _Steps:
     def begin(self, optimizer: Optimizer, args: Any, named: Any) -> None:
         """Prepare a step of ``optimizer``: note its parameters, and centre gradients if the method requires it."""
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if id(optimizer) in self._ids:  # its last step ended with an error, as did those inside it
-            self._ids.clear()
         self._before.pop(id(optimizer), None)
         if self._mine.isdisjoint(ids):
             return
+        while self._outer and (self._outer[-1] is optimizer or not _runs(self._outer[-1])):  # its step ended with an error
+            self._ids.pop(id(self._outer.pop()), None)
         self._ids[id(optimizer)] = ids
+        self._outer.append(optimizer)
         if not any(p.grad is not None for p in _parameters(optimizer)):
             self._before[id(optimizer)] = [p.detach().clone() for p in _parameters(optimizer)]
         self._round.optimizer_steps(ids)
@@ -226,6 +236,7 @@ class _Steps:
         round = self._round
         if (ids := self._ids.pop(id(optimizer), None)) is None:
             return
+        self._outer.remove(optimizer)
         before = self._before.pop(id(optimizer), None)
         if self._ids:  # the step of an optimiser around this one goes on
             return
@@ -251,7 +262,17 @@ class _Steps:
         round.optimizer_stepped(optimizer, goes_on)
         if round.steps == 0:
             _check_rate(round)
-        round.count_step(goes_on)
+        round.count_step(goes_on, ids)
+
+
+def _runs(optimizer: Optimizer) -> bool:
+    """Tell whether the step of ``optimizer`` is still running: torch's function around it is among the callers."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -260,6 +281,8 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _check_rate(round: LocalRound) -> None:
     """Warn if the method lowers the learning rate in this round with frozen statistics, but the loop's rate is higher."""
+    if not round.rates:
+        return
     rate, step_rate = round.instruction.learning_rate, round.rates[-1]
     if round.instruction.rate_share < 1 and step_rate > rate * (1 + 1e-6):
         LOGGER.warning(

@@ -1,39 +1,103 @@
 """Recognise the forward passes of training batches, so that the reported moments count each batch once.
 
 A user's training loop may make other forward passes, too. It may validate, or evaluate a copy of the network (an average
-of the weights, a teacher). It may compute activations again (checkpointing), or call a closure several times. None of
-these passes counts as a further batch.
+of the weights, a teacher). It may compute activations again (checkpointing), call a closure several times, attack its
+inputs, or skip a batch. None of these passes counts as a further batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fl_bn.moments import Moments
 from fl_bn.observation import in_backward, is_traced
+
+
+@dataclass
+class _Pass:
+    """A counted forward pass of one layer, and the numbers of the backward passes that went through it."""
+
+    samples: int
+    through: set[int] = field(default_factory=set)
+
+
+class _Gradient:
+    """Record which backward passes are summed in the gradient of one parameter.
+
+    Attributes:
+        parameter: The parameter.
+        held: The numbers of these backward passes, since the last step.
+        dropped: The numbers of those that were summed before the gradient was cleared.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.held, self.dropped = set[int](), set[int]()
+        self._made: weakref.ref[Tensor] | None = None  # the gradient as autograd left it
+        self._version = -1
+
+    def before(self, gradient: Tensor) -> None:
+        """Note whether the gradient was cleared, before autograd adds ``gradient`` to it."""
+        now = self.parameter.grad
+        if now is None or (self._changed(now) and not now.is_sparse and not bool(now.any())):
+            self._clear()
+
+    def after(self) -> None:
+        """Note the backward pass whose gradient autograd has just added."""
+        self.held.add(_backward_pass())
+        if (now := self.parameter.grad) is not None:
+            self._made, self._version = weakref.ref(now), now._version
+
+    def settle(self) -> None:
+        """Note whether the gradient is cleared at a step."""
+        if self.parameter.grad is None:
+            self._clear()
+
+    @property
+    def seen(self) -> bool:
+        """Tell whether autograd has computed a gradient since the last step."""
+        return bool(self.held or self.dropped)
+
+    @property
+    def replaced(self) -> bool:
+        """Tell whether the loop has put another tensor in the place of the gradient that autograd computed."""
+        return self.parameter.grad is not None and (self._made is None or self._made() is not self.parameter.grad)
+
+    def next_step(self) -> None:
+        """Forget the backward passes, because the step that they belong to is over."""
+        self.held, self.dropped = set(), set()
+
+    def _clear(self) -> None:
+        self.dropped |= self.held
+        self.held = set()
+
+    def _changed(self, now: Tensor) -> bool:
+        return self._made is None or self._made() is not now or self._version != now._version
 
 
 class TrainingPasses:
     """Decide, layer by layer, whether a forward pass counts as a batch of the optimiser's next step.
 
     Passes in training mode with autograd count, including all micro-batches whose gradients are added up. A pass that
-    computes activations again does not count, nor does one that ``torch.jit.trace`` records. If the gradients are cleared
-    before the step, a further pass at the same weights replaces the passes so far. A further pass at other weights does not
-    count, and the passes so far stay counted. Such passes are those of a closure that is called again, or the second half
-    of a sharpness-aware step.
+    computes activations again does not count, nor does one that ``torch.jit.trace`` records. After a backward pass, a pass
+    at other weights does not count either. Such passes are those of a closure that is called again, or the second half of
+    a sharpness-aware step.
 
-    In a user's own loop, ``settle`` leaves out the passes from which no gradient for the step came. Examples are a batch that
-    the loop skips, and the passes of an adversarial attack.
+    In a user's own loop, ``settle`` leaves out the passes whose gradients the step does not use. Examples are a batch that
+    the loop skips, and the passes of an adversarial attack. Where the loop replaces ``p.grad`` by a tensor of its own (sums
+    of clipped gradients, ``torch.autograd.grad``), all passes count that a backward pass went through.
 
     Args:
         parameters: The parameters that learn, by name.
         once: Whether only the first step in which a layer runs counts for this layer.
-        layers: The layers by name, for ``settle``; empty: ``settle`` leaves out nothing.
+        layers: The layers by name, for ``settle``; None: ``settle`` leaves out nothing, as in fl-bn's own training loop.
 
     Attributes:
         observed: Layer -> the moments of the counted passes.
@@ -44,25 +108,27 @@ class TrainingPasses:
         self, parameters: Mapping[str, nn.Parameter], once: bool = False, layers: Mapping[str, nn.Module] | None = None
     ) -> None:
         self._parameters = [p for p in parameters.values() if p.requires_grad]
-        self._smallest = min(range(len(self._parameters)), key=lambda i: self._parameters[i].numel(), default=0)
+        self._smallest = min(self._parameters, key=Tensor.numel, default=None)
+        self._gradients = [_Gradient(p) for p in self._parameters] if layers is not None else []
         self._names = {id(layer): name for name, layer in (layers or {}).items()}
         self._once, self._done = once, set[int]()
         self.observed: dict[str, list[Moments]] = {}
         self._ignoring = self.blind = False
-        self._rows: dict[int, list[int]] = {}
+        self._passes: dict[int, list[_Pass]] = {}
         self.next_step()
 
     def next_step(self) -> None:
         """Start to count the forward passes of the optimiser's next step."""
         if self._once:
-            self._done |= self._rows.keys()
-        self._rows = {}
-        self._backwards: dict[int, list[set[int]]] = {}  # id of a layer -> for each counted pass, the backward passes through it
-        self._used = set[int]()  # the backward passes that computed gradients of parameters
-        self._forward_seen = self._backward_seen = False
+            self._done |= {layer for layer, passes in self._passes.items() if passes}
+        self._passes = {}  # id of a layer -> its counted passes
+        self._waiting: list[_Pass] = []  # passes without a gradient of their own: what becomes of them is told by the next layer's
+        self._forward = set[int]()  # the layers that ran outside a backward pass
+        self._weights: tuple[list[int], Tensor | None] | None = None  # at the first counted pass: versions, and a copy of the smallest
+        self._backward_came = False  # since the last step, also one that stored no gradient (``autograd.grad``)
         self._kept = {name: len(parts) for name, parts in self.observed.items()}
-        self._weights = self._parameters[self._smallest].detach().clone() if self._parameters else None
-        self._versions = [p._version for p in self._parameters]
+        for gradient in self._gradients:
+            gradient.next_step()
 
     @property
     def samples(self) -> int:
@@ -71,80 +137,98 @@ class TrainingPasses:
         This is the first dimension of a layer's inputs, summed over the passes. If the layers give different numbers, the
         smallest is returned, because the other layers run more than once in a pass.
         """
-        return min((sum(rows) for rows in self._rows.values()), default=0)
+        return min((sum(one.samples for one in passes) for passes in self._passes.values()), default=0)
 
     def counts(self, layer: nn.Module, x: Tensor) -> bool:
         """Tell whether the forward pass in which ``layer`` now gets the input ``x`` (B, ...) counts as a training batch."""
         if self._ignoring or is_traced() or not (layer.training and torch.is_grad_enabled()):
             return False
-        if in_backward():
-            if self._forward_seen:
+        if in_backward():  # also the only pass with gradients of a layer inside a reentrant checkpoint
+            if id(layer) in self._forward:
                 return False
         else:
-            if self._backward_came and self._cleared():
-                if self._moved():
-                    return False
-                if self._backward_seen:
-                    self._start_over()
-            self._forward_seen = True
+            if self._backward_came and self._moved():
+                return False
+            self._forward.add(id(layer))
         if id(layer) in self._done:
             return False
-        self._rows.setdefault(id(layer), []).append(len(x))
-        if id(layer) in self._names:
-            self._follow(layer, x)
+        if self._weights is None:
+            smallest = None if self._smallest is None else self._smallest.detach().clone()
+            self._weights = [p._version for p in self._parameters], smallest
+        self._passes.setdefault(id(layer), []).append(_Pass(len(x)))
+        if x.requires_grad:
+            self.follow(layer, x)
         return True
+
+    def follow(self, layer: nn.Module, x: Tensor) -> None:
+        """Note the backward passes that go through the last counted pass of ``layer``, whose input or output is ``x``."""
+        if id(layer) not in self._names:
+            return
+        one = self._passes[id(layer)][-1]
+        if not x.requires_grad:
+            self._waiting.append(one)
+            return
+        through = one.through
+        for other in self._waiting:
+            other.through = through
+        self._waiting.clear()
+
+        def went(gradient: Tensor) -> None:
+            self._backward_came = True
+            through.add(_backward_pass())
+
+        x.register_hook(went)
 
     @property
     def all_done(self) -> bool:
         """Tell whether no layer waits for its first batch any more. False if all passes count, not only the first step's."""
         return self._once and all(self.observed.values())
 
-    @property
-    def _backward_came(self) -> bool:
-        """Tell whether a backward pass went through a pass of this step, also one that stored no gradient (``autograd.grad``)."""
-        return self._backward_seen or any(map(any, self._backwards.values()))
+    def settle(self, parameters: Container[int] | None = None) -> None:
+        """Leave out the passes whose gradients the step does not use, as the step is about to be counted.
 
-    def _follow(self, layer: nn.Module, x: Tensor) -> None:
-        """Note the backward passes that go through this pass of ``layer``, whose input is ``x``."""
-        through = set[int]()
-        self._backwards.setdefault(id(layer), []).append(through)
-        if x.requires_grad:
-            x.register_hook(lambda gradient: through.add(_backward_pass()))
+        If no gradient came through any of a layer's passes, they all stay.
 
-    def settle(self) -> None:
-        """Leave out the passes from which no gradient for this step came, as the step is about to be counted.
-
-        If no gradient of parameters came through any of a layer's passes, they all stay.
+        Args:
+            parameters: The ids of the parameters that the step changes. None: all.
         """
-        self.blind |= self._once and not (self._done or self._rows or self._backward_seen)
-        for key, passes in self._backwards.items():
-            if not any(through & self._used for through in passes):
-                continue
-            keep = [bool(through & self._used) for through in passes]
-            parts, rows = self.observed[self._names[key]], self._rows[key]
-            start = len(parts) - len(keep)
-            parts[start:] = [part for part, kept in zip(parts[start:], keep, strict=True) if kept]
-            rows[:] = [samples for samples, kept in zip(rows, keep, strict=True) if kept]
-        self._backwards.clear()
+        self.blind |= self._once and not (self._done or self._passes or self._backward_came)
+        through = {number for passes in self._passes.values() for one in passes for number in one.through}
+        if len(through) < 2 and all(one.through for passes in self._passes.values() for one in passes):
+            return
+        for gradient in self._gradients:
+            gradient.settle()
+        computed = [g for g in self._gradients if g.seen and (parameters is None or id(g.parameter) in parameters)]
+        if not computed or any(g.replaced for g in computed):
+            held, dropped, elsewhere = through, set[int](), set[int]()
+        else:
+            held = {number for g in computed for number in g.held}
+            dropped = {number for g in computed for number in g.dropped} - held
+            elsewhere = {number for g in self._gradients for number in g.held} - dropped
+        for key, passes in self._passes.items():
+            keep = [not one.through.isdisjoint(held | elsewhere) for one in passes]
+            if key in self._names and any(keep) and not all(keep):
+                self._leave_out(self._names[key], passes, keep)
 
-    def _moved(self) -> bool:
-        """Tell whether the weights changed since the last step: by operations that torch counts, or through ``.data``."""
-        if self._weights is None or [p._version for p in self._parameters] != self._versions:
-            return True
-        return not torch.equal(self._parameters[self._smallest], self._weights)
+    def _leave_out(self, name: str, passes: list[_Pass], keep: list[bool]) -> None:
+        parts = self.observed[name]
+        start = len(parts) - len(keep)
+        parts[start:] = [part for part, kept in zip(parts[start:], keep, strict=True) if kept]
+        passes[:] = [one for one, kept in zip(passes, keep, strict=True) if kept]
 
-    def _cleared(self) -> bool:
-        """Tell whether all gradients are zero or None, so that the next pass is no further micro-batch."""
-        return not any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
-
-    def _start_over(self) -> None:
-        """Forget the passes since the last step, because their gradients were cleared before the optimiser used them."""
-        self._rows.clear()
-        self._backwards.clear()
-        self._used.clear()
-        self._backward_seen = False
+    def close(self) -> None:
+        """Leave out the passes since the last step, at the end of a loop."""
         for name, parts in self.observed.items():
             del parts[self._kept.get(name, 0) :]
+
+    def _moved(self) -> bool:
+        """Tell whether the weights changed since this step's first pass: by operations that torch counts, or through ``.data``."""
+        if self._weights is None:
+            return False
+        versions, smallest = self._weights
+        if [p._version for p in self._parameters] != versions:
+            return True
+        return self._smallest is not None and smallest is not None and not torch.equal(self._smallest, smallest)
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
@@ -157,18 +241,17 @@ class TrainingPasses:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note every backward pass inside the ``with`` block."""
+        """Note every gradient that autograd computes inside the ``with`` block."""
 
-        def computed(parameter: Tensor) -> None:
-            self._backward_seen = True
-            self._used.add(_backward_pass())
+        def after(gradient: _Gradient, parameter: Tensor) -> None:
+            self._backward_came = True
+            gradient.after()
 
-        handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(computed) for p in self._parameters]
-        try:
+        with ExitStack() as hooks:
+            for gradient in self._gradients:
+                hooks.callback(gradient.parameter.register_hook(gradient.before).remove)
+                hooks.callback(gradient.parameter.register_post_accumulate_grad_hook(partial(after, gradient)).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _backward_pass() -> int:
