@@ -263,10 +263,51 @@ EVERY_THIRD = (
 
 MANY = (
     "tests/experiment/test_resume.py::test_wherever_it_stops",
+    "tests/loops/test_real_networks.py::test_a_round_is_what_plain_pytorch_computes",
     *ENOUGH,
     *EVERY_THIRD,
 )
 """Tests with many slow cases. About one of three runs in ``.ci/run``; the others are nightly."""
+
+DRILLS = (
+    "tests/deployment/test_audit_totals.py::test_it_ends_with_the_bits_of_one_in_process[fedbn]",
+    "tests/deployment/test_audit_totals.py::test_it_ends_with_the_bits_of_one_in_process[fedtan]",
+    "tests/deployment/test_audit_totals.py::test_it_ends_with_the_bits_of_one_in_process[hbn]",
+    "tests/deployment/test_dead_apps.py::test_a_host_that_is_started_again_gives_up_its_predecessor_s_messages",
+    "tests/deployment/test_dead_apps.py::test_a_process_that_dies_again_costs_its_site_the_round_and_no_more",
+    "tests/deployment/test_deaf_supernode.py::test_without_the_mechanism_the_round_waits_until_its_deadline",
+    "tests/deployment/test_doctor.py::test_the_command_itself_says_so_in_a_process_of_its_own",
+    "tests/deployment/test_federation.py::test_a_deployed_run_ends_with_the_bits_of_one_in_process",
+    "tests/deployment/test_federation.py::test_a_site_s_policy_bounds_its_evaluations",
+    "tests/deployment/test_federation.py::test_sites_come_and_go_while_the_others_stay",
+    "tests/deployment/test_operating.py::test_a_site_that_comes_back_with_an_old_version_is_refused_by_name",
+    "tests/deployment/test_operating.py::test_two_submits_at_once_an_abort_and_a_resume",
+    "tests/deployment/test_own_app_runs.py::test_a_run_ends_with_its_server_s_restart",
+    "tests/deployment/test_own_app_runs.py::test_an_app_that_does_not_tell_its_rounds_is_said_to",
+    "tests/deployment/test_own_app_runs.py::test_an_exchange_without_tls_is_refused_in_a_sentence",
+    "tests/deployment/test_own_app_runs.py::test_an_interrupted_run_ends_and_is_to_be_submitted_again",
+    "tests/deployment/test_own_code_sent.py::test_a_network_of_one_s_own_trains_on_data_that_a_site_s_own_loader_reads",
+    "tests/deployment/test_own_code_sent.py::test_where_only_installed_code_runs_the_site_s_own_copy_of_a_module_is_called",
+    "tests/deployment/test_signed_runs.py::test_a_run_signed_on_another_machine_is_submitted_as_it_is",
+    "tests/deployment/test_stolen_key.py::test_a_run_goes_on_with_another_authority_and_the_thief_is_refused",
+    "tests/examples/test_examples.py::test_the_notebook",
+    "tests/examples/test_flower_apps.py::test_its_tracker_gets_every_metric",
+    "tests/exchange/test_grpc_leaks.py::test_a_thousand_rounds_leave_nothing_behind",
+    "tests/experiment/test_kills_at_writes.py::test_wherever_a_combination_stops",
+    "tests/integration/test_cluster.py::test_a_sweep_spreads_over_two_nodes_and_finds_the_same_also_when_one_is_killed",
+    "tests/integration/test_ray.py::test_byzantine_clients_in_flwr_run_give_the_same_bits",
+    "tests/integration/test_ray.py::test_with_too_few_workers_the_exchange_says_before_round_1_how_many_it_needs",
+    "tests/own_loop/test_saved_files.py::test_every_classifier_of_torchvision",
+    "tests/packaging/test_new.py::test_it_runs_on_ray",
+    "tests/sweeps/test_evidence_page.py::test_the_page_says_what_the_results_say",
+    "tests/sweeps/test_run.py::test_an_interrupted_sweep_goes_on_where_it_was[9]",
+    "tests/sweeps/test_run.py::test_on_ray_a_sweep_finds_the_same",
+)
+"""Slow tests that take longest and drill one misfortune each, mostly of real processes. They are nightly.
+
+``.ci/run`` has another test of the same machinery: a secure deployed run has the bits of one in this process, a run goes on
+after the server's death, sites are refused by key and policy, an own app's exchange has TLS, a site whose host stays away is left out.
+"""
 
 PLACES = {file: place for place, file in enumerate(LONGEST)}
 
@@ -290,11 +331,13 @@ def long(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def nightly(item: pytest.Item) -> bool:
-    """Return whether a slow case may wait for the night: it is of a test with many, and not of the third that a hash of its name chooses.
+    """Return whether a slow case may wait for the night: a drill, or one of many cases that is not of the third that a hash chooses.
 
     A position would not do: in a product, each third case can have the same method.
     """
     test, _, _ = item.nodeid.partition("[")
+    if test in DRILLS or item.nodeid in DRILLS:
+        return True
     return test in MANY and item.get_closest_marker("slow") is not None and zlib.crc32(item.nodeid.encode()) % 3 != 0
 
 
