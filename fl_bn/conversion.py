@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from types import MethodType
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,6 +19,7 @@ from fl_bn.methods.method import Method
 from fl_bn.modes import MARK, remember_modes
 from fl_bn.roles import BUFFER_ROLES, observes, roles, state_constants
 
+LOGGER = logging.getLogger("flwr")
 TRAVEL = (torch.float16, torch.float32, torch.float64)
 """Dtypes of the floating-point tensors that a message may hold."""
 
@@ -51,29 +56,55 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
             raise Unconvertible(
                 f"{name or 'the model'} ({type(module).__name__}): a lazy layer has no shape yet: run one batch through the model first"
             )
+    if hooked := hooked_parameters(model):
+        LOGGER.warning(
+            "the gradient hook of %s is not in the copy that convert returns, as torch copies parameters without hooks: register it there",
+            hooked[0],
+        )
     model = copied(model)
     freeze_statistics(model, False)  # the model may be a copy that was made in a frozen round
     remember_modes(model)
-    replaced: dict[int, nn.Module] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
+    replaced: dict[int, str] = {}
+    for name, module in list(model.named_modules()):
         try:
             _check(module, method)
-            if id(module) not in replaced:
-                replaced[id(module)] = _replacement(module, method)
-            if (new := replaced[id(module)]) is module:
-                continue
+            new = _replacement(module, method)
         except ValueError as reason:
             raise Unconvertible(f"{name or 'the model'} ({type(module).__name__}): {reason}") from reason
+        if new is module:
+            continue
+        replaced[id(module)] = name
+        module.__class__, module.__dict__ = type(new), vars(new)  # the same object, which the network may have in lists of its own, too
         if not name:
-            model = new
             break
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, new)
+    _check_methods(model, replaced)
     if method.prepare is not None:
         model = method.prepare(model)
     state_constants(model)
     _check_tensors(model, method)
     return model
+
+
+def hooked_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that have gradient hooks."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return [name for name, parameter in model.named_parameters() if any(getattr(parameter, kind, None) for kind in kinds)]
+
+
+def _check_methods(model: nn.Module, replaced: Mapping[int, str]) -> None:
+    """Check that the network does not store a method of a replaced layer, which would be that of the layer's old class.
+
+    Raises:
+        Unconvertible: it stores one.
+    """
+    for owner in model.modules():
+        for attribute, value in vars(owner).items():
+            for one in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(one, MethodType) and id(one.__self__) in replaced and one.__self__ is not owner:
+                    raise Unconvertible(
+                        f"attribute {attribute!r} of {type(owner).__name__} stores the method {one.__name__} of layer "
+                        f"{replaced[id(one.__self__)]!r}, which the method replaces: store the layer, and call that"
+                    )
 
 
 def _check_tensors(model: nn.Module, method: Method) -> None:

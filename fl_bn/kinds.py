@@ -65,4 +65,6 @@ def kind_of(layer: nn.Module) -> Kind | None:
 
 def is_plain(layer: _BatchNorm) -> bool:
     """Return whether ``layer`` computes what torch's BatchNorm does, and nothing else."""
+    if "forward" in vars(layer):  # set on this object
+        return False
     return type(layer).forward is _BatchNorm.forward or type(layer) is nn.SyncBatchNorm

@@ -74,6 +74,9 @@ class OwnBatchNorm(Composed, _BatchNorm):
                 f"it has no running statistics (track_running_stats=False), but {cls.__name__} normalises with them: build the layer "
                 "with track_running_stats=True, or choose fedavg, fedbn or gn"
             )
+        own = ("frozen", "held", "mixing_logit", "observation", "refills", "spatial", "then")
+        if not isinstance(layer, Composed) and (taken := [name for name in own if hasattr(layer, name)]):
+            raise Unconvertible(f"it has an attribute {taken[0]!r}, a name that {cls.__name__} uses for itself: rename it")
         new: Self = copy.deepcopy(layer)  # type: ignore[assignment]
         new.__class__ = composed(cls, type(layer))
         return new
@@ -361,6 +364,8 @@ def _like(new: M, layer: _BatchNorm) -> M:
             setattr(new, key, None)
         else:
             getattr(new, key).requires_grad_(getattr(layer, key).requires_grad)
+    for key in (name for name in vars(layer) if "_hooks" in name):
+        setattr(new, key, copy.copy(vars(layer)[key]))
     return new.train(layer.training)
 
 
@@ -377,7 +382,8 @@ def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[s
         layers: names of the layers to freeze. The freeze of all other layers ends. None: all layers are frozen.
     """
     for name, layer in batch_norms(model).items():
-        vars(layer).pop("refills", None)
+        if isinstance(layer, OwnBatchNorm):
+            vars(layer).pop("refills", None)
         freezes = frozen and (layers is None or name in layers)
         if not isinstance(layer, OwnBatchNorm):
             if freezes:

@@ -46,14 +46,14 @@ from fl_bn.federation.settings import LocalTraining
 from fl_bn.federation.training_passes import TrainingPasses
 from fl_bn.federation.unrecorded import Draws, unrecorded
 from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
-from fl_bn.layers import CONSTANT, freeze_statistics
+from fl_bn.layers import CONSTANT, OwnBatchNorm, freeze_statistics
 from fl_bn.methods import Method, Phase, StatisticsPass, StatisticsReport
 from fl_bn.modes import frozen_affine, train_mode
 from fl_bn.moments import Moments
 from fl_bn.objectives import CONTROL, PLAIN, Objective, Start, Step
 from fl_bn.observation import moving_average, observe, pooled, whole
 from fl_bn.roles import Role, batch_norms, inputs_like, roles
-from fl_bn.task import CLASSIFICATION, Task, to_device
+from fl_bn.task import CLASSIFICATION, Task, batch_size, to_device
 
 LOGGER = logging.getLogger("flwr")
 _LOADED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -198,7 +198,8 @@ class LocalRound:
         """
         self.set_modes(self.model)
         layers = batch_norms(self.model)
-        freezing = {name for name, layer in layers.items() if getattr(layer, "frozen", False) or isinstance(layer, CONSTANT)}
+        own = {name: layer for name, layer in layers.items() if isinstance(layer, OwnBatchNorm)}
+        freezing = {name for name, layer in own.items() if layer.frozen or isinstance(layer, CONSTANT)}
         statistics = running_statistics(self.model) if freezing else {}
         frozen = {name: before for name, before in statistics.items() if name in freezing}
         parameters = self.parameters
@@ -456,7 +457,7 @@ class LocalRound:
         self.measured_samples = 0
         for batch in batches:
             x, y = task.read(batch)
-            self.measured_samples += len(y)
+            self.measured_samples += batch_size(x, y)
             yield to_device(x, device)
             if 0 < most <= self.measured_samples:
                 return

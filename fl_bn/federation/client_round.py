@@ -24,7 +24,7 @@ from fl_bn.federation.source import Source, Trained
 from fl_bn.methods import StatisticsReport
 from fl_bn.models.head import head_of
 from fl_bn.roles import inputs_like
-from fl_bn.task import CLASSIFICATION, Task, to_device
+from fl_bn.task import CLASSIFICATION, Task, batch_size, to_device
 
 
 class _OneByOne:
@@ -121,9 +121,10 @@ def train(
     total, count = torch.zeros((), dtype=torch.float64, device=like.device), 0
     for batch in batches:
         x, y = (to_device(part, like.device) for part in task.read(batch))
+        samples = batch_size(x, y)
         optimizer.zero_grad()
         if round.steps == 0:
-            round.begin_batch(len(y))
+            round.begin_batch(samples)
         loss = round.backward(partial(loss_of, model, task, settings, x, y), x)
         round.gradient_ready()
         if how != "none":
@@ -134,8 +135,8 @@ def train(
         if scheduler is not None:
             scheduler.step()
         round.count_step()
-        count += len(y)
-        total += loss.detach().double() * len(y)
+        count += samples
+        total += loss.detach().double() * samples
     return Trained(float(total) / max(count, 1), count)
 
 

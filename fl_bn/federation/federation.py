@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from fl_bn.conversion import hooked_parameters
 from fl_bn.derived import copied
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running
@@ -37,6 +39,7 @@ from fl_bn.federation.per_client import (
     MakeScheduler,
     Metrics,
     PerClient,
+    each,
     optimizers_of,
     own_tests,
     rate_of,
@@ -48,7 +51,7 @@ from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
-from fl_bn.federation.steps import check_optimizer_steps, check_parameters, check_scheduler_steps
+from fl_bn.federation.steps import check_follows_rate, check_loss, check_optimizer_steps, check_parameters, check_scheduler_steps
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
 from fl_bn.roles import buffers_in_words, inputs_like
@@ -58,6 +61,23 @@ from fl_bn.task import CLASSIFICATION, Task
 __all__ = ["Diverged", "Federation"]
 LOGGER = logging.getLogger("flwr")
 SGD_05 = partial(SGD, lr=LEARNING_RATE, momentum=0.9)
+
+
+def same_rate(round: int, rounds: int) -> float:
+    """Return 1, the factor of the learning rate in every round."""
+    return 1.0
+
+
+def factor_of(schedule: Callable[[int, int], float], round: int, rounds: int) -> float:
+    """Return the factor of the learning rate that ``schedule`` gives for a round.
+
+    Raises:
+        ValueError: It is no finite number above 0.
+    """
+    factor = schedule(round, rounds)
+    if isinstance(factor, bool) or not isinstance(factor, float | int) or not 0 < factor < math.inf:
+        raise ValueError(f"schedule returns the factor of the learning rate, a number above 0, but for round {round} returned {factor!r}")
+    return float(factor)
 
 
 class Federation:
@@ -128,7 +148,7 @@ class Federation:
         metrics: Metrics | Sequence[Metrics] | PerClient | None = None,
         optimizer: MakeOptimizer | Sequence[MakeOptimizer] | PerClient = SGD_05,
         scheduler: MakeScheduler | Sequence[MakeScheduler] | PerClient | None = None,
-        schedule: Callable[[int, int], float] = lambda round, rounds: 1.0,
+        schedule: Callable[[int, int], float] = same_rate,
         objective: Objective = PLAIN,
         local_epochs: int = 1,
         local_evaluation: bool = False,
@@ -158,6 +178,17 @@ class Federation:
                 f"a federation needs at least 1 client, and local_epochs and evaluate_every >= 1, but got {len(clients)} clients, "
                 f"local_epochs={local_epochs} and evaluate_every={evaluate_every}"
             )
+        for argument, value, kind, such in (
+            ("model", model, nn.Module, "a torch network"),
+            ("method", method, Method, "methods.fbn()"),
+            ("objective", objective, Objective, "FedProx(0.01)"),
+            ("server_optimizer", server_optimizer, ServerOptimizer | None, "FedAdam()"),
+            ("defence", defence, Defence, "Defence(...)"),
+        ):
+            if not isinstance(value, kind):
+                raise ValueError(f"{argument} must be an object such as {such}, but got {value!r}")
+        if wrong := [one for one in callbacks if not isinstance(one, Callback)]:
+            raise ValueError(f"callbacks must be objects of subclasses of Callback, but got {wrong[0]!r}")
         check_clients(clients)
         for number, loader in enumerate(clients):
             check_loader(f"client {number}", loader)
@@ -175,6 +206,13 @@ class Federation:
             check_not_one_batch(f"client {number}", loader, own_task)
             if self.tests is not None:
                 check_not_one_batch(f"test of client {number}", self.tests[number], own_task)
+        for one in each("loss", loss, count, "a function", lambda one: True):
+            check_loss(one, model)
+        if hooked := hooked_parameters(model):
+            raise ValueError(
+                f"parameter {hooked[0]} has a gradient hook, which the clients' copies of the network would not have: put what it does "
+                "into the network (torch.autograd.Function), or write a loop of your own (docs/how-to/loop.md)"
+            )
         trial = copied(model)  # not ``model``, which a function that ignores its argument may know
         examples = {id(make): make(trial.parameters()) for make in makers}
         for example in examples.values():
@@ -191,7 +229,7 @@ class Federation:
             evaluate_every=evaluate_every,
             calibrate=calibrate,
             unit_scale=unit_scale,
-            rate=lambda round, rounds: (base or constant_rate(round, rounds)) * schedule(round, rounds),
+            rate=lambda round, rounds: (base or constant_rate(round, rounds)) * factor_of(schedule, round, rounds),
             auxiliary=auxiliary(settings),
         )
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
@@ -206,6 +244,8 @@ class Federation:
         for make_scheduler, make in {(id(one), id(make)): (one, make) for one, make in zip(schedulers, makers, strict=True)}.values():
             if make_scheduler is not None and (made := make_scheduler(example := make(trial.parameters()))) is not None:
                 check_scheduler_steps(made, example)
+                if schedule is not same_rate or method.frozen_rate < 1:
+                    check_follows_rate(make, make_scheduler, [*trial.parameters()])
         every = zip(clients, tasks, makers, schedulers, kinds, shares, self.tests or (None,) * count, strict=True)
         own = [Own(*one) for one in every]
         common = Clients(pristine, method, where, own, schedule, seed)

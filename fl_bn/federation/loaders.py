@@ -95,9 +95,18 @@ class SeededBatches:
             -1..1.
         y: The task's targets (N, ...).
         batch_size: The number of samples of a batch.
+
+    Raises:
+        ValueError: ``x`` and ``y`` are no tensors, or have different lengths, or ``batch_size`` is no positive whole number.
     """
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, batch_size: int) -> None:
+        if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
+            raise ValueError(f"SeededBatches takes tensors, but got {type(x).__name__} and {type(y).__name__}: call torch.as_tensor")
+        if x.dim() == 0 or y.dim() == 0 or len(x) != len(y):
+            raise ValueError(f"SeededBatches takes a target for each input, but got inputs {tuple(x.shape)} and targets {tuple(y.shape)}")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size must be a whole number of at least 1, but got {batch_size!r}")
         self.samples, self.batch_size = Samples(x, y), batch_size
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fl_bn.methods import Method, Phase
 from fl_bn.roles import Role, batch_norms
-from fl_bn.task import CLASSIFICATION, Task, tensors_in, to_device
+from fl_bn.task import CLASSIFICATION, Task, batch_size, tensors_in, to_device
 
 if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound
@@ -81,7 +81,7 @@ class Trainable:
     def _fits(self, batch: Any) -> bool:
         round = self._round
         x, y = self._task.read(batch)
-        if len(y) != 1:
+        if batch_size(x, y) != 1:
             return True
         layers = {k: m for k, m in batch_statistics(round.model, round.method, round.phase).items() if m.training}
         if self._drawn or not layers:

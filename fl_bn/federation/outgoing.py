@@ -16,7 +16,7 @@ from fl_bn.federation.payload import Named, Sections, encode_moments
 from fl_bn.federation.values import ClientState
 from fl_bn.moments import Moments, Running
 from fl_bn.objectives import CONTROL, Finish
-from fl_bn.roles import Role, inputs_like
+from fl_bn.roles import Role
 
 if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound
@@ -28,7 +28,7 @@ def complete_moments(round: LocalRound, moments: Mapping[str, Moments]) -> dict[
     """Encode the moments of every BatchNorm layer as tensors by name. A layer that did not run gets the count 0."""
     unseen = {k: torch.zeros_like(s.mean) for k, s in running_statistics(round.model).items()}
     complete = {k: moments.get(k, Moments(0, zeros, zeros)) for k, zeros in unseen.items()}
-    return encode_moments(complete, inputs_like(round.model).dtype)
+    return {key: t for k, m in complete.items() for key, t in encode_moments({k: m}, unseen[k].dtype).items()}
 
 
 def sections_to_send(round: LocalRound, gradients: Named, finish: Finish, moments: Mapping[str, Moments]) -> Sections:

@@ -155,6 +155,7 @@ def _function(value: Any) -> bool:
 
 
 def rate_of(optimizer: Optimizer) -> float | None:
-    """Return the learning rate of an optimiser; None if it is not a number above 0."""
-    rate = optimizer.param_groups[0].get("lr")
-    return float(rate) if isinstance(rate, float | int) and rate > 0 else None
+    """Return the largest learning rate of an optimiser's parameters; None if none is a number above 0."""
+    rates = [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float | int | Tensor)]
+    rate = max((float(one) for one in rates), default=0.0)
+    return rate if rate > 0 else None

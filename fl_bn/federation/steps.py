@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -81,6 +81,47 @@ def check_scheduler_steps(scheduler: LRScheduler, optimizer: Optimizer) -> None:
             f"scheduler makes {type(scheduler).__name__}, whose step needs {needed}, but Federation calls step() once per batch: take a "
             f"scheduler of steps, such as StepLR or CosineAnnealingLR, {OWN_LOOP}"
         )
+
+
+def check_follows_rate(make: Callable[[Any], Optimizer], make_scheduler: Callable[[Any], Any], parameters: Sequence[nn.Parameter]) -> None:
+    """Check that a scheduler starts from the optimiser's learning rate, which ``schedule`` and the method change between rounds.
+
+    Raises:
+        ValueError: It sets rates of its own, as OneCycleLR and CyclicLR do.
+    """
+    rates = []
+    for factor in (1.0, 0.5):
+        optimizer = make(parameters)
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = group["lr"] * factor
+        scheduler = make_scheduler(optimizer)
+        rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
+    if any(full and abs(half - full / 2) > 1e-6 * abs(full) for full, half in zip(*rates, strict=True)):
+        raise ValueError(
+            f"scheduler makes {type(scheduler).__name__}, which sets rates of its own: the factor of schedule, and the lower rate of "
+            "rounds with frozen statistics, would be lost. Take one that starts from the optimiser's rate, such as LambdaLR or "
+            "CosineAnnealingLR"
+        )
+
+
+def check_loss(loss: Any, model: nn.Module) -> None:
+    """Check that a user's loss does not use the network itself, since clients train copies of it.
+
+    Raises:
+        ValueError: The function refers to the network, or to one of its layers or parameters.
+    """
+    try:
+        seen = inspect.getclosurevars(loss)
+    except TypeError:  # not a Python function
+        return
+    parts = {id(part): name for name, part in [*model.named_modules(), *model.named_parameters()]}
+    for name, value in {**seen.globals, **seen.nonlocals}.items():
+        if id(value) in parts:
+            raise ValueError(
+                f"loss uses {name!r}, which is the network that was given or a part of it, but each client trains a copy: the loss would "
+                "not change with the weights. Put such a term into the network's output, or write a loop of your own (docs/how-to/loop.md)"
+            )
 
 
 def _needed(steps: Any) -> str:

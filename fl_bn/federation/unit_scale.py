@@ -38,15 +38,28 @@ def producers(model: nn.Module) -> dict[str, str]:
 
     Only this BatchNorm layer may use the output of the layer before. Between the two there may be ``HOMOGENEOUS``
     operations (ReLU, pooling). The layer before must be one of ``PRODUCERS``, be trained, and run once per forward pass.
-    Its weight must not be shared with another layer, nor be computed from other tensors (spectral norm, for example).
+    Its weight must not be shared with another layer, nor be computed from other tensors (spectral norm, for example), nor be
+    read by the network's own ``forward``. Neither layer may have hooks. All this must hold in both modes of the network.
 
     Raises:
         ValueError: torch.fx cannot trace the network (control flow that depends on data, say).
     """
+    modes = {module: vars(module)["training"] for module in model.modules()}
+    try:
+        found = [_pairs(model.train(mode)) for mode in (True, False)]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return {norm: source for norm, source in found[0].items() if found[1].get(norm) == source}
+
+
+def _pairs(model: nn.Module) -> dict[str, str]:
+    """Return the pairs of ``producers`` in the network's present mode."""
     try:
         graph = _Tracer().trace(model)
     except Exception as error:  # torch.fx runs the user's forward with stand-ins, which may raise anything
         raise ValueError(f"torch.fx cannot trace {type(model).__name__}: {type(error).__name__}: {error}") from error
+    used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}  # parameters that forward itself reads
     modules = dict(model.named_modules())
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     uses = Counter(id(p) for module in modules.values() for p in module.parameters(recurse=False))
@@ -59,7 +72,11 @@ def producers(model: nn.Module) -> dict[str, str]:
             continue
         layer = modules[source]
         own = list(layer.parameters())
-        if type(layer) in PRODUCERS and not derivation(layer) and all(uses[id(p)] == 1 and p.requires_grad for p in own):
+        read = used.intersection(f"{source}.{name}" for name, _ in layer.named_parameters())
+        changed = any(_changed(one) for one in (layer, modules[str(node.target)]))
+        if type(layer) not in PRODUCERS or read or changed or derivation(layer):
+            continue
+        if all(uses[id(p)] == 1 and p.requires_grad for p in own):
             sources[str(node.target)] = source
     return sources
 
@@ -98,6 +115,11 @@ def rescaled(
         divided = {"running_mean": statistics[norm].mean / deviation, "running_var": statistics[norm].var / deviation.square()}
         new |= {f"{norm}.{name}": value.to(state[f"{norm}.{name}"].dtype) for name, value in divided.items()}
     return new
+
+
+def _changed(layer: nn.Module) -> bool:
+    """Return whether hooks, or a ``forward`` set on the object, may change what ``layer`` computes."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
 class _Tracer(fx.Tracer):

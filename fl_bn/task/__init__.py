@@ -35,7 +35,7 @@ from fl_bn.task.multi_label import MultiLabel
 from fl_bn.task.objects import MetricObject, extended, is_ours
 from fl_bn.task.ranking import ClassificationAUC
 from fl_bn.task.regression import Regression
-from fl_bn.task.targets import LABEL_SETS, LABELS, MASKS, VALUES, kind_of, tensors_in, to_device
+from fl_bn.task.targets import LABEL_SETS, LABELS, MASKS, VALUES, batch_size, kind_of, tensors_in, to_device
 from fl_bn.task.task import ANY, SHARE, Range, Task
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "Regression",
     "Segmentation",
     "Task",
+    "batch_size",
     "confusion_counts",
     "extended",
     "find_task",

@@ -60,7 +60,7 @@ class Classification(Task):
 
     def samples_behind(self, targets: Tensor) -> dict[str, int]:
         """Return ``accuracy-class-N`` -> the number of samples of class N."""
-        return {f"{CLASS}{index}": n for index, n in enumerate(torch.bincount(targets.flatten()).tolist())}
+        return {f"{CLASS}{index}": n for index, n in enumerate(torch.bincount(targets[targets >= 0]).tolist())}
 
 
 class Segmentation(Classification):
@@ -113,11 +113,22 @@ def confusion_counts(output: Tensor, targets: Tensor) -> Tensor:
         output: scores (B, C), or (B, C, H, W), or (B, C, D, H, W).
         targets: labels (B,), or masks (B, H, W), or (B, D, H, W).
 
+            Labels below 0, such as the -100 of torch's losses, are left out.
+
     Returns:
         Int64 (C, C): labels in rows, predictions in columns.
+
+    Raises:
+        ValueError: the scores are not of at least two classes, or the labels are no whole numbers, one for each score.
     """
+    if output.ndim < 2 or output.shape[1] < 2 or targets.is_floating_point() or targets.shape != (len(output), *output.shape[2:]):
+        raise ValueError(
+            f"classification is evaluated by scores (B, C) of at least 2 classes and whole numbers (B,) as labels, but the network's output "
+            f"is {tuple(output.shape)} and the targets are {tuple(targets.shape)} {str(targets.dtype).removeprefix('torch.')}: give the task "
+            "that fits, such as task=MultiLabel() for 0 or 1 per label, or one of your own with sums and metrics"
+        )
     classes, predicted = output.shape[1], output.argmax(1)
-    if targets.ndim > 1:
-        labelled = targets != IGNORE
+    if targets.ndim > 1 or bool((targets < 0).any()):
+        labelled = (targets >= 0) & (targets != IGNORE) if targets.ndim > 1 else targets >= 0
         predicted, targets = predicted[labelled], targets[labelled]
     return torch.bincount(targets * classes + predicted, minlength=classes**2).view(classes, classes)

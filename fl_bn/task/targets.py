@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 LABELS, MASKS, VALUES, LABEL_SETS = "one label per sample", "masks", "values", "a set of labels per sample"
 
@@ -45,9 +47,41 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Copy a batch to ``device``: a tensor, or a tuple, list or dict of tensors, which may be nested."""
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, PackedSequence):
+        return batch.to(device)  # type: ignore[arg-type]  # torch's stubs know a dtype only
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, tuple | list):
         return (tuple if isinstance(batch, tuple) else list)(to_device(value, device) for value in batch)
     return batch.to(device) if isinstance(batch, Tensor) else batch
+
+
+def batch_size(inputs: Any, targets: Any) -> int:
+    """Return the number of samples of a batch.
+
+    Targets may be a tensor (B, ...), a list with one entry per sample, or several tensors (B, ...) in a tuple, list or dict.
+
+    Args:
+        inputs: The inputs of the batch: tensors (B, ...), or a list with one entry per sample.
+        targets: The targets of the batch. They may also be of another form if the inputs show the number of samples.
+
+    Raises:
+        ValueError: Neither shows how many samples the batch has.
+    """
+    if isinstance(targets, Tensor | np.ndarray) and targets.ndim:
+        return len(targets)
+    shown = len(inputs) if isinstance(inputs, list) else next((len(x) for x in tensors_in(inputs) if x.dim()), None)
+    if isinstance(targets, list) and (len(targets) == shown or not any(True for _ in tensors_in(targets))):
+        return len(targets)
+    rows = {len(y) for y in tensors_in(targets) if y.dim()}
+    if len(rows) == 1:
+        return rows.pop()
+    if shown is None:
+        raise ValueError(
+            f"the number of samples of a batch is unclear: its inputs are a {type(inputs).__name__}, its targets a "
+            f"{type(targets).__name__}; give targets (B, ...), or a task whose read(batch) returns them"
+        )
+    return shown
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from fl_bn.task.metric_state import MetricState
 from fl_bn.task.objects import NAME
@@ -172,7 +173,8 @@ class Task(ABC):
                     f"{takes}. Name the entries that are its inputs: {type(self).__name__}(input_keys=('{next(iter(inputs))}',)). A "
                     "single entry is passed by position"
                 ) from error
-        return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+        several = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
+        return model(*inputs) if several else model(inputs)
 
     def output(self, raw: Any) -> Any:
         """Select the prediction in a network's output, for ``loss`` and ``sums``.

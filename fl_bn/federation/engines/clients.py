@@ -202,6 +202,8 @@ class LoaderSource:
         optimizer = self.own.make_optimizer(round.parameters.values())
         check_parameters(optimizer, round.parameters.values())
         for group in optimizer.param_groups:
+            if "lr" not in group:
+                continue
             group["lr"] = group["lr"] * self.clients.schedule(round.instruction.round, self.rounds)
             if round.instruction.rate_share != 1:
                 group["lr"] = group["lr"] * round.instruction.rate_share
