@@ -20,6 +20,8 @@ from fl_bn.modes import MARK, remember_modes
 from fl_bn.roles import BUFFER_ROLES, observes, roles, state_constants
 
 LOGGER = logging.getLogger("flwr")
+STATES = ("frozen", "held", "observation", "refills")
+"""The names of attributes by which fl-bn knows the state of a BatchNorm layer."""
 TRAVEL = (torch.float16, torch.float32, torch.float64)
 """Dtypes of the floating-point tensors that a message may hold."""
 
@@ -142,6 +144,8 @@ def _check(module: nn.Module, method: Method) -> None:
         raise ValueError("no method combines running statistics of InstanceNorm layers: build the layer with track_running_stats=False")
     if isinstance(module, OwnBatchNorm):
         raise ValueError("the model was converted before: convert the original one")
+    if isinstance(module, _BatchNorm) and (taken := [name for name in STATES if hasattr(module, name)]):
+        raise ValueError(f"it has an attribute {taken[0]!r}, a name that fl-bn uses for itself in such a layer: rename it")
     if isinstance(module, _BatchNorm) and hasattr(module, "parametrizations"):
         raise ValueError(
             "it is parametrized, so a method cannot find its scale and shift: remove the parametrization (torch.nn.utils.parametrize) "

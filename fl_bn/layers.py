@@ -74,9 +74,8 @@ class OwnBatchNorm(Composed, _BatchNorm):
                 f"it has no running statistics (track_running_stats=False), but {cls.__name__} normalises with them: build the layer "
                 "with track_running_stats=True, or choose fedavg, fedbn or gn"
             )
-        own = ("frozen", "held", "mixing_logit", "observation", "refills", "spatial", "then")
-        if not isinstance(layer, Composed) and (taken := [name for name in own if hasattr(layer, name)]):
-            raise Unconvertible(f"it has an attribute {taken[0]!r}, a name that {cls.__name__} uses for itself: rename it")
+        if not isinstance(layer, Composed) and (taken := [name for name in ("mixing_logit", "spatial", "then") if hasattr(layer, name)]):
+            raise Unconvertible(f"it has an attribute {taken[0]!r}, a name that fl-bn uses for itself in such a layer: rename it")
         new: Self = copy.deepcopy(layer)  # type: ignore[assignment]
         new.__class__ = composed(cls, type(layer))
         return new

@@ -123,9 +123,9 @@ def confusion_counts(output: Tensor, targets: Tensor) -> Tensor:
     """
     if output.ndim < 2 or output.shape[1] < 2 or targets.is_floating_point() or targets.shape != (len(output), *output.shape[2:]):
         raise ValueError(
-            f"classification is evaluated by scores (B, C) of at least 2 classes and whole numbers (B,) as labels, but the network's output "
-            f"is {tuple(output.shape)} and the targets are {tuple(targets.shape)} {str(targets.dtype).removeprefix('torch.')}: give the task "
-            "that fits, such as task=MultiLabel() for 0 or 1 per label, or one of your own with sums and metrics"
+            "classification is evaluated by scores (B, C) of at least 2 classes and whole numbers (B,) as labels, but the network's "
+            f"output is {tuple(output.shape)} and the targets are {tuple(targets.shape)} {str(targets.dtype).removeprefix('torch.')}: give "
+            "the task that fits, such as task=MultiLabel() for 0 or 1 per label, or one of your own with sums and metrics"
         )
     classes, predicted = output.shape[1], output.argmax(1)
     if targets.ndim > 1 or bool((targets < 0).any()):
