@@ -106,7 +106,7 @@ class Federation:
         optimizer: Makes a client's optimiser for given parameters, anew in every round. Default: SGD with
             learning rate 0.05 and momentum 0.9.
         scheduler: Makes a scheduler of that optimiser, stepped after every batch. Default: none.
-        schedule: ``schedule(round, rounds)`` returns a factor of the learning rate for a whole round. Default: 1.
+        schedule: ``schedule(round, rounds)`` returns a factor above 0 of the learning rate for a whole round. Default: 1.
         objective: The local objective, such as ``FedProx``. Default: the loss alone.
         local_epochs: Passes over a client's batches in a round, at least 1.
         local_evaluation: Whether each client tests its network on its test batches before and after local

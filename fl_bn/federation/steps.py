@@ -113,7 +113,7 @@ def check_loss(loss: Any, model: nn.Module) -> None:
     """
     try:
         seen = inspect.getclosurevars(loss)
-    except TypeError:  # not a Python function
+    except (TypeError, ValueError):  # not a Python function, or one that refers to a name which has no value yet
         return
     parts = {id(part): name for name, part in [*model.named_modules(), *model.named_parameters()]}
     for name, value in {**seen.globals, **seen.nonlocals}.items():
