@@ -47,17 +47,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
             a message.
         UnknownTensor: a norm layer holds a tensor that is unknown to fl-bn, so it is unclear whether clients may send it.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise Unconvertible(
-                f"{name or 'the model'} is a TorchScript module: its layers have lost their types, so its BatchNorm layers cannot be "
-                "found. Give the network as it was before torch.jit.script or torch.jit.trace"
-            )
-        if any(map(nn.parameter.is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
-            # deepcopy would refuse it, too, but would not name the layer
-            raise Unconvertible(
-                f"{name or 'the model'} ({type(module).__name__}): a lazy layer has no shape yet: run one batch through the model first"
-            )
+    check_complete(model)
     if hooked := hooked_parameters(model):
         LOGGER.warning(
             "the gradient hook of %s is not in the copy that convert returns, as torch copies parameters without hooks: register it there",
@@ -85,6 +75,25 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
     state_constants(model)
     _check_tensors(model, method)
     return model
+
+
+def check_complete(model: nn.Module) -> None:
+    """Check that every layer of ``model`` has a type and a shape.
+
+    Raises:
+        Unconvertible: a layer is a TorchScript module, or a lazy one without a shape.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Unconvertible(
+                f"{name or 'the model'} is a TorchScript module: its layers have lost their types, so its BatchNorm layers cannot be "
+                "found. Give the network as it was before torch.jit.script or torch.jit.trace"
+            )
+        if any(map(nn.parameter.is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
+            # deepcopy would refuse it, too, but would not name the layer
+            raise Unconvertible(
+                f"{name or 'the model'} ({type(module).__name__}): a lazy layer has no shape yet: run one batch through the model first"
+            )
 
 
 def hooked_parameters(model: nn.Module) -> list[str]:

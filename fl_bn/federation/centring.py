@@ -35,13 +35,12 @@ def centred_weights(model: nn.Module) -> list[str]:
     A weight that is computed from other parameters (spectral norm, parametrizations) is left out, as it is no parameter.
     """
     head = head_of(model)
-    names = {
-        id(module.weight): f"{name}.weight" if name else "weight"
+    found = {
+        id(module.weight): (f"{name}.weight" if name else "weight", module.weight.shape)
         for name, module in model.named_modules()
         if isinstance(module, CENTRED) and "weight" in module._parameters and not (head and module is head[1])
     }
-    shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
-    return [name for key, name in names.items() if math.prod(shapes[key][1:]) >= FEWEST]
+    return [name for name, shape in found.values() if math.prod(shape[1:]) >= FEWEST]
 
 
 class Centring:

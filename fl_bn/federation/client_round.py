@@ -152,4 +152,8 @@ def loss_of(model: nn.Module, task: Task, settings: LocalTraining, x: Any, y: An
     """Compute the mean loss of one batch, in the precision that ``settings`` asks for."""
     device = inputs_like(model).device.type
     with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "mixed"):
-        return task.loss(task.predict(model, x), y)
+        loss = task.loss(task.predict(model, x), y)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+        raise ValueError(f"the loss of a batch must be one number, a tensor with the mean over the batch, but it is {got}")
+    return loss

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fl_bn.conversion import hooked_parameters
+from fl_bn.conversion import check_complete, hooked_parameters
 from fl_bn.derived import copied
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running
@@ -168,7 +168,7 @@ class Federation:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         check_name("engine", engine, ENGINES)
-        if not 0 <= workers <= MOST_WORKERS or (engine == VECTORISED and workers > 1):
+        if not isinstance(workers, int) or not 0 <= workers <= MOST_WORKERS or (engine == VECTORISED and workers > 1):
             raise ValueError(
                 f"workers must be 0..{MOST_WORKERS}; with engine='vectorised' it must be 0 or 1, since one process computes the cohort; "
                 f"but got workers={workers} and engine={engine!r}"
@@ -206,6 +206,7 @@ class Federation:
             check_not_one_batch(f"client {number}", loader, own_task)
             if self.tests is not None:
                 check_not_one_batch(f"test of client {number}", self.tests[number], own_task)
+        check_complete(model)
         for one in each("loss", loss, count, "a function", lambda one: True):
             check_loss(one, model)
         if hooked := hooked_parameters(model):
@@ -418,8 +419,8 @@ class Federation:
             ValueError: The checkpoint's run has another number of rounds.
         """
         state, self._resumed = self._resumed, None
-        if rounds < 0:
-            raise ValueError(f"expected 0 rounds or more, but got run({rounds})")
+        if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
+            raise ValueError(f"expected a whole number of rounds, 0 or more, but got run({rounds!r})")
         if state is None:
             return FROM_THE_START
         if state.round >= state.rounds:

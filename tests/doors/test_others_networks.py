@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 from fl_bn import Federation, SeededBatches, convert, methods
 from fl_bn.composed import Unconvertible
+from fl_bn.federation.centring import centred_weights
 from fl_bn.federation.per_client import rate_of
 from fl_bn.federation.unit_scale import producers
 from fl_bn.methods import Method
@@ -332,3 +333,41 @@ def test_a_callback_is_an_object() -> None:
 def test_batches_need_a_target_for_each_input(x: Any, y: Any, size: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SeededBatches(x, y, size)
+
+
+@pytest.mark.parametrize("loss", [lambda output, y: 0.5, lambda output, y: None, lambda output, y: output.sum(1)])
+def test_a_loss_is_one_number(loss: Any) -> None:
+    with pytest.raises(ValueError, match=r"the loss of a batch must be one number, .* but it is (0\.5|None|a tensor \(4,\))"):
+        list(federation(loss=loss).run(1))
+
+
+@pytest.mark.parametrize("rounds", [1.5, "2", True, None])
+def test_rounds_are_a_whole_number(rounds: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected a whole number of rounds, 0 or more, but got run\("):
+        list(federation().run(rounds))
+
+
+def test_workers_are_a_whole_number() -> None:
+    refused(r"workers must be 0\.\.", workers=1.5)
+
+
+def test_a_lazy_layer_is_named() -> None:
+    refused(r"0 \(LazyLinear\): a lazy layer has no shape yet: run one batch through the model", model=nn.Sequential(nn.LazyLinear(2)))
+
+
+class HeadOnly(nn.Module):
+    """Offers only the parameters of its head to an optimiser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self.net[3].parameters()
+
+
+def test_weights_are_centred_whatever_parameters_returns() -> None:
+    assert centred_weights(HeadOnly()) == centred_weights(nn.ModuleDict({"net": net()}))
