@@ -59,7 +59,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def batch_size(inputs: Any, targets: Any) -> int:
     """Return the number of samples of a batch.
 
-    Targets may be a tensor (B, ...), a list with one entry per sample, or several tensors (B, ...) in a tuple, list or dict.
+    Targets may be a tensor (B, ...), a list with one entry per sample, or several tensors (B, ...) in a tuple, list or dict. A list of
+    tensors has one entry per sample if it is as long as the inputs, and its tensors are not.
 
     Args:
         inputs: The inputs of the batch: tensors (B, ...), or a list with one entry per sample.
@@ -70,10 +71,12 @@ def batch_size(inputs: Any, targets: Any) -> int:
     """
     if isinstance(targets, Tensor | np.ndarray) and targets.ndim:
         return len(targets)
-    shown = len(inputs) if isinstance(inputs, list) else next((len(x) for x in tensors_in(inputs) if x.dim()), None)
-    if isinstance(targets, list) and (len(targets) == shown or not any(True for _ in tensors_in(targets))):
-        return len(targets)
+    shown = next((len(x) for x in tensors_in(inputs) if x.dim()), None)
     rows = {len(y) for y in tensors_in(targets) if y.dim()}
+    if isinstance(targets, list) and rows != {shown}:
+        per_sample = not all(isinstance(one, Tensor) for one in targets)  # the boxes of each image, say
+        if per_sample or len(targets) == shown or (isinstance(inputs, list) and len(inputs) == len(targets)):
+            return len(targets)
     if len(rows) == 1:
         return rows.pop()
     if shown is None:

@@ -81,6 +81,18 @@ def test_a_client_weighs_its_samples_whatever_form_the_targets_have(method: Meth
     assert all(torch.equal(formed.model.state_dict()[name], tensor) for name, tensor in usual.model.state_dict().items())
 
 
+X, Y = torch.zeros(5, 4), torch.zeros(5)
+IMAGES, BOXES = [torch.zeros(3, 8, 8)] * 5, [{"boxes": torch.zeros(i, 4)} for i in range(5)]
+
+
+@pytest.mark.parametrize(("inputs", "targets"), [
+    (X, Y), (X, Y.numpy()), (X, (Y, Y)), (X, [Y, Y]), (X, {"a": Y}), (X, None), (X, list(Y)), (X, ["a"] * 5), (X, (Y, torch.zeros(7))),
+    (IMAGES, BOXES), (IMAGES, list(Y)), ((IMAGES, BOXES), BOXES), ([X, X], Y), ([X, X], [Y, Y]), ({"a": X}, [Y, Y, Y]), ((X, X), (Y,)),
+])  # fmt: skip
+def test_the_size_of_a_batch(inputs: Any, targets: Any) -> None:
+    assert batch_size(inputs, targets) == 5
+
+
 def test_the_size_of_a_batch_that_nothing_shows_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"the number of samples of a batch is unclear: its inputs are a str, its targets a NoneType"):
         batch_size("a text", None)
