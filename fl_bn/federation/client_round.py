@@ -24,7 +24,7 @@ from fl_bn.federation.source import Source, Trained
 from fl_bn.methods import StatisticsReport
 from fl_bn.models.head import head_of
 from fl_bn.roles import inputs_like
-from fl_bn.task import CLASSIFICATION, Task, batch_size, to_device
+from fl_bn.task import CLASSIFICATION, Task, batch_size, one_number, to_device
 
 
 class _OneByOne:
@@ -152,8 +152,4 @@ def loss_of(model: nn.Module, task: Task, settings: LocalTraining, x: Any, y: An
     """Compute the mean loss of one batch, in the precision that ``settings`` asks for."""
     device = inputs_like(model).device.type
     with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "mixed"):
-        loss = task.loss(task.predict(model, x), y)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
-        raise ValueError(f"the loss of a batch must be one number, a tensor with the mean over the batch, but it is {got}")
-    return loss
+        return one_number(task.loss(task.predict(model, x), y))

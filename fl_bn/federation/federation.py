@@ -420,7 +420,7 @@ class Federation:
         """
         state, self._resumed = self._resumed, None
         if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
-            raise ValueError(f"expected a whole number of rounds, 0 or more, but got run({rounds!r})")
+            raise ValueError(f"expected 0 rounds or more, but got run({rounds!r})")
         if state is None:
             return FROM_THE_START
         if state.round >= state.rounds:

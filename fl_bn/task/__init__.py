@@ -35,7 +35,7 @@ from fl_bn.task.multi_label import MultiLabel
 from fl_bn.task.objects import MetricObject, extended, is_ours
 from fl_bn.task.ranking import ClassificationAUC
 from fl_bn.task.regression import Regression
-from fl_bn.task.targets import LABEL_SETS, LABELS, MASKS, VALUES, batch_size, kind_of, tensors_in, to_device
+from fl_bn.task.targets import LABEL_SETS, LABELS, MASKS, VALUES, batch_size, kind_of, one_number, tensors_in, to_device
 from fl_bn.task.task import ANY, SHARE, Range, Task
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "find_task",
     "is_ours",
     "kind_of",
+    "one_number",
     "tensors_in",
     "to_device",
     "weighted_mean",

@@ -87,6 +87,18 @@ def batch_size(inputs: Any, targets: Any) -> int:
     return shown
 
 
+def one_number(loss: Any) -> Tensor:
+    """Return the loss of a batch.
+
+    Raises:
+        ValueError: ``loss`` is no tensor with one number.
+    """
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    got = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+    raise ValueError(f"the loss of a batch must be one number, a tensor with the mean over the batch, but it is {got}")
+
+
 def tensors_in(batch: Any) -> Iterator[Tensor]:
     """Yield all tensors in a batch, in order. A batch is a tensor, or a tuple, list or dict that may be nested."""
     if isinstance(batch, Tensor):
