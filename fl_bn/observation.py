@@ -108,7 +108,11 @@ def eagerly(function: F_) -> F_:
 
 
 class Observation:
-    """Record the moments of one layer's inputs. A copy or a pickle of the layer has no ``Observation``."""
+    """Record the moments of one layer's inputs. A copy or a pickle of the layer has no ``Observation``.
+
+    Attributes:
+        waits: whether the layer calls ``left`` when it has computed the output of the present pass.
+    """
 
     def __init__(
         self,
@@ -130,7 +134,6 @@ class Observation:
         """
         self._record, self._counts, self._outer, self._values, self._leaves = record, counts, outer, values, leaves
         self.waits = self._waits = False
-        """Whether the layer must call ``left`` with the output of the pass that it now makes."""
 
     @eagerly
     def __call__(self, layer: nn.Module, x: Tensor, batch: tuple[Tensor, Tensor] | None = None) -> None:
