@@ -75,7 +75,7 @@ def batch_size(inputs: Any, targets: Any) -> int:
     rows = {len(y) for y in tensors_in(targets) if y.dim()}
     if isinstance(targets, list) and rows != {shown}:
         per_sample = not all(isinstance(one, Tensor) for one in targets)  # the boxes of each image, say
-        if per_sample or len(targets) == shown or (isinstance(inputs, list) and len(inputs) == len(targets)):
+        if per_sample or not rows or len(targets) == shown or (isinstance(inputs, list) and len(inputs) == len(targets)):
             return len(targets)
     if len(rows) == 1:
         return rows.pop()

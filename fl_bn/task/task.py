@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fl_bn.task.metric_state import MetricState
 from fl_bn.task.objects import NAME
+from fl_bn.task.targets import batch_size
 
 Range = tuple[float, float]
 SHARE: Range = (0.0, 1.0)
@@ -119,7 +120,7 @@ class Task(ABC):
 
     def count(self, targets: Any) -> int:
         """Return the weight of a batch in the mean loss: its number of samples."""
-        return len(targets)
+        return batch_size(None, targets)
 
     def read(self, batch: Any) -> tuple[Any, Any]:
         """Split a batch into inputs and targets.

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
-from fl_bn import Federation, SeededBatches, convert, methods
+from fl_bn import Classification, Federation, SeededBatches, convert, methods
 from fl_bn.composed import Unconvertible
 from fl_bn.federation.centring import centred_weights
 from fl_bn.federation.per_client import rate_of
@@ -79,6 +79,23 @@ def test_a_client_weighs_its_samples_whatever_form_the_targets_have(method: Meth
     assert [client.samples for client in mine.clients] == [4, 64]
     assert mine.loss == theirs.loss
     assert all(torch.equal(formed.model.state_dict()[name], tensor) for name, tensor in usual.model.state_dict().items())
+
+
+class InTuples(Classification):
+    def loss(self, output: Tensor, targets: Any) -> Tensor:
+        return F.cross_entropy(output, targets[0])
+
+    def sums(self, output: Tensor, targets: Any) -> dict[str, Tensor | float]:
+        return super().sums(output, targets[0])
+
+
+def test_the_loss_of_an_evaluation_weighs_samples_too() -> None:
+    (x, y), model = batch(12), convert(net(), methods.fedavg()).eval()
+    state = InTuples().state()
+    with torch.no_grad():
+        for part in (slice(8), slice(8, None)):
+            state.update(model(x[part]), (y[part], y[part]))
+        assert state["loss"] == pytest.approx(float(F.cross_entropy(model(x), y)), rel=1e-6)
 
 
 X, Y = torch.zeros(5, 4), torch.zeros(5)
