@@ -29,7 +29,7 @@ from fl_bn.federation.divergence import BAD_INPUTS
 from fl_bn.federation.finite_inputs import InputWatch
 from fl_bn.federation.first_batch import Batch, Connect, FirstBatch
 from fl_bn.federation.layer_by_layer import Forward, Inputs, LayerOrder, called, layer_by_layer
-from fl_bn.federation.layer_checks import check_layers
+from fl_bn.federation.layer_checks import check_layers, watching_calls
 from fl_bn.federation.measuring import measured
 from fl_bn.federation.momentum import SECTIONS, Buffers, buffers_of, from_kept, load_buffers, restart
 from fl_bn.federation.network import Copy
@@ -218,7 +218,7 @@ class LocalRound:
                 leaves = self.passes.follow if self.in_own_loop else None
                 observing = observe(self.model, counts=self.passes.counts, values=whole, leaves=leaves)
                 self.passes.observed = self._observing.enter_context(observing)
-            with self._first, self._centring, self.input_watch.watching(self.model):
+            with self._first, self._centring, self.input_watch.watching(self.model), watching_calls(self):
                 yield self
             if self.in_own_loop and self.steps:
                 self.passes.close()

@@ -1,18 +1,28 @@
-"""Check that a training loop left a round's layers as the method needs them."""
+"""Check that a training loop left a round's layers as the method needs them, and that the network calls them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from fl_bn.federation.aggregation import running_statistics
+from fl_bn.layers import OwnBatchNorm
 from fl_bn.methods import StatisticsReport
 from fl_bn.moments import Running
+from fl_bn.roles import batch_norms
 
 if TYPE_CHECKING:
     from fl_bn.federation.client import LocalRound
+
+LOGGER = logging.getLogger("flwr")
+_CHECKED: set[tuple[str, str, bool]] = set()
+"""The networks whose calls were checked in this process: signature, method, whether the layers are frozen."""
 
 
 def check_layers(round: LocalRound, frozen: Mapping[str, Running]) -> None:
@@ -31,7 +41,8 @@ def check_layers(round: LocalRound, frozen: Mapping[str, Running]) -> None:
         if not all(torch.equal(was, own.to(was.device)) for was, own in zip(before, after[name], strict=True)):  # loops may move the model
             raise ValueError(
                 f"BatchNorm layer {name!r} normalises with fixed statistics in round {round.instruction.round}, but these changed: the "
-                "training loop must not set statistics (update_bn, reset_running_stats, load_state_dict)"
+                "training loop must not set statistics (update_bn, reset_running_stats, load_state_dict), and the network must call the "
+                "layer, not F.batch_norm with its tensors"
             )
     observed = round.passes.observed
     seen = 0 if round.passes.blind else max((len(parts) for parts in observed.values()), default=0)
@@ -41,4 +52,55 @@ def check_layers(round: LocalRound, frozen: Mapping[str, Running]) -> None:
             f"{method.name} reports the moments of training batches, but the BatchNorm layers saw {seen} batches in "
             f"{round.steps} steps: train round.model itself, not a copy or a trace, in training mode and with gradients, and make no step "
             "before the first batch"
+        )
+
+
+def _compiled_anything() -> bool:
+    """Return whether ``torch.compile`` has compiled anything in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["frames"]["total"] > 0
+
+
+class _Call:
+    """Add the name of a module to a set when the module is called. A function in the module's place could not be pickled."""
+
+    def __init__(self, name: str, ran: set[str]) -> None:
+        self.name, self.ran = name, ran
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.ran.add(self.name)
+
+
+@contextmanager
+def watching_calls(round: LocalRound) -> Iterator[None]:
+    """Warn if the network ran in the ``with`` block, but not all of its layers whose classes are the method's.
+
+    Such a network asks for torch's class (``type(layer) is nn.BatchNorm2d``), or computes with a layer's tensors
+    (``F.batch_norm``). The method then does nothing in this layer. The check is made once in a process for each network,
+    method and state of the layers. Nothing is said of a network that was compiled before the block, whose calls Python does not see.
+    """
+    layers = {name: layer for name, layer in batch_norms(round.model).items() if isinstance(layer, OwnBatchNorm)}
+    key = (round.network.signature, round.method.name, round.freezes)
+    if not layers or key in _CHECKED:
+        yield
+        return
+    _CHECKED.add(key)
+    ran: set[str] = set()
+    with ExitStack() as stack:
+        for name, module in {**layers, "": round.model}.items():
+            stack.callback(module.register_forward_pre_hook(_Call(name, ran)).remove)
+        yield
+    uncalled = [name for name in layers if name not in ran]
+    if not ran or (len(uncalled) == len(layers) and _compiled_anything()):
+        _CHECKED.discard(key)
+    elif uncalled:
+        LOGGER.warning(
+            "round %s: the network did not call %s of its %s BatchNorm layers (%s), so %s does nothing there. If it asks type(layer) is "
+            "nn.BatchNorm2d, let it ask isinstance(layer, nn.BatchNorm2d). If it calls F.batch_norm with a layer's tensors, let it call "
+            "the layer. A layer that this round did not need may be left out, such as that of an expert without samples",
+            round.instruction.round,
+            len(uncalled),
+            len(layers),
+            ", ".join(uncalled[:3]) + (", ..." if len(uncalled) > 3 else ""),
+            round.method.name,
         )
