@@ -207,6 +207,11 @@ class Federation:
             if self.tests is not None:
                 check_not_one_batch(f"test of client {number}", self.tests[number], own_task)
         check_complete(model)
+        if empty := [name for name, tensor in model.state_dict().items() if tensor.is_meta]:
+            raise ValueError(
+                f"{empty[0]} is on the meta device, so it has a shape, but no values: give the network values first, by "
+                "model.to_empty(device='cpu') and model.load_state_dict(...)"
+            )
         for one in each("loss", loss, count, "a function", lambda one: True):
             check_loss(one, model)
         if hooked := hooked_parameters(model):
@@ -252,6 +257,7 @@ class Federation:
         common = Clients(pristine, method, where, own, schedule, seed)
         self._transport = LocalTransport(self.server, common, self.tests, workers, engine == VECTORISED)
         self._evaluated: Named = self.server.shared.tensors()
+        self._present = object()  # the call of ``run`` that made the last round
         self._last: Round | None = None  # the last finished round, of this run or an earlier one
         self._resumed: FederationState | None = None
         self._decides = {
@@ -317,10 +323,12 @@ class Federation:
         Raises:
             Diverged: In three rounds in a row, too few replies could be used.
             TooFewMeasured: In a run of 0 rounds, too few clients measured.
-            ValueError: ``rounds`` is below 0. Or the run continues from a checkpoint (``resume``), which has another number of rounds.
+            ValueError: ``rounds`` is below 0, gradients are off, or a later call of ``run`` has continued this federation. Or the
+                run continues from a checkpoint (``resume``), which has another number of rounds.
         """
         callbacks, start = Callbacks([*self._bar(), *self.callbacks]), self._start(rounds)
         shared = self.server.shared
+        self._present = present = object()
         running = Running(self.task, lambda: shared.whole(self._evaluated, batches_trained(self.history)), self._of_clients)
         running.history = tuple(self.history[-(start.round - 1) :]) if start.round > 1 else ()
         try:
@@ -331,6 +339,11 @@ class Federation:
                     self.history.append(one.record)
                     callbacks.on_round(one.record, rounds)
                     yield one.record
+                    if self._present is not present:
+                        raise ValueError(
+                            f"a later call of run(rounds) has continued this federation, so the run that it left after round "
+                            f"{one.record.round} of {rounds} cannot go on: make a federation for each run"
+                        )
                     if running.reason:
                         LOGGER.info("the run ends after round %s of %s: %s", one.record.round, rounds, running.reason)
                         break
@@ -416,11 +429,13 @@ class Federation:
         """Return where a run of ``rounds`` rounds begins: at round 1, or after the round of a loaded checkpoint.
 
         Raises:
-            ValueError: The checkpoint's run has another number of rounds.
+            ValueError: ``rounds`` is below 0, gradients are off, or the checkpoint's run has another number of rounds.
         """
         state, self._resumed = self._resumed, None
         if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
             raise ValueError(f"expected 0 rounds or more, but got run({rounds!r})")
+        if rounds and not torch.is_grad_enabled():
+            raise ValueError("run trains, but gradients are off here: call it outside of torch.no_grad() and torch.inference_mode()")
         if state is None:
             return FROM_THE_START
         if state.round >= state.rounds:

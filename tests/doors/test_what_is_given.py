@@ -195,6 +195,40 @@ def test_fewer_than_no_rounds_are_refused() -> None:
         list(fed().run(-1))
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_training_without_gradients_is_refused(off: Any) -> None:
+    with off(), pytest.raises(ValueError, match=r"outside of torch.no_grad\(\) and torch.inference_mode\(\)"):
+        list(fed().run(1))
+
+
+def test_measuring_needs_no_gradients() -> None:
+    with torch.no_grad():
+        assert list(fed(methods.fbn()).run(0)) == []
+
+
+def test_a_run_does_not_go_on_after_a_later_one() -> None:
+    federation = fed()
+    first = federation.run(3)
+    assert next(first).round == 1
+    assert [record.round for record in federation.run(2)] == [1, 2]
+    with pytest.raises(ValueError, match=r"left after round 1 of 3 cannot go on"):
+        next(first)
+
+
+def test_a_run_that_was_left_is_no_obstacle() -> None:
+    federation = fed()
+    left = federation.run(3)
+    next(left)
+    assert [record.round for record in federation.run(2)] == [1, 2]
+
+
+def test_a_network_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        empty = net()
+    with pytest.raises(ValueError, match=r"is on the meta device, so it has a shape, but no values"):
+        fed(model=empty)
+
+
 # Loops of one's own
 
 
