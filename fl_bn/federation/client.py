@@ -166,6 +166,16 @@ class LocalRound:
                 f"{schema.difference(expected, arrays)}. Give the server's network, converted for its method: convert(model, method). Here "
                 f"the method is {self.method.name}"
             )
+        if self.trains and self.settings.objective.travels and CONTROL not in instruction.sections:
+            raise ValueError(
+                f"this client's loop has the objective {self.settings.objective.described}, but the server sends no control variates: give "
+                "the server the same objective=..."
+            )
+        if instruction.objective and instruction.objective != (mine := self.settings.objective.described):
+            raise ValueError(
+                f"the server expects the objective {instruction.objective}, but this client's loop has {mine or 'none'}: give both sides "
+                "the same objective=..., or the server none"
+            )
         expected.check(arrays)
         beside = {extra.section for extra in self.auxiliary}
         tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}

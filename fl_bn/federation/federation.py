@@ -237,6 +237,7 @@ class Federation:
             unit_scale=unit_scale,
             rate=lambda round, rounds: (base or constant_rate(round, rounds)) * factor_of(schedule, round, rounds),
             auxiliary=auxiliary(settings),
+            objective=objective.described,
         )
         self.server = Server(model, method, policy, optimizer=server_optimizer, defence=defence)
         if buffers := buffers_in_words(self.server.model):

@@ -53,7 +53,8 @@ def number(least: float = -math.inf, most: float = math.inf, default: Any = NEED
     """Declare a finite number of ``least`` to ``most``."""
 
     def fits(value: Any) -> bool:
-        return type(value) in (int, float) and -(LARGEST**18) < value < LARGEST**18 and least <= value <= most
+        known = isinstance(value, float) or type(value) is int  # a bool is an int, and a numpy.float64 is a float
+        return known and -(LARGEST**18) < value < LARGEST**18 and least <= value <= most
 
     limits = "" if math.isinf(least) else f" >= {least:g}" if math.isinf(most) else f" {least:g}..{most:g}"
     return Field(fits, f"a finite number{limits}", default, float)

@@ -180,7 +180,7 @@ def server_state(
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings, robust=defence.active)
-    policy = Rounds(clients=clients, rate=rate, auxiliary=auxiliary(settings))
+    policy = Rounds(clients=clients, rate=rate, auxiliary=auxiliary(settings), objective=objective.described)
     server = Server(model, method, policy, rounds, optimizer=optimizer, defence=defence)
     if buffers := buffers_in_words(server.model):
         LOGGER.info("%s", buffers)

@@ -20,10 +20,10 @@ Payload = dict[str, dict[str, np.ndarray]]
 
 
 def signature(model: nn.Module, method: Method) -> str:
-    """Return a short hash of the method's name and of every tensor's name, role, shape and dtype."""
+    """Return a short hash of the method, with its options at clients, and of every tensor's name, role, shape and dtype."""
     role = roles(model)
     parts = [f"{k} {role[k].value} {tuple(t.shape)} {t.dtype}" for k, t in model.state_dict().items()]
-    return hashlib.sha256("\n".join([method.name, *parts]).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join([method.name, method.at_clients, *parts]).encode()).hexdigest()[:16]
 
 
 def nbytes(payload: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> int:

@@ -89,7 +89,7 @@ class Expected:
         if type(reply.round) is not int or reply.round != self.round:
             raise WireError("reply", "round", f"expected {self.round}, but got {excerpt(reply.round)}")
         if reply.signature != self.signature:
-            hint = "different model, method or version of fl-bn on the two sides"
+            hint = "different model, method or version of fl-bn on the two sides, or another option of the method"
             raise WireError("reply", "signature", f"expected {self.signature!r}, but got {excerpt(reply.signature)} ({hint})")
         if not isinstance(reply.metrics, Mapping) or not all(type(name) is str for name in reply.metrics):
             raise WireError("metrics", "", f"expected numbers by name, but got a {type(reply.metrics).__name__}")

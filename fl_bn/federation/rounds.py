@@ -170,6 +170,8 @@ class Rounds(Options):
         checkpoint_every: The number of rounds between the server's checkpoints; 0: none are made.
         auxiliary: The kinds of tensors that are sent with the weights: control variates, momentum
             (``federation.auxiliary``).
+        objective: The clients' objective as text (``Objective.described``). A client whose loop has another one raises an
+            error. Empty: not checked.
         unseen: Whether clients send, after the last round, the BatchNorm tensors that they keep. The average of these
             tensors serves clients that did not take part in the run.
         at_start: The number of connected clients with which the run starts; 0: all. A client that connects later
@@ -242,6 +244,7 @@ class Rounds(Options):
     )
     checkpoint_every: int = option(0, "rounds between the server's checkpoints, from which resume goes on; 0: none", ">= 0")
     auxiliary: tuple[Auxiliary, ...] = ()
+    objective: str = ""
     unseen: bool = option(
         False,
         "fedbn, silobn: after the last round, clients send the BatchNorm tensors that they keep; their average is saved for fl-bn adapt",

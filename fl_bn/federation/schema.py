@@ -200,7 +200,10 @@ def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
             there = _form(theirs[name].shape, dtype_name(theirs[name].dtype), dtypes) if name in theirs else "nothing"
             if here != there:
                 return f"{printable(name)} is {here} here, and {there} there"
-    return f"all tensors in messages have equal names, shapes and dtypes, so a role, an integer buffer or the method differs. {COMPARE}"
+    return (
+        "all tensors in messages have equal names, shapes and dtypes, so a role, an integer buffer or the method differs, or one of its "
+        f"options. {COMPARE}"
+    )
 
 
 COMPARE = "To compare, run on both sides: fl-bn layers MODEL --method METHOD --tensors"

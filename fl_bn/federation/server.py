@@ -101,7 +101,7 @@ class Server:
         phase, scheduled = self.method.phase(round, self.rounds), self.policy.rate(round, self.rounds)
         rate = self.method.learning_rate(self.policy.rate, round, self.rounds)
         share = 1.0 if rate == scheduled else rate / scheduled
-        instruction = self.shared.instruction_to_train(round, phase, self.optimizer, rate, share)
+        instruction = self.shared.instruction_to_train(round, phase, self.optimizer, rate, share, self.policy.objective)
         down = instruction.sections
         self._sent = sizes(down.get("statistics", {}))
         self._bounds = {} if self.defence.active else bounds_of(down, rate, self.shared.buffers)  # a robust rule needs no bounds

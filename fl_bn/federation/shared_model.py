@@ -165,9 +165,12 @@ class SharedModel:
         return {schema.START: {name: state[name].detach().clone() for name in names}} if names else {}
 
     def instruction_to_train(
-        self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float, rate_share: float = 1.0
+        self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float, rate_share: float = 1.0, objective: str = ""
     ) -> Instruction:
-        """Return the instruction to train: weights from which clients start, shared statistics, and auxiliary tensors."""
+        """Return the instruction to train: weights from which clients start, shared statistics, and auxiliary tensors.
+
+        The other arguments are fields of ``Instruction``.
+        """
         sections, state = self.sections(), self._copy.state
         ahead = optimizer.lookahead({name: state[name] for name in self._learnable})
         sections["weights"] |= {name: tensor.to(state[name].dtype) for name, tensor in ahead.items()}
@@ -177,7 +180,8 @@ class SharedModel:
             recompute(other)
             sections["weights"] = {name: other.state_dict()[name] for name in sections["weights"]}
         sections |= {section: dict(tensors) for section, tensors in self.auxiliary.items()}
-        return Instruction(round, phase, sections, learning_rate, signature=self.signature, rate_share=rate_share)
+        told = {"signature": self.signature, "rate_share": rate_share, "objective": objective}
+        return Instruction(round, phase, sections, learning_rate, **told)  # type: ignore[arg-type]
 
     def _auxiliary(self, parts: Sequence[Reply], weights: Sequence[float]) -> dict[str, dict[str, Tensor]]:
         """Combine the clients' auxiliary tensors into the server's new ones. Return section -> name -> tensor."""

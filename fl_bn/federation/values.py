@@ -37,6 +37,7 @@ class Instruction:
         memory: The largest number of bytes of activations that a client may keep in an exchange that goes layer by layer.
         rate_share: ``learning_rate`` divided by the schedule's rate. It is below 1 if the method lowers the rate
             because statistics are frozen (``Method.learning_rate``).
+        objective: The objective that the server expects of the client, as text (``Objective.described``). Empty: not checked.
     """
 
     round: int
@@ -47,6 +48,7 @@ class Instruction:
     signature: str = ""
     memory: int = 0
     rate_share: float = 1.0
+    objective: str = ""
 
     @property
     def trains(self) -> bool:

@@ -124,7 +124,8 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
 
 def _instruction(round: int, phase: Phase, sections: dict[str, Any], config: Values) -> Instruction:
     if config.form is TO_TRAIN:
-        return Instruction(round, phase, sections, float(config["learning-rate"]), rate_share=float(config["rate-share"]))
+        rate, share, objective = float(config["learning-rate"]), float(config["rate-share"]), str(config["objective"])
+        return Instruction(round, phase, sections, rate, rate_share=share, objective=objective)
     if config.form is TO_MEASURE:
         measured, memory = str(config.get("measured", INPUTS)), int(config.get("exchange-memory", 0))
         return Instruction(round, phase, sections, measured=measured, memory=memory)

@@ -347,8 +347,9 @@ class Population:
         elif introduction["signature"] != self.signature:
             self._refuse(
                 node,
-                f"{self.called.client(index)} has another model, method or version of fl-bn ({printable(introduction['signature'])}, here "
-                f"{self.signature}; give the strategy the unconverted model, and the client convert(model, method)). {COMPARE}",
+                f"{self.called.client(index)} has another model, method or version of fl-bn, or another option of the method "
+                f"({printable(introduction['signature'])}, here {self.signature}; give the strategy the unconverted model, and the client "
+                f"convert(model, method)). {COMPARE}",
             )
         elif self.rounds.nodes and (owner := self.called.client_of(node)) != index:
             theirs = "no client" if owner is None else self.called.client(owner)

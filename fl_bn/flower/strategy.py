@@ -165,7 +165,8 @@ class BatchNormStrategy(OwnNames):
             log(logging.WARNING, "round %s: left out, since their replies to an earlier round are missing: %s", server_round, who)
             self.cohort = [client for client in self.cohort if client.index not in late]
         share = {} if instruction.rate_share == 1 else {"rate-share": instruction.rate_share}
-        values = {"learning-rate": instruction.learning_rate, **share}
+        told = {"objective": instruction.objective} if instruction.objective else {}
+        values = {"learning-rate": instruction.learning_rate, **share, **told}
         messages = self.messages("train", instruction, self.cohort, values, self._their_config(config, instruction))
         self.starts.add(messages, self.cohort, self.recovery.keeps)
         return self.recovery.tell(messages, self.cohort)

@@ -309,6 +309,26 @@ class Method:
         return self.calibrate or self.starts_constant(rounds)
 
     @property
+    def at_clients(self) -> str:
+        """Return the options that decide what a client computes, as text. Client and server need the same ones.
+
+        Options that only the server uses, such as ``freeze_after``, are not in the text. Nor are values without a text of
+        their own, such as functions.
+        """
+        parts: dict[str, Any] = {
+            "report": self.report,
+            "local": sorted(role.value for role in self.local),
+            "frozen": sorted(role.value for role in self.frozen),
+            "pass": self.statistics_pass,
+            "centre": self.centre,
+            "restarts": self.restarts,
+        }
+        for name, made in (("layer", self.layer), ("prepare", self.prepare)):
+            given = sorted(made.keywords.items()) if isinstance(made, partial) else ()
+            parts |= {f"{name}.{key}": value for key, value in given if isinstance(value, int | float | str | Enum | None)}
+        return ", ".join(f"{key}={value}" for key, value in parts.items())
+
+    @property
     def starts_small(self) -> bool:
         """Return whether BatchNorm's inputs start with standard deviation ``bounded_scale`` in bounded training."""
         return self.bounded_scale is not None and bool(self.centre)

@@ -124,6 +124,11 @@ class Objective(Options):
         return Round()
 
     @property
+    def described(self) -> str:
+        """Return class and options as text, such as ``FedProx(mu=0.1)``. Empty: the objective has no effect."""
+        return repr(self) if self.on else ""
+
+    @property
     def on(self) -> bool:
         """Return whether the objective has any effect.
 

@@ -356,6 +356,7 @@ class RunConfig(RunKeys):
             rate=self.schedule(),
             exchange=exchange,
             auxiliary=auxiliary(training),
+            objective=training.objective.described,
             planned=training.planned,
             planned_steps=training.most_steps,
             at_clients=self.dataset == SITES,

@@ -16,6 +16,7 @@ In server_app.py the strategy is ``fl_bn.flower.FixBN(Net())`` (``own.strategies
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,17 +28,18 @@ from typing import Any
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from torch import nn
+from torch import Tensor, nn
 
 from fl_bn.conversion import convert
 from fl_bn.exchange.replay import Unanswered
 from fl_bn.federation.client import LocalRound
+from fl_bn.federation.first_batch import Batch
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.network import Network
 from fl_bn.federation.own_loop import local_round
 from fl_bn.federation.payload import signature
 from fl_bn.federation.schema import KEPT
-from fl_bn.federation.values import Reply
+from fl_bn.federation.values import Instruction, Reply
 from fl_bn.flower.app.client_app import HELLO, RENDEZVOUS, STATISTICS
 from fl_bn.flower.app.client_state import StateStore, store_of
 from fl_bn.flower.compat import mods_of, registering
@@ -80,11 +82,39 @@ class OwnRound:
 
     @property
     def local(self) -> LocalRound:
-        """Return the client's half of the round without Flower.
-
-        Its ``backward`` replaces ``loss.backward()`` for an objective. ``steps`` is the number of local steps so far.
-        """
+        """Return the client's half of the round without Flower."""
         return self._local
+
+    @property
+    def instruction(self) -> Instruction:
+        """Return the server's instruction."""
+        return self.local.instruction
+
+    @property
+    def steps(self) -> int:
+        """Return the number of local steps so far."""
+        return self.local.steps
+
+    @property
+    def batch(self) -> Batch:
+        """Return the number of samples of the first batch. ``round.batch(32)`` sets it."""
+        return self.local.batch
+
+    def step_done(self) -> None:
+        """Tell that a step was made without a torch optimiser. See ``LocalRound.step_done``."""
+        self.local.step_done()
+
+    def backward(self, forward: Callable[[], Tensor], x: Any) -> Tensor:
+        """Compute the gradients of an objective, in place of ``loss.backward()``. See ``LocalRound.backward``.
+
+        Args:
+            forward: computes the loss of the batch.
+            x: the inputs of the batch.
+
+        Returns:
+            The loss alone.
+        """
+        return self.local.backward(forward, x)
 
     @property
     def number(self) -> int:
@@ -114,21 +144,27 @@ class OwnRound:
         """
         return self.local.model
 
-    def message(self, samples: int, loss: float = 0.0, metrics: Mapping[str, float] | MetricRecord = MappingProxyType({})) -> Message:
+    def message(
+        self, samples: int, loss: float | None = None, metrics: Mapping[str, float] | MetricRecord = MappingProxyType({})
+    ) -> Message:
         """Return the reply to the server's message, and store the tensors that stay at this client.
 
         The reply's record ``metrics`` is yours, as in Flower's examples: it has ``num-examples``, ``loss`` and your
         own metrics. You may add to it, or add records of your own whose names do not begin with ``fl-bn/``.
 
         Args:
-            samples: the number of different samples that the round trained on, 0 or more. It is the client's weight in
-                the average of the model.
-            loss: the mean training loss.
+            samples: the number of different samples that the round trained on. It is the client's weight in the average of
+                the model. 0: the client has no data in this round, and is left out of it.
+            loss: the mean training loss. None: it is unknown.
             metrics: your own training metrics by name, such as ``{"train_acc": 0.9}``. The strategy combines them.
         """
-        reply, kept = self.local.reply(samples, float(loss))
+        told = {} if loss is None else {"loss": float(loss)}
+        if samples == 0 and not self.steps:
+            reply, kept = self.local.sit_out(0, {})
+        else:
+            reply, kept = self.local.reply(samples, told.get("loss", math.nan))
         answer = reply_to(self._message, self._request.header, reply, self._request.rounding)
-        answer.content[OWN_METRICS] = MetricRecord({EXAMPLES: reply.samples, "loss": float(loss), **metrics})
+        answer.content[OWN_METRICS] = MetricRecord({EXAMPLES: reply.samples, **told, **metrics})
         if kept.sections and kept.round == reply.round:  # otherwise the store keeps the earlier state
             self._store.write(kept.round, kept.sections)
         return answer
@@ -220,8 +256,8 @@ def training(
         batches: the training batches. HBN, and FBN with ``report="pass"``, measure them before training. Other methods do
             not use them.
         task: splits a batch into inputs and targets for that measurement.
-        objective: FedProx, SCAFFOLD or FedSAM. Then call ``round.local.backward(lambda: loss_of(x), x)`` in
-            place of ``loss.backward()``.
+        objective: FedProx, SCAFFOLD or FedSAM. Then call ``round.backward(lambda: loss_of(x), x)`` in place of
+            ``loss.backward()``.
 
     Yields:
         The round: train its ``model``, then return its ``message(samples, loss)``.

@@ -120,7 +120,7 @@ def _fit(message: Message, context: Context, client: Any, net: str, trainloader:
         setattr(client, net, round.model)
         returned, samples, metrics = _returned("fit", client.fit(_arrays(round.model), _config(message)), list)
         _load(round.model, returned, type(client).__name__)
-    loss = next((float(metrics[name]) for name in LOSSES if name in metrics), 0.0)
+    loss = next((float(metrics[name]) for name in LOSSES if name in metrics), None)
     reply = round.message(samples, loss, _numbers(metrics))
     reply.content[SCALARS] = ConfigRecord(_plain(metrics))
     return reply

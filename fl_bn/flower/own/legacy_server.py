@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,15 @@ GIVEN = {  # argument of OwnAppStrategy -> the attribute of the older FedAvg tha
     "min_available_nodes": "min_available_clients",
 }
 
+IN_STRATEGY = GIVEN | {
+    "train_metrics_aggr_fn": "fit_metrics_aggregation_fn",
+    "evaluate_metrics_aggr_fn": "evaluate_metrics_aggregation_fn",
+}
+UNKNOWN_THERE = {
+    "configrecord_key": "its clients would not get their config",
+    "weighted_by_key": "the weights are the numbers of samples that fit and evaluate return",
+}
+
 
 def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], method: Method, **options: Any) -> ServerApp:
     """Return a ServerApp that runs the strategy of a legacy ``server_fn`` in rounds of ``method``.
@@ -73,8 +83,10 @@ def legacy_server_app(server_fn: ServerFn, model: Callable[[], nn.Module], metho
         ValueError: one of ``options`` is a setting of the strategy of ``server_fn``.
     """
     for name in options:
-        if name in GIVEN:
-            raise ValueError(f"{name} is given by the strategy of server_fn: set it there, as {GIVEN[name]}")
+        if name in IN_STRATEGY:
+            raise ValueError(f"{name} is given by the strategy of server_fn: set it there, as {IN_STRATEGY[name]}")
+        if name in UNKNOWN_THERE:
+            raise ValueError(f"Flower's older API has no {name}, so {UNKNOWN_THERE[name]}: leave it out")
     app = ServerApp()
 
     @app.main()
@@ -245,6 +257,8 @@ class LegacyRounds(OwnAppStrategy):
         options: further arguments of ``OwnAppStrategy``.
     """
 
+    _needed_metrics = ("loss",)  # metrics of other names go to the older strategy's function, as each client sent them
+
     def __init__(self, older: FedAvg, model: nn.Module, method: Method, **options: Any) -> None:
         super().__init__(model, method, **{name: getattr(older, attribute) for name, attribute in GIVEN.items()}, **options)
         self._found: dict[str, Any] = {}
@@ -260,6 +274,7 @@ class LegacyRounds(OwnAppStrategy):
             ValueError: the number of arrays is not the number of tensors in the network's state_dict.
         """
         if (parameters := self.older.initialize_parameters(manager)) is None:
+            log(logging.INFO, "the strategy has no initial_parameters: the run starts from the server's network, not from a client's")
             return None
         return self.named("initial_parameters", parameters)
 
@@ -391,5 +406,6 @@ def _told(replies: Sequence[Message], clients: Sequence[Client], counted: Contai
         index = index_of.get(reply.metadata.src_node_id, -1)
         if index in counted and index not in given and reply.has_content():
             own: Any = reply.content.metric_records[OWN_METRICS]
-            given[index] = Told(own[EXAMPLES], dict(reply.content.config_records.get(SCALARS, {})), float(own["loss"]))
+            loss = float(own.get("loss", math.nan))
+            given[index] = Told(own[EXAMPLES], dict(reply.content.config_records.get(SCALARS, {})), loss)
     return [(Named(str(index)), given[index]) for index in sorted(given)]

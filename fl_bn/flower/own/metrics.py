@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -48,6 +48,8 @@ class OwnMetrics:
         alike: whether all clients have the same weight, whatever weight they report. A defence against Byzantine
             clients needs that.
         called: the clients' names in the log.
+        needs: the metrics without which a client's evaluation is left out. Another metric is averaged if all clients send
+            it. None: every metric that more than half of the clients send is needed.
     """
 
     def __init__(
@@ -58,11 +60,12 @@ class OwnMetrics:
         evaluate_fn: Combine | None = None,
         alike: bool = False,
         called: ClientNames = UNNAMED,
+        needs: Collection[str] | None = None,
     ) -> None:
         self._key, self._ranges, self._train_fn, self._evaluate_fn = key, ranges, train_fn, evaluate_fn
-        self._alike, self._called = alike, called
+        self._alike, self._called, self._needs = alike, called, needs
         self._say, self._say_training = LogOnce(NOT_COUNTED, called), LogOnce(NOT_COUNTED_IN_TRAINING, called)
-        self._lists = set[tuple[str, str]]()
+        self._lists, self._lacking = set[tuple[str, str]](), set[str]()
 
     @property
     def combines_training(self) -> bool:
@@ -90,7 +93,7 @@ class OwnMetrics:
             return Reply(client.index, {}, 1, 1, numbers)
 
         parts, refused, _ = read_replies(replies, Reading(clients, read, sent))
-        counted, names = self._counted(parts, refused, self._evaluate_fn is None)
+        counted, names = self._counted(parts, refused, self._evaluate_fn is None, self._needs)
         self._say(refused)
         by_client = {part.client: dict(part.metrics) for part in counted}
         if self._evaluate_fn is not None:
@@ -123,7 +126,10 @@ class OwnMetrics:
         counted, names = self._counted(parts, refused, self._train_fn is None)
         self._say_training(refused)
         told = {client: weight for client, weight in weights.items() if weight is not None}
-        by_weight: Mapping[int, float] = told if all(part.client in told for part in counted) else samples
+        lacking = [part.client for part in counted if part.client not in told]
+        by_weight: Mapping[int, float] = samples if lacking else told
+        if lacking and self._key != EXAMPLES and not self._alike and self._train_fn is None:
+            self._say_lacking(lacking)
         by_client = {part.client: dict(part.metrics) for part in counted}
         if self._train_fn is not None:
             contents = [RecordDict(dict(records)) for _, records in sorted(own.items())]
@@ -136,20 +142,26 @@ class OwnMetrics:
             raise RunFailed(f"{name} must return a MetricRecord, but returned a {type(combined).__name__}")
         return combined
 
-    def _counted(self, parts: Sequence[Reply], refused: dict[int, str], averages: bool) -> tuple[list[Reply], list[str]]:
-        """Return the replies to average, and the names of the metrics that more than half of the clients send.
+    def _counted(
+        self, parts: Sequence[Reply], refused: dict[int, str], averages: bool, needs: Collection[str] | None = None
+    ) -> tuple[list[Reply], list[str]]:
+        """Return the replies to average, and the names of the metrics to average.
 
-        If a reply lacks one of these metrics, it is left out, and the reason is added to ``refused`` by client index. With
+        If a reply lacks a needed metric, it is left out, and the reason is added to ``refused`` by client index. With
         ``averages=False``, only clients that are in ``refused`` already are left out, and the names of all metrics are returned.
         """
         senders = Counter(name for part in parts for name in part.metrics)
-        names = [name for name, count in senders.items() if 2 * count > len(parts)] if averages else list(senders)
+        many = [name for name, count in senders.items() if 2 * count > len(parts)]
+        needed, why = (many, "more than half of the clients send it") if needs is None else ([*needs], "it is needed")
         for part in parts if averages else ():
-            if missing := [name for name in names if name not in part.metrics]:
-                refused[part.client] = f"metrics/{missing[0]}: missing, but more than half of the clients send it"
+            if missing := [name for name in needed if name not in part.metrics]:
+                refused[part.client] = f"metrics/{missing[0]}: missing, but {why}"
+        counted = [part for part in parts if part.client not in refused]
+        names = [*senders] if not averages else [name for name in many if all(name in part.metrics for part in counted)]
         if few := sorted(senders.keys() - set(names)):
-            log(logging.WARNING, "metrics that at most half of the clients send are not averaged: %s", ", ".join(map(printable, few[:5])))
-        return [part for part in parts if part.client not in refused], names
+            senders_of = "at most half of the clients" if needs is None else "not all clients"
+            log(logging.WARNING, "metrics that %s send are not averaged: %s", senders_of, ", ".join(map(printable, few[:5])))
+        return counted, names
 
     def _means(self, parts: Sequence[Reply], names: Sequence[str], by_client: Mapping[int, float]) -> dict[str, float]:
         weights: list[float] = [1] * len(parts) if self._alike else self._weights([part.client for part in parts], by_client)
@@ -188,7 +200,8 @@ class OwnMetrics:
                 continue
             wanted = number(*self._ranges.get(name, (-math.inf, math.inf)))
             if not wanted.fits(value):
-                hint = f" (for another range, give the strategy ranges={{{name!r}: (0, 100)}})" if name in self._ranges else ""
+                hint = f" (for another range, give the strategy, or legacy_server_app, ranges={{{name!r}: (0, 100)}})"
+                hint = hint if name in self._ranges else ""
                 raise WireError("metrics", name, f"expected {wanted.wanted}, but got {excerpt(value)}{hint}")
             numbers[name] = float(value)
         return numbers, weight
@@ -202,6 +215,17 @@ class OwnMetrics:
             return None
         got = "but it is missing" if value is None else f"but got {excerpt(value)}"
         raise WireError("metrics", self._key, f"expected {wanted.wanted}, {got}")
+
+    def _say_lacking(self, clients: list[int]) -> None:
+        if self._key not in self._lacking:
+            self._lacking.add(self._key)
+            log(
+                logging.WARNING,
+                "weighted_by_key=%r: the training metrics of %s lack it, so all clients' training metrics have their numbers of samples as "
+                "weights: give round.message(..., metrics) this metric in every client, or correct the name",
+                self._key,
+                self._called.clients(clients),
+            )
 
     def _say_list(self, name: str, training: bool) -> None:
         which, given = ("train", self._train_fn) if training else ("evaluate", self._evaluate_fn)

@@ -14,7 +14,12 @@ RATES = ("lr", "learning_rate", "learning-rate")
 def named_rate(config: Mapping[str, Any]) -> float | None:
     """Return the first positive number in ``config`` under one of the names ``RATES``; None if there is none."""
     values = [config[name] for name in RATES if name in config]
-    return next((float(value) for value in values if type(value) in (int, float) and value > 0), None)
+    return next((float(value) for value in values if is_number(value) and value > 0), None)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether ``value`` is an int or a float, such as a ``numpy.float64``, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class NamedRates:

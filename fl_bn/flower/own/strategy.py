@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -45,6 +46,12 @@ from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
 
 TIMEOUT = 3600.0  # Flower's
+AGAIN = (
+    "this is another start in one run of Flower's. Under %s every client begins it with the server's BatchNorm layers, not with its own: "
+    "call start once, and use hooks or callbacks between its rounds"
+)
+_STARTED: WeakSet[Grid] = WeakSet()
+"""The grids on which ``start`` was called in this process."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -110,8 +117,8 @@ class OwnAppStrategy(OwnNames):
             Default: the model's dtype.
         optimizer: steps on the pseudo-gradient at the server. Default: the average becomes the new model.
         defence: the robust rules against Byzantine clients.
-        objective: the objective that your ``training`` uses. The server must know it, because SCAFFOLD also sends
-            control variates.
+        objective: the objective that your ``training`` uses. SCAFFOLD needs it here, too, because the server sends control
+            variates. If it is given, clients with another one raise an error.
         callbacks: called at the start, after every round and at the end of ``start``.
         clients: the number of clients, 0..100000. 0: the number that most nodes name (``num-partitions``).
         ranges: the smallest and the largest value of a client's metric, by name.
@@ -122,6 +129,7 @@ class OwnAppStrategy(OwnNames):
         ValueError: an argument is out of its range, or arguments contradict each other.
     """
 
+    _needed_metrics: tuple[str, ...] | None = None  # of an evaluation, see ``OwnMetrics``
     open_names = (
         *HOOKS,
         *(field.name for field in fields(FlowerArguments)),
@@ -347,8 +355,13 @@ class OwnAppStrategy(OwnNames):
         Raises:
             RunFailed: clients are missing, too many rounds in a row failed, or the clients' app does not answer. Then
                 the message names the line that the app lacks.
-            ValueError: ``initial_arrays`` do not fit the network.
+            ValueError: ``initial_arrays`` do not fit the network, or ``num_rounds`` is no number of rounds.
         """
+        if type(num_rounds) is not int or num_rounds < 0:
+            raise ValueError(f"num_rounds must be a whole number of rounds, 0 or more, but got {num_rounds!r}")
+        if grid in _STARTED and self._given.method.personal:
+            log(logging.WARNING, AGAIN, self._given.method.name)
+        _STARTED.add(grid)
         config = ConfigRecord() if train_config is None else train_config
         Progress.of(grid).begin(num_rounds)
         self._rounds, self._loop = self._meet(grid, timeout, config), None
@@ -440,6 +453,7 @@ class OwnAppStrategy(OwnNames):
             calibrate=own.calibrate,
             unit_scale=own.unit_scale,
             auxiliary=auxiliary(self._settings),
+            objective=self._settings.objective.described,
             exchange=own.exchange,
             payload=own.payload,
             nodes=called.nodes if known else (),
@@ -453,6 +467,7 @@ class OwnAppStrategy(OwnNames):
             given.evaluate_metrics_aggr_fn,
             alike=own.defence.active,
             called=policy.called,
+            needs=self._needed_metrics,
         )
         return OwnRounds(
             own.model,

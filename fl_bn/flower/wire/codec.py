@@ -67,7 +67,8 @@ class Header:
         """
         for key, expected in self.values().items():
             if (actual := getattr(other, key)) != expected:
-                hint = " (different model, method or version of fl-bn on the two sides)" if key in ("signature", "format") else ""
+                hint = " (different model, method or version of fl-bn on the two sides, or another option of the method)"
+                hint = hint if key in ("signature", "format") else ""
                 raise WireError("header", key, f"expected {expected!r}, but got {actual!r}{hint}")
 
 
@@ -189,7 +190,12 @@ def header_of(content: RecordDict) -> Header:
         WireError: there is no header, or one of its fields is missing or not as expected.
     """
     if HEADER.name not in content:
-        raise WireError("header", "", f"expected a record {HEADER.name!r} of {FORMAT}, but got records {excerpt(sorted(content))}")
+        raise WireError(
+            "header",
+            "",
+            f"expected a record {HEADER.name!r} of {FORMAT}, but got records {excerpt(sorted(content))}: a train handler returns "
+            "round.message(...), which makes it",
+        )
     return header_from(HEADER.of_configs(content))
 
 

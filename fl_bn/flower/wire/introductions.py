@@ -143,7 +143,7 @@ def _number(node: int, reply: Message, signature: str, called: ClientNames) -> i
         raise RunFailed(f"client {introduction['client']} cannot take part: {other}")
     if introduction["signature"] != signature:
         raise RunFailed(
-            f"client {introduction['client']} has another model, method or version of fl-bn (signature "
+            f"client {introduction['client']} has another model, method or version of fl-bn, or another option of the method (signature "
             f"{printable(introduction['signature'])}, here {signature}): name the same network and method in client_app.py (answer, "
             f"training) and in server_app.py (the strategy). {COMPARE}"
         )

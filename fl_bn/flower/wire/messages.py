@@ -112,7 +112,14 @@ WEIGHTS = Form("config", dict.fromkeys(WEIGHED, whole()), others=True)  # in mes
 COMBINED_HISTORY = Form("config", HASHES, others=True)
 NOISE = Form("config", {"dp-clip": number(0), "dp-statistics-clip": number(0), "dp-noise": number(0)}, others=True)
 TO_TRAIN = Form(
-    "config", {"learning-rate": number(0), "rate-share": number(0, 1, default=1.0), "counted": whole(default=None)}, others=True
+    "config",
+    {
+        "learning-rate": number(0),
+        "rate-share": number(0, 1, default=1.0),
+        "objective": text(1000, default=""),
+        "counted": whole(default=None),
+    },
+    others=True,
 ).and_also(RUN, EXCHANGE, SECURE)
 TO_MEASURE = RUN.and_also(Form("config", {"measured": one_of(*MEASURED, default=INPUTS)}, others=True), EXCHANGE, SECURE)
 TO_EVALUATE = RUN.and_also(Form("config", {"save": text(255, f"(?:{FOLDER})?", "", "a file name")}))

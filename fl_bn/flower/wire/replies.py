@@ -19,6 +19,8 @@ from fl_bn.flower.wire.codec import Header, decoded, header_of
 from fl_bn.flower.wire.fields import our_records, their_records
 from fl_bn.support.wire import Absent, WireError, reason
 
+NO_ARRAYS = " (fl-bn's messages have no record 'arrays': training(...) and evaluating(...) load the tensors into the network)"
+
 
 @dataclass(frozen=True)
 class Decoded:
@@ -52,7 +54,9 @@ def decode(message: Message) -> Decoded:
     """Decode a reply. An error is stored in the result, and never raised."""
     node, answers = message.metadata.src_node_id, message.metadata.reply_to_message_id
     if message.has_error():
-        return Decoded(node, answers, failed=f"code {message.error.code}: {reason(message.error.reason)}")
+        why = reason(message.error.reason)
+        hint = NO_ARRAYS if "KeyError: 'arrays'" in why else ""
+        return Decoded(node, answers, failed=f"code {message.error.code}: {why}{hint}")
     content = message.content
     metrics, own = our_records(content, MetricRecord).get("metrics"), their_records(content, MetricRecord)
     try:

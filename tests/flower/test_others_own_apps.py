@@ -1,0 +1,235 @@
+"""What others write in apps of their own: other options and objectives on the two sides, NumPy's numbers, clients without data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch.nn import functional as F
+
+from fl_bn import flower, methods
+from fl_bn.flower import FBN, HBN, FedAvgBN, FedBN, FedTAN, FixBN, InProcessGrid, RunFailed, answer, legacy_server_app, training
+from fl_bn.methods import Method
+from fl_bn.objectives import PLAIN, FedProx, FedSAM, Objective, Scaffold
+from tests.flower.own_apps import CLIENTS, SAMPLES, client_of, config, data, net, own_app
+
+Strategies = Any
+
+
+def ran(strategy: Any, app: ClientApp, rounds: int = 1, **named: Any) -> Any:
+    return strategy.start(InProcessGrid(app, CLIENTS, {}), num_rounds=rounds, **named)
+
+
+# Options of the method
+
+DIFFER = [  # strategy, the client's method
+    (FBN(net(), momentum=0.1), methods.fbn()),
+    (FBN(net(), momentum=0.1, report="all"), methods.fbn(momentum=0.1)),
+    (FBN(net()), methods.fbn(report="pass")),
+    (HBN(net(), mixing="half"), methods.hbn()),
+    (HBN(net(), lam=0.5), methods.hbn()),
+    (HBN(net()), methods.hbn(lower_layers="shared")),
+    (HBN(net(), measured="normalisers"), methods.hbn()),
+    (FixBN(net(), freeze_after=1, freeze_what="affine"), methods.fixbn(freeze_after=1)),
+    (FedTAN(net(), schedule="paper"), methods.fedtan()),
+    (FedTAN(net()), methods.fedtan(momentum="restarted")),
+    (flower.OwnAppStrategy(net(), methods.gn(groups=2)), methods.gn(groups=3)),
+]
+SERVERS = [  # only the server uses these options
+    (FixBN(net(), freeze_after=1, frozen_rate=1.0, fraction_evaluate=0), methods.fixbn()),
+    (FBN(net(), tracking=0.5, fraction_evaluate=0), methods.fbn()),
+    (HBN(net(), merge="average", fraction_evaluate=0), methods.hbn()),
+]
+
+
+@pytest.mark.parametrize(("strategy", "method"), DIFFER)
+def test_an_option_that_differs_at_the_clients_is_refused(strategy: Strategies, method: Method) -> None:
+    with pytest.raises(RunFailed, match="client 0 has another model, method or version of fl-bn, or another option of the method"):
+        ran(strategy, own_app(method))
+
+
+@pytest.mark.parametrize(("strategy", "method"), SERVERS)
+def test_control_an_option_that_only_the_server_uses_may_differ(strategy: Strategies, method: Method) -> None:
+    assert ran(strategy, own_app(method), rounds=2).records[-1].aggregated
+
+
+# Objectives
+
+
+def app_with(objective: Objective, method: Method | None = None, loss: bool = True) -> ClientApp:
+    """An app whose loop calls ``round.backward``."""
+    app, method = ClientApp(), method or methods.fedavg()
+    answer(app, net, method, lambda context: data(client_of(context)))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        with training(message, context, net(), method, objective=objective) as round:
+            optimizer = torch.optim.SGD(round.model.parameters(), lr=round.learning_rate)
+            for x, y in data(client_of(context)):
+                optimizer.zero_grad()
+                value = round.backward(lambda x=x, y=y: F.cross_entropy(round.model(x), y), x)  # type: ignore[misc]
+                optimizer.step()
+            assert round.steps == 2
+            assert int(round.batch) == SAMPLES // 2 or objective.repeats
+            assert round.instruction.round == round.number
+        return round.message(SAMPLES, value.item()) if loss else round.message(SAMPLES)
+
+    return app
+
+
+OBJECTIVES: list[Objective] = [FedProx(mu=1.0), FedSAM(), Scaffold()]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_an_objective_of_the_server_s_alone_is_refused(objective: Objective) -> None:
+    kind = type(objective).__name__
+    with pytest.raises(RunFailed, match=rf"the server expects the objective {kind}\(.*, but this client's loop has none"):
+        ran(FedAvgBN(net(), objective=objective), app_with(PLAIN))
+
+
+def test_so_is_one_with_another_strength() -> None:
+    with pytest.raises(RunFailed, match=r"expects the objective FedProx\(mu=1.0\), but this client's loop has FedProx\(mu=0.5\)"):
+        ran(FedAvgBN(net(), objective=FedProx(mu=1.0)), app_with(FedProx(mu=0.5)))
+
+
+def test_scaffold_at_the_clients_alone_is_refused_by_name() -> None:
+    with pytest.raises(RunFailed, match=r"loop has the objective Scaffold\(.*, but the server sends no control variates"):
+        ran(FedAvgBN(net()), app_with(Scaffold()))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_control_the_same_objective_on_both_sides(objective: Objective) -> None:
+    result = ran(FedAvgBN(net(), objective=objective, fraction_evaluate=0), app_with(objective), rounds=2)
+    plain = ran(FedAvgBN(net(), fraction_evaluate=0), app_with(PLAIN), rounds=2)
+    moved = [not torch.equal(a, b) for a, b in zip(*(r.arrays.to_torch_state_dict().values() for r in (result, plain)), strict=True)]
+    assert any(moved)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES[:2])
+def test_the_server_need_not_know_an_objective_that_does_not_travel(objective: Objective) -> None:
+    assert ran(FedAvgBN(net(), fraction_evaluate=0), app_with(objective)).records[-1].aggregated
+
+
+# NumPy's numbers
+
+
+def test_numpy_s_numbers_are_rates_and_metrics(log: pytest.LogCaptureFixture) -> None:
+    app = own_app(
+        "fixbn",
+        rate=lambda message: message.content["config"]["lr"],  # type: ignore[call-overload,index,return-value]
+        metrics=lambda loss, client: {"my_acc": np.float64(0.5)},
+    )
+    results = [
+        ran(FixBN(net(), freeze_after=1, fraction_evaluate=0), app, rounds=2, train_config=ConfigRecord({"lr": kind(0.1)}))
+        for kind in (float, np.float64)
+    ]
+    for tensors in zip(*(result.arrays.to_torch_state_dict().values() for result in results), strict=True):
+        assert torch.equal(*tensors)
+    assert results[1].train_metrics_clientapp[1]["my_acc"] == 0.5
+    assert "not counted" not in log.text
+
+
+# Weights
+
+
+@pytest.mark.parametrize("lacking", [{0}, {0, 1, 2}])
+def test_a_weight_that_training_metrics_lack_is_said_once(lacking: set[int], log: pytest.LogCaptureFixture) -> None:
+    def metrics(loss: float, client: int) -> dict[str, Any]:
+        return {"my_acc": float(client)} | ({} if client in lacking else {"mass": 1.0 + client})
+
+    ran(FedAvgBN(net(), fraction_evaluate=0, weighted_by_key="mass"), own_app("fedavg", metrics=metrics), rounds=2)
+    said = [line for line in log.messages if line.startswith("weighted_by_key='mass'")]
+    assert len(said) == 1
+    assert ("clients 0, 1, 2 lack it" if len(lacking) > 1 else "client 0 lack it") in said[0].replace("clients 0 ", "client 0 ")
+
+
+# Clients without data, and without a loss
+
+
+def test_a_client_without_data_in_a_round_is_left_out(log: pytest.LogCaptureFixture) -> None:
+    app, method = ClientApp(), methods.fbn()
+    answer(app, net, method, lambda context: data(client_of(context)))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        batches = [] if client_of(context) == 1 else data(client_of(context))
+        with training(message, context, net(), method) as round:
+            optimizer = torch.optim.SGD(round.model.parameters(), lr=0.1)
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(round.model(x), y).backward()
+                optimizer.step()
+        return round.message(sum(len(x) for x, _ in batches), 1.0)
+
+    (record,) = ran(FBN(net(), fraction_evaluate=0), app).records
+    assert [client.client for client in record.accepted] == [0, 2]
+    assert "client 1's reply is not used: metrics/samples: 0: the client trained on no samples in this round" in log.text
+
+
+def test_a_loss_that_is_not_told_is_no_loss_of_0() -> None:
+    result = ran(FedAvgBN(net(), fraction_evaluate=0), app_with(PLAIN, loss=False))
+    assert math.isnan(result.train_metrics_clientapp[1]["loss"])
+    assert result.records[0].aggregated
+
+
+# Words
+
+
+def test_a_reply_of_ones_own_is_told_what_makes_it() -> None:
+    app = own_app("fedavg")
+
+    def replies(message: Message, context: Context, handler: Any) -> Message:
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 3})}), reply_to=message)
+
+    other, method = ClientApp(), methods.fedavg()
+    answer(other, net, method, lambda context: data(client_of(context)))
+    other.train()(lambda message, context: replies(message, context, app))
+    with pytest.raises(RunFailed, match=r"a train handler returns round.message\(...\), which makes it"):
+        ran(FedAvgBN(net()), other)
+
+
+def test_a_handler_that_reads_the_arrays_is_told_what_loads_them() -> None:
+    def before(message: Message, context: Context) -> None:
+        message.content["arrays"]
+
+    with pytest.raises(RunFailed, match=r"training\(...\) and evaluating\(...\) load the tensors into the network"):
+        ran(FedAvgBN(net()), own_app("fedavg", before=before))
+
+
+@pytest.mark.parametrize("rounds", [-1, 2.0, "2", True])
+def test_a_number_of_rounds_that_is_none_is_refused(rounds: Any) -> None:
+    with pytest.raises(ValueError, match="num_rounds must be a whole number of rounds, 0 or more"):
+        ran(FedAvgBN(net()), own_app("fedavg"), rounds=rounds)
+
+
+@pytest.mark.parametrize(("strategy", "method", "said"), [(FedBN, "fedbn", True), (FedAvgBN, "fedavg", False)])
+def test_another_start_in_one_run_is_said_where_clients_keep_layers(
+    strategy: Any, method: str, said: bool, log: pytest.LogCaptureFixture
+) -> None:
+    grid = InProcessGrid(own_app(method), CLIENTS, {})
+    arrays = strategy(net(), fraction_evaluate=0).start(grid, num_rounds=1).arrays
+    assert "another start" not in log.text
+    strategy(net(), fraction_evaluate=0).start(grid, num_rounds=1, train_config=config(lr=0.1))
+    assert ("another start in one run of Flower's. Under fedbn every client begins it" in log.text) is said
+    assert arrays
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("configrecord_key", "has no configrecord_key, so its clients would not get their config"),
+        ("weighted_by_key", "has no weighted_by_key, so the weights are the numbers of samples"),
+        ("evaluate_metrics_aggr_fn", "set it there, as evaluate_metrics_aggregation_fn"),
+        ("train_metrics_aggr_fn", "set it there, as fit_metrics_aggregation_fn"),
+    ],
+)
+def test_what_an_older_strategy_gives_or_cannot_follow_is_refused(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        legacy_server_app(lambda context: None, net, methods.fedavg(), **{name: None})  # type: ignore[arg-type,return-value]
+
+
