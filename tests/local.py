@@ -64,7 +64,7 @@ def train(
         trained = train_round(round, batches, task, optimizer)
     moments = round.report()
     if method.reports(phase) is StatisticsReport.PASS:  # which is not made here
-        round.moments = {"no pass": Moments(0, torch.zeros(1), torch.zeros(1))}
+        round.statistics_pass.moments = {"no pass": Moments(0, torch.zeros(1), torch.zeros(1))}
     reply, keeps = round.reply(int(batches.seen.sum()), trained.loss)
     gradients = keeps.get("momentum") or reply.sections.get("gradients", {})
     sent = reply.sections.get("control", {})

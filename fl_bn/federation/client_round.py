@@ -40,11 +40,11 @@ class _OneByOne:
 
     def _train(self, round: LocalRound, source: Source, batches: Iterable[Any]) -> list[Trained]:
         optimizer = source.optimizer(round)
-        round.load_momentum(optimizer)
+        round.momentum.load(optimizer)
         scheduler = source.scheduler(optimizer)
         with source.training(round, optimizer), round.open(source.full_gradient(round)):
             trained = [train(round, batches, source.task, optimizer, scheduler) for _ in range(source.passes)]
-        round.keep_momentum(optimizer)
+        round.momentum.keep(optimizer)
         return trained
 
 

@@ -20,7 +20,6 @@ from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running
 from fl_bn.federation.checkpoint import FederationState, set_generators
 from fl_bn.federation.checkpoint import generators as global_generators
-from fl_bn.federation.client import check_optimizer
 from fl_bn.federation.clipping import bounded
 from fl_bn.federation.composition import check_composition, check_learns
 from fl_bn.federation.defence import NO_DEFENCE, Defence
@@ -51,6 +50,7 @@ from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate
 from fl_bn.federation.run import FROM_THE_START, Diverged, Round, Start, run
 from fl_bn.federation.server import Server
 from fl_bn.federation.settings import LEARNING_RATE, LocalTraining
+from fl_bn.federation.step_rates import check_optimizer
 from fl_bn.federation.steps import check_follows_rate, check_loss, check_optimizer_steps, check_parameters, check_scheduler_steps
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective

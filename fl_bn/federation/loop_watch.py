@@ -281,10 +281,8 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _check_rate(round: LocalRound) -> None:
     """Warn if the method lowers the learning rate in this round with frozen statistics, but the loop's rate is higher."""
-    if not round.rates:
-        return
-    rate, step_rate = round.instruction.learning_rate, round.rates[-1]
-    if round.instruction.rate_share < 1 and step_rate > rate * (1 + 1e-6):
+    rate, step_rate = round.instruction.learning_rate, round.rates.last
+    if step_rate is not None and round.instruction.rate_share < 1 and step_rate > rate * (1 + 1e-6):
         LOGGER.warning(
             "round %d: the statistics are frozen. For such rounds %s lowers the learning rate to %.3g, but the rate of this loop is %.3g: "
             "multiply your rate by round.instruction.rate_share (%.3g), or the network may collapse",

@@ -7,7 +7,8 @@ buffers. ``global``: the server averages the buffers like the model's weights an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,72 @@ from torch.optim import Optimizer
 
 from fl_bn.methods import Method, Phase
 
+if TYPE_CHECKING:
+    from fl_bn.federation.payload import Named, Sections
+    from fl_bn.federation.settings import LocalTraining
+
 MAINTAIN = ("reset", "local", "global")
 SECTIONS = {  # optimiser -> torch's name of a buffer -> the section of messages that holds it
     "sgd": {"momentum_buffer": "momentum"},
     "adam": {"exp_avg": "momentum", "exp_avg_sq": "second-moment", "step": "steps"},
 }
 Buffers = dict[str, dict[str, Tensor]]  # torch's name of the buffer -> name of the parameter -> buffer
+
+
+class Momentum:
+    """Carry the buffers of one client's optimiser from round to round, as the setting ``maintain`` says.
+
+    Args:
+        settings: The settings of training.
+        parameters: Name -> parameter that the round trains.
+        shared: The names of those that the clients share.
+        received: The tensors of the instruction: section -> name -> tensor.
+        kept: The tensors of section ``optimizer`` in the client's state.
+
+    Attributes:
+        after: The buffers at the end of training. Empty before, and if every round starts without momentum.
+    """
+
+    def __init__(
+        self, settings: LocalTraining, parameters: Mapping[str, nn.Parameter], shared: Container[str], received: Sections, kept: Named
+    ) -> None:
+        self._maintain, self._sections = settings.maintain, SECTIONS[settings.optimizer]
+        self._parameters, self._shared, self._received, self._kept = parameters, shared, received, kept
+        self.after: Buffers = {}
+
+    @property
+    def before(self) -> Buffers:
+        """Return the buffers at the start of the round. They are empty if every round starts without momentum."""
+        buffers = from_kept(self._kept)
+        if self._maintain == "global":
+            for key, section in self._sections.items():
+                buffers[key] = buffers.get(key, {}) | self._received[section]
+        return buffers
+
+    def load(self, optimizer: Optimizer) -> None:
+        """Load the buffers of earlier rounds into ``optimizer``."""
+        if self._maintain != "reset":
+            load_buffers(optimizer, self._parameters, self.before)
+
+    def keep(self, optimizer: Optimizer) -> None:
+        """Store the buffers of ``optimizer`` after training."""
+        if self._maintain != "reset":
+            self.after = buffers_of(optimizer, self._parameters, self._sections)
+
+    def to_send(self, state: Named) -> Sections:
+        """Return section -> name -> buffer to send to the server, in the dtypes of the model's ``state``.
+
+        The buffer of a parameter that this round did not train is sent as it was received.
+        """
+        if self._maintain != "global":
+            return {}
+        new = {section: {n: t.to(state[n].dtype) for n, t in self.after.get(key, {}).items()} for key, section in self._sections.items()}
+        return {section: {**self._received[section], **own} for section, own in new.items()}
+
+    def to_keep(self) -> dict[str, Tensor]:
+        """Return the buffers that the client keeps, as section ``optimizer`` of its state: all, or those that it does not send."""
+        sent = self._shared if self._maintain == "global" else ()
+        return to_kept({key: {name: t for name, t in of.items() if name not in sent} for key, of in self.after.items()})
 
 
 def load_buffers(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -118,6 +118,15 @@ class Copy:
             return self.model.state_dict()
         return {name: tensors[key].detach() for name, (tensors, key) in self._slots.items()}
 
+    def trainable(self, phase: Phase) -> dict[str, nn.Parameter]:
+        """Return the parameters that an optimiser updates in ``phase``, by name.
+
+        Parameters with ``requires_grad=False``, and those that the method freezes in ``phase``, are left out.
+        """
+        role = self.network.role
+        frozen = self.network.method.frozen if phase is Phase.FROZEN else frozenset()
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad and role[name] not in frozen}
+
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load tensors as ``model.load_state_dict(tensors, strict=False)`` does, without checks: check names and shapes before."""

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from fl_bn.federation.aggregation import Drift, running_statistics
-from fl_bn.federation.momentum import SECTIONS, to_kept
+from fl_bn.federation.blocks import all_finite
+from fl_bn.federation.divergence import BAD_INPUTS
 from fl_bn.federation.payload import Named, Sections, encode_moments
 from fl_bn.federation.values import ClientState
-from fl_bn.moments import Moments, Running
+from fl_bn.methods import StatisticsReport
+from fl_bn.moments import Moments
 from fl_bn.objectives import CONTROL, Finish
 from fl_bn.roles import Role
 
@@ -48,10 +50,7 @@ def sections_to_send(round: LocalRound, gradients: Named, finish: Finish, moment
     sources: dict[str, Named] = {"weights": state, "statistics": state, "gradients": gradients}
     if settings.objective.travels:
         sources[CONTROL] = {n: torch.zeros_like(state[n]) for n in expected[CONTROL]} | dict(finish.sent)
-    if settings.maintain == "global":
-        for key, section in SECTIONS[settings.optimizer].items():
-            new = {n: t.to(state[n].dtype) for n, t in round.buffers.get(key, {}).items()}
-            sources[section] = round.instruction.sections[section] | new
+    sources |= round.momentum.to_send(state)
     own = partial(Tensor.to, device="cpu", copy=True, memory_format=torch.contiguous_format)
     sections = {k: {n: own(sources[k][n].detach()) for n in expected[k]} for k in expected if k != "moments"}
     return sections | ({"moments": complete_moments(round, moments)} if "moments" in expected else {})
@@ -68,18 +67,15 @@ def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: i
         finish: The objective's tensors at the end of the round.
         client: The client's number, for the log.
     """
-    state, settings, method, role = round.state, round.settings, round.method, round.network.role
-    local = {name: state[name].clone() for name in role if method.keeps(role[name])}
+    state, role = round.state, round.network.role
+    local = {name: state[name].clone() for name in role if round.method.keeps(role[name])}
     sections: dict[str, dict[str, Tensor]] = {"local": local} if local else {}
-    if gradients and settings.momentum > 0:
+    if gradients and round.settings.momentum > 0:
         sections["momentum"] = dict(gradients)
     if finish.kept:
         sections["objective"] = dict(finish.kept)
-    buffers = round.buffers
-    if settings.maintain == "global":
-        buffers = {k: {n: t for n, t in of.items() if not method.shares(role[n])} for k, of in buffers.items()}
-    if maintained := to_kept(buffers):
-        sections["optimizer"] = maintained
+    if buffers := round.momentum.to_keep():
+        sections["optimizer"] = buffers
     for section, tensors in sections.items():
         for name, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
@@ -90,15 +86,47 @@ def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: i
     return ClientState(round.instruction.round, sections)
 
 
-def home_drift(round: LocalRound, before: Mapping[str, Running]) -> dict[str, float]:
-    """Return how far the client's own statistics moved from ``before``, as numbers for the reply (see ``Drift``).
+def numbers_of_training(round: LocalRound, kept: ClientState, tells_drift: bool) -> dict[str, float]:
+    """Return the numbers that the reply has about training, by name (see ``Reply.metrics``).
+
+    Args:
+        round: The client's round after training.
+        kept: The state that the client keeps after the round.
+        tells_drift: Whether the reply says how far the client's own running statistics moved.
+    """
+    numbers: dict[str, float] = {"steps": round.steps, "waited": round.first_batch.waited}
+    if tells_drift:
+        numbers |= home_drift(round)
+    if round.method.reports(round.phase) is StatisticsReport.FIRST:
+        numbers["batch"] = int(round.batch)
+    if kept.sections:
+        numbers["kept"] = round.kept.round
+    return numbers
+
+
+def numbers_of_data(round: LocalRound, sections: Sections) -> dict[str, float]:
+    """Return the numbers that the reply with ``sections`` has about the client's data, by name (see ``Reply.metrics``)."""
+    numbers: dict[str, float] = {}
+    if round.statistics_pass.samples:
+        numbers["measured"] = round.statistics_pass.samples
+    sent = (tensor for tensors in sections.values() for tensor in tensors.values())
+    if round.input_watch.suspects and not all_finite(sent) and (wrong := round.input_watch.count()):
+        numbers[BAD_INPUTS] = wrong
+    before, after = round.tested
+    if before is not None and after is not None:
+        numbers |= {"before": before, "after": after}
+    return numbers
+
+
+def home_drift(round: LocalRound) -> dict[str, float]:
+    """Return how far the client's own statistics moved in this round, as numbers for the reply (see ``Drift``).
 
     Return an empty dict if statistics are shared.
     """
     if round.method.shares(Role.STATISTIC):
         return {}
     after = running_statistics(round.model)
-    if (drift := Drift.between(before, after)) is None:
+    if (drift := Drift.between(round.loaded.own_statistics, after)) is None:
         return {}
     return {"drift": drift.largest, "drift-layer": list(after).index(drift.layer), "min-var": drift.min_var, "growth": drift.growth}
 

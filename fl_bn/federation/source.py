@@ -80,7 +80,7 @@ class Source(Protocol):
         ...
 
     def measure(self, round: LocalRound) -> None:
-        """Make the statistics pass of ``round``, and store the measured moments in ``round.moments``."""
+        """Make the statistics pass of ``round``, and store the moments in ``round.statistics_pass``."""
         ...
 
     def optimizer(self, round: LocalRound) -> Optimizer:

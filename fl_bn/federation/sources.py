@@ -102,7 +102,8 @@ class SampleSource:
     def measure(self, round: LocalRound) -> None:
         """Make the statistics pass over the samples, or over a seeded subset of them."""
         how, rng, size = pass_sampling(round, len(self.samples), self.seed, self.client)
-        round.moments = statistics_pass(round.model, self.samples, how, rng, size, measure=round.measured)
+        own = round.statistics_pass
+        own.moments = statistics_pass(round.model, self.samples, how, rng, size, measure=own.measure)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
         """Make the optimiser that the round's settings name, with the learning rate of the round."""
@@ -140,7 +141,7 @@ class SampleSource:
 
 
 def pass_sampling(round: LocalRound, n: int, seed: int, client: int) -> tuple[StatisticsPass, np.random.Generator, int]:
-    """Prepare the statistics pass of ``round``, and store its number of samples in ``round.measured_samples``.
+    """Prepare the statistics pass of ``round``, and store its number of samples in ``round.statistics_pass``.
 
     Args:
         round: The client's round.
@@ -151,11 +152,11 @@ def pass_sampling(round: LocalRound, n: int, seed: int, client: int) -> tuple[St
     Returns:
         The statistics pass with its number of samples; the generator that draws these samples; and the batch size.
     """
-    how = round.statistics_pass
-    round.measured_samples = how.size(n, round.settings.planned(n))
+    own, how = round.statistics_pass, round.statistics_pass.how
+    own.samples = how.size(n, round.settings.planned(n))
     size = round.settings.batch_size if how.measured == NORMALISERS else PASS_BATCH
     rng = seeded(seed, client, round.instruction.round, SUBSET, not round.trains)
-    return replace(how, samples=round.measured_samples), rng, size
+    return replace(how, samples=own.samples), rng, size
 
 
 def training_batches(round: LocalRound, samples: Samples, seed: int, client: int) -> IndexBatches:

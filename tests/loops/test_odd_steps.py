@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from fl_bn import Federation, convert, local_round, methods, server_state
-from fl_bn.federation.client import TAKEN
+from fl_bn.federation.client_checks import TAKEN
 from fl_bn.methods import Method
 from fl_bn.objectives import Objective, Scaffold
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_bn import Federation, convert, local_round, methods, server_state
-from fl_bn.federation import layer_checks
+from fl_bn.federation import layer_calls
 
 OWN_LAYERS = ("fixbn", "fedtan", "fedtan2", "fbn", "hbn", "static-bn")
 BATCHES = [(torch.randn(16, 4, generator=torch.Generator().manual_seed(k)) * 3 + 5, torch.arange(16) % 2) for k in range(4)]
@@ -50,7 +50,7 @@ def by_call(layer: nn.BatchNorm1d, h: Tensor, training: bool) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_checks, "_CHECKED", set())
+    monkeypatch.setattr(layer_calls, "_CHECKED", set())
 
 
 def method(name: str) -> Any:

@@ -72,7 +72,7 @@ def test_batches_of_one_s_own_are_all_measured() -> None:
     own = [(torch.randn(25, 3, 8, 8), torch.zeros(25, dtype=torch.long))] * 4
     with local_round(convert(network(), method), method, server_state(network(), method, rounds=2).instruction()) as round:
         round.measure(own)
-        assert round.measured_samples == 100
+        assert round.statistics_pass.samples == 100
 
 
 def test_in_a_secure_run_it_takes_the_same() -> None:

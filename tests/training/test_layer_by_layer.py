@@ -227,7 +227,7 @@ def test_batches_that_come_only_once_are_held() -> None:
     for loader in (held, iter(held)):
         round = LocalRound(network("chain"), method, asked, connect=lambda batch: Alone())
         round.measure(loader)
-        replies.append(round.reply(round.measured_samples)[0].sections["moments"])
-        assert round.measured_samples == 12
+        replies.append(round.reply(round.statistics_pass.samples)[0].sections["moments"])
+        assert round.statistics_pass.samples == 12
     assert all(torch.equal(replies[0][name], replies[1][name]) for name in replies[0])
     assert int(replies[0]["1.count"]) == 12 * 64

@@ -195,7 +195,7 @@ class LoaderSource:
 
     def pass_inputs(self, round: LocalRound) -> Iterator[Any]:
         """Yield the inputs of the statistics pass, batch by batch."""
-        return round.inputs(self.loader, self.task)
+        return round.statistics_pass.inputs(self.loader, self.task)
 
     def optimizer(self, round: LocalRound) -> Optimizer:
         """Make a fresh optimiser, with the learning rate of ``round``."""
@@ -238,7 +238,7 @@ class LoaderSource:
         measured samples.
         """
         if not round.trains:
-            return Outcome(round.measured_samples)
+            return Outcome(round.statistics_pass.samples)
         assert isinstance(batches, Trainable)
         metrics = {LEFT_OUT: float(batches.left_out)} if batches.left_out else {}
         if (count := sum(part.samples for part in trained)) == 0:

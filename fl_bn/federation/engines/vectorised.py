@@ -175,7 +175,7 @@ def measure_together(
     forward: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
     device: torch.device | None = None,
 ) -> None:
-    """Make the statistics passes of all ``rounds``, and store the moments as ``round.moments``.
+    """Make the statistics passes of all ``rounds``, and store the moments in each ``round.statistics_pass``.
 
     Args:
         rounds: The clients' rounds.
@@ -194,14 +194,14 @@ def measure_together(
         forward(model, x)
         return x.new_zeros(())
 
-    with _refused(), torch.no_grad(), measuring(template, first.statistics_pass) as observed:
+    with _refused(), torch.no_grad(), measuring(template, first.statistics_pass.how) as observed:
         stack = Stack([round.model for round in rounds], template)
         while batches := {row: (x,) for row, own in iterators.items() if (x := next(own, None)) is not None}:
             for rows, (x,) in groups(batches):
                 _, seen = stack.run(rows, answer, (x.to(on),), observed)
                 _add(by_client, rows, seen)
     for round, own in zip(rounds, by_client, strict=True):
-        round.moments = {layer: moments.to(inputs_like(round.model).device) for layer, moments in pooled(own).items()}
+        round.statistics_pass.moments = {layer: moments.to(inputs_like(round.model).device) for layer, moments in pooled(own).items()}
 
 
 def train_together(
@@ -280,8 +280,7 @@ class _Training:
             )
         self.scheduler = scheduler(self.optimizer)
         self._load_momentum()
-        shared = frozenset(name for name in self.trained if first.method.shares(first.network.role[name]))
-        self.objective = self.settings.objective.begin(Start(template, self.trained, shared))
+        self.objective = self.settings.objective.begin(Start(template, self.trained, first.shared))
         head = head_of(template)
         self.head = [p for name, p in self.trained.items() if head and name.rpartition(".")[0] == head[0]]
         self.clip, limit = self.settings.clip, self.settings.clip_limit
@@ -362,7 +361,7 @@ class _Training:
         if self.settings.maintain == "reset":
             return
         for key in SECTIONS[self.settings.optimizer]:
-            own = [round.maintained.get(key, {}) for round in self.rounds]
+            own = [round.momentum.before.get(key, {}) for round in self.rounds]
             for name, parameter in self.trained.items():
                 rows = [of[name].to(parameter) if name in of else torch.zeros_like(parameter[0]) for of in own]
                 self.optimizer.state[parameter] = {key: torch.stack(rows)}
@@ -392,7 +391,7 @@ class _Training:
                 for name, parameter in round.model.named_parameters():
                     parameter.grad = gradients[name][place] if name in gradients else None
                 round.steps = self.lengths[row]
-                round.buffers = {key: {name: stack[place].clone() for name, stack in of.items()} for key, of in buffers.items()}
+                round.momentum.after = {key: {name: stack[place].clone() for name, stack in of.items()} for key, of in buffers.items()}
                 seen = {layer: [moments.to(device) for moments in parts] for layer, parts in self.seen[row].items()}
                 round.adopt_observations(seen, self.first_batches[row])
 

@@ -406,7 +406,7 @@ def _measure(message: Message, context: Context, converted: nn.Module, method: M
     kept, joins = request.kept(_store(context, request, converted, method)), request.connect(ExchangeAddresses.of(context.node_config))
     with local_round(converted, method, request.instruction, kept, connect=joins) as local:
         local.measure(batches, task)
-    reply, _ = local.reply(local.measured_samples)
+    reply, _ = local.reply(local.statistics_pass.samples)
     return reply_to(message, request.header, replace(reply, metrics={}))  # its number of samples is that of the measured samples
 
 

@@ -1,20 +1,16 @@
-"""Check that a training loop left a round's layers as the method needs them, and that the network calls them."""
+"""Warn of layers of the method that the network does not call."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from fl_bn.federation.aggregation import running_statistics
 from fl_bn.layers import OwnBatchNorm
-from fl_bn.methods import StatisticsReport
-from fl_bn.moments import Running
 from fl_bn.roles import batch_norms
 
 if TYPE_CHECKING:
@@ -23,36 +19,6 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("flwr")
 _CHECKED: set[tuple[str, str, bool]] = set()
 """The networks whose calls were checked in this process: signature, method, whether the layers are frozen."""
-
-
-def check_layers(round: LocalRound, frozen: Mapping[str, Running]) -> None:
-    """Check that the training loop did not change frozen statistics of ``round``, and that the layers saw its batches.
-
-    Args:
-        round: The client's round.
-        frozen: Layer -> its statistics at the beginning of the round, for layers with frozen statistics.
-
-    Raises:
-        ValueError: Frozen statistics changed, or the layers ran on fewer training batches than there were local steps.
-    """
-    method = round.method
-    after = running_statistics(round.model) if frozen else {}
-    for name, before in frozen.items():
-        if not all(torch.equal(was, own.to(was.device)) for was, own in zip(before, after[name], strict=True)):  # loops may move the model
-            raise ValueError(
-                f"BatchNorm layer {name!r} normalises with fixed statistics in round {round.instruction.round}, but these changed: the "
-                "training loop must not set statistics (update_bn, reset_running_stats, load_state_dict), and the network must call the "
-                "layer, not F.batch_norm with its tensors"
-            )
-    observed = round.passes.observed
-    seen = 0 if round.passes.blind else max((len(parts) for parts in observed.values()), default=0)
-    wanted = min(round.steps, 1) if method.reports(round.phase) is StatisticsReport.FIRST else round.steps
-    if round.observes and observed and seen < wanted:
-        raise ValueError(
-            f"{method.name} reports the moments of training batches, but the BatchNorm layers saw {seen} batches in "
-            f"{round.steps} steps: train round.model itself, not a copy or a trace, in training mode and with gradients, and make no step "
-            "before the first batch"
-        )
 
 
 def _compiled_anything() -> bool:

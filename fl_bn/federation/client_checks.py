@@ -1,0 +1,137 @@
+"""Check a client's round after its training loop: the network's layers, and that a reply can be made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fl_bn.federation.aggregation import running_statistics
+from fl_bn.federation.divergence import BAD_INPUTS
+from fl_bn.layers import CONSTANT, OwnBatchNorm
+from fl_bn.methods import StatisticsReport
+from fl_bn.moments import Running
+from fl_bn.roles import batch_norms
+
+if TYPE_CHECKING:
+    from fl_bn.federation.client import LocalRound
+
+TAKEN = frozenset({"after", "batch", "before", "kept", "loss", "measured", "steps", "waited", BAD_INPUTS})
+"""The names of the numbers that fl-bn itself puts into a reply."""
+
+
+def frozen_statistics(model: nn.Module) -> dict[str, Running]:
+    """Return layer -> running statistics, of the layers that normalise with these statistics and do not update them in training."""
+    own = {name: layer for name, layer in batch_norms(model).items() if isinstance(layer, OwnBatchNorm)}
+    frozen = {name for name, layer in own.items() if layer.frozen or isinstance(layer, CONSTANT)}
+    statistics = running_statistics(model) if frozen else {}
+    return {name: now for name, now in statistics.items() if name in frozen}
+
+
+def check_objective(round: LocalRound) -> None:
+    """Check that the loop has the objective that the server expects.
+
+    Raises:
+        ValueError: It has another one, or none.
+    """
+    expected, own = round.instruction.objective, round.settings.objective.described
+    if expected and expected != own:
+        raise ValueError(
+            f"the server expects the objective {expected}, but this client's loop has {own or 'none'}: give both sides the same "
+            "objective=..., or the server none"
+        )
+
+
+def check_layers(round: LocalRound, frozen: Mapping[str, Running]) -> None:
+    """Check that the training loop did not change frozen statistics of ``round``, and that the layers saw its batches.
+
+    Args:
+        round: The client's round.
+        frozen: The result of ``frozen_statistics`` at the beginning of training.
+
+    Raises:
+        ValueError: Frozen statistics changed, or the layers ran on fewer training batches than there were local steps.
+    """
+    method = round.method
+    after = running_statistics(round.model) if frozen else {}
+    for name, before in frozen.items():
+        if not all(torch.equal(was, own.to(was.device)) for was, own in zip(before, after[name], strict=True)):  # loops may move the model
+            raise ValueError(
+                f"BatchNorm layer {name!r} normalises with fixed statistics in round {round.instruction.round}, but these changed: the "
+                "training loop must not set statistics (update_bn, reset_running_stats, load_state_dict), and the network must call the "
+                "layer, not F.batch_norm with its tensors"
+            )
+    observed = round.passes.observed
+    seen = 0 if round.passes.blind else max((len(parts) for parts in observed.values()), default=0)
+    wanted = min(round.steps, 1) if method.reports(round.phase) is StatisticsReport.FIRST else round.steps
+    if round.observes and observed and seen < wanted:
+        raise ValueError(
+            f"{method.name} reports the moments of training batches, but the BatchNorm layers saw {seen} batches in "
+            f"{round.steps} steps: train round.model itself, not a copy or a trace, in training mode and with gradients, and make no step "
+            "before the first batch"
+        )
+
+
+def check_reply(round: LocalRound, metrics: Mapping[str, float]) -> None:
+    """Check that a reply of ``round`` has something to send, and that it can carry the user's ``metrics``.
+
+    Raises:
+        ValueError: A later round has loaded the network, a name in ``metrics`` is taken, or a loop of the user's own made no step.
+    """
+    if round.trains and not round.loaded.newest:
+        raise ValueError(
+            f"a later round has loaded other tensors into the network of this round (round {round.instruction.round}), so it would send "
+            "those: call round.reply before the network's next round begins, or convert a network for each client"
+        )
+    if round.in_own_loop and (taken := sorted(TAKEN & metrics.keys())):
+        raise ValueError(
+            f"metrics has {taken[0]!r}, a name that fl-bn gives to a number of its own ({', '.join(sorted(TAKEN))}): choose another; "
+            "the training loss is an argument, round.reply(samples, loss)"
+        )
+    if round.trains and round.in_own_loop and not round.steps:
+        raise ValueError(
+            f"no step on round.model was made in round {round.instruction.round}, so there is nothing to send: train round.model itself "
+            "(not the network before convert, nor a copy) inside the block, by an optimiser of round.model.parameters(), and make the "
+            "reply after the loop. A client without a batch makes no reply (if round.steps: ...)"
+        )
+
+
+def check_trained(round: LocalRound, samples: int) -> None:
+    """Check that the method and the objective can use the training of ``round`` on ``samples`` different samples.
+
+    Raises:
+        ValueError: The first batch has more than ``samples`` samples, the objective divides by a learning rate of 0, or the method
+            needs a statistics pass before training, and there was none.
+    """
+    reports, objective = round.method.reports(round.phase), round.settings.objective
+    if reports is StatisticsReport.FIRST and round.batch > samples:
+        raise ValueError(
+            f"the first batch had {int(round.batch)} samples, but round.reply got samples={samples}: give the number of different "
+            "samples that this round trained on, and put round.model into evaluation mode for forward passes that do not train. If "
+            "the network sees a sample several times (two views, frames of a clip), call round.batch(n) before the first forward pass"
+        )
+    if objective.travels and round.steps and not round.rates.mean:
+        raise ValueError(
+            f"{objective.name} divides by the learning rate, but all {round.steps} local steps of round {round.instruction.round} had "
+            "rate 0: begin a warm-up above 0"
+        )
+    if reports is StatisticsReport.PASS and round.statistics_pass.moments is None:
+        raise ValueError(
+            f"{round.method.name} reports moments that the client measures before training, but round.measure was not called: call "
+            "round.measure(batches) before the first step"
+        )
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Return ``value`` as an ``int``.
+
+    Raises:
+        ValueError: ``value`` is not of an integer type. A float is refused, even if it is whole.
+    """
+    try:
+        return index(value)
+    except TypeError as error:
+        raise ValueError(f"{name} must be a whole number, such as {name}=40, but got {name}={value!r}: convert it by int(...)") from error

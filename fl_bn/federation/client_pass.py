@@ -1,0 +1,105 @@
+"""Make a client's statistics pass in a round: alone, or one layer after the other with its cohort."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fl_bn.federation.finite_inputs import InputWatch
+from fl_bn.federation.first_batch import Connect
+from fl_bn.federation.layer_by_layer import Forward, Inputs, LayerOrder, called, layer_by_layer
+from fl_bn.federation.measuring import measured
+from fl_bn.federation.values import Instruction
+from fl_bn.methods import Method, StatisticsPass
+from fl_bn.moments import Moments
+from fl_bn.roles import inputs_like
+from fl_bn.task import Task, batch_size, to_device
+
+LOGGER = logging.getLogger("flwr")
+
+
+class ClientPass:
+    """Make the statistics pass of one client's round, and hold its result.
+
+    In a training round, it is the method's pass before training (HBN). Otherwise it is the client's part of a
+    statistics-only exchange, and all that the client does in the round.
+
+    Args:
+        model: The network. It stays unchanged.
+        method: The method.
+        instruction: The server's instruction.
+        watch: Counts the batches with inputs that are not finite.
+        connect: Joins an exchange with the cohort, see ``LocalRound``. Only a statistics-only exchange uses it.
+
+    Attributes:
+        how: What the pass measures, and on how many samples.
+        moments: Layer -> the measured moments, without layers held in evaluation mode. None before the pass.
+        samples: The number of samples in the pass; 0 before it.
+    """
+
+    def __init__(self, model: nn.Module, method: Method, instruction: Instruction, watch: InputWatch, connect: Connect | None) -> None:
+        self._model, self._instruction, self._watch = model, instruction, watch
+        self._connect = None if instruction.trains else connect
+        own = method.statistics_pass
+        self.how = own if instruction.trains else StatisticsPass.for_exchange(instruction.measured, own.samples)
+        self.samples = 0
+        self.moments: dict[str, Moments] | None = None
+
+    def run(self, batches: Iterable[Any], task: Task) -> None:
+        """Measure ``batches``, and store the moments.
+
+        Args:
+            batches: Batches, in a form that ``task`` reads.
+            task: Reads the inputs of a batch.
+
+        Raises:
+            ValueError: ``batches`` is an iterator in a training round.
+        """
+        if self._instruction.trains and isinstance(batches, Iterator):
+            raise ValueError(
+                f"round.measure got a {type(batches).__name__}, which it would use up before training: give a list of batches or a "
+                "DataLoader"
+            )
+        if self._connect is not None and isinstance(batches, Iterator):
+            batches = list(batches)  # an exchange goes through them more than once
+        self.moments = self.measure(partial(self.inputs, batches, task), task.forward)
+
+    def measure(self, inputs: Inputs, forward: Forward = called) -> dict[str, Moments]:
+        """Measure the moments of each BatchNorm layer over all batches of ``inputs()``, and return layer -> moments.
+
+        In a statistics-only exchange that goes layer by layer, the client exchanges the statistics of each layer with
+        the cohort. If the network has no fixed order of layers, the client leaves the exchange and measures all layers in one pass.
+
+        Args:
+            inputs: Returns the batches of inputs, the same in every call.
+            forward: Runs the network on a batch of inputs.
+        """
+        noted = self._watch.noted
+        if self._connect is not None:
+            order = LayerOrder.at(self._model, inputs, forward)
+            exchange = self._connect(0 if order.problem else 1)
+            if not order.problem:
+                return layer_by_layer(self._model, lambda: noted(inputs()), order, exchange, self._instruction.memory, forward)
+            exchange.close()
+            LOGGER.warning("this client leaves the layer-wise exchange and measures all layers in one pass: %s", order.problem)
+        return measured(self._model, noted(inputs()), self.how, forward)
+
+    def inputs(self, batches: Iterable[Any], task: Task) -> Iterator[Any]:
+        """Yield the inputs of each batch, until the batches have as many samples as the pass needs. Count these samples.
+
+        Args:
+            batches: Batches, in a form that ``task`` reads.
+            task: Reads the inputs of a batch.
+        """
+        device, most = inputs_like(self._model).device, self.how.samples
+        self.samples = 0
+        for batch in batches:
+            x, y = task.read(batch)
+            self.samples += batch_size(x, y)
+            yield to_device(x, device)
+            if 0 < most <= self.samples:
+                return
