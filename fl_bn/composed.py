@@ -15,7 +15,7 @@ class Unconvertible(ValueError):
 
 
 class Composed(nn.Module):
-    """Abstract base of the layer classes that ``composed`` makes at run time.
+    """Serve as the abstract base of the layer classes that ``composed`` makes at run time.
 
     Each of these classes has two base classes. For example, HBN replaces an ``nn.BatchNorm2d`` by a layer whose class is
     derived from ``HybridBatchNorm`` and ``nn.BatchNorm2d``.

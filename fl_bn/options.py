@@ -393,7 +393,7 @@ def _keyed(kind: type, name: str) -> Option:
 
 
 class Options:
-    """Base of options classes. Making an object checks the values of its options.
+    """Serve as the base of options classes. Making an object checks the values of its options.
 
     Attributes:
         name: The name by which errors call the method or part that has the options.

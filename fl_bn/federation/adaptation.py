@@ -3,7 +3,7 @@
 There are four ways to choose BatchNorm's affine parameters and statistics. "Known" clients are those that trained:
 
     average-affine   the mean affine parameters of the known clients, and the new client's own statistics. FedBN: Federated
-                     Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix G
+                     Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021, appendix G
     recompute        the affine parameters of the shared model (the initial ones, if clients keep theirs), and the new
                      client's own statistics
     nearest          all tensors that one known client keeps, including its statistics. It is the client with the most

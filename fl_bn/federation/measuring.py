@@ -33,6 +33,12 @@ def measured(
     the batch. Layers that the model's owner has put into evaluation mode (``held_layers``) stay in it. A batch that gives a
     layer in training mode only one value per channel is left out.
 
+    Args:
+        model: The network.
+        batches: The batches of inputs.
+        how: The statistics pass: which moments to measure.
+        forward: A function that runs the network on a batch of inputs.
+
     Returns:
         Layer -> the moments over all batches.
     """
@@ -53,7 +59,8 @@ def measured(
 def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[Moments]]]:
     """Prepare ``model`` for the statistics pass ``how`` inside the ``with`` block.
 
-    Yield layer -> moments: each forward pass adds one ``Moments`` per layer.
+    Yields:
+        Layer -> its moments. Each forward pass adds one ``Moments`` per layer.
     """
     training = {module: module.training for module in model.modules()}
     held = held_layers(model)

@@ -69,9 +69,12 @@ def local_round(
         objective: The local objective. If it is not the default, the loop must call ``round.backward``.
         connect: Joins FedTAN's layer-wise exchange, see ``first_batch.Connect``. Other methods do not need it.
 
+    Yields:
+        The client's round. After the ``with`` block, its method ``reply`` makes the reply to the server.
+
     Raises:
-        ValueError: Method, objective and instruction do not fit together. Or the loop replaced a layer or a parameter, or
-            changed frozen parameters or statistics.
+        ValueError: Method, objective and instruction do not fit together. Or another round still trains ``model``. Or the loop
+            replaced a layer or a parameter, or changed frozen parameters or statistics.
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)

@@ -176,11 +176,11 @@ def arrays_of(sections: Any) -> Payload:
             the device ``meta``).
     """
     if not isinstance(sections, Mapping):
-        raise WireError("reply", "sections", f"expected tensors by name and section, but got a {type(sections).__name__}")
+        raise WireError("reply", "sections", f"expected a dict {{section: {{name: tensor}}}}, but got a {type(sections).__name__}")
     payload: dict[str, dict[str, np.ndarray]] = {}
     for section, tensors in sections.items():
         if type(section) is not str or not isinstance(tensors, Mapping):
-            raise WireError("reply", printable(str(section)), f"expected a section of tensors by name, but got a {type(tensors).__name__}")
+            raise WireError("reply", printable(str(section)), f"expected a dict {{name: tensor}}, but got a {type(tensors).__name__}")
         for name, tensor in tensors.items():
             if type(name) is not str or not isinstance(tensor, Tensor):
                 raise WireError(section, printable(str(name)), f"expected a tensor, but got a {type(tensor).__name__}")
@@ -194,7 +194,7 @@ def arrays_of(sections: Any) -> Payload:
         try:
             payload[section] = to_numpy(tensors)
         except RuntimeError as error:
-            raise WireError(section, "", f"the tensors of this section cannot be read: {reason(str(error))}") from error
+            raise WireError(section, "", f"expected tensors whose values can be read, but reading failed: {reason(str(error))}") from error
     return payload
 
 

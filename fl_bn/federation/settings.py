@@ -335,8 +335,8 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
         Pairs of a share of the rounds, and the factor of the rate after it.
 
     Raises:
-        ValueError: The text does not have this form, the shares do not rise between 0 and 1, or a factor is not
-            above 0.
+        ValueError: The text does not have this form, the shares do not rise between 0 and 1, or a factor is no
+            finite number above 0.
     """
     pairs = []
     for part in text.split(",") if text.strip() else ():
@@ -349,7 +349,7 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
             ) from error
     shares = [share for share, _ in pairs]
     if shares != sorted(set(shares)) or not all(0 < share < 1 for share in shares) or not all(0 < f < math.inf for _, f in pairs):
-        raise ValueError(f"learning-rate-milestones needs rising shares between 0 and 1, and factors > 0, but got {text[:100]!r}")
+        raise ValueError(f"learning-rate-milestones needs rising shares between 0 and 1, and finite factors > 0, but got {text[:100]!r}")
     return tuple(pairs)
 
 

@@ -167,7 +167,15 @@ class SharedModel:
     def instruction_to_train(
         self, round: int, phase: Phase, optimizer: ServerOptimizer, learning_rate: float, rate_share: float = 1.0
     ) -> Instruction:
-        """Return the instruction to train: weights from which clients start, shared statistics, and auxiliary tensors."""
+        """Return the instruction to train: weights from which clients start, shared statistics, and auxiliary tensors.
+
+        Args:
+            round: The round, from 1.
+            phase: The phase of the round.
+            optimizer: The server's optimiser. Its ``lookahead`` may change the weights from which clients start.
+            learning_rate: The clients' learning rate.
+            rate_share: The learning rate divided by the schedule's rate.
+        """
         sections, state = self.sections(), self._copy.state
         ahead = optimizer.lookahead({name: state[name] for name in self._learnable})
         sections["weights"] |= {name: tensor.to(state[name].dtype) for name, tensor in ahead.items()}
