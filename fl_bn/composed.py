@@ -11,7 +11,10 @@ from torch import nn
 
 
 class Unconvertible(ValueError):
-    """Signal that replacing a layer would change what the network computes. The message says why and what to do."""
+    """Signal that a network cannot be converted. The message says why and what to do.
+
+    Replacing a layer would change what the network computes, or a tensor cannot be averaged or sent.
+    """
 
 
 class Composed(nn.Module):

@@ -40,7 +40,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
         method: the result of a constructor in ``fl_bn.methods``, such as ``methods.hbn()``.
 
     Returns:
-        The converted copy. Its other layers are copies of the model's.
+        The converted copy. Layers that ``method`` does not replace are copies of the model's.
 
     Raises:
         Unconvertible: replacing a layer would change what the network computes, or a tensor cannot be sent in
@@ -79,7 +79,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
 
 def check_complete(model: nn.Module) -> None:
-    """Check that every layer of ``model`` has a type and a shape.
+    """Check that ``model`` has no TorchScript modules, whose layers have lost their types, and no lazy modules without a shape.
 
     Raises:
         Unconvertible: a layer is a TorchScript module, or a lazy one without a shape.

@@ -44,7 +44,7 @@ def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) ->
         batch: mean and variance of the batch, (C,) each.
 
     Returns:
-        Mean and variance (C,) that a training batch is normalised with.
+        Mean and variance (C,) with which a training batch is normalised.
     """
     return torch.lerp(shared[0], batch[0], mix_C), torch.lerp(shared[1], batch[1], mix_C)
 

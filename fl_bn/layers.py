@@ -45,7 +45,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
     @property
     def training(self) -> bool:
-        """Return whether the layer normalises as in training. A frozen layer never does."""
+        """Return whether the layer normalises as in training. A frozen layer does so only after ``reset_running_stats``."""
         return bool(self.__dict__["training"]) and (self.refills or not self.frozen)
 
     @training.setter

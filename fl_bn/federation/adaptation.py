@@ -156,6 +156,9 @@ class Adaptation:
             how: One of ``HOW``.
             x: The new client's samples (N, ...), without labels. ``test-batch`` does not use them.
 
+        Returns:
+            The adapted model, and with ``nearest`` the distances between the clients' data.
+
         Raises:
             NotAdaptable: The way is impossible (see ``refusal``), or a layer gets fewer than two values per channel.
             ValueError: ``how`` is not in ``HOW``.

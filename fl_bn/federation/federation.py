@@ -184,7 +184,7 @@ class Federation:
             ("model", model, nn.Module, "a torch network"),
             ("method", method, Method, "methods.fbn()"),
             ("objective", objective, Objective, "FedProx(0.01)"),
-            ("server_optimizer", server_optimizer, ServerOptimizer | None, "FedAdam()"),
+            ("server_optimizer", server_optimizer, ServerOptimizer | None, "fedadam()"),
             ("defence", defence, Defence, "Defence(...)"),
         ):
             if not isinstance(value, kind):

@@ -11,7 +11,8 @@ client is lost or refused, the sum is multiplied by ``planned / total`` at the e
 
 Some replies may still be refused after all have arrived. Their values are so large that the server's step could
 overflow, or their claimed counts are far from the other clients' counts. Such a reply waits until every reply has
-arrived, and so do all replies after it. If counts are compared, no reply is added before there are enough of them.
+arrived, and so do all replies after it. If counts are compared, no reply is added before enough replies for the
+comparison have arrived.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def measured(
 
     The model runs in evaluation mode and stays unchanged: its gradients, its statistics and the modes of its modules. No
     random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers run in training mode, so they normalise with
-    the batch. Layers that the model's owner has put into evaluation mode (``held_layers``) stay in it. A batch that gives a
-    layer in training mode only one value per channel is left out.
+    the mixture of batch and shared statistics. Layers that the model's owner has put into evaluation mode (``held_layers``)
+    stay in it. A batch that gives a layer in training mode only one value per channel is left out.
 
     Args:
         model: The network.

@@ -140,7 +140,7 @@ def _check_processes(round: LocalRound) -> None:
         return
     parts = f"this client trains in {dist.get_world_size()} processes, and this process sees only a part of every batch"
     if round.phase is Phase.EXCHANGE:
-        raise ValueError(f"{parts}, but {round.method.name} exchanges the statistics of whole batches: train it in one process")
+        raise ValueError(f"{parts}, but {round.method.name} exchanges the statistics of whole batches: train the client in one process")
     if round.observes:
         LOGGER.warning("%s: %s reports the moments of this part; send the reply of one process only", parts, round.method.name)
 
