@@ -144,7 +144,7 @@ def train(
 
 
 def counted(batches: Iterable[Any]) -> tuple[Iterable[Any], int]:
-    """Return ``batches`` and their number. If ``batches`` has no length, return a list of them."""
+    """Return ``batches`` and their number. If ``batches`` has no length, return a list of all batches instead."""
     try:
         return batches, len(batches)  # type: ignore[arg-type]
     except TypeError:

@@ -147,7 +147,8 @@ def streaming(server: Server, samples: Mapping[int, int]) -> StreamingAverage | 
 
     Returns:
         The average. None if all replies are needed at the same time: for robust rules, the layer-wise
-        exchange, and auxiliary tensors (control variates, momentum).
+        exchange, and auxiliary tensors (control variates, momentum). None, too, after a reply in an average has spoilt a round
+        (``Server.keeps_replies``).
     """
     phase, policy = Phase(server.record.phase), server.policy
     if server.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or server.keeps_replies:

@@ -266,7 +266,7 @@ class _Steps:
 
 
 def _runs(optimizer: Optimizer) -> bool:
-    """Tell whether the step of ``optimizer`` is still running: torch's function around it is among the callers."""
+    """Tell whether the step of ``optimizer`` is still running: whether torch's function that wraps this step is among the callers."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_locals.get("self") is optimizer:

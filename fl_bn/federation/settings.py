@@ -191,8 +191,8 @@ class LocalTraining(Options):
         """Return the largest norm of a gradient under ``clip="round"``, in a round of ``steps`` local steps.
 
         With gradients up to this norm, SGD moves the weights by at most ``clip_limit`` in the round. If there is only one
-        step and ``step_clip`` is set, it replaces ``clip_limit``. Momentum is then left out of the formula: it has no
-        effect on a first step from zero buffers.
+        step and ``step_clip`` is set, ``step_clip`` replaces ``clip_limit``. Momentum is then left out of the formula: it
+        has no effect on a first step from zero buffers.
         """
         if steps == 1 and self.step_clip:
             return norm_in_round(self.step_clip, learning_rate, 1, 0.0)
