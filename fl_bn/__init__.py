@@ -1,4 +1,4 @@
-"""Batch normalisation that works in federated learning, for any PyTorch network.
+"""Make batch normalisation work in federated learning, for any PyTorch network.
 
 There are three ways to use it. ``Federation`` is for plain torch. ``local_round`` and ``server_round`` are
 for a training loop of your own. ``fl_bn.flower`` is for a Flower app of your own. docs/start has a page for

@@ -11,11 +11,14 @@ from torch import nn
 
 
 class Unconvertible(ValueError):
-    """Signal that replacing a layer would change what the network computes. The message says why and what to do."""
+    """Signal that a network cannot be converted. The message says why and what to do.
+
+    Replacing a layer would change what the network computes, or a tensor cannot be averaged or sent.
+    """
 
 
 class Composed(nn.Module):
-    """Abstract base of the layer classes that ``composed`` makes at run time.
+    """Serve as the abstract base of the layer classes that ``composed`` makes at run time.
 
     Each of these classes has two base classes. For example, HBN replaces an ``nn.BatchNorm2d`` by a layer whose class is
     derived from ``HybridBatchNorm`` and ``nn.BatchNorm2d``.

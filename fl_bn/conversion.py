@@ -1,4 +1,4 @@
-"""Conversion of a torch model: a method (FedBN, HBN, ...) replaces the model's BatchNorm layers by its own layers."""
+"""Convert a torch model: the layers of a method (FedBN, HBN, ...) replace the model's BatchNorm layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
         method: the result of a constructor in ``fl_bn.methods``, such as ``methods.hbn()``.
 
     Returns:
-        The converted copy. Its other layers are copies of the model's.
+        The converted copy. Layers that ``method`` does not replace are copies of the model's.
 
     Raises:
         Unconvertible: replacing a layer would change what the network computes, or a tensor cannot be sent in
@@ -50,7 +50,8 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
     check_complete(model)
     if hooked := hooked_parameters(model):
         LOGGER.warning(
-            "the gradient hook of %s is not in the copy that convert returns, as torch copies parameters without hooks: register it there",
+            "torch copies parameters without hooks, so the copy that convert returns lacks the gradient hook of %s: register the "
+            "hook on the copy",
             hooked[0],
         )
     model = copied(model)
@@ -78,7 +79,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
 
 def check_complete(model: nn.Module) -> None:
-    """Check that every layer of ``model`` has a type and a shape.
+    """Check that ``model`` has no TorchScript modules, whose layers have lost their types, and no lazy modules without a shape.
 
     Raises:
         Unconvertible: a layer is a TorchScript module, or a lazy one without a shape.
@@ -103,10 +104,10 @@ def hooked_parameters(model: nn.Module) -> list[str]:
 
 
 def _check_methods(model: nn.Module, replaced: Mapping[int, str]) -> None:
-    """Check that the network does not store a method of a replaced layer, which would be that of the layer's old class.
+    """Check that the network stores no bound method of a replaced layer. Such a method would still be that of the layer's old class.
 
     Raises:
-        Unconvertible: it stores one.
+        Unconvertible: the network stores one.
     """
     for owner in model.modules():
         for attribute, value in vars(owner).items():
@@ -114,7 +115,7 @@ def _check_methods(model: nn.Module, replaced: Mapping[int, str]) -> None:
                 if isinstance(one, MethodType) and id(one.__self__) in replaced and one.__self__ is not owner:
                     raise Unconvertible(
                         f"attribute {attribute!r} of {type(owner).__name__} stores the method {one.__name__} of layer "
-                        f"{replaced[id(one.__self__)]!r}, which the method replaces: store the layer, and call that"
+                        f"{replaced[id(one.__self__)]!r}, but the conversion replaces this layer: store the layer itself, and call it"
                     )
 
 

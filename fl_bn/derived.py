@@ -1,6 +1,6 @@
-"""Weights that a layer computes from its parameters: spectral norm, weight norm, pruning, parametrizations.
+"""Copy networks whose layers compute weights from their parameters: spectral norm, weight norm, pruning, parametrizations.
 
-This file copies networks with such weights, and recomputes the buffers that follow from the weights.
+This module also recomputes the buffers that follow from such weights.
 
 Spectral norm divides a weight by its largest singular value. The singular vectors ``u`` and ``v`` are
 buffers, and every training pass improves them by one step of the power iteration. The average of several
@@ -181,8 +181,8 @@ def _quantise(module: Any) -> None:
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool = False) -> None:
     """Load ``tensors`` into ``model`` by ``load_state_dict``.
 
-    The version numbers of ``model``'s own state_dict are added, which a plain dict of tensors lacks. Some modules raise an
-    error without them, such as torchvision's MNASNet.
+    A plain dict of tensors lacks the version numbers of a state_dict, so those of ``model``'s own state_dict are added.
+    Some modules, such as torchvision's MNASNet, raise an error without version numbers.
 
     Args:
         model: changed in place.

@@ -1,6 +1,7 @@
-"""HBN's normalisation of a training batch: in plain operations, and by torch's fused BatchNorm kernels.
+"""Normalise a training batch as HBN does: in plain operations, or by torch's fused BatchNorm kernels.
 
-Per channel, over the ``n`` values of a batch with mean ``mu`` and variance ``var``, ``a = sigmoid(logit)`` and the shared ``M`` and ``V``:
+In one channel, a batch has ``n`` values with mean ``mu`` and variance ``var``. The shared mean and variance are ``M`` and ``V``.
+With ``a = sigmoid(logit)``, HBN computes
 
     m = a mu + (1 - a) M        v = a var + (1 - a) V        r = 1 / sqrt(v + eps)        y = (x - m) r weight + bias
 
@@ -43,7 +44,7 @@ def mixture(mix_C: Tensor, shared: Sequence[Tensor], batch: Sequence[Tensor]) ->
         batch: mean and variance of the batch, (C,) each.
 
     Returns:
-        Mean and variance (C,) that a training batch is normalised with.
+        Mean and variance (C,) with which a training batch is normalised.
     """
     return torch.lerp(shared[0], batch[0], mix_C), torch.lerp(shared[1], batch[1], mix_C)
 

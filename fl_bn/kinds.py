@@ -1,4 +1,4 @@
-"""Kinds of BatchNorm layers that do more than torch's, and the submodules that each calls on its output.
+"""Describe kinds of BatchNorm layers that do more than torch's, by the submodules that each calls on its output.
 
 If a method replaces such a layer, the new layer calls the same submodules. A subclass of torch's BatchNorm with
 a forward of its own may do anything. So it is refused until a user describes it by ``register_batch_norm``. This
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @dataclass(frozen=True)
 class Kind:
-    """Description of a kind of BatchNorm layer.
+    """Describe a kind of BatchNorm layer.
 
     Attributes:
         then: names of the submodules that the layer calls on its output, in this order.

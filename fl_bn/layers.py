@@ -1,4 +1,4 @@
-"""BatchNorm layers, one small class for each way of normalising a training batch. In evaluation all are plain BatchNorm.
+"""Define BatchNorm layers: one small class for each way of normalising a training batch. In evaluation, all are plain BatchNorm.
 
 A layer of this project is a subclass of the torch layer that it replaces. So a user's ``isinstance(layer,
 nn.BatchNorm2d)`` is true, and its tensors have torch's names. Two attributes of a layer state whether its statistics
@@ -29,7 +29,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class OwnBatchNorm(Composed, _BatchNorm):
-    """Abstract base of this project's BatchNorm layers, whose statistics can be frozen and whose inputs can be recorded.
+    """Serve as the abstract base of this project's BatchNorm layers: their statistics can be frozen, and their inputs recorded.
 
     Attributes:
         frozen: whether the layer normalises with its running statistics and does not update them.
@@ -45,7 +45,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
 
     @property
     def training(self) -> bool:
-        """Return whether the layer normalises as in training. A frozen layer never does."""
+        """Return whether the layer normalises as in training. A frozen layer does so only after ``reset_running_stats``."""
         return bool(self.__dict__["training"]) and (self.refills or not self.frozen)
 
     @training.setter
@@ -58,7 +58,10 @@ class OwnBatchNorm(Composed, _BatchNorm):
         self.refills = True
 
     def reset_parameters(self) -> None:
-        """Set statistics and affine parameters to their first values. The layer computes as before."""
+        """Set statistics and affine parameters to their initial values.
+
+        Unlike after ``reset_running_stats``, the layer then normalises in training as its class describes.
+        """
         super().reset_parameters()
         vars(self).pop("refills", None)
 
@@ -67,7 +70,7 @@ class OwnBatchNorm(Composed, _BatchNorm):
         """Make a layer of this class with the tensors, mode, hooks and attributes of ``layer``.
 
         Raises:
-            Unconvertible: ``layer`` has no running statistics.
+            Unconvertible: ``layer`` has no running statistics, or an attribute with a name that fl-bn uses for itself.
         """
         if layer.running_mean is None or layer.running_var is None:
             raise Unconvertible(
@@ -108,7 +111,9 @@ class FrozenBatchNorm(OwnBatchNorm):
 
 
 class _SharedNorm(OwnBatchNorm):
-    """Abstract base of the layers that normalise training batches in another way than torch. A subclass defines ``normalised``.
+    """Serve as the abstract base of the layers that normalise training batches in another way than torch.
+
+    A subclass defines ``normalised``.
 
     Attributes:
         then: names of submodules that the layer calls on its output, in this order, such as an activation.
@@ -138,12 +143,12 @@ class _SharedNorm(OwnBatchNorm):
 
     @property
     def can_be_held(self) -> bool:
-        """Return whether the layer has no affine parameter, so that only its surroundings tell whether it is frozen."""
+        """Return whether the layer has no affine parameter. Then the modules around it tell whether it is frozen (``frozen_affine``)."""
         return self.weight is None and self.bias is None
 
     @property
     def held(self) -> bool:
-        """Return whether no affine parameter requires a gradient. The running statistics then count as frozen, too."""
+        """Return whether there are affine parameters, and none requires a gradient. The running statistics then count as frozen, too."""
         own = [p for p in (self.weight, self.bias) if p is not None]
         return bool(own) and not any(p.requires_grad for p in own)
 
@@ -308,7 +313,7 @@ class Followed(Composed):
 
 
 def followed(layer: M, source: nn.Module, then: tuple[str, ...]) -> M:
-    """Make ``layer`` call some submodules of ``source`` on its output, such as an activation, because ``source`` calls them.
+    """Make ``layer`` call submodules of ``source``, such as an activation, on its output. ``source`` calls them, too.
 
     Args:
         layer: the new layer. It is changed in place.
@@ -340,7 +345,7 @@ def group_norm(layer: _BatchNorm, groups: int, kind: type[nn.GroupNorm] = nn.Gro
     """Make a GroupNorm with the affine parameters, dtype and device of ``layer``.
 
     Args:
-        layer: the BatchNorm layer that it replaces.
+        layer: the BatchNorm layer to replace.
         groups: the number of groups of channels. 0: one group per channel.
         kind: the class to make.
 
@@ -377,7 +382,8 @@ def freeze_statistics(model: nn.Module, frozen: bool = True, layers: Container[s
 
     Args:
         model: changed in place.
-        frozen: whether to freeze. False: the freeze of all layers ends. Layers that refill their statistics cease to.
+        frozen: whether to freeze. False: the freeze of all layers ends. In both cases, no layer refills its statistics any
+            more (``OwnBatchNorm.refills``).
         layers: names of the layers to freeze. The freeze of all other layers ends. None: all layers are frozen.
     """
     for name, layer in batch_norms(model).items():

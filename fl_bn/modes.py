@@ -48,8 +48,8 @@ def _trains_as_torch(modules: Iterable[nn.Module]) -> bool:
 def frozen_affine(model: nn.Module) -> set[str]:
     """Return the names of the FBN, HBN and Static BN layers whose affine parameters the owner of ``model`` has frozen.
 
-    The running statistics of these layers count as frozen, too. A layer without affine parameters is frozen if all
-    parameters of the part of the network around it are: of its nearest parent that has any.
+    The running statistics of these layers count as frozen, too. A layer without affine parameters counts as
+    frozen if all parameters of a module around it are frozen. This module is the nearest one that has any parameters.
     """
     modules = named_modules(model)
     layers = {name: layer for name, layer in modules.items() if isinstance(layer, _BatchNorm) and hasattr(layer, "held")}

@@ -1,4 +1,4 @@
-"""Moments (count, mean and variance per channel), which every method works with, and the rules that combine them.
+"""Compute moments (count, mean and variance per channel), with which every method works, and combine them by rules.
 
 ``pool`` is the law of total variance. ``ema`` is BatchNorm's running update. FBN's Algorithm 2 is
 ``ema(shared, pool(moments of the training batches), momentum)``. HBN's equations 8 and 11 have the same form,
@@ -45,7 +45,7 @@ def bounds(dtype: torch.dtype) -> tuple[float, float]:
 
 
 class Running(NamedTuple):
-    """Running statistics of one layer, with which the layer normalises in evaluation.
+    """Hold the running statistics of one layer, with which the layer normalises in evaluation.
 
     Attributes:
         mean: (C,).
@@ -81,7 +81,7 @@ def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Count, mean and biased variance of one layer's input, per channel.
+    """Hold the count, mean and biased variance of one layer's input, per channel.
 
     Attributes:
         count: number of values per channel, B * H * W for images.
@@ -188,6 +188,9 @@ def ema(shared: Running, new: Moments, momentum: float) -> Running:
 
     Returns:
         ``(1 - momentum) * shared + momentum * new`` in float64, with the unbiased variance of ``new``.
+
+    Raises:
+        ValueError: ``new`` has fewer than two values per channel.
     """
     return Running(
         (1 - momentum) * shared.mean.double() + momentum * new.mean,

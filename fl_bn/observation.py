@@ -55,8 +55,8 @@ def is_traced() -> bool:
 def learns_from_pass(module: nn.Module) -> bool:
     """Return whether a forward pass of ``module``, made now, is a training pass.
 
-    ``module`` is in training mode, and gradients are enabled. The pass is no repetition (``in_backward``), and
-    ``torch.jit.trace`` does not record it.
+    It is one if ``module`` is in training mode and gradients are enabled. A pass that is repeated in a backward pass
+    (``in_backward``) is no training pass. Neither is one that ``torch.jit.trace`` records.
     """
     return module.training and torch.is_grad_enabled() and not is_traced() and not in_backward()
 
@@ -84,7 +84,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def always(layer: nn.Module, x: Tensor) -> bool:
-    """Return True. As the default of ``observe``'s argument ``counts``, this function lets it record every forward pass."""
+    """Return True. As the default of ``observe``'s argument ``counts``, this function lets ``observe`` record every pass."""
     return True
 
 
@@ -161,7 +161,7 @@ class Observation:
 
     @eagerly
     def left(self, layer: nn.Module, y: Tensor) -> None:
-        """Tell that the pass for which the observation waits has the output ``y`` (B, C, *)."""
+        """Call ``leaves`` with the layer's output ``y`` (B, C, *), if this observation or the outer one waits for the output."""
         if self._outer is not None and self._outer.waits:
             self._outer.left(layer, y)
         if self._waits and self._leaves is not None:

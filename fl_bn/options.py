@@ -204,7 +204,7 @@ CONTROL = re.compile("[\\x00-\\x1f\\x7f\\ud800-\\udfff]")
 
 
 def _unfit(value: Any, kind: type) -> str:
-    """Return what ``value`` must be so that files and messages can hold it, such as "a finite number"; empty: they can."""
+    """Return what ``value`` must be so that files and messages can hold it, such as "a finite number"; empty: they can hold it."""
     if kind is float and not abs(value) <= LARGEST:
         return "a finite number"
     if kind is int and not -(2**63) <= value < 2**63:
@@ -331,8 +331,7 @@ def option(
         default: The constructor's default. ``REQUIRED``: it has none. A class, such as ``dict``: its constructor
             makes the default anew for each object.
         help: The meaning of the option.
-        values: The range of a number (``range_of``). The allowed names of a text, or its description in
-            words.
+        values: For a number, its range (``range_of``). For a text, the allowed names, or a description of the allowed texts.
         check: Returns whether a value is allowed. None: ``values`` decides, and allows any text if it is a description.
         unit: The unit of a number, in words.
         symbol: The symbol in the paper.
@@ -393,7 +392,7 @@ def _keyed(kind: type, name: str) -> Option:
 
 
 class Options:
-    """Base of options classes. Making an object checks the values of its options.
+    """Serve as the base of options classes. Making an object checks the values of its options.
 
     Attributes:
         name: The name by which errors call the method or part that has the options.

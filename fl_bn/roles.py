@@ -1,4 +1,4 @@
-"""Roles: the part that each tensor of a model plays, such as weight, statistic or counter.
+"""Find the role of each tensor of a model, such as weight, statistic or counter.
 
 The type of the tensor's module decides the role, never the tensor's name. A test by name ("bn" in key) misses
 BatchNorm inside ``nn.Sequential`` and torchvision's ``downsample.1``, and so silently turns FedBN into FedAvg.
@@ -28,7 +28,7 @@ from fl_bn.support.names import expected, names_of, nearest
 
 
 class Role(Enum):
-    """Purpose of a tensor. It decides whether the tensor may leave the client, and how the server combines it.
+    """Name the role of a tensor. The role decides whether the tensor may leave the client, and how the server combines it.
 
     Attributes:
         WEIGHT: learnable, outside of norm layers.
@@ -217,7 +217,7 @@ RECOMPUTE = "recompute_buffers"  # the method of a user's module that computes i
 
 
 def state_role(module: nn.Module, key: str, role: Role) -> None:
-    """Store the role of one buffer of ``module``, which ``roles`` then returns.
+    """Store the role of one buffer of ``module``, so that ``roles`` returns this role.
 
     Args:
         module: the module that owns the buffer.
@@ -314,9 +314,9 @@ def inputs_like(model: nn.Module) -> Tensor:
 def unknown_norms(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of ``model`` that look like norm layers but are of no known type, by name, for a warning.
 
-    A layer looks like a norm layer if it owns ``running_mean`` and ``running_var``. A layer that owns parameters also does
-    if its class has "norm" in its name. Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded. The
-    tensors of the returned layers are shared like those of any other layer.
+    A layer looks like a norm layer if it owns ``running_mean`` and ``running_var``. A layer that owns parameters also looks
+    like one if its class has "norm" in its name. Layers of constants (torchvision's ``FrozenBatchNorm2d``) are excluded.
+    The tensors of the returned layers are shared like those of any other layer.
     """
     return {name: module for name, module in model.named_modules() if not isinstance(module, NORM_LAYERS) and _looks_like_norm(module)}
 

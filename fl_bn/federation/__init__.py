@@ -1,1 +1,1 @@
-"""The local loop, the server's averaging and its optimiser: everything a round computes, in plain torch."""
+"""Compute rounds in plain torch: with the local training loop, the server's averaging, and the server's optimiser."""

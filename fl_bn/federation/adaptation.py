@@ -3,7 +3,7 @@
 There are four ways to choose BatchNorm's affine parameters and statistics. "Known" clients are those that trained:
 
     average-affine   the mean affine parameters of the known clients, and the new client's own statistics. FedBN: Federated
-                     Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), appendix G
+                     Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021, appendix G
     recompute        the affine parameters of the shared model (the initial ones, if clients keep theirs), and the new
                      client's own statistics
     nearest          all tensors that one known client keeps, including its statistics. It is the client with the most
@@ -155,6 +155,9 @@ class Adaptation:
         Args:
             how: One of ``HOW``.
             x: The new client's samples (N, ...), without labels. ``test-batch`` does not use them.
+
+        Returns:
+            The adapted model, and with ``nearest`` the distances between the clients' data.
 
         Raises:
             NotAdaptable: The way is impossible (see ``refusal``), or a layer gets fewer than two values per channel.

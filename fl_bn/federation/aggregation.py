@@ -117,7 +117,13 @@ class Drift:
 
     @classmethod
     def between(cls, old: Mapping[str, Running], new: Mapping[str, Running], eps: float = 1e-5) -> Drift | None:
-        """Compare ``old`` and ``new`` statistics (layer -> statistics). Return None if ``new`` is empty."""
+        """Compare two sets of statistics. Return None if ``new`` is empty.
+
+        Args:
+            old: Layer -> statistics before the update.
+            new: Layer -> statistics after the update.
+            eps: Added to variances, so that no division is by 0.
+        """
         if not new:
             return None
         moved = {k: float(((new[k].mean - old[k].mean).abs() / (old[k].var + eps).sqrt()).max()) for k in new}

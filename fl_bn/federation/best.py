@@ -25,7 +25,7 @@ class Best(Callback):
     Args:
         metric: The metric. Default: the task's own, such as ``accuracy``.
         higher_is_better: Whether a higher value is better. Default: as the task declares; for ``loss``, lower is better.
-        least: An evaluation counts as better only if it improves the best value by more than ``least``, at least 0.
+        least: An evaluation counts as better only if it improves the best value by more than ``least``, a number >= 0.
 
     Attributes:
         best: The best value so far; NaN before the first evaluation.
@@ -103,7 +103,7 @@ class EarlyStop(Best):
         patience: The run ends after this number of evaluations in a row without a better value; at least 1.
         metric: The metric. Default: the task's own.
         higher_is_better: Whether a higher value is better. Default: as the task declares; for ``loss``, lower is better.
-        least: An evaluation counts as better only if it improves the best value by more than ``least``, at least 0.
+        least: An evaluation counts as better only if it improves the best value by more than ``least``, a number >= 0.
 
     Raises:
         ValueError: ``patience`` is below 1, or ``least`` is negative or not finite.

@@ -113,7 +113,7 @@ class WeightedSum:
         return other
 
     def add(self, parts: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> None:
-        """Add ``weight * part`` for several parts (name -> tensor), faster than one by one. The first part sets the names."""
+        """Add ``weight * part`` for several parts (name -> tensor), faster than one by one. The first part gives the sum its names."""
         if not self.tensors:
             # Freed memory returns to the operating system at once if it is one large piece, but not if it is many small ones.
             whole = torch.from_numpy(np.zeros(sum(tensor.numel() for tensor in parts[0].values())))

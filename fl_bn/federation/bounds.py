@@ -2,7 +2,8 @@
 
 If one client sends a finite value of 3e38, this value dominates the average. The new model is then finite, but no client
 can train it any more, and the average does not show who sent the value. The limit for a weight is ten thousand times the
-largest weight of the model. Honest training stays below it, even in the first steps of an untrained deep network.
+largest weight of the model, and at least ten thousand. Honest training stays below this limit, even in the first steps of an
+untrained deep network.
 """
 
 from __future__ import annotations

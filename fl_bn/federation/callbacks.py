@@ -47,7 +47,7 @@ class Running:
 
 
 class Callback:
-    """Base class of callbacks, whose methods do nothing. An error in a method ends the run.
+    """Serve as the base class of callbacks. Its methods do nothing. An error in a method ends the run.
 
     >>> from fl_bn import Callback
     >>> class Loss(Callback):

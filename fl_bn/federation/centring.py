@@ -1,4 +1,4 @@
-"""Centre gradients: subtract from a weight's gradient its mean over all inputs of an output unit, for each unit.
+"""Centre gradients: for each output unit of a layer, subtract from its weights' gradient the mean over the unit's inputs.
 
 BatchNorm subtracts the batch's mean from its input. So the mean input of the layer before BatchNorm contributes nothing
 to that layer's gradient. If training normalises with constants, the mean input contributes the largest part. The reason:

@@ -108,6 +108,9 @@ def train(
         task: Reads a batch and computes its loss.
         optimizer: The optimiser. Default: a fresh one from the round's settings.
         scheduler: A scheduler of ``optimizer``, stepped after every batch. Default: none.
+
+    Returns:
+        The mean loss over the samples, and the number of samples.
     """
     model, settings, rate = round.model, round.settings, round.instruction.learning_rate
     like, parameters = inputs_like(model), round.parameters
@@ -141,7 +144,7 @@ def train(
 
 
 def counted(batches: Iterable[Any]) -> tuple[Iterable[Any], int]:
-    """Return ``batches`` and their number. If ``batches`` has no length, return a list of them."""
+    """Return ``batches`` and their number. If ``batches`` has no length, return a list of all batches instead."""
     try:
         return batches, len(batches)  # type: ignore[arg-type]
     except TypeError:

@@ -80,7 +80,7 @@ def bounded(
 ) -> tuple[Method, dict[int, LocalTraining]]:
     """Choose how clients clip gradients with ``clip="auto"``: so that SGD moves their weights by a limited distance per round.
 
-    With ``clip="none"``, method and settings stay as they are. They also do if a client uses another optimiser than SGD,
+    With ``clip="none"``, method and settings stay as they are. So they do if a client uses another optimiser than SGD,
     or if the objective has control variates (SCAFFOLD). A method without ``calibrate`` needs no clipping, and gets none.
 
     Args:

@@ -135,7 +135,7 @@ class Defence:
         return {k: t if origin is None else origin[k].double() + t for k, t in value.items()}, report
 
     def believed(self, reports: Sequence[Mapping[str, Moments]], steps: Sequence[int]) -> tuple[list[dict[str, Moments]], list[int]]:
-        """Replace the clients' counts and steps by the median client's, for each layer.
+        """Replace the counts of each layer, and the numbers of local steps, by those of the median client.
 
         A layer that a client did not run (count 0) keeps its count 0.
 

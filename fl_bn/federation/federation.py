@@ -72,11 +72,13 @@ def factor_of(schedule: Callable[[int, int], float], round: int, rounds: int) ->
     """Return the factor of the learning rate that ``schedule`` gives for a round.
 
     Raises:
-        ValueError: It is no finite number above 0.
+        ValueError: The factor is no finite number above 0.
     """
     factor = schedule(round, rounds)
     if isinstance(factor, bool) or not isinstance(factor, float | int) or not 0 < factor < math.inf:
-        raise ValueError(f"schedule returns the factor of the learning rate, a number above 0, but for round {round} returned {factor!r}")
+        raise ValueError(
+            f"schedule must return a finite number above 0 (the factor of the learning rate), but for round {round} returned {factor!r}"
+        )
     return float(factor)
 
 
@@ -131,7 +133,7 @@ class Federation:
             first. Worker processes start if the remaining rounds then take less time, and if all parts are fl-bn's
             or torch's own (see ``engines.processes.can_move``).
         progress: Whether to show a progress bar on a terminal.
-        callbacks: Called after every round and at the end, see ``Callback``.
+        callbacks: Objects whose methods the run calls at its start and end, and after rounds and evaluations, see ``Callback``.
 
     Raises:
         ValueError: An argument is out of range, or two of them do not fit together.
@@ -182,7 +184,7 @@ class Federation:
             ("model", model, nn.Module, "a torch network"),
             ("method", method, Method, "methods.fbn()"),
             ("objective", objective, Objective, "FedProx(0.01)"),
-            ("server_optimizer", server_optimizer, ServerOptimizer | None, "FedAdam()"),
+            ("server_optimizer", server_optimizer, ServerOptimizer | None, "fedadam()"),
             ("defence", defence, Defence, "Defence(...)"),
         ):
             if not isinstance(value, kind):
@@ -324,8 +326,8 @@ class Federation:
         Raises:
             Diverged: In three rounds in a row, too few replies could be used.
             TooFewMeasured: In a run of 0 rounds, too few clients measured.
-            ValueError: ``rounds`` is below 0, gradients are off, or a later call of ``run`` has continued this federation. Or the
-                run continues from a checkpoint (``resume``), which has another number of rounds.
+            ValueError: ``rounds`` is no whole number >= 0, gradients are off, or a later call of ``run`` has continued this
+                federation. Or the run continues from a checkpoint (``resume``) with another number of rounds.
         """
         callbacks, start = Callbacks([*self._bar(), *self.callbacks]), self._start(rounds)
         shared = self.server.shared
@@ -364,6 +366,7 @@ class Federation:
 
         Raises:
             ValueError: No round was run yet.
+            OSError: The file cannot be written.
         """
         if self._last is None:
             raise ValueError("a checkpoint needs a finished round, but there is none yet: call checkpoint after round 1 of run(rounds)")
@@ -430,17 +433,17 @@ class Federation:
         """Return where a run of ``rounds`` rounds begins: at round 1, or after the round of a loaded checkpoint.
 
         Raises:
-            ValueError: ``rounds`` is below 0, gradients are off, or the checkpoint's run has another number of rounds.
+            ValueError: ``rounds`` is no whole number >= 0, gradients are off, or the checkpoint's run has another number of rounds.
         """
         state, self._resumed = self._resumed, None
         if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
-            raise ValueError(f"expected 0 rounds or more, but got run({rounds!r})")
+            raise ValueError(f"rounds must be a whole number >= 0, but got run({rounds!r})")
         if rounds and not torch.is_grad_enabled():
             raise ValueError("run trains, but gradients are off here: call it outside of torch.no_grad() and torch.inference_mode()")
         if state is None:
             return FROM_THE_START
         if state.round >= state.rounds:
-            LOGGER.info("the saved run of %s rounds is over: run(%s) is another run, which begins with its model", state.rounds, rounds)
+            LOGGER.info("the saved run of %s rounds is over: run(%s) starts a new run from the saved model", state.rounds, rounds)
             return FROM_THE_START
         if rounds != state.rounds:
             self._resumed = state

@@ -136,7 +136,10 @@ def whole_list(items: int) -> Field:
 
 
 def wholes_by_name(items: int) -> Field:
-    """Declare a text with a JSON object of up to ``items`` whole numbers by layer, ``{"stem.bn": 3}``. It becomes a dict."""
+    """Declare a text that holds a JSON object, layer -> whole number, such as ``{"stem.bn": 3}``.
+
+    The object has up to ``items`` entries. The field's value becomes a dict.
+    """
     name, digits = rf'"([^"\\]{{0,{NAME}}})"', r"(\d{1,15})"
     pattern = re.compile(rf"\{{(?:{name}: ?{digits}(?:, ?{name}: ?{digits})*)?\}}", re.ASCII)
     pair = re.compile(rf"{name}: ?{digits}", re.ASCII)

@@ -101,7 +101,7 @@ class InputWatch:
 
     @property
     def suspects(self) -> bool:
-        """Tell whether ``count`` may be above 0: a batch was counted, or inputs are left to be checked. Costs no pass over inputs."""
+        """Tell whether ``count`` may be above 0, without a pass over inputs: a batch was counted, or inputs are still to be checked."""
         return self.later is not None or bool(self._wrong)
 
     def count(self) -> int:
@@ -120,7 +120,7 @@ def _not_finite(part: Tensor) -> bool | Tensor:
 
     Returns:
         A bool for a tensor on the CPU, otherwise a tensor of one bool on the device of ``part``. False if torch cannot find
-        the extremes of such a tensor (compressed sparse, nested, masked).
+        the extremes of ``part`` (compressed sparse, nested, masked).
     """
     try:
         least, most = torch.aminmax(part)  # both are NaN if a value is NaN

@@ -107,7 +107,8 @@ class FirstBatch:
         if not self.samples:
             raise ValueError(
                 f"in {method}'s first step, round.model exchanges statistics with the cohort during a forward pass in training mode with "
-                "gradients, but there was none: train round.model itself, not a copy, and checkpoint activations with use_reentrant=False"
+                "gradients, but there was no such pass: train round.model itself, not a copy, and checkpoint activations with "
+                "use_reentrant=False"
             )
         if in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._close)

@@ -11,7 +11,8 @@ client is lost or refused, the sum is multiplied by ``planned / total`` at the e
 
 Some replies may still be refused after all have arrived. Their values are so large that the server's step could
 overflow, or their claimed counts are far from the other clients' counts. Such a reply waits until every reply has
-arrived, and so do all replies after it. If counts are compared, no reply is added before there are enough of them.
+arrived, and so do all replies after it. If counts are compared, no reply is added before enough replies for the
+comparison have arrived.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def streaming(server: Server, samples: Mapping[int, int]) -> StreamingAverage | 
 
     Returns:
         The average. None if all replies are needed at the same time: for robust rules, the layer-wise
-        exchange, and auxiliary tensors (control variates, momentum).
+        exchange, and auxiliary tensors (control variates, momentum). None, too, after a reply in an average has spoilt a round
+        (``Server.keeps_replies``).
     """
     phase, policy = Phase(server.record.phase), server.policy
     if server.defence.active or phase is Phase.EXCHANGE or policy.auxiliary or server.keeps_replies:

@@ -61,7 +61,15 @@ class LayerOrder:
     @classmethod
     @torch.no_grad()
     def at(cls, model: nn.Module, inputs: Inputs, forward: Forward) -> LayerOrder:
-        """Make the ``LayerOrder`` of ``model`` from a forward pass of two samples of the first batch. ``model`` stays unchanged."""
+        """Make the ``LayerOrder`` of ``model`` by one forward pass. ``model`` stays unchanged.
+
+        The pass takes two samples of the first batch. If a batch is not a single tensor, the pass takes the whole batch.
+
+        Args:
+            model: The network.
+            inputs: A function that returns the batches of inputs.
+            forward: A function that runs the network on a batch.
+        """
         batch = next(iter(inputs()), None)
         if batch is None:
             return cls("there is no batch to measure")
@@ -247,7 +255,7 @@ class _Pass(threading.Thread):
             raise _Stop
 
     def end(self) -> None:
-        """End the pass without the layers after the one at which it waits."""
+        """End the pass at the layer at which it waits. The layers after this one do not run."""
         self._over, self._forward = True, None
         if self.ident is not None:
             self._going.release()

@@ -39,11 +39,12 @@ class _Call:
 
 @contextmanager
 def watching_calls(round: LocalRound) -> Iterator[None]:
-    """Warn if the network ran in the ``with`` block, but not all of its layers whose classes are the method's.
+    """Warn if the network ran in the ``with`` block, but did not call all of its layers of fl-bn's classes (``OwnBatchNorm``).
 
     Such a network asks for torch's class (``type(layer) is nn.BatchNorm2d``), or computes with a layer's tensors
-    (``F.batch_norm``). The method then does nothing in this layer. The check is made once in a process for each network,
-    method and state of the layers. Nothing is said of a network that was compiled before the block, whose calls Python does not see.
+    (``F.batch_norm``). The method then does nothing in a layer that is not called. The check is made once in a process for each
+    network, method and state of the layers. A network that was compiled before the block gets no warning, because Python does
+    not see its calls.
     """
     layers = {name: layer for name, layer in batch_norms(round.model).items() if isinstance(layer, OwnBatchNorm)}
     key = (round.network.signature, round.method.name, round.freezes)

@@ -72,8 +72,12 @@ def without_overflow(
 def taking_part(session: Session, parts: Sequence[Reply], refused: dict[int, str]) -> list[Reply]:
     """Return the replies of clients that took part in the exchange, each weighted by its batch size in the exchange.
 
-    With ``exchange-policy='abort'``, one missing reply makes all others unusable. The function adds the reason for each
-    reply that is left out to ``refused``.
+    With ``exchange-policy='abort'``, one missing reply makes all others unusable.
+
+    Args:
+        session: The session of the exchange.
+        parts: The replies.
+        refused: Client -> the reason why its reply is not used. This function adds the clients whose replies it leaves out.
     """
     usable, batches = {part.client: part for part in parts}, session.taking_part
     missing = sorted(set(batches) - set(usable))

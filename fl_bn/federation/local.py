@@ -158,7 +158,8 @@ def evaluate(model: nn.Module, data: Samples | Iterable[Any], batch_size: int = 
 def tested(round: LocalRound, source: Source) -> float | None:
     """Evaluate a client's network as it is now on the client's own test data, by the task's metric.
 
-    The network, the modes of its modules and torch's random generators of the CPU and of its device stay unchanged.
+    The network and the modes of its modules stay unchanged. So do torch's random generators of the CPU and of the network's
+    device.
 
     Returns:
         The value of the metric. None without test data or ``local_evaluation``, or if the value is not finite.

@@ -27,7 +27,7 @@ LOGGER = logging.getLogger("flwr")
 
 
 class MadeOf:
-    """Store of which modules and parameters a network consists. A round reads and sends these, so a loop must not replace them."""
+    """Remember the modules, parameters and buffers of a network. A round reads and sends these, so a loop must not replace them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -49,7 +49,7 @@ class MadeOf:
         """Check, after a ``with`` block without an error, that the network still consists of the same modules and parameters.
 
         Args:
-            round: The round, whose number the message has.
+            round: The round. The error message gives its number.
 
         Raises:
             ValueError: A module or a parameter is new, missing, or another object; or a buffer is new or missing.
@@ -73,7 +73,7 @@ class MadeOf:
 
 
 def _check_steps(round: LocalRound, before: Mapping[str, Tensor], without_gradients: bool) -> None:
-    """Check that a round without a counted local step changed no weight. Warn if the network saw training batches in it.
+    """Check that a round without a counted local step changed no weight. Warn if the network saw training batches in such a round.
 
     Args:
         round: The client's round.
@@ -266,7 +266,7 @@ class _Steps:
 
 
 def _runs(optimizer: Optimizer) -> bool:
-    """Tell whether the step of ``optimizer`` is still running: torch's function around it is among the callers."""
+    """Tell whether the step of ``optimizer`` is still running: whether torch's function that wraps this step is among the callers."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_locals.get("self") is optimizer:
@@ -336,8 +336,8 @@ class _FirstBatch:
 
     def _refuse(self) -> NoReturn:
         raise ValueError(
-            f"{self._round.method.name}'s first local step exchanges the statistics of one batch: call the optimiser after the first "
-            "batch, without gradient accumulation or a second forward pass in training mode"
+            f"{self._round.method.name}'s first local step exchanges the statistics of one batch, but before this step the loop made a "
+            "second forward pass in training mode: call the optimiser after the first batch, without gradient accumulation"
         )
 
     def _layer(self, layer: nn.Module, x: Tensor) -> bool:
@@ -365,15 +365,18 @@ class _FirstBatch:
             if self._sizes and rows not in self._sizes:
                 raise ValueError(
                     f"the first BatchNorm layer of the network saw {rows} rows, but the inputs have {self._sizes}, so the number of "
-                    "samples is unclear: call round.batch(n) before the first forward pass"
+                    "samples is unclear: call round.batch with the right number, such as round.batch(32), before the first forward pass"
                 )
             if not self._sizes:
-                LOGGER.info("the first BatchNorm layer gets %d rows, taken as the number of samples. If wrong, call round.batch(n)", rows)
+                LOGGER.info(
+                    "the first BatchNorm layer gets %d rows, so the batch should have as many samples. If not, call round.batch(number)",
+                    rows,
+                )
             round.begin_batch(rows)
         elif not self._explicit and rows != round.batch and self._passes:
             raise ValueError(
                 f"the batch has {int(round.batch)} rows in one BatchNorm layer and {rows} in another, so its number of samples is "
-                "unclear: call round.batch(n) before the first forward pass"
+                "unclear: call round.batch with the right number, such as round.batch(32), before the first forward pass"
             )
         return False
 
@@ -401,4 +404,4 @@ def check_not_open(model: nn.Module) -> None:
         ValueError: A round trains it.
     """
     if _OPEN.trains(model):
-        raise ValueError("another round still trains this network: end that round first, or convert a network for each")
+        raise ValueError("another round still trains this network: end that round first, or convert a network for each round")

@@ -30,8 +30,14 @@ def measured(
 
     The model runs in evaluation mode and stays unchanged: its gradients, its statistics and the modes of its modules. No
     random number is drawn. If ``how.lower_layers`` is "hybrid", HBN's layers run in training mode, so they normalise with
-    the batch. Layers that the model's owner has put into evaluation mode (``held_layers``) stay in it. A batch that gives a
-    layer in training mode only one value per channel is left out.
+    the mixture of batch and shared statistics. Layers that the model's owner has put into evaluation mode (``held_layers``)
+    stay in it. A batch that gives a layer in training mode only one value per channel is left out.
+
+    Args:
+        model: The network.
+        batches: The batches of inputs.
+        how: The statistics pass: which moments to measure.
+        forward: A function that runs the network on a batch of inputs.
 
     Returns:
         Layer -> the moments over all batches.
@@ -53,7 +59,8 @@ def measured(
 def measuring(model: nn.Module, how: StatisticsPass) -> Iterator[dict[str, list[Moments]]]:
     """Prepare ``model`` for the statistics pass ``how`` inside the ``with`` block.
 
-    Yield layer -> moments: each forward pass adds one ``Moments`` per layer.
+    Yields:
+        Layer -> its moments. Each forward pass adds one ``Moments`` per layer.
     """
     training = {module: module.training for module in model.modules()}
     held = held_layers(model)

@@ -1,7 +1,7 @@
 """Keep momentum between rounds: read the buffers of a client's optimiser by name, and load them into another optimiser.
 
-Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (seed 000), appendix C.4, describes three
-ways to treat the buffers between rounds. ``reset``: they start from zeros in every round. ``local``: each client keeps its
+Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao, appendix C.4, describes three ways
+to treat the buffers between rounds. ``reset``: they start from zeros in every round. ``local``: each client keeps its
 buffers. ``global``: the server averages the buffers like the model's weights and sends them back, which doubles the payload.
 """
 

@@ -48,10 +48,10 @@ def registering(kind: str) -> str:
 
 
 def without_subject(method: Method) -> bool:
-    """Return whether ``method`` has no subject in a network without BatchNorm: its clients report or measure BatchNorm statistics.
+    """Return whether clients of ``method`` report or measure BatchNorm statistics.
 
-    ``check_layers`` refuses such a method, except fedavg, for such a network. With any other method the run goes on. Where
-    the method is then plain federated averaging (``no_batch_norm``), a warning says so.
+    ``check_layers`` refuses such a method, except fedavg, for a network without BatchNorm. With any other method the run goes
+    on. If the method is then plain federated averaging (``no_batch_norm``), a warning says so.
     """
     return method.report is not StatisticsReport.NOTHING or method.refresh is not Refresh.NOTHING
 

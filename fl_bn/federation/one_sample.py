@@ -44,8 +44,8 @@ def fewest(model: nn.Module, method: Method, phase: Phase) -> int:
 class Trainable:
     """Iterate over a loader's batches, but leave out batches of one sample on which BatchNorm cannot train.
 
-    Such a sample gives a BatchNorm layer only one value per channel, which has no variance. Use this class in
-    ``round.open()``.
+    Such a sample gives a BatchNorm layer only one value per channel, which has no variance. Use this class
+    inside the block ``with round.open()``.
 
     Args:
         round: The client's round.

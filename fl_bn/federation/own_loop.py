@@ -69,9 +69,12 @@ def local_round(
         objective: The local objective. If it is not the default, the loop must call ``round.backward``.
         connect: Joins FedTAN's layer-wise exchange, see ``first_batch.Connect``. Other methods do not need it.
 
+    Yields:
+        The client's round. After the ``with`` block, its method ``reply`` makes the reply to the server.
+
     Raises:
-        ValueError: Method, objective and instruction do not fit together. Or the loop replaced a layer or a parameter, or
-            changed frozen parameters or statistics.
+        ValueError: Method, objective and instruction do not fit together. Or another round still trains ``model``. Or the loop
+            replaced a layer or a parameter, or changed frozen parameters or statistics.
     """
     settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
     check_composition(method, settings)
@@ -137,7 +140,7 @@ def _check_processes(round: LocalRound) -> None:
         return
     parts = f"this client trains in {dist.get_world_size()} processes, and this process sees only a part of every batch"
     if round.phase is Phase.EXCHANGE:
-        raise ValueError(f"{parts}, but {round.method.name} exchanges the statistics of whole batches: train it in one process")
+        raise ValueError(f"{parts}, but {round.method.name} exchanges the statistics of whole batches: train the client in one process")
     if round.observes:
         LOGGER.warning("%s: %s reports the moments of this part; send the reply of one process only", parts, round.method.name)
 

@@ -184,7 +184,7 @@ class Passes:
         """Yield the results of ``most`` exchanges, or of as many as make all layers exact (UNTIL_STILL).
 
         Each exchange starts with the statistics of the exchange before; ``tensors`` stays unchanged. The exchanges
-        end early if one changes no statistic by more than ``tolerance``, since further exchanges would change none,
+        end early if one changes no statistic by more than ``tolerance``: further exchanges would not change statistics,
         either. If the exchanges make all layers exact and the transport can measure layer by layer, one such pass
         replaces them.
         """

@@ -107,7 +107,7 @@ def tasks_of(task: Any, loss: Any, metrics: Any, clients: int) -> tuple[Task, ..
 
 
 def _check_loss(loss: Any) -> None:
-    """Check that no loss has parameters to learn, as a module itself or in an attribute.
+    """Check that ``loss`` has no parameters to learn: neither itself, if it is a module, nor in a module among its attributes.
 
     Raises:
         ValueError: It has some. Only the network's parameters are trained and averaged.

@@ -154,7 +154,7 @@ def with_clients(
     """Return ``record`` with a record of each client of the cohort, and the bytes sent. Log a warning for each refused reply.
 
     Args:
-        record: The record of the round, with the bytes of one instruction.
+        record: The record of the round. Its ``bytes_down`` are the bytes of a single message to a client.
         replies: The replies of the cohort.
         parts: The replies that were used.
         refused: Client -> the reason why its reply was not used.

@@ -127,7 +127,7 @@ class Expected:
         if trains and 0 < (most := self.most_steps(self.samples.get(client, samples))) < values["steps"]:
             raise WireError("metrics", "steps", f"expected at most {most}, as the server asked for, but got {values['steps']}")
         if "kept" in self.form.fields and "kept" in values and values["kept"] >= self.round:
-            raise WireError("metrics", "kept", f"expected the round of the client's state, before {self.round}, but got {values['kept']}")
+            raise WireError("metrics", "kept", f"expected a round below {self.round}, of the client's state, but got {values['kept']}")
         return values
 
     def reply(self, client: int, values: Values, payload: Payload) -> Reply:
@@ -176,11 +176,11 @@ def arrays_of(sections: Any) -> Payload:
             the device ``meta``).
     """
     if not isinstance(sections, Mapping):
-        raise WireError("reply", "sections", f"expected tensors by name and section, but got a {type(sections).__name__}")
+        raise WireError("reply", "sections", f"expected a dict {{section: {{name: tensor}}}}, but got a {type(sections).__name__}")
     payload: dict[str, dict[str, np.ndarray]] = {}
     for section, tensors in sections.items():
         if type(section) is not str or not isinstance(tensors, Mapping):
-            raise WireError("reply", printable(str(section)), f"expected a section of tensors by name, but got a {type(tensors).__name__}")
+            raise WireError("reply", printable(str(section)), f"expected a dict {{name: tensor}}, but got a {type(tensors).__name__}")
         for name, tensor in tensors.items():
             if type(name) is not str or not isinstance(tensor, Tensor):
                 raise WireError(section, printable(str(name)), f"expected a tensor, but got a {type(tensor).__name__}")
@@ -194,7 +194,7 @@ def arrays_of(sections: Any) -> Payload:
         try:
             payload[section] = to_numpy(tensors)
         except RuntimeError as error:
-            raise WireError(section, "", f"the tensors of this section cannot be read: {reason(str(error))}") from error
+            raise WireError(section, "", f"expected tensors whose values can be read, but reading failed: {reason(str(error))}") from error
     return payload
 
 

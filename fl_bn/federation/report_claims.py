@@ -1,9 +1,10 @@
 """Find replies that claim far more activations per sample, or far more local steps, than the rest of the cohort.
 
 The server weights moments by their number of activations (``moments/LAYER.count``). This is the number of samples behind
-the moments, times the activations of one sample. The reply gives this number of samples: those of the first batch
-(``batch``), of a statistics pass (``measured``), or of all local steps. For each layer, the activations per sample (or per
-step) are compared with those of the median client.
+the moments, times the activations of one sample. The reply gives the number of these samples, which come from the first
+batch (``batch``) or from a statistics pass (``measured``). If the moments come from all training batches, the reply gives the
+number of local steps instead. For each layer, the activations per sample (or per step) are compared with those of the median
+client.
 """
 
 from __future__ import annotations

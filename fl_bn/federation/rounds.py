@@ -140,8 +140,8 @@ class Rounds(Options):
     """Describe how the server runs rounds.
 
     Most fields are options, with their keys in docs/config.md. Times are in seconds. The defaults differ from
-    those of a run config: a run evaluates after every round, and does not wait for a client whose process
-    died.
+    those of a run config. By default, the server here evaluates after every round, and does not wait for a client
+    whose process died.
 
     Args:
         clients: The number of all clients, 1..100000.
@@ -340,11 +340,12 @@ class Rounds(Options):
         check_name("client_weights", self.client_weights, ("samples", "uniform"))
         if strangers := sorted(client for client in self.joining if not 0 <= client < self.clients):
             raise ValueError(f"joining (join-rounds) must name clients 0..{self.clients - 1}, but got {strangers}")
-        if not 0 <= self.at_start <= (first := len(self.starting(1))) or first == 0:
+        if not (first := len(self.starting(1))):
             raise ValueError(
-                f"{first} of {self.clients} clients may take part in round 1 (at least 1 must): at_start must be 0..{first}, but got "
-                f"{self.at_start}"
+                f"joining (join-rounds) must leave a client for round 1, but lets all {self.clients} clients join later: {self.joining}"
             )
+        if not 0 <= self.at_start <= first:
+            raise ValueError(f"at_start must be 0..{first}, the number of clients that may take part in round 1, but got {self.at_start}")
         if self.min_sites > self.clients:
             raise ValueError(f"min_sites must be 0..{self.clients}, the number of clients, but got {self.min_sites}")
         if self.nodes and not len(set(self.nodes)) == len(self.nodes) == self.clients:

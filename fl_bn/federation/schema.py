@@ -135,7 +135,7 @@ class Schema:
             largest[section] = max([*sizes, *(spec.check(section, name, arrays[name]) for name, spec in others.items())])
         for section in payload:
             if section not in self.sections and section not in self.optional:
-                raise WireError(section, "", f"extra section: expected only the sections {sorted(self.sections)}")
+                raise WireError(section, "", f"extra section: expected only the sections {sorted(self.sections | self.optional)}")
         return largest
 
 

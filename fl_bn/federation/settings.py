@@ -191,8 +191,8 @@ class LocalTraining(Options):
         """Return the largest norm of a gradient under ``clip="round"``, in a round of ``steps`` local steps.
 
         With gradients up to this norm, SGD moves the weights by at most ``clip_limit`` in the round. If there is only one
-        step and ``step_clip`` is set, it replaces ``clip_limit``. Momentum is then left out of the formula: it has no
-        effect on a first step from zero buffers.
+        step and ``step_clip`` is set, ``step_clip`` replaces ``clip_limit``. Momentum is then left out of the formula: it
+        has no effect on a first step from zero buffers.
         """
         if steps == 1 and self.step_clip:
             return norm_in_round(self.step_clip, learning_rate, 1, 0.0)
@@ -335,8 +335,8 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
         Pairs of a share of the rounds, and the factor of the rate after it.
 
     Raises:
-        ValueError: The text does not have this form, the shares do not rise between 0 and 1, or a factor is not
-            above 0.
+        ValueError: The text does not have this form, the shares do not rise between 0 and 1, or a factor is no
+            finite number above 0.
     """
     pairs = []
     for part in text.split(",") if text.strip() else ():
@@ -349,7 +349,7 @@ def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
             ) from error
     shares = [share for share, _ in pairs]
     if shares != sorted(set(shares)) or not all(0 < share < 1 for share in shares) or not all(0 < f < math.inf for _, f in pairs):
-        raise ValueError(f"learning-rate-milestones needs rising shares between 0 and 1, and factors > 0, but got {text[:100]!r}")
+        raise ValueError(f"learning-rate-milestones needs rising shares between 0 and 1, and finite factors > 0, but got {text[:100]!r}")
     return tuple(pairs)
 
 

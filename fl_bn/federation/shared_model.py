@@ -169,7 +169,13 @@ class SharedModel:
     ) -> Instruction:
         """Return the instruction to train: weights from which clients start, shared statistics, and auxiliary tensors.
 
-        The other arguments are fields of ``Instruction``.
+        Args:
+            round: The round, from 1.
+            phase: The phase of the round.
+            optimizer: The server's optimiser. Its ``lookahead`` may change the weights from which clients start.
+            learning_rate: The clients' learning rate.
+            rate_share: The learning rate divided by the schedule's rate.
+            objective: The objective that the clients must have, as text; empty: not checked.
         """
         sections, state = self.sections(), self._copy.state
         ahead = optimizer.lookahead({name: state[name] for name in self._learnable})

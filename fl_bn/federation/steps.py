@@ -23,18 +23,22 @@ def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -
         parameters: The parameters that the function was given.
 
     Raises:
-        ValueError: It updates none of them, or others, too. The function then ignores its argument, or returns an optimiser made before.
+        ValueError: It updates none of them, or others, too. The user's function then ignores its argument, or did not make the
+            optimiser anew.
     """
     given = {id(p) for p in parameters}
     mine = [p for group in optimizer.param_groups for p in group["params"]]
     if foreign := sum(id(p) not in given for p in mine):
         raise ValueError(
-            f"optimizer makes {type(optimizer).__name__} with {foreign} of {len(mine)} parameters that are not those that it was given, so "
-            "training them would not train a client's network: make it anew from the argument, such as lambda parameters: "
-            "SGD(parameters, lr=0.1)"
+            f"optimizer must update only the parameters that it is given, but {foreign} of the {len(mine)} parameters of its "
+            f"{type(optimizer).__name__} are others, so a client's network would not be trained: make the optimiser anew from the "
+            "argument, such as lambda parameters: SGD(parameters, lr=0.1)"
         )
     if not mine:
-        raise ValueError(f"optimizer makes {type(optimizer).__name__} without parameters, so no weight would change: give it the argument")
+        raise ValueError(
+            f"optimizer makes {type(optimizer).__name__} without parameters, so no weight would change: pass on the function's argument, "
+            "such as lambda parameters: SGD(parameters, lr=0.1)"
+        )
 
 
 def check_optimizer_steps(optimizer: Optimizer, model: nn.Module) -> None:
@@ -50,7 +54,8 @@ def check_optimizer_steps(optimizer: Optimizer, model: nn.Module) -> None:
     kind = type(optimizer).__name__
     if needed := _needed(optimizer):
         raise ValueError(
-            f"optimizer makes {kind}, whose step needs {needed}, but Federation calls step() once per batch: take SGD or Adam, {OWN_LOOP}"
+            f"optimizer makes {kind}, whose step() needs {needed}, but Federation calls step() without arguments after each batch: "
+            f"take SGD or Adam, {OWN_LOOP}"
         )
     if isinstance(optimizer, SparseAdam):
         sparse = {id(p) for module in model.modules() if getattr(module, "sparse", False) for p in module.parameters(recurse=False)}
@@ -78,13 +83,18 @@ def check_scheduler_steps(scheduler: LRScheduler, optimizer: Optimizer) -> None:
         )
     if needed := _needed(scheduler):
         raise ValueError(
-            f"scheduler makes {type(scheduler).__name__}, whose step needs {needed}, but Federation calls step() once per batch: take a "
-            f"scheduler of steps, such as StepLR or CosineAnnealingLR, {OWN_LOOP}"
+            f"scheduler makes {type(scheduler).__name__}, whose step() needs {needed}, but Federation calls step() without arguments after "
+            f"each batch: take a scheduler such as StepLR or CosineAnnealingLR, {OWN_LOOP}"
         )
 
 
 def check_follows_rate(make: Callable[[Any], Optimizer], make_scheduler: Callable[[Any], Any], parameters: Sequence[nn.Parameter]) -> None:
     """Check that a scheduler starts from the optimiser's learning rate, which ``schedule`` and the method change between rounds.
+
+    Args:
+        make: Makes an optimiser of parameters.
+        make_scheduler: Makes a scheduler of an optimiser.
+        parameters: The parameters for the optimisers of this check.
 
     Raises:
         ValueError: It sets rates of its own, as OneCycleLR and CyclicLR do.

@@ -22,7 +22,12 @@ from fl_bn.observation import in_backward, is_traced
 
 @dataclass
 class _Pass:
-    """A counted forward pass of one layer, and the numbers of the backward passes that went through it."""
+    """Describe a counted forward pass of one layer.
+
+    Attributes:
+        samples: The number of samples in the layer's input.
+        through: The numbers of the backward passes that went through this forward pass.
+    """
 
     samples: int
     through: set[int] = field(default_factory=set)
@@ -91,8 +96,8 @@ class TrainingPasses:
     a sharpness-aware step.
 
     In a user's own loop, ``settle`` leaves out the passes whose gradients the step does not use. Examples are a batch that
-    the loop skips, and the passes of an adversarial attack. Where the loop replaces ``p.grad`` by a tensor of its own (sums
-    of clipped gradients, ``torch.autograd.grad``), all passes count that a backward pass went through.
+    the loop skips, and the passes of an adversarial attack. The loop may replace ``p.grad`` by a tensor of its own (sums of
+    clipped gradients, ``torch.autograd.grad``). Then every forward pass counts for which a backward pass was made.
 
     Args:
         parameters: The parameters that learn, by name.
@@ -185,7 +190,7 @@ class TrainingPasses:
         return self._once and all(self.observed.values())
 
     def settle(self, parameters: Container[int] | None = None) -> None:
-        """Leave out the passes whose gradients the step does not use, as the step is about to be counted.
+        """Leave out the passes whose gradients the step does not use. Call this just before the step is counted.
 
         If no gradient came through any of a layer's passes, they all stay.
 

@@ -28,11 +28,11 @@ def federation(model: nn.Module | None = None, x: Callable[[], Tensor] = lambda:
     [
         (
             {"optimizer": LBFGS},
-            r"optimizer makes LBFGS, whose step needs a closure, but Federation calls step\(\) once per batch: take SGD",
+            r"optimizer makes LBFGS, whose step\(\) needs a closure, but Federation calls step\(\) without .* each batch: take SGD",
         ),
-        ({"optimizer": per_client([SGD, LBFGS])}, "optimizer makes LBFGS, whose step needs a closure"),
+        ({"optimizer": per_client([SGD, LBFGS])}, r"optimizer makes LBFGS, whose step\(\) needs a closure"),
         ({"optimizer": SparseAdam}, "optimizer makes SparseAdam, which needs sparse gradients, but the gradient of 0.weight is dense"),
-        ({"scheduler": ReduceLROnPlateau}, "scheduler makes ReduceLROnPlateau, whose step needs a metrics, but .* such as StepLR"),
+        ({"scheduler": ReduceLROnPlateau}, r"scheduler makes ReduceLROnPlateau, whose step\(\) needs a metrics, but .* such as StepLR"),
         ({"scheduler": per_client([None, ReduceLROnPlateau])}, "scheduler makes ReduceLROnPlateau"),
     ],
 )

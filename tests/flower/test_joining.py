@@ -161,8 +161,8 @@ def test_a_late_client_of_a_larger_run_is_refused_and_the_run_goes_on(clients: l
     ("values", "message"),
     [
         ({"joining": {4: 2}}, r"joining \(join-rounds\) must name clients 0\.\.3, but got \[4\]"),
-        ({"joining": {3: 2}, "at_start": 4}, r"3 of 4 clients may take part in round 1 \(.*\): at_start must be 0\.\.3, but got 4"),
-        ({"joining": dict.fromkeys(range(4), 2)}, "0 of 4 clients may take part in round 1"),
+        ({"joining": {3: 2}, "at_start": 4}, r"at_start must be 0\.\.3, the number of clients that may take part in round 1, but got 4"),
+        ({"joining": dict.fromkeys(range(4), 2)}, "must leave a client for round 1, but lets all 4 clients join later"),
     ],
 )
 def test_plans_that_cannot_be(values: dict[str, object], message: str) -> None:

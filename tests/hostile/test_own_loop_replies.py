@@ -99,8 +99,8 @@ NO_REPLY: dict[str, tuple[Callable[[Reply], Any], str]] = {
     "meta": (first(lambda w: w.to("meta")), "weights/0.weight: expected a dense tensor"),
     "complex": (first(lambda w: torch.complex(w, w).conj()), "weights"),
     "bfloat16": (first(lambda w: w.bfloat16()), "tensor/0.weight: expected a dtype that NumPy has"),
-    "sections a list": (lambda r: replace(r, sections=[W]), "reply/sections: expected tensors by name and section"),  # type: ignore[arg-type]
-    "a section of a tensor": (lambda r: replace(r, sections={"weights": W}), "reply/weights: expected a section of tensors"),  # type: ignore[dict-item]
+    "sections a list": (lambda r: replace(r, sections=[W]), "reply/sections: expected a dict {section: {name: tensor}}"),  # type: ignore[arg-type]
+    "a section of a tensor": (lambda r: replace(r, sections={"weights": W}), "reply/weights: expected a dict {name: tensor}"),  # type: ignore[dict-item]
 }
 
 

@@ -518,7 +518,7 @@ def test_fedtan_s_step_is_the_union_s_in_any_form_of_inputs(form: str, loop: Any
 
 def test_fedtan_does_not_guess() -> None:
     data = [(formed("over time", x), y) for x, y in clients()]
-    with pytest.raises(ValueError, match=r"saw 32 rows, but the inputs have \[16\], so .*: call round\.batch\(n\)"):
+    with pytest.raises(ValueError, match=r"saw 32 rows, but the inputs have \[16\], so .*: call round\.batch with the right number"):
         door_2(Named("over time"), methods.fedtan(), data, plain, 1)
 
 

@@ -103,7 +103,7 @@ class LocalTransport(Transport):
     def measure(self, instruction: Instruction) -> RoundReplies:
         """Let clients measure statistics, and return their checked replies.
 
-        They are all clients, or the round's cohort, as the method requires.
+        All clients measure, or only the round's cohort, as the method requires.
         """
         everyone = self._measuring(instruction)
         return self._checked(self._in_parts(instruction, everyone), instruction, None, everyone)
@@ -113,7 +113,7 @@ class LocalTransport(Transport):
 
         Returns:
             The checked replies. None if this is impossible: there are too many clients, their networks have no fixed
-                order of layers, or clients are computed in one vectorised program.
+                order of layers, a client left the exchange, or clients are computed in one vectorised program.
         """
         everyone = self._measuring(instruction)
         if self._one_program or turns.too_many(len(everyone), self.clients.model):
@@ -130,7 +130,17 @@ class LocalTransport(Transport):
         return self._checked(replies, instruction, session, everyone)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Return the mean metrics of all clients, by name; empty without test batches. Each client's are stored in the record."""
+        """Evaluate the model on the clients' test batches.
+
+        If clients differ in model, task or test batches, the metrics of each client are stored in the round's record.
+
+        Args:
+            number: The round, from 1.
+            tensors: Name -> shared tensor.
+
+        Returns:
+            Name of a metric -> its mean over the clients; empty without test batches.
+        """
         if self._tests is None:
             return {}
         metrics, by_client = self.evaluate_on(self._tests, self.model(tensors))

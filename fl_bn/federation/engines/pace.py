@@ -33,7 +33,8 @@ class Pace:
         """Tell whether worker processes save more time than they cost, if they compute the rounds from ``round`` on.
 
         They cost the time to start, to load the data, and to build the network. The last two are estimated from the
-        first round: the time by which it was slower than later rounds. False until ``WATCHED`` rounds were timed.
+        first round: the time by which it was slower than later rounds. False until ``WATCHED`` rounds were timed, and
+        with fewer than two workers.
         """
         before = [seconds for number, seconds in sorted(self.seconds.items()) if number < round]
         if self.workers < 2 or len(before) < WATCHED:

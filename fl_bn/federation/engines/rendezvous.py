@@ -61,7 +61,7 @@ class VmapRendezvous:
         return None if small else getattr(cls._here, "cohort", None)
 
     def round(self, round: LocalRound, source: SampleSource) -> Result:
-        """Compute one client's round together with the rounds of all other clients whose tasks ``run`` was given.
+        """Compute one client's round together with the rounds of the other tasks of ``run``.
 
         The calling task waits until every other task has called this method too, or has ended.
 
