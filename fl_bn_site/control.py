@@ -273,7 +273,7 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
         wait: The seconds to wait for the SuperLink to answer.
 
     Yields:
-        The name of a site, and a text that says what was done, such as ``registered``.
+        The name of a site, or ``a key of no site``; and a text that says what was done, such as ``registered``.
 
     Raises:
         ControlError: The SuperLink does not answer or refuses a key, or a site has no public key.

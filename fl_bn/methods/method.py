@@ -23,7 +23,7 @@ class Phase(Enum):
 
     Attributes:
         TRAIN: local training.
-        FROZEN: local training with frozen statistics, which are not reported.
+        FROZEN: local training in which some BatchNorm tensors are frozen (``Method.frozen``). Frozen statistics are not reported.
         MEASURE: statistics only, without training.
         EXCHANGE: local training. In its first local step the clients average every layer's moments (FedTAN).
     """
@@ -346,7 +346,7 @@ def freeze(
     rate: float | None = None,
     unbounded_rate: float = FROZEN_RATE,
 ) -> Method:
-    """Return a copy of ``method`` that freezes its statistics after some rounds (FixBN, FedTAN-II).
+    """Return a copy of ``method`` that freezes BatchNorm tensors, by default the statistics, after some rounds (FixBN, FedTAN-II).
 
     By default, BatchNorm layers in frozen rounds normalise with the statistics of round ``after``, bit for bit. All
     parameters are still trained, and no statistics are reported.
