@@ -1,1 +1,1 @@
-"""The ClientApp that Flower loads."""
+"""Hold the ClientApp that Flower loads."""

@@ -1,4 +1,4 @@
-"""The ClientApp for ``flwr run .`` in this folder, made by ``fl_bn.apps.client``.
+"""Make the ClientApp for ``flwr run .`` in this folder, by ``fl_bn.apps.client``.
 
 Run configs may name functions in the modules of this folder.
 """

@@ -1,6 +1,7 @@
-"""Find and run experiments: each reproduces a table or figure of a paper, by a file in ``experiments/definitions/``.
+"""Find and run experiments: each has a file in ``experiments/definitions/``.
 
-The file is named after the table or figure. It is a sweep file with one more table:
+An experiment reproduces a table or figure of a paper, and its file is named after this table or figure. Or it answers a
+question of this project, and its file is named ``own-...``. The file is a sweep file with one more table:
 
     [experiment]
     paper = "FixBN"
@@ -36,7 +37,7 @@ COLUMNS = ("finished", "experiment", "variant", "seconds", "failed", "folder")
 
 @dataclass(frozen=True)
 class Experiment:
-    """Describe one experiment, which reproduces a table or figure of a paper.
+    """Describe one experiment, which reproduces a table or figure of a paper, or answers a question of this project.
 
     Attributes:
         name: The name of the experiment, which is the name of its file without suffix, such as ``000-F3``.
@@ -67,8 +68,8 @@ def find(names: Sequence[str] = ("all",), folder: Path = FOLDER) -> list[Experim
     """Return the experiments that ``names`` stand for, in the order of their files.
 
     Args:
-        names: Names of experiments. ``all`` stands for all experiments, ``003`` for all of paper 003, and ``own`` for
-            the experiments that belong to no paper.
+        names: Names of experiments. ``all`` stands for all experiments. ``003`` stands for all experiments whose names begin
+            with ``003-``, the number of a paper. ``own`` stands for the experiments on questions of this project.
         folder: The folder with the files of the experiments.
 
     Raises:
@@ -85,7 +86,7 @@ def find(names: Sequence[str] = ("all",), folder: Path = FOLDER) -> list[Experim
 
 
 def _is_named(experiment: Experiment, name: str) -> bool:
-    """Return whether ``name`` stands for the experiment: its own name, the number of its paper, or ``all``."""
+    """Return whether ``name`` stands for the experiment: its own name, the part before the hyphen, or ``all``."""
     return name == "all" or name.lower() in (experiment.name.lower(), experiment.name.partition("-")[0])
 
 

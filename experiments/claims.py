@@ -34,7 +34,7 @@ the numbers, ``figure`` names the figure, and ``about`` has the numbers that we 
     variant = "evidence"
     asks = "..."
     yes = "..."                                 # the answer if all comparisons held
-    no = "..."                                  # the answer if none held
+    no = "..."                                  # the answer if none held and at least one is contradicted
     compare = [{ left = ["mean", "FBN"], right = ["median", "FBN"] }, { left = ..., right = ..., within = 2.0 }]
 """
 
@@ -98,10 +98,10 @@ class Comparison:
     Attributes:
         left: The first side.
         right: The second side.
-        near: Claim that the sides differ by at most the paper's own difference plus ``margin``.
+        near: Whether the claim is that the sides differ by at most the paper's own difference plus ``margin``.
         margin: The margin of ``near``, in points of the metric; None: the margin of the rules.
-        within: Claim that the sides differ by at most this number of points. Only this project's own questions may
-            have it.
+        within: The largest number of points by which the sides may differ, according to the claim. None: the claim is another
+            one. Only this project's own questions may have this value.
         metric: The name of the compared metric; empty: the metric of the table.
         paper: The paper's numbers for left and right; None if it does not print them.
         about: The numbers for left and right, read off a figure of the paper; None if they were not read off.

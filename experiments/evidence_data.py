@@ -91,7 +91,11 @@ def by_site(file: Path, target: Path) -> None:
     The place of a subject in the order decides whether the subject is tested, so each order tests other subjects. A factor
     multiplies the distance of the site's mean from the mean of all subjects. The mean of a site is over all its subjects,
     whatever their labels. The folder ``rates``, for trying learning rates, gets only the training subjects of order 0, with
-    the site's mean unchanged.
+    the site's mean unchanged. The folder ``abide-which`` is written, too (``which_site``).
+
+    Args:
+        file: The archive (npz) with the subjects of all sites.
+        target: The folder in which to make the folders that ``SHIFTS`` names, ``rates`` and ``abide-which``.
     """
     arrays = read(file)
     names = arrays["domain_names"].tolist()
@@ -116,6 +120,10 @@ def which_site(sites: list[Arrays], target: Path) -> None:
     """Write the subjects of the two largest sites, once labelled with their site, and once with these labels shuffled.
 
     The shuffled labels are a control. Each version is written in ten random orders.
+
+    Args:
+        sites: The arrays of each site.
+        target: The folder in which to make the folders ``site`` and ``shuffled``.
     """
     pair = sorted(sites, key=lambda site: len(site["y"]))[-2:]
     x, y = np.concatenate([site["x"] for site in pair]), np.repeat([0, 1], [len(site["y"]) for site in pair])

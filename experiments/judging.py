@@ -186,7 +186,7 @@ def answer(own: Own, outcomes: Sequence[Outcome]) -> str:
     """Return the answer to one of this project's questions.
 
     The answer is ``own.yes`` if all comparisons held, and ``own.no`` if none held and at least one is contradicted.
-    Otherwise the answer is a sentence with the counts.
+    If no comparison has results, the answer is ``Not run yet.`` Otherwise it is a sentence with the counts.
     """
     states = [one.state for one in outcomes]
     if all(state == MISSING for state in states):

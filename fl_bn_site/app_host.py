@@ -156,7 +156,7 @@ def ask_for_work(site: Site, hand_over: Callable[[Request], None], is_ready: Cal
 
 
 def serve(lines: Iterable[str], site: Site, ready: Callable[[], None] = lambda: None) -> None:
-    """Do the work of the cold process: import torch and Flower, then fork a process for each request, which answers it.
+    """Do the work of the cold process: import torch and Flower. Then, for each request, fork a process that answers it.
 
     Args:
         lines: One request per line, as JSON. The lines end when the host ends.

@@ -106,7 +106,14 @@ def _readable(site: SiteFolder) -> list[Path]:
 
 
 def tables_of(report: Report, found: Mapping[Path, Findings]) -> Group:
-    """Return a table of the totals, a table of the answers that did not leave, and the hashes to note elsewhere."""
+    """Return a table of the totals, a table of the answers that did not leave, and the hash of each log's last line.
+
+    Whoever keeps these hashes on another machine can detect a later change of the log.
+
+    Args:
+        report: The totals.
+        found: The folder of each log, and what ``audit_check.check`` found in it.
+    """
     from rich.console import Group
     from rich.markup import escape
     from rich.table import Table

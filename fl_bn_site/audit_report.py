@@ -53,7 +53,7 @@ class Filter:
         if rounds:
             match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", rounds)
             if match is None:
-                raise ValueError(f"--rounds must be a round or two joined by a hyphen, as 3 or 3-7, but got {rounds!r}")
+                raise ValueError(f"--rounds must be one round, or two rounds joined by a hyphen, such as 3 or 3-7, but got {rounds!r}")
             both = int(match[1]), int(match[2] or match[1])
         try:
             time = datetime.fromisoformat(since) if since else None

@@ -192,7 +192,7 @@ class Control:
         keys, nodes = [key_of(site) for site in sites], self.registered()
         if missing := [site for site, key in zip(sites, keys, strict=True) if key not in nodes]:
             raise NotRegistered(
-                f"the SuperLink at {self.address} does not know the key {missing[0]}: `fl-bn register` or `fl-bn start` tells it"
+                f"the SuperLink at {self.address} does not know the key {missing[0]}: `fl-bn register` or `fl-bn start` registers it"
             )
         return [nodes[key] for key in keys]
 
@@ -200,7 +200,7 @@ class Control:
         """Return Flower's status of the run with this id: ``running``, ``finished:completed``, ``finished:failed`` or another."""
         match = next((one for one in self.runs() if str(one.id) == run), None)
         if match is None:
-            raise ControlError(f"the SuperLink at {self.address} has no run {run}")
+            raise ControlError(f"the SuperLink at {self.address} has no run {run}: `fl-bn runs` lists the runs")
         return match.status
 
     def log(self, run: str, after: float) -> Iterator[tuple[str, float]]:
@@ -273,7 +273,7 @@ def register_sites(server: ServerFolder, address: str = "", wait: float = 60.0) 
         wait: The seconds to wait for the SuperLink to answer.
 
     Yields:
-        The name of a site, and a text that says what was done, such as ``registered``.
+        The name of a site, or ``a key of no site``; and a text that says what was done, such as ``registered``.
 
     Raises:
         ControlError: The SuperLink does not answer or refuses a key, or a site has no public key.

@@ -47,7 +47,7 @@ def site_name(name: str) -> str:
     """Check the name of a site, and return it.
 
     Raises:
-        ValueError: The name has characters that are not allowed, since files and folders are named after the site.
+        ValueError: The name does not begin with a letter or digit, or has a character that is not allowed in the name of a folder.
     """
     try:
         _site(name)
@@ -58,7 +58,7 @@ def site_name(name: str) -> str:
 
 def _site(name: str) -> None:
     if not SITE.fullmatch(name):
-        raise ValueError(f"must be letters, digits, '.', '_' and '-', but got {name!r}")
+        raise ValueError(f"must begin with a letter or digit, and have only letters, digits, '.', '_' and '-', but got {name!r}")
 
 
 def _sites(names: tuple[str, ...]) -> None:

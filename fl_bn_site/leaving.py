@@ -66,7 +66,7 @@ def about(message: Any, run_config: Mapping[str, Any], code: str, submitter: str
     if message.has_content():
         records = message.content.config_records
         header, config = dict(records.get(HEADER, {})), dict(records.get(f"{OURS}config", {}))
-    name = run_config.get("name") or str(config.get("run", "")).rpartition("/")[0] or None  # a strategy of an own app knows no name
+    name = run_config.get("name") or str(config.get("run", "")).rpartition("/")[0] or None  # a strategy of a user's own app knows no name
     round = header.get("round", int(asks.group_id) if asks.group_id.isdecimal() else None)
     method = header.get("method") or run_config.get("method")
     return {

@@ -122,7 +122,7 @@ def renew_server(server: ServerFolder, authority: Path, days: int) -> Path:
 
 
 def replace_authority(server: ServerFolder, authority: Path, days: int) -> list[Path]:
-    """Make a new authority, and a new certificate and key of the server that it signs.
+    """Make a new authority, and a new key of the server with a certificate that the new authority signs.
 
     A site that has the new ``ca.crt`` accepts neither the former server key nor a certificate of the former authority.
     The sites' folders in the kit get the new ``ca.crt``.

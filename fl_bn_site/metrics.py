@@ -111,7 +111,7 @@ def health(current: Status | None, problem: str = "") -> dict[str, Any]:
 
     Returns:
         ``ok``: whether the SuperLink answers and its certificates are valid; ``problem``: the reason where ``ok`` is
-            False; and the fields of ``Status``. Where ``current`` is None, of these fields only ``at``.
+            False; and the fields of ``Status``. Where ``current`` is None, the only one of these fields is ``at``.
     """
     if current is None:
         return {"ok": False, "problem": problem, "at": datetime.now().astimezone().isoformat(timespec="seconds")}

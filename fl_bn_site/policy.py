@@ -283,7 +283,7 @@ def _submitter(file: Path, item: str) -> signing.Submitter:
         if item.startswith(signing.KIND):
             return signing.read_submitter(" ".join(item.split()[2:]) or "a key of the policy", item)
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", item):
-            raise ValueError(f"a name has letters, digits, '.', '_' and '-', but got {item!r}")
+            raise ValueError(f"a name begins with a letter or digit, and has only letters, digits, '.', '_' and '-', but got {item!r}")
         path = file.parent / SUBMITTERS / f"{item}.pub"
         try:
             return signing.read_submitter(item, path.read_text(encoding="utf-8"))
@@ -322,7 +322,7 @@ def _check_line(file: Path, name: str, value: Any) -> Any:
         return tuple(_submitter(file, item) for item in value)
     if name in ("max-evaluations", "max-unknown-rounds"):
         if type(value) is not int or value < 0:
-            raise wrong("a whole number, 0 for none")
+            raise wrong("a whole number of at least 0 (0 allows none)")
         return value
     if type(value) not in ((int,) if name == "min-samples" else (int, float)) or not value > 0:
         raise wrong("a whole number above 0" if name == "min-samples" else "a number of GB above 0")

@@ -110,7 +110,9 @@ def _add_modules(source: Path, app: Path) -> None:
     with stage(source) as copy:
         entries = sorted(entry for entry in copy.iterdir() if entry.suffix == ".py" or entry.is_dir() and next(entry.rglob("*.py"), None))
         if not entries:
-            raise FolderError(f"{source} has neither {PYPROJECT} nor a module: expected a Flower app, or modules with a network, say")
+            raise FolderError(
+                f"{source} has neither {PYPROJECT} nor a module: expected a Flower app, or modules, such as one with a network"
+            )
         for entry in entries:
             target = app / entry.name
             if target.exists() or (app / entry.stem).exists() or target.with_suffix(".py").exists():
@@ -142,7 +144,7 @@ def stage(project: Path) -> Iterator[Path]:
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         listed = tomllib.loads(text).get("tool", {}).get("fl-bn", {}).get("not-sent", [])
     except (OSError, ValueError) as error:
-        raise FolderError(f"{file} cannot be read: {error}") from error
+        raise FolderError(f"{file} cannot be read: {error}. Correct the file") from error
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         raise FolderError(f"{file}: not-sent of [tool.fl-bn] must be a list of paths in quotes, but got {listed!r}")
     home = {project / name for name in listed}

@@ -275,7 +275,8 @@ class QueueStore:
                     entry = None if path.name == LAST else _old_queued_run(text)
                     last = int(text) if entry is None else entry.number
                 except (OSError, ValueError, KeyError, TypeError) as error:
-                    raise QueueError(f"{path} cannot be read ({error}): move it away, and submit that run again") from error
+                    again = "" if path.name == LAST else ", and submit again the run that it held"
+                    raise QueueError(f"{path} cannot be read ({error}): move it away{again}") from error
                 if (
                     entry
                     and not connection.execute(

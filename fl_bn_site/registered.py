@@ -19,6 +19,8 @@ from fl_bn.support.flower_config import OF_OUR_APP, OUR_APP
 from fl_bn.support.loopback import direct
 from fl_bn_site.commands import COMPAT
 
+ADVICE = "check the address, and that `fl-bn start` runs on the server's machine"
+
 
 @dataclass(frozen=True)
 class Node:
@@ -146,7 +148,7 @@ def run_log(address: str, authority: bytes, run: int, after: float, timeout: flo
                 yield piece.log_output, piece.latest_timestamp
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise ConnectionError(f"the SuperLink at {address} does not answer: {error.details()}") from error
+                raise ConnectionError(f"the SuperLink at {address} does not answer: {error.details()}; {ADVICE}") from error
 
 
 def _ask(address: str, authority: bytes, what: str, request: str, timeout: float) -> Any:
@@ -155,7 +157,7 @@ def _ask(address: str, authority: bytes, what: str, request: str, timeout: float
         try:
             return getattr(find("ControlStub")(channel), what)(find(request)(), timeout=timeout)
         except grpc.RpcError as error:
-            raise ConnectionError(f"the SuperLink at {address} does not answer: {error.details()}") from error
+            raise ConnectionError(f"the SuperLink at {address} does not answer: {error.details()}; {ADVICE}") from error
 
 
 def _time(text: str) -> datetime | None:

@@ -21,7 +21,7 @@ from fl_bn_site.registered import Submitted
 
 ACTIVE = ("pending", "starting", "running")
 NOT_TOLD = "its app has reported no rounds: only the strategies of fl_bn.flower report them"
-NOT_RESUMED = "it ended early; a run of an own Flower app is not resumed, so submit it again"
+NOT_RESUMED = "it ended early; fl-bn does not resume the run of a user's own Flower app, so submit it again"
 
 
 class NoSuchRun(ValueError):
@@ -43,14 +43,14 @@ class RunLine:
             ``resumed``: the run ended early, and a later run went on with its folder; ``refused`` or ``dropped``: the run
             never began.
         round: The number of the last complete round; 0: no round is complete; None: not known. It is not known where a
-            later run went on with the folder, or where an own Flower app does not tell its rounds.
+            later run went on with the folder, or where a user's own Flower app does not report its rounds.
         rounds: The number of rounds of the whole run; 0: not known yet.
         start: When the run started, or was submitted if it has not started, in ISO 8601.
         seconds: The seconds that the run took, or has taken so far; None: the run has not begun.
         submitter: Who submitted the run: USER@HOST; empty: not known.
         code: The SHA-256 of the app that the sites receive; empty: no app has been sent yet.
         why: Why the run was refused, or who took it out of the queue; empty: neither happened.
-        note: A remark on the run of an own Flower app, to print below the table; empty: there is none.
+        note: A remark on the run of a user's own Flower app, to print below the table; empty: there is none.
     """
 
     id: str
@@ -97,7 +97,7 @@ def went_on(runs: Sequence[Submitted]) -> set[int]:
     """Return the ids of the runs that a later run resumed. ``runs`` has the newest run first."""
     seen, found = set[str](), set[int]()
     for run in runs:
-        if run.own:  # a run of an own Flower app is never resumed
+        if run.own:  # the run of a user's own Flower app is never resumed
             continue
         if (name := run_name(run)) in seen:
             found.add(run.id)
@@ -160,8 +160,8 @@ def fetch(server: ServerFolder, name: str, destination: Path | None, address: st
             run = _find(server, name, control)
         if run.own:
             raise NotHere(
-                f"{name} is a run of a Flower app of your own, so fl-bn has no results of it: they are where the app wrote them. It ran in "
-                f"{server.results.parent} on the server's machine"
+                f"{name} is a run of a Flower app of your own, so fl-bn has no results of it: they are where the app wrote them. The app "
+                f"ran in {server.results.parent} on the server's machine"
             )
         source = folder_of(server, run.config, run_name(run))
     if not (source / "config.toml").exists():
@@ -214,8 +214,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
     """Return the planned number of rounds of a run; 0: not known yet.
 
-    An own Flower app may have reported this number. Otherwise it is ``rounds`` or ``num-server-rounds`` in ``config``, or
-    else ``rounds`` in the config.toml of the run's folder.
+    A user's own Flower app may have reported this number. Otherwise it is ``rounds`` or ``num-server-rounds`` in ``config``,
+    or else ``rounds`` in the config.toml of the run's folder.
 
     Args:
         server: The server's folder.
@@ -231,7 +231,7 @@ def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
 
 
 def about_own(server: ServerFolder, run: Submitted) -> tuple[bool, str]:
-    """Return whether a run reports how many rounds are done, and a note on the run of an own app (empty: no note).
+    """Return whether a run reports how many rounds are done, and a note if it runs a user's own app (empty: no note).
 
     Args:
         server: The server's folder.

@@ -228,7 +228,9 @@ class Accepted:
         except (ValueError, KeyError, TypeError):
             before = f"(unknown, since the file {path} is damaged)"
         if before != run:
-            raise NotSigned(f"its signature was used for run {before} already: {signature.submitter.name} has signed one run only")
+            raise NotSigned(
+                f"the run's signature was used for run {before} already, and a signature is for one run: sign and submit this run again"
+            )
 
 
 def _sync(folder: Path) -> None:

@@ -34,7 +34,10 @@ def start(address: str, authority: Path, package: bytes, run_config: str) -> str
     )
     answer = find("ControlStub")(channel).StartRun(request, timeout=TIME)
     if not answer.HasField("run_id"):
-        raise ValueError("no run was started: the package may be larger than 10 MiB")
+        raise ValueError(
+            f"no run was started: the package has {len(package) / 2**20:.1f} MiB, and Flower takes at most 10 MiB. If it is too large, "
+            "leave out files (not-sent in pyproject.toml)"
+        )
     return str(answer.run_id)
 
 

@@ -51,7 +51,7 @@ class RunStatus:
         status: ``waiting`` or ``starting`` for a run in the queue, else Flower's status; ``finished:resumed``: the run
             ended early, and a later run went on with its folder.
         round: The number of the last complete round; 0: no round is complete; None: not known. It is not known where a
-            later run went on with the folder, or where an own Flower app does not tell its rounds.
+            later run went on with the folder, or where a user's own Flower app does not report its rounds.
         rounds: The number of rounds of the whole run; 0: not known yet.
         accepted: How many replies were used in the last round; None: no round is complete.
         cohort: How many clients the server asked for a reply in the last round; None: no round is complete.
@@ -63,7 +63,7 @@ class RunStatus:
         refused: For each site whose reply was not used in the last round, its name and the reason.
         received: The bytes received from the sites.
         sent: The bytes sent to the sites.
-        note: A remark on the run of an own Flower app, to print below the table; empty: there is none.
+        note: A remark on the run of a user's own Flower app, to print below the table; empty: there is none.
     """
 
     id: int

@@ -83,7 +83,7 @@ class PollingTime:
 
 
 def fail(state: Any, run: int, why: str, refused: bool = False, unreadable: bool = False) -> None:
-    """Send an error as the answer to every message of a run that is in the SuperNode, since no process can answer it.
+    """Send an error as the answer to each message of a run that the SuperNode holds, since no process can answer the message.
 
     Args:
         state: Flower's state of the SuperNode, which holds the messages.
@@ -142,7 +142,10 @@ def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
     get_messages, list_apps, beat = state_class.get_messages, servicer.ListAppsToLaunch, servicer.SendAppHeartbeat
 
     def whole_replies(self: Any, *, run_ids: Any = None, is_reply: bool | None = None, limit: int | None = None) -> Any:
-        """Return messages as Flower does, but replies only of runs whose process has returned its token: they are complete."""
+        """Return messages as Flower does. But of a run whose process still has its token, return no replies.
+
+        Such replies may be incomplete. A process returns its token after its whole reply.
+        """
         if is_reply:
             _look_for_host(self)
             self._cleanup_expired_tokens()
@@ -208,10 +211,10 @@ def answer_for_the_unreadable(names: dict[str, Any]) -> None:
 def answer_each_message(names: dict[str, Any]) -> None:
     """Change Flower's main loop: the answer to a message is sent before the next message is taken.
 
-    Flower 1.25 waits after each message until there is any reply, and sends that. Two things go wrong:
+    After each message Flower 1.25 waits for the first reply, whichever message it answers, and sends it. Two things go wrong:
 
-    * A run may end while its message arrives. Flower then waits for no reply, but the app may have begun, and replies.
-      Flower sends this late reply after the next message, and is one message behind for as long as the SuperNode runs.
+    * A run may end while its message arrives. Flower then does not wait for its reply. But if the app has begun, it still
+      replies. Flower sends this late reply after the next message. From then on, every reply is sent one message too late.
     * If a message cannot be received completely, Flower waits for ever for the reply to it. Here the server gets an
       error as the answer.
 

@@ -1,1 +1,1 @@
-"""The ServerApp that Flower loads."""
+"""Hold the ServerApp that Flower loads."""

@@ -1,4 +1,4 @@
-"""The ServerApp for ``flwr run .`` in this folder, made by ``fl_bn.apps.server``.
+"""Make the ServerApp for ``flwr run .`` in this folder, by ``fl_bn.apps.server``.
 
 Run configs may name functions in the modules of this folder.
 """

@@ -1,4 +1,4 @@
-"""The methods, one file per paper, and ``METHODS``, which maps a name of the run config to a constructor.
+"""Define the methods, one file per paper. ``METHODS`` maps a method's name in the run config to its constructor.
 
 >>> from fl_bn import methods
 >>> methods.hbn(lam=0.05).name

@@ -1,7 +1,6 @@
-"""FBN: normalise with shared running statistics, and correct the variance for the spread of the clients' means.
+"""Define FBN: normalise with shared running statistics, and correct the variance for the spread of the clients' means.
 
-Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al. (seed 003), Algorithm
-2.
+Overcoming the Challenges of Batch Normalization in Federated Learning, Guerraoui et al., Algorithm 2.
 
 The statistics of the round before are constants in training. Clients report moments of their data. The server
 pools these moments and moves the shared statistics towards them, as BatchNorm's running update does. With
@@ -37,7 +36,7 @@ REPORTS = {"first": StatisticsReport.FIRST, "pass": StatisticsReport.PASS, "all"
 
 @dataclass(frozen=True)
 class FBNOptions(Options):
-    """Options of ``fbn``."""
+    """Hold the options of ``fbn``."""
 
     name: ClassVar[str] = "fbn"
     tracking: float = tracking(0.02, instead="fbn-momentum")

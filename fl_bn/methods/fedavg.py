@@ -1,4 +1,4 @@
-"""FedAvg with BatchNorm: the baseline that the other methods improve on.
+"""Define FedAvg with BatchNorm: the baseline that the other methods improve on.
 
 Communication-Efficient Learning of Deep Networks from Decentralized Data, McMahan et al., AISTATS 2017.
 

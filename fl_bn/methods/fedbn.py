@@ -1,9 +1,9 @@
-"""FedBN: every BatchNorm tensor stays on its client.
+"""Define FedBN: every BatchNorm tensor stays on its client.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001),
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021,
 Algorithm 1.
 
-It is for feature shift (the same classes, photographed differently). Each client has a model of its own:
+The method is for feature shift (the same classes, photographed differently). Each client has a model of its own:
 shared weights, local BatchNorm.
 """
 

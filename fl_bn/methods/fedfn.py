@@ -1,9 +1,9 @@
-"""FedFN: a network without BatchNorm, whose classifier receives feature vectors that all have the same length.
+"""Define FedFN: a network without BatchNorm, whose classifier receives feature vectors that all have the same length.
 
 FedFN: Feature Normalization for Alleviating Data Heterogeneity Problem in Federated Learning, Kim, Lee, Oh,
 Yun, FL@FM-NeurIPS 2023.
 
-BatchNorm layers no longer normalise, as in the HBN paper's comparison (seed 002). They keep scale and shift,
+BatchNorm layers no longer normalise, as in the HBN paper's comparison of methods. They keep scale and shift,
 since most layers before a BatchNorm have no bias. As in that comparison, features are scaled to the length sqrt(d),
 for d features, so that the mean square of a feature is 1. With a length of 1, a classifier of small weights learns
 very slowly. The comparison's code normalises before two linear layers, this file only before the last.
@@ -43,7 +43,9 @@ KINDS: dict[type[nn.Module], type[Any]] = {nn.Linear: NormalisedLinear, nn.Conv2
 
 
 def normalise_features(model: nn.Module) -> nn.Module:
-    """Let the head (the last linear layer, or else the last convolution) scale its input of d features to length sqrt(d), in place.
+    """Make the head (the last linear layer, or else the last convolution) scale its input of d features to length sqrt(d).
+
+    ``model`` is changed in place, and returned. The log of a run has the first line above.
 
     Raises:
         Unconvertible: the model has no head, or its type is not torch's own Linear or Conv2d.

@@ -1,7 +1,6 @@
-"""FedTAN: the first local step of every round is one exact centralised step on the union of the clients' batches.
+"""Define FedTAN: the first local step of every round is one exact centralised step on the union of the clients' batches.
 
-Why Batch Normalization Damage Federated Learning on Non-IID Data?, Wang, Shi, Chang (seed 004), Algorithms
-1-3.
+Why Batch Normalization Damage Federated Learning on Non-IID Data?, Wang, Shi, Chang, Algorithms 1-3.
 
 In the forward pass, every BatchNorm layer normalises with the moments of the cohort's batches (Algorithm 2).
 In the backward pass, the gradients with respect to these moments are averaged over the cohort (Algorithm 3). Each
@@ -43,7 +42,7 @@ from fl_bn.options import Options, option, takes
 SCHEDULES = ("merged", "paper")
 MOMENTUM = ("kept", "restarted")
 FROZEN_RATE = 0.02
-"""Share of the learning rate after the freeze in FedTAN-II: .5 before, .01 after (seed 004, section 6.5)."""
+"""Share of the learning rate after the freeze in FedTAN-II: .5 before, .01 after (FedTAN paper, section 6.5)."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +298,7 @@ def _exchange_phase(round: int, rounds: int) -> Phase:
 
 @dataclass(frozen=True)
 class FedTANOptions(Options):
-    """Options of ``fedtan`` and ``fedavg_alg2``."""
+    """Hold the options of ``fedtan`` and ``fedavg_alg2``."""
 
     name: ClassVar[str] = "fedtan"
     schedule: str = option(
@@ -321,7 +320,7 @@ class FedTANOptions(Options):
 class Freezing(Options):
     """Declare the option ``freeze_after`` in a base class of ``FedTAN2Options``.
 
-    A dataclass has the fields of its base classes first, and those of its last base class before all others. So
+    A dataclass has the fields of its base classes first; the fields of the last base class come before all others. So
     ``freeze_after`` is the first argument of ``fedtan2``: ``fedtan2(50)`` freezes after round 50.
     """
 
@@ -330,7 +329,7 @@ class Freezing(Options):
 
 @dataclass(frozen=True)
 class FedTAN2Options(FedTANOptions, Freezing):
-    """Options of ``fedtan2``: ``freeze_after``, then ``schedule``, ``momentum`` and ``frozen_rate``."""
+    """Hold the options of ``fedtan2``: ``freeze_after``, then ``schedule``, ``momentum`` and ``frozen_rate``."""
 
     name: ClassVar[str] = "fedtan2"
     frozen_rate: float | None = frozen_rate(FROZEN_RATE)

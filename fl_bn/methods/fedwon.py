@@ -1,4 +1,4 @@
-"""FedWon: a network without BatchNorm, whose convolutions use scaled standardised weights.
+"""Define FedWon: a network without BatchNorm, whose convolutions use scaled standardised weights.
 
 FedWon: Triumphing Multi-domain Federated Learning Without Normalization, Zhuang, Lyu, ICLR 2024, section 3
 (scaled weight standardisation, WSConv). The reparametrisation is that of Characterizing Signal Propagation to
@@ -79,10 +79,11 @@ INSTEAD = "use fedfn, fixup or gn"
 
 
 def scale_convolutions(model: nn.Module) -> nn.Module:
-    """Let every convolution of ``model``, in place, standardise its weights and divide them by the root of its fan-in.
+    """Make every convolution of ``model`` standardise its weights and divide them by the root of its fan-in.
 
     The weights of each output channel then have mean 0 and variance ``GAIN**2 / fan_in`` (``scaled_standardise``). For this,
-    the class of each convolution changes. ``model`` itself is returned. The log of a run has the first line above.
+    the class of each convolution changes. ``model`` is changed in place, and returned. The log of a run has the first line
+    above.
 
     Raises:
         Unconvertible: the model has BatchNorm but no convolution. Or a convolution is not of torch's own class Conv1d,

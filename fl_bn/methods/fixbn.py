@@ -1,14 +1,14 @@
-"""FixBN: FedAvg with BatchNorm, then with frozen statistics.
+"""Define FixBN: FedAvg with BatchNorm, then with frozen statistics.
 
-Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao (seed 000), section 4.
+Making Batch Normalization Great in Federated Deep Learning, Zhong, Chen, Chao, section 4.
 
 Stage I, rounds 1..T*, is FedAvg. In stage II, BatchNorm normalises with the aggregated statistics of round
 T*, which stay bit-identical. All parameters are still trained, affine ones included. If T* is the last round, the
 method is FedAvg.
 
 The reason for the freeze is the gradient. With batch statistics, a sample's gradient depends on the other samples
-of the client's batch (section 3.5, equation 4). So it is biased even with one local step. That training and test use
-different statistics matters less: it costs less than a percentage point of accuracy (section 3.4).
+of the client's batch (section 3.5, equation 4). So it is biased even with one local step. Training and test use
+different statistics, too, but this costs less than a percentage point of accuracy (section 3.4).
 
 The paper freezes when it divides the learning rate by ten (section 5). At the full rate the network collapses
 after the freeze. So by default the frozen rounds run at a tenth of the rate, whatever the schedule
@@ -34,7 +34,7 @@ FROZEN = {
 
 @dataclass(frozen=True)
 class FixBNOptions(Options):
-    """Options of ``fixbn``."""
+    """Hold the options of ``fixbn``."""
 
     name: ClassVar[str] = "fixbn"
     freeze_after: int | None = freeze_after()

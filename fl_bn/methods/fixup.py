@@ -1,4 +1,4 @@
-"""Fixup: residual networks without normalisation, thanks to their initial weights.
+"""Define Fixup: residual networks without normalisation, thanks to their initial weights.
 
 Fixup Initialization: Residual Learning Without Normalization, Zhang, Dauphin, Ma, ICLR 2019, section 3 (the
 three rules) and equation 5.
@@ -10,7 +10,7 @@ is multiplied by ``L^(-1 / (2m - 2))``, for L branches in all.
 
 This conversion of a given network differs from the paper's own in two things. Biases stand only in the place
 of a BatchNorm, not before convolutions and linear layers. The initial weights are the network's, rescaled,
-and not drawn again. So it is for training from the start: pre-trained weights would lose their scale.
+and not drawn again. So the conversion is for training from the start: pre-trained weights would lose their scale.
 
 The paper does not cover networks without residual branches. Such networks keep a multiplier and a bias in place
 of every BatchNorm, with rule 1 (for the classifier) and rule 2 (without the factor, since L = 0).

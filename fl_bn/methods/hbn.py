@@ -1,6 +1,6 @@
-"""HBN: normalise with a learnable mixture of batch statistics and unbiased global statistics.
+"""Define HBN: normalise with a learnable mixture of batch statistics and unbiased global statistics.
 
-Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated Learning (seed 002),
+Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated Learning,
 equations 7 to 11.
 
 Before training, each client measures the moments of its data (equation 7). The server pools them without bias
@@ -62,7 +62,7 @@ MERGES = ("unbiased", "average")
 
 @dataclass(frozen=True)
 class HBNOptions(Options):
-    """Options of ``hbn``."""
+    """Hold the options of ``hbn``."""
 
     name: ClassVar[str] = "hbn"
     lam: float | None = option(

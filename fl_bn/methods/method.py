@@ -19,13 +19,13 @@ from fl_bn.support.names import check_name
 
 
 class Phase(Enum):
-    """Purpose of one message to the cohort.
+    """Name the purpose of one message to the cohort.
 
     Attributes:
         TRAIN: local training.
-        FROZEN: local training with frozen statistics, which are not reported.
+        FROZEN: local training in which some BatchNorm tensors are frozen (``Method.frozen``). Frozen statistics are not reported.
         MEASURE: statistics only, without training.
-        EXCHANGE: local training in whose first local step the clients average every layer's moments (FedTAN).
+        EXCHANGE: local training. In its first local step the clients average every layer's moments (FedTAN).
     """
 
     TRAIN = "train"
@@ -35,7 +35,7 @@ class Phase(Enum):
 
 
 class StatisticsReport(Enum):
-    """Kind of statistics that a client reports.
+    """Name the kind of statistics that a client reports.
 
     Attributes:
         NOTHING: none.
@@ -58,7 +58,7 @@ MOMENTS = (StatisticsReport.BATCHES, StatisticsReport.FIRST, StatisticsReport.PA
 
 
 class Refresh(Enum):
-    """Way of updating the shared statistics for the present weights, before the model is evaluated and saved.
+    """Name the way of updating the shared statistics for the present weights, before the model is evaluated and saved.
 
     Attributes:
         NOTHING: no update. The model is evaluated with the statistics of training.
@@ -245,7 +245,7 @@ class Method:
     def shares(self, role: Role) -> bool:
         """Return whether tensors of this role are sent to clients, trained or measured there, and sent back to be combined.
 
-        Counters are not, since their average need not be an integer.
+        Counters are not shared, since their average need not be an integer.
         """
         return role not in self.local and role not in _NEVER_AVERAGED
 
@@ -334,11 +334,12 @@ class Method:
         return self.bounded_scale is not None and bool(self.centre)
 
     def bounded(self) -> Method:
-        """Return a copy of the method for bounded training: with ``clip="auto"`` and SGD, or with gradients that are clipped otherwise.
+        """Return a copy of the method for bounded training, that is, training with clipped gradients.
 
-        The copy has the values of ``bounded_scale`` and ``bounded_frozen_rate`` as ``scale`` and ``frozen_rate``, where
-        gradients are also centred. Without centring, a smaller scale does harm, and frozen rounds at the full learning
-        rate end at the accuracy of guessing.
+        Gradients are clipped by ``clip="auto"`` with SGD, or by another setting. If the method centres gradients in every
+        round, the copy has ``bounded_scale`` as ``scale``. If it centres them in frozen rounds, the copy has
+        ``bounded_frozen_rate`` as ``frozen_rate``. Otherwise both stay as they are. Without centring, a smaller scale lowers
+        the accuracy, and frozen rounds at the full learning rate end at chance level.
         """
         scale = self.bounded_scale if self.bounded_scale is not None and self.centre else self.scale
         share = self.bounded_frozen_rate if self.bounded_frozen_rate is not None and self.centres(Phase.FROZEN) else self.frozen_rate
@@ -351,7 +352,7 @@ class Method:
 
 
 FROZEN_RATE = 0.1
-"""Share of the learning rate after the freeze in FixBN. Its paper freezes when it divides the learning rate by ten (seed 000, section 4.2,
+"""Share of the learning rate after the freeze in FixBN. Its paper freezes when it divides the learning rate by ten (section 4.2,
 section 5 and Table G)."""
 BOUNDED_FROZEN_RATE = 0.15
 """Share of the learning rate after the freeze for every method, in bounded training with centred gradients: the largest that was tried at
@@ -365,7 +366,7 @@ def freeze(
     rate: float | None = None,
     unbounded_rate: float = FROZEN_RATE,
 ) -> Method:
-    """Return a copy of ``method`` that freezes its statistics after some rounds (FixBN, FedTAN-II).
+    """Return a copy of ``method`` that freezes BatchNorm tensors, by default the statistics, after some rounds (FixBN, FedTAN-II).
 
     By default, BatchNorm layers in frozen rounds normalise with the statistics of round ``after``, bit for bit. All
     parameters are still trained, and no statistics are reported.

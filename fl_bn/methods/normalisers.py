@@ -1,4 +1,4 @@
-"""Normalisers without batch statistics, as baselines: group, layer and instance normalisation instead of BatchNorm.
+"""Define the baselines without batch statistics: group, layer and instance normalisation instead of BatchNorm.
 
 Group Normalization, Wu and He, ECCV 2018; The Non-IID Data Quagmire of Decentralized Machine Learning, Hsieh
 et al., ICML 2020.
@@ -17,7 +17,7 @@ from fl_bn.options import Options, option, takes
 
 @dataclass(frozen=True)
 class GNOptions(Options):
-    """Options of ``gn``. There are 2 groups as in the FixBN paper, whose layers have as few as 16 channels."""
+    """Hold the options of ``gn``. There are 2 groups as in the FixBN paper, whose layers have as few as 16 channels."""
 
     name: ClassVar[str] = "gn"
     groups: int = option(2, "groups per layer", ">= 1", key="groups")

@@ -1,4 +1,4 @@
-"""SiloBN: the running statistics stay on their client, scale and shift are shared.
+"""Define SiloBN: the running statistics stay on their client, scale and shift are shared.
 
 Siloed Federated Learning for Multi-Centric Histopathology Datasets, Andreux et al., DCL 2020.
 """

@@ -1,6 +1,6 @@
-"""SingleSet: every client trains alone, and nothing is shared.
+"""Define SingleSet: every client trains alone, and nothing is shared.
 
-The baseline of FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001), section 5.
+It is a baseline in FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021, section 5.
 """
 
 from fl_bn.methods.method import Method

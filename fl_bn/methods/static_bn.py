@@ -1,4 +1,4 @@
-"""Static BN: batch statistics in training, without running averages. Statistics for evaluation are measured before each evaluation.
+"""Define static BN: normalise by batch statistics in training, and measure statistics before each evaluation.
 
 HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients, Diao, Ding,
 Tarokh, ICLR 2021, section 3 (sBN). In the paper the clients report these statistics once, after training. Each
@@ -19,10 +19,10 @@ from fl_bn.methods.method import Method, Refresh
 
 
 class StaticBatchNorm(_SharedNorm):
-    """BatchNorm that normalises a training batch with its own statistics and does not track them."""
+    """Normalise a training batch with the batch's own statistics, and keep no running average of them."""
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, C, *) with its own moments in training, with the running statistics in evaluation."""
+        """Normalise ``x`` (B, C, *): with its own moments in training, with the running statistics in evaluation."""
         self.check_input(x)
         if self.observation is not None:
             self.observation(self, x)

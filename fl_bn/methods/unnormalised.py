@@ -1,4 +1,4 @@
-"""A layer with BatchNorm's scale and shift but without its normalisation, for networks without normalisation."""
+"""Scale and shift as BatchNorm does, but do not normalise, for networks without normalisation."""
 
 from __future__ import annotations
 

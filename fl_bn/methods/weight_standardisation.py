@@ -1,4 +1,4 @@
-"""GN with weight standardisation: convolutions normalise their weights, too, and nothing depends on a batch.
+"""Define GN with weight standardisation: convolutions normalise their weights, too, and nothing depends on a batch.
 
 Micro-Batch Training with Batch-Channel Normalization and Weight Standardization, Qiao, Wang, Liu, Shen,
 Yuille, 2019, equations 2-3.
@@ -61,7 +61,7 @@ KINDS: dict[type[nn.Module], type[Any]] = {
 
 
 def standardise_convolutions(model: nn.Module) -> nn.Module:
-    """Let every convolution of ``model`` standardise its weights, in place."""
+    """Make every convolution of ``model`` standardise its weights. ``model`` is changed in place, and returned."""
     return replace_convolutions(model, KINDS, "use gn")
 
 

@@ -1,4 +1,4 @@
-"""Networks with batch normalisation, by name."""
+"""Make networks with batch normalisation, by name."""
 
 from fl_bn.models.build import MODELS, build, is_torchvision
 

@@ -1,4 +1,4 @@
-"""Networks by name: ours, torchvision's, DeepLabv3+, or a function of your own."""
+"""Make networks by name: ours, torchvision's, DeepLabv3+, or a function of your own."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def build(
 
 
 def is_torchvision(name: str) -> bool:
-    """Return whether ``name`` is no model of fl-bn, no function of a user and no DeepLabv3+, so torchvision must know it."""
+    """Return whether ``name`` must be a model of torchvision: it is no model of fl-bn, no user's function and no DeepLabv3+."""
     return name not in MODELS and ":" not in name and not is_segmentation(name)
 
 

@@ -31,7 +31,7 @@ def with_projection(model: nn.Module, features: int) -> nn.Module:
     old one. All three layers are newly initialised.
 
     Args:
-        model: its head must be a linear layer.
+        model: the network, whose head must be a linear layer.
         features: number of outputs of the projection, which are the inputs of the new head.
 
     Returns:

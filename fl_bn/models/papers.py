@@ -1,9 +1,8 @@
-"""The small networks of the papers, as their tables and published code describe them.
+"""Make the small networks of the papers, as their tables and published code describe them.
 
-FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021 (seed 001):
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, Li et al., ICLR 2021,
 appendix D and the authors' code (nets/models.py): ``digits-cnn``, ``alexnet-bn``, ``abide-mlp``. FBN,
-Guerraoui et al. (seed 003): ``fbn-cnn``. FixBN, Zhong, Chen, Chao (seed 000): ``lenet-cnn``. FedTAN, Wang,
-Shi, Chang (seed 004): ``mnist-mlp``.
+Guerraoui et al.: ``fbn-cnn``. FixBN, Zhong, Chen, Chao: ``lenet-cnn``. FedTAN, Wang, Shi, Chang: ``mnist-mlp``.
 
 Unlike in ``small``, layers before a BatchNorm have a bias, because the papers' numbers of parameters include
 it.
@@ -21,9 +20,10 @@ from fl_bn.models.small import check_size
 def digits_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make FedBN's network for the five digits data sets (its table of the digits model).
 
-    It has 14,219,210 parameters at 28 pixels of RGB. There are convolutions 5x5 64-64-128, the first two
-    followed by pooling, and hidden layers 2048 and 512, with BatchNorm and ReLU after each. The first linear
-    layer depends on the image size: it has 6,272 inputs at the paper's 28 pixels.
+    It has 14,219,210 parameters for 10 classes at 28 pixels of RGB. There are three 5x5 convolutions with 64, 64 and 128
+    channels, and hidden layers of 2,048 and 512 units. BatchNorm and ReLU follow each of these five layers. Pooling follows
+    the first two convolutions. The first linear layer depends on the image size: it has 6,272 inputs at the paper's 28
+    pixels.
     """
     check_size("digits-cnn", image_size, 4)
     return nn.Sequential(
@@ -42,7 +42,7 @@ def digits_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
 def alexnet_bn(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make FedBN's AlexNet for Office-Caltech10 and DomainNet, with BatchNorm after every layer but the last.
 
-    It has 57,063,498 parameters for 10 classes. It is made for 256 pixels. Any image of at least 63 pixels
+    It has 57,063,498 parameters for 10 classes of RGB images. It is made for 256 pixels. Any image of at least 63 pixels
     fits, because the last features are averaged to 6 x 6.
     """
     check_size("alexnet-bn", image_size, 63)
@@ -65,7 +65,7 @@ def alexnet_bn(classes: int, channels: int, image_size: int) -> nn.Module:
 def fbn_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make the FBN paper's network for CIFAR-10 (its table of models): ReLU, then BatchNorm.
 
-    It has 1,310,922 parameters at 32 pixels of RGB. It ends in LogSoftmax, as the paper trains with the
+    It has 1,310,922 parameters for 10 classes at 32 pixels of RGB. It ends in LogSoftmax, as the paper trains with the
     negative log-likelihood. Cross-entropy is the same loss here, because log_softmax does not change
     log-probabilities.
     """
@@ -73,7 +73,10 @@ def fbn_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def fbn_cnn_small(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Make ``fbn-cnn`` with a quarter of its channels and hidden units: 33,594 parameters at 16 pixels of RGB."""
+    """Make ``fbn-cnn`` with a quarter of its channels and hidden units.
+
+    It has 33,594 parameters for 10 classes at 16 pixels of RGB.
+    """
     return _fbn("fbn-cnn-small", classes, channels, image_size, width=16)
 
 
@@ -94,8 +97,8 @@ def _fbn(name: str, classes: int, channels: int, image_size: int, width: int) ->
 def lenet_cnn(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make LeNet-CNN of the FixBN paper, without BatchNorm: LeNet-5 with ReLU and max pooling.
 
-    It has 62,006 parameters at 32 pixels of RGB. The paper gives no table of it. These are the usual sizes:
-    convolutions 5x5 6-16, each with pooling, and hidden layers 120 and 84.
+    It has 62,006 parameters for 10 classes at 32 pixels of RGB. The paper gives no table of it. These are the usual sizes:
+    two 5x5 convolutions with 6 and 16 channels, each with pooling, and hidden layers of 120 and 84 units.
     """
     return _lenet("lenet-cnn", classes, channels, image_size, norm=False)
 
@@ -121,9 +124,9 @@ def _lenet(name: str, classes: int, channels: int, image_size: int, norm: bool) 
 
 
 def mnist_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Make the FedTAN paper's network for MNIST: one hidden layer of 30 with BatchNorm; 23,920 parameters.
+    """Make the FedTAN paper's network for MNIST: one hidden layer of 30 units with BatchNorm.
 
-    The paper names no activation; here it is ReLU.
+    It has 23,920 parameters for 10 classes at 28 pixels of one channel. The paper names no activation; here it is ReLU.
     """
     return nn.Sequential(
         OrderedDict(flatten=nn.Flatten(), block1=_linear(channels * image_size**2, 30), head=nn.Linear(30, classes)),
@@ -131,9 +134,9 @@ def mnist_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
 
 
 def abide_mlp(classes: int, channels: int, image_size: int) -> nn.Module:
-    """Make FedBN's network for ABIDE I: two hidden layers of 16 with BatchNorm.
+    """Make FedBN's network for ABIDE I: two hidden layers of 16 units with BatchNorm.
 
-    It has 96,306 parameters for the 5,995 connectivities of a brain. It is for tables, whose features are the
+    It has 96,306 parameters for 2 classes and the 5,995 connectivities of a brain. It is for tables, whose features are the
     channels of an image of one pixel.
     """
     return nn.Sequential(

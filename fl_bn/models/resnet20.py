@@ -1,4 +1,4 @@
-"""ResNet-20 with shortcuts of option A: the network of the FixBN and FedTAN papers for CIFAR-10.
+"""Make ResNet-20 with shortcuts of option A: the network of the FixBN and FedTAN papers for CIFAR-10.
 
 Deep Residual Learning for Image Recognition, He, Zhang, Ren, Sun, CVPR 2016, section 4.2.
 """

@@ -1,4 +1,4 @@
-"""DeepLabv3+ for semantic segmentation, from segmentation-models-pytorch: the FixBN paper's network for Cityscapes.
+"""Make DeepLabv3+ for semantic segmentation, from segmentation-models-pytorch: the FixBN paper's network for Cityscapes.
 
 Encoder-Decoder with Atrous Separable Convolution for Semantic Image Segmentation, Chen et al., ECCV 2018.
 """
@@ -34,10 +34,11 @@ def deeplabv3plus(name: str, classes: int, channels: int, image_size: int) -> nn
         name: "deeplabv3plus-" and an encoder.
         classes: number of classes.
         channels: number of channels of an image.
-        image_size: the pixels along each side of an image, which are checked. 0: images are not square, and not checked.
+        image_size: the pixels along each side of an image, which must be a multiple of 16. 0: images need not be square,
+            and their sides are not checked.
 
     Raises:
-        ValueError: the encoder is unknown, the image has another side, or segmentation-models-pytorch is not
+        ValueError: the encoder is unknown, ``image_size`` is no multiple of 16, or segmentation-models-pytorch is not
             installed.
     """
     encoder = ENCODERS.get(name.removeprefix(PREFIX))

@@ -1,4 +1,4 @@
-"""Standardisation of inputs by the published constants of a data set.
+"""Standardise inputs by the published constants of a data set.
 
 The clients' own means are not used, because they would have to leave the clients.
 """
@@ -20,7 +20,7 @@ STANDARDS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 def standardised(model: nn.Module, name: str, channels: int) -> nn.Module:
-    """Make ``model`` standardise its inputs (B, C, *), in place, by a hook.
+    """Add a hook to ``model`` that standardises its inputs (B, C, *). ``model`` is changed in place.
 
     The inputs are pixels from -1 to 1. The hook first maps them to 0..1. Then it subtracts each channel's mean in the data
     set ``name``, and divides by the channel's standard deviation there. The hook adds no tensor to the state_dict. So

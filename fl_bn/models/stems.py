@@ -1,4 +1,4 @@
-"""torchvision's classifiers for small images, with the usual first layers (stems) for CIFAR and Tiny-ImageNet.
+"""Make torchvision's classifiers for small images, with the usual first layers (stems) for CIFAR and Tiny-ImageNet.
 
 torchvision's own stems are for large images: such a network reduces CIFAR-10's 32 x 32 pixels to one. HBN and FixBN
 train ResNet-18, MobileNetV2 and VGG on such small images.

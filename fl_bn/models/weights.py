@@ -1,4 +1,4 @@
-"""Initial weights from a file: pre-trained weights, or those of an earlier run."""
+"""Load initial weights from a file: pre-trained weights, or those of an earlier run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"weights {path}: expected a file of tensors, but could not read it: {str(error).splitlines()[0]}") from error
     if not isinstance(content, Mapping) or not content or not all(isinstance(tensor, Tensor) for tensor in content.values()):
         kind = f"a dict of {_few([str(key) for key in content])}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
-        raise ValueError(f"weights {path}: expected a state_dict, tensors by name, but it holds {kind}")
+        raise ValueError(f"weights {path}: expected a state_dict, tensors by name, but the file holds {kind}")
     return dict(content)
 
 

@@ -1,4 +1,4 @@
-"""FedProx: a client's weights are pulled towards the weights that it received.
+"""Define FedProx: a client's weights are pulled towards the weights that it received.
 
 Federated Optimization in Heterogeneous Networks, Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, MLSys 2020,
 Algorithm 2, equation 2.

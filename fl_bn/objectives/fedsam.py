@@ -1,4 +1,4 @@
-"""FedSAM: each local step uses the gradient at a nearby point where the loss is high, instead of at the weights.
+"""Define FedSAM: each local step uses the gradient at a nearby point of high loss, not at the weights.
 
 Generalized Federated Learning via Sharpness Aware Minimization, Qu, Li, Duan, Liu, Tang, Lu, ICML 2022,
 Algorithm 1. The same algorithm is Improving Generalization in Federated Learning by Seeking Flat Minima,

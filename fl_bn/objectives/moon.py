@@ -1,4 +1,4 @@
-"""MOON: a client's representations are pulled towards the received model's, away from its previous model's.
+"""Define MOON: pull a client's representations towards the received model's, away from those of the client's previous model.
 
 Model-Contrastive Federated Learning, Li, He, Song, CVPR 2021, Algorithm 1, equation 3.
 

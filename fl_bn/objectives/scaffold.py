@@ -1,4 +1,4 @@
-"""SCAFFOLD: control variates correct the drift of the clients.
+"""Define SCAFFOLD: control variates correct the drift of the clients.
 
 SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, Karimireddy, Kale, Mohri, Reddi, Stich,
 Suresh, ICML 2020, Algorithm 1.

@@ -1,4 +1,4 @@
-"""Robust aggregation: rules that combine n rows although f of them may be Byzantine, and attacks to test them with."""
+"""Combine n rows of which f may be Byzantine, by robust rules; make attacks to test the rules with."""
 
 from __future__ import annotations
 

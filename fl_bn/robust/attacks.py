@@ -1,4 +1,4 @@
-"""Attacks: what f Byzantine clients send if they know what the honest clients send.
+"""Make the false rows of f Byzantine clients that know what the honest clients send.
 
 An ``Attack`` takes the rows (h, d) of the honest clients, and f. It returns f rows (f, d). A row is a
 client's update, or its statistics of one layer. Label flipping changes the training data instead, and is the function

@@ -1,4 +1,4 @@
-"""Medians and trimmed means of columns in machine code. This needs the extra ``robust`` (llvmlite).
+"""Compute medians and trimmed means of columns in machine code. This needs the extra ``robust`` (llvmlite).
 
 On one thread, the median and the trimmed mean are 7 to 15 times as fast as with NumPy alone. On a quiet machine
 they are 5 to 9 times as fast (benchmarks/results/robust.md). This holds for float32 tables with 5 to 110 million
@@ -32,7 +32,14 @@ AHEAD = 256  # bytes of a row that are fetched before they are needed
 
 
 class Middle:
-    """Average every column of ``n`` rows without its smallest and largest values.
+    """Average every column of ``n`` rows without its ``trim`` smallest and ``trim`` largest values.
+
+    The function ``middle`` compiles the code for one pair of ``n`` and ``trim``.
+
+    Args:
+        engine: the LLVM engine that holds the compiled function.
+        n: the number of rows.
+        double: whether the rows are float64 instead of float32.
 
     Attributes:
         n: the number of rows.

@@ -1,4 +1,4 @@
-"""Pass 2 of a rule: order statistics of every column of a block (n, width), such as its median.
+"""Compute order statistics of every column of a block (n, width), such as its median. This is pass 2 of a rule.
 
 For up to 24 rows, a pruned sorting network computes minima and maxima of whole rows. For more rows, the block is
 transposed in strips and sorted along the contiguous axis, where NumPy's sort is fast. The functions overwrite
@@ -42,7 +42,7 @@ def trimmed_mean(block: Any, trim: int) -> Any:
 
 
 def median(block: Any) -> Any:
-    """Return the middle value (width,) of every column. For an even number of rows it is the mean of the two middle values."""
+    """Return the median (width,) of every column. For an even number of rows it is the mean of the two middle values."""
     return trimmed_mean(block, (len(block) - 1) // 2)
 
 

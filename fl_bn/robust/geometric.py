@@ -1,4 +1,4 @@
-"""Rules that use distances between rows only: the geometric median and centred clipping.
+"""Compute the rules that use only distances between rows: the geometric median and centred clipping.
 
 Both compute with the n weights of the rows instead of d coordinates. They start at the ``medoid``, which is a row near
 the majority of rows. All their points are weighted means of rows, so adding a vector to every row adds it to the

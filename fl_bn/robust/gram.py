@@ -1,4 +1,4 @@
-"""Pass 1 of a rule: the inner products of all rows, computed block by block.
+"""Compute the inner products of all rows, block by block. This is pass 1 of a rule.
 
 Distances follow from inner products. Nearest-neighbour mixing, Krum and the geometric median need nothing else.
 Let C be the Gram matrix of the rows about some centre. Then |sum_k w_k (x_k - centre)|^2 = w' C w. So a linear
@@ -79,10 +79,10 @@ def gram(table: Table, checked: bool = False) -> Gram:
 
 
 def medoid(squared_distances: np.ndarray) -> int:
-    """Return the index of the medoid: the row with the smallest radius of a ball about it that holds a majority of rows.
+    """Return the index of the medoid: the row around which a ball needs the smallest radius to hold a majority of the rows.
 
-    If most rows are honest, the medoid is near honest rows. If several rows have the same radius, the smallest sum of
-    squared distances to the rows in the ball decides.
+    If most rows are honest, the medoid is near honest rows. If the balls of several rows have the same radius, the smallest
+    sum of squared distances to the rows in the ball decides.
 
     Args:
         squared_distances: (n, n).

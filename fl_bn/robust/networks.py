@@ -1,4 +1,4 @@
-"""Sorting networks without the comparisons whose results a robust rule does not need.
+"""Make sorting networks without the comparisons whose results a robust rule does not need.
 
 The full network is Batcher's odd-even merge sort for any number of wires. ``selection`` goes through its
 compare-exchanges from the last to the first. It removes a compare-exchange if neither output is needed later. It

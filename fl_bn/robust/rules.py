@@ -1,4 +1,4 @@
-"""Robust rules: they combine n rows, of which at most f are Byzantine, into one.
+"""Combine n rows, of which at most f are Byzantine, into one, by robust rules.
 
 A rule is a function ``rule(rows, f) -> Outcome(value, report)`` without state. ``rows`` is a matrix (n, d), a
 list of vectors, or a list of named layers ``{name: array}`` of any shapes. The arrays are NumPy's or torch's,
@@ -128,7 +128,7 @@ def multi_krum(rows: Rows | View, f: int = 0, *, select: int | None = None, neig
         Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
     """
     if select is not None and select < 1 or neighbours is not None and neighbours < 1:
-        raise ValueError(f"multi-Krum needs select and neighbours >= 1, but got {select} and {neighbours}")
+        raise ValueError(f"multi-Krum needs select >= 1 and neighbours >= 1, but got select={select} and neighbours={neighbours}")
 
     def rule(view: View) -> Outcome:
         n = view.n
@@ -190,7 +190,7 @@ def centered_clipping(
         Karimireddy et al., Learning from History for Byzantine Robust Optimization, ICML 2021.
     """
     if radius is not None and not radius > 0 or steps < 1:
-        raise ValueError(f"centered clipping needs radius > 0 and steps >= 1, but got {radius} and {steps}")
+        raise ValueError(f"centered clipping needs radius > 0 and steps >= 1, but got radius={radius} and steps={steps}")
 
     def rule(view: View) -> Outcome:
         return view.linear(clip(view.gram, view.weights, radius, steps))

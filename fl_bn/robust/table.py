@@ -1,7 +1,7 @@
-"""Rows of any form, read in blocks of columns that fit a core's cache.
+"""Read rows of any form, in blocks of columns that fit a core's cache.
 
 A ``Table`` is n rows of d numbers: vectors, rows of a matrix, or named layers of any shape. It never copies
-or flattens all of them at once. ``blocks`` yields ranges of columns. ``load`` copies one block (n, width)
+or flattens all rows at once. ``blocks`` yields ranges of columns. ``load`` copies one block (n, width)
 into a buffer. ``Output`` collects the results block by block. NumPy arrays and torch tensors on the CPU are
 read by NumPy, tensors on a GPU by torch.
 """

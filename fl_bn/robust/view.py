@@ -37,7 +37,7 @@ class Report:
 
     @cached_property
     def distances(self) -> np.ndarray:
-        """Return the distance of each row to the value (n,), Inf for rejected rows. The first call reads all rows once more."""
+        """Return the distances (n,) of the rows from the aggregated value; Inf for rejected rows. The first call reads all rows again."""
         table, squares = self._table, np.zeros(self._table.n)
         value = Table.of([self._value])
         with np.errstate(over="ignore"):

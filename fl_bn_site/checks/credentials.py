@@ -20,7 +20,7 @@ RENEW = "renew it on this machine (`fl-bn kit renew`)"
 def kit_files(folder: Path) -> Iterator[Finding]:
     """Yield a finding for each check of ``fl-bn kit verify`` on ``folder``.
 
-    The checks cover dates, names and signatures of certificates, pairs of keys, and file modes.
+    The checks cover dates, names and signatures of certificates, pairs of keys, file modes, TOML files and audit logs.
     """
     for check in verify(folder):
         yield Finding("ok", "kit", check.subject) if check.ok else Finding("fail", "kit", f"not true: {check.subject}", check.remedy)
@@ -36,7 +36,7 @@ def expiry(certificates: Iterable[Path], clock: Clock = now, mend: str = RENEW) 
 
     Returns:
         A finding about the certificate that expires first: a failure where it has expired, a warning where it
-        will expire within ``SOON`` (30 days).
+        will expire within ``SOON`` (30 days). A failure, too, where a certificate cannot be read.
     """
     ends: dict[Path, float] = {}
     for path in certificates:

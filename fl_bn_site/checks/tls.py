@@ -204,7 +204,7 @@ def server_skew(host: str, port: int, authority: Path) -> float:
                 if error.details() in (WRONG_TIME, WRONG_NODE):
                     return bool(error.details() == WRONG_NODE)
                 raise LookupError(f"{error.code().name} (status of gRPC): {error.details()}") from error
-            raise LookupError("it accepted a call by an unknown key")
+            raise LookupError("the server accepted a call by an unknown key")
 
         return latest_accepted(accepted) - AHEAD
 

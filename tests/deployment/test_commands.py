@@ -286,7 +286,7 @@ def test_a_site_that_is_not_registered_is_told_from_other_refusals(server: Serve
     monkeypatch.setattr(Control, "registered", lambda self: {read_public(server.public_key("A")): 7})
     control = Control("h:1", server.authority, server.path)
     assert control.nodes([server.public_key("A")]) == [7]
-    with pytest.raises(NotRegistered, match=r"does not know the key .*B\.pub: `fl-bn register` or `fl-bn start` tells it"):
+    with pytest.raises(NotRegistered, match=r"does not know the key .*B\.pub: `fl-bn register` or `fl-bn start` registers it"):
         control.nodes([server.public_key("A"), server.public_key("B")])
 
 

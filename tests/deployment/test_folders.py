@@ -90,7 +90,7 @@ def test_a_line_that_has_a_default_may_be_missing(tmp_path: Path) -> None:
         (ServerFolder, '["A", "B"]', '"A,B"', "sites must be a list of texts in quotes"),
         (ServerFolder, '["A", "B"]', '["A", 1]', "sites must be a list of texts in quotes"),
         (ServerFolder, '["A", "B"]', '["A", "a"]', "the names must differ even in lower case"),
-        (ServerFolder, '["A", "B"]', '["../A"]', "sites must be letters, digits, '.', '_' and '-', but got '../A'"),
+        (ServerFolder, '["A", "B"]', '["../A"]', "sites must begin with a letter or digit, and have only letters, digits, '.'"),
         (ServerFolder, '["A", "B"]', "[]", "at least one name"),
         (ServerFolder, "127.0.0.1:9093", "127.0.0.1", "control must be HOST:PORT"),
         (ServerFolder, '"state"', '""', "state must not be empty"),

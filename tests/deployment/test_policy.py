@@ -129,9 +129,9 @@ def test_replies_of_few_samples_do_not_leave(tmp_path: Path) -> None:
         ("max-memory = true", "max-memory must be"),
         ("min-samples = 1.5", "min-samples must be a whole number above 0"),
         ("min-samples", "cannot be read"),
-        ("max-evaluations = -1", "max-evaluations must be a whole number, 0 for none"),
+        ("max-evaluations = -1", "max-evaluations must be a whole number of at least 0"),
         ("max-evaluations = true", "max-evaluations must be a whole number"),
-        ("max-unknown-rounds = -1", "max-unknown-rounds must be a whole number, 0 for none"),
+        ("max-unknown-rounds = -1", "max-unknown-rounds must be a whole number of at least 0"),
     ],
 )
 def test_a_policy_that_is_wrong_is_no_policy(tmp_path: Path, text: str, words: str) -> None:

@@ -299,7 +299,7 @@ def test_a_file_of_an_earlier_version_that_cannot_be_read_is_named(server: Serve
     of_an_earlier_version(queue.store.folder, 1, "one")
     (queue.store.folder / "000002.json").write_text('{"number": 1')
     for _ in range(2):
-        with pytest.raises(QueueError, match=r"000002\.json cannot be read .*move it away, and submit that run again"):
+        with pytest.raises(QueueError, match=r"000002\.json cannot be read .*move it away, and submit again the run that it held"):
             queue.waiting()
     (queue.store.folder / "000002.json").unlink()
     assert [entry.name for entry in queue.waiting()] == ["one"]

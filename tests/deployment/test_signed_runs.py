@@ -37,7 +37,7 @@ REFUSES = {  # what is submitted: what each site that refuses it says
         "installed": r"allow-code = installed, but the file fl_bn/__init__\.py of the run differs",
     },
     "config changed": {"signed": "allow-code = signed, but the signature of submitter is for another package or run config"},
-    "sent again": {"signed": r"allow-code = signed, but its signature was used for run \d+ already: submitter has signed one run only"},
+    "sent again": {"signed": r"allow-code = signed, but the run's signature was used for run \d+ already"},
 }
 IMPORTED = "imported"
 MARKS = f'\n\nimport os, pathlib\npathlib.Path(os.environ["FLWR_HOME"], "{IMPORTED}").touch()\n'  # what a hostile package does

@@ -73,8 +73,8 @@ def reshaped(state: State) -> State:
         (without, r"the model needs 26 tensors by name, but 5 are missing \(block1.conv.weight, .*\): it is a file of another network"),
         (renamed, r"22 are missing \(.*, \.\.\.\) and 26 are not the model's \(net.block1.conv.weight, "),
         (reshaped, r"1 tensors have another shape \(block1.conv.weight \(16, 1, 3, 3\) instead of \(16, 3, 3, 3\)\); only the head's"),
-        (lambda state: {"model": state, "epoch": 3}, "expected a state_dict, tensors by name, but it holds a dict of model, epoch"),
-        (lambda state: [1, 2], "but it holds a list"),
+        (lambda state: {"model": state, "epoch": 3}, "expected a state_dict, tensors by name, but the file holds a dict of model, epoch"),
+        (lambda state: [1, 2], "but the file holds a list"),
     ],
 )
 def test_files_of_other_networks(change: Callable[[State], object], message: str, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_names_are_read_from_left_to_right(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize(("radius", "steps"), [(0.0, 1), (-1.0, 1), (np.nan, 1), (1.0, 0), (None, 0), (None, -1)])
 def test_clipping_needs_a_radius_and_a_step(radius: float | None, steps: int) -> None:
-    with pytest.raises(ValueError, match=f"radius > 0 and steps >= 1, but got {radius} and {steps}"):
+    with pytest.raises(ValueError, match=f"radius > 0 and steps >= 1, but got radius={radius} and steps={steps}"):
         centered_clipping(np.zeros((5, 2)), 1, radius=radius, steps=steps)
 
 

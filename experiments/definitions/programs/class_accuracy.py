@@ -17,9 +17,9 @@ WAYS = ("all", "three known least", "the others")
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return the test accuracy (0..1) in the last round over all classes, the three lowest, and the others.
+    """Return three mean test accuracies (0..1) in the last round, by the names in ``WAYS``.
 
-    Each is a mean over its classes.
+    They are means over all classes, over the three classes with the lowest accuracy, and over the other classes.
     """
     accuracies = sorted(cell.rows()[-1][PER_CLASS[CLASS]])
     return dict(zip(WAYS, (fmean(accuracies), fmean(accuracies[:LEAST]), fmean(accuracies[LEAST:])), strict=True))

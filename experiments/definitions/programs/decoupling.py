@@ -1,7 +1,7 @@
 """Update BatchNorm's statistics and the weights alternately: the naive workaround in section 3.3 of the FixBN paper.
 
-Paper: Zhong, Chen, Chao: Making Batch Normalization Great in Federated Deep Learning (seed 000). Each round has one
-local step, in three parts:
+Paper: Zhong, Chen, Chao: Making Batch Normalization Great in Federated Deep Learning. Each round has one local
+step, in three parts:
 
     (a) Every client updates its running statistics by equation 1, with unchanged weights. The server averages them.
     (b) Every client makes a step on its weights. BatchNorm normalises by the averaged statistics, as in evaluation.

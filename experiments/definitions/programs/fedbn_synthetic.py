@@ -1,6 +1,6 @@
 """Reproduce FedBN's synthetic study: the training losses of FedBN and FedAvg when the clients' features differ.
 
-Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
+Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021,
 appendix F, figure 9.
 
 There are two clients with points in 10 dimensions. Points of label 0 are drawn from N(-1, S), points of label 1 from

@@ -1,6 +1,6 @@
 """Reproduce FedBN's toy problem: what averaging a weight does if the clients' features differ in scale.
 
-Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
+Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021,
 section 1, figures 1 and 2.
 
 Labels are y = cos(w_true x) + noise, and the model is cos(w x). Each client sees x multiplied by its own scale, so
@@ -103,8 +103,9 @@ def surface(folder: Path) -> dict[str, float]:
         folder: The folder in which ``fedbn_surface.csv`` and ``fedbn_surface.png`` are written.
 
     Returns:
-        Name of a place -> the error of the first client there. ``own``: its best weight and its gamma. ``mean w, own
-        gamma``: the mean of both clients' best weights, and its gamma. ``mean w, mean gamma``: the means of both.
+        Name of a place -> the error of the first client there. ``own``: the first client's best weight and gamma. ``mean w,
+        own gamma``: the mean of both clients' best weights, and the first client's gamma. ``mean w, mean gamma``: the means
+        of both clients' weights and gammas.
     """
     both = clients()
     own, gammas = both[0], [client.gamma for client in both]

@@ -1,6 +1,6 @@
 """Test models that were trained on five domains of digits on new clients, whose digits have changed strokes.
 
-Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
+Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021,
 appendix G and table 17. The new clients have MNIST with changes as in Morpho-MNIST.
 
 Under FedBN, a new client takes the mean of the trained clients' affine parameters, and the statistics of its own
@@ -71,7 +71,11 @@ def plan(folder: Path, variant: str, data: str) -> list[Cell]:
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return the accuracy (0..1) of a finished run on the test samples of each new client, with each kind of statistics."""
+    """Return the accuracies (0..1) of a finished run on the test samples of the new clients, by the names in ``WAYS``.
+
+    The name of a client stands for its accuracy in the method's own way of testing. The name with ``OWN`` appended stands for
+    its accuracy with the statistics of its own samples.
+    """
     made, found = read_run(cell.path), dict[str, float]()
     shared = made.before() if made.method.shares(Role.AFFINE) else None
     for client in newcomers(cell.config):

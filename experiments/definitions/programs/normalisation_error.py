@@ -1,10 +1,9 @@
 """Measure how far normalised points are from centrally normalised ones: figures 1 and 2 of the FBN paper.
 
-Paper: Guerraoui et al.: Overcoming the Challenges of Batch Normalization in Federated Learning (seed 003), sections 3
-and 4.
+Paper: Guerraoui et al.: Overcoming the Challenges of Batch Normalization in Federated Learning, sections 3 and 4.
 
 There is no network, only points of the plane. Each of ten clients has a mean; the means lie on a circle of radius 10.
-In each of 100 rounds, every client draws 30 points of variance 1. A share ``similarity`` of them is drawn around the
+In each of 100 rounds, every client draws 30 points of variance 1. A share ``similarity`` of these points is drawn around the
 means of all clients, and the others around the client's own mean. The running statistics start at mean 0 and variance
 1, with a momentum of 0.1. The reference is BatchNorm on all points of the round. The error of a method is the Euclidean
 distance between its normalised points and the reference, averaged over points and rounds. The methods:

@@ -1,6 +1,6 @@
 """Train on all domains of digits except one; adapt the model to the domain left out, in every way of ``fl-bn adapt``.
 
-Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
+Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021,
 appendix G. The study does so for each method, each domain and each seed. The domains, the network and the settings are
 those of the five-domain task (``experiments/definitions/001-T11.toml``), with one client per remaining domain. The
 variant ``evidence`` has the settings of the variant ``shared``, and the domains in ``DIGITS``.
