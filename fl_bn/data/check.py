@@ -1,4 +1,4 @@
-"""Check of a data set's files before a run: the files must exist, be well formed, and be complete.
+"""Check a data set's files before a run: the files must exist, be well formed, and be complete.
 
 Nothing is downloaded or written. For large sets, all files are listed, but only one sample of each split and
 domain is read.

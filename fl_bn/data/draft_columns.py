@@ -1,4 +1,4 @@
-"""Draft of a columns.toml, which guesses from CSV files what each column is. A person must read and correct the draft.
+"""Draft a columns.toml by guessing from CSV files what each column is. A person must read and correct the draft.
 
 The draft contains categories, rounded means and rounded deviations of the data. Sending the draft to other sites
 discloses them.

@@ -1,4 +1,4 @@
-"""Data of your own: a folder of images, with a folder for each class below ``train`` and ``test``."""
+"""Load data of your own: a folder of images, with a folder for each class below ``train`` and ``test``."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
 
     With ``update="weights"``, a round has as many steps as the round of a client. The batch of each step is drawn from
     all data, and is as large as the batches of the cohort together. With ``update="gradients"``, the batch joins the
-    clients' own batches (DSGD; FBN, remark 4.1). There, the division of the data still decides which samples are
+    clients' own batches (DSGD; FBN, remark 4.1). In this case the division of the data still decides which samples are
     drawn. Optimiser, learning-rate schedule and evaluated rounds are those of the run config. The optimiser keeps its
     momentum through all rounds. The network has the normalisation layers of the method.
 

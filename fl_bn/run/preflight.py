@@ -67,7 +67,7 @@ def check(config: RunConfig) -> None:
     if config.rounds and untouched and not measured and not by_itself and not config.model_weights and batch_norms(model):
         LOGGER.warning(
             "%s: the statistics freeze before round 1 (freeze-after=%s of rounds=%s) with the values of a new network, which describe no "
-            "data. Set freeze-after to 1 or more, calibrate to -1, or model-weights to those of a trained network",
+            "data. Set freeze-after to 1 or more, calibrate to -1, or model-weights to the file of a trained network",
             config.method,
             config.rounds // 2 if config.freeze_after < 0 else config.freeze_after,
             config.rounds,
