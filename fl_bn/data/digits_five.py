@@ -176,8 +176,8 @@ DOWNLOADED = (SVHN, USPS, MNIST)
 def sources(folder: Path) -> list[Source]:
     """Choose the source of each of the five domains: SVHN, USPS, SynthDigits, MNIST-M and MNIST.
 
-    For each domain, this is the first source whose files are in ``folder``. If there is none, torchvision downloads SVHN, USPS
-    and MNIST.
+    For each domain, this is the first source whose files are in ``folder``. If SVHN, USPS or MNIST has no such source, its
+    source is torchvision, which downloads the domain when it is loaded.
 
     Raises:
         DataNotFound: a domain has no files in ``folder``, and torchvision cannot download it.

@@ -40,7 +40,8 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
 
     Raises:
         DataNotFound: there is no such file.
-        ValueError: a file is no CSV, the column ``target`` is missing, or no column is left to learn from.
+        ValueError: ``delimiter`` is not allowed, a file is no CSV, the column ``target`` is missing, or no column is left to
+            learn from.
     """
     if delimiter not in DELIMITERS:
         raise ValueError(f"delimiter must be one of {', '.join(map(repr, DELIMITERS))}, but got {delimiter!r}")

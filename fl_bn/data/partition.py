@@ -107,8 +107,8 @@ def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min
         min_samples: the fewest samples of a client. The default, 2, is the least that has a variance.
 
     Raises:
-        ValueError: ``concentration`` is not positive, or there are fewer than ``clients * min_samples``
-            samples.
+        ValueError: ``concentration`` is not positive and finite, ``min_samples`` is below 1, or there are fewer than
+            ``clients * min_samples`` samples.
 
     References:
         Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019, whose

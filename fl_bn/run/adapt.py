@@ -109,7 +109,7 @@ def read_run(folder: Path) -> Adaptation:
     """Read the model of a finished run, and the models of its clients if there are any.
 
     Raises:
-        ConfigError: ``folder`` is not the folder of a run, has no model, or lacks tensors that its clients kept.
+        ConfigError: ``folder`` is not the folder of a run, has no model, or lacks the BatchNorm tensors that stayed at the clients.
         NotAdaptable: The model cannot be adapted, as ``Adaptation`` says.
     """
     config = read_config(folder)

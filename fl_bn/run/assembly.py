@@ -109,9 +109,8 @@ def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
     """Set the modules whose functions run configs may name in this process.
 
     Allowed are the modules of the app, and the modules that the owner of this machine names. The owner names modules by
-    ``allow-modules`` in the node config and by FL_BN_ALLOW_MODULES in the environment. If there is no app and no module
-    is named, the user runs the process directly, for example by ``fl-bn run``. Then all modules are allowed, except those
-    of Python and of installed packages.
+    ``allow-modules`` in the node config and by FL_BN_ALLOW_MODULES in the environment. The name ``*`` allows all modules
+    except those of Python and of installed packages. ``fl-bn run`` sets it, since its user owns the process.
 
     Args:
         app: The folder of the running app; None: there is none.
@@ -253,7 +252,7 @@ def shape(config: RunConfig) -> tuple[int, int, int]:
 @lru_cache(maxsize=4)
 @_as_config_error()
 def source_model(config: RunConfig) -> nn.Module:
-    """Return the network with its own BatchNorm layers and the run's initial weights. It is cached: copy it before a change."""
+    """Return the network before its conversion, with the run's initial weights. It is cached: copy it before a change."""
     classes, channels, size = shape(config)
     if classes < 2 and isinstance(task(config), Classification):
         raise ConfigError(f"classification needs at least 2 classes, but dataset={config.dataset!r} has {classes}")
@@ -449,7 +448,7 @@ def _check_columns(config: RunConfig, data: Dataset) -> None:
 
 
 def forget() -> None:
-    """Clear the caches of data and networks in this process, to free their memory."""
+    """Clear this module's caches of data, partitions and networks."""
     for cached in (_dataset, _without, _validated, source_model, client_model, network, training, partitions, client_samples):
         cached.cache_clear()
 

@@ -25,8 +25,8 @@ def memory_format(name: str, model: nn.Module, image: tuple[int, int], device: t
 
     On a CPU, ``auto`` is channels-last if the network has 2-D convolutions. Channels-last was at least as fast for all
     networks that were measured (``benchmarks/results/memory-format.md``). On a GPU, ``auto`` is contiguous, because
-    channels-last gained nothing there (``benchmarks/results/gpu.md``). A network that cannot compute in channels-last
-    stays contiguous. The usual reasons are ``view`` after a convolution, and a layer that ``overrun`` names.
+    channels-last gained nothing there (``benchmarks/results/gpu.md``). With ``auto``, a network that cannot compute in
+    channels-last stays contiguous. The usual reasons are ``view`` after a convolution, and a layer that ``overrun`` names.
 
     Args:
         name: The value of the key ``memory-format``.

@@ -28,7 +28,9 @@ from fl_bn.task import Classification, Task
 
 
 def check(config: RunConfig) -> None:
-    """Try the parts of a run: callbacks, partition and payload, and the network and the loss on two samples.
+    """Try the parts of a run: callbacks, partition, payload and augmentation, and the network on two samples.
+
+    For classification, the shape of the network's output is checked. For other tasks, loss and metrics are computed.
 
     Raises:
         ConfigError: A part cannot work. The message has the reason.

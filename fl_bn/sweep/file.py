@@ -159,8 +159,8 @@ class Sweep:
         """Return the cells (runs) of the sweep, one for each combination. Their folders are in ``output/runs``.
 
         Raises:
-            ConfigError: A key is unknown, its value is out of range, or a key of ``own`` has no effect in any run; or two
-                cells would have the same folder, a folder holds another run, or there is no cell at all.
+            ConfigError: A key is unknown, its value is out of range, or it has no effect although ``own`` or ``strict``
+                demands one; or two cells would have the same folder, a folder holds another run, or there is no cell.
         """
         made: list[Cell] = []
         use = Usage()
