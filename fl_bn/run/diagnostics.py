@@ -94,7 +94,7 @@ class Diagnostics:
             raise ConfigError(expected("each of diagnostics", unknown[0], DIAGNOSTICS))
         if config.dataset == SITES:
             raise ConfigError(
-                f"diagnostics need all clients' data in one place, but with dataset={SITES!r} the server has no data: leave out diagnostics"
+                f"diagnostics need all clients' data in one place, but with dataset={SITES!r} the server has none: leave out diagnostics"
             )
         if config.build_method().personal:
             raise ConfigError(
