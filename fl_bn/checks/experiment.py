@@ -26,7 +26,7 @@ def run_config(values: Mapping[str, Any]) -> tuple[Finding, RunConfig | None]:
     """Check the run config of ``values``.
 
     Returns:
-        The finding, and the run config; None in its place: it is wrong.
+        The finding, and the run config; None instead of a run config that is wrong.
     """
     from fl_bn.run.config import ConfigError, RunConfig
 

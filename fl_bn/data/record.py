@@ -127,8 +127,8 @@ class Dataset:
 def to_input(images_uint8: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert uint8 images to the input of a network: 0..255 becomes -1..1.
 
-    The constants are fixed. The data's own mean and deviation would centre better, but they are statistics of
-    the clients' data and would have to leave the clients before training starts.
+    The constants are fixed. The data's own mean and deviation would centre better. But they are statistics of the
+    clients' data, and would have to leave the clients before training starts.
 
     >>> to_input(torch.tensor([0, 255], dtype=torch.uint8))
     tensor([-1.,  1.])

@@ -475,8 +475,8 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
         node_id: Flower's id of the client's node.
 
     Raises:
-        ConfigError: Neither the node config nor ``client-nodes`` gives the index, the index is not a whole number or out
-            of range, or ``num-partitions`` in the node config is not the run's number of clients.
+        ConfigError: Neither the node config nor ``client-nodes`` gives the index, or it is not a whole number in the range.
+            Or ``num-partitions`` in the node config is not the run's number of clients.
     """
     nodes, names = nodes_of(config.client_nodes), sites_of(config.client_names)
     if "partition-id" not in node and nodes:

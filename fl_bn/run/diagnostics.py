@@ -85,8 +85,8 @@ class Diagnostics:
         names: The kinds to measure. Each is a name in ``DIAGNOSTICS``.
 
     Raises:
-        ConfigError: A name is unknown, the server does not have the data, the method has no global model, or ``drift`` or
-            ``gradients`` is named although the network has no BatchNorm.
+        ConfigError: A name is unknown, the server does not have the data, or the method has no global model. Or ``drift``
+            or ``gradients`` is named although the network has no BatchNorm.
     """
 
     def __init__(self, config: RunConfig, names: Sequence[str]) -> None:

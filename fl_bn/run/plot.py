@@ -32,8 +32,8 @@ def plot(folders: Sequence[Path], picture: Path) -> list[str]:
         The names of the lines.
 
     Raises:
-        ConfigError: A folder has no run, a run has no evaluated round or no readable config, its task does not exist, or
-            the runs have different metrics or no evaluated round in common.
+        ConfigError: A folder has no run; or a run has no evaluated round, no readable config, or a task that does not
+            exist. Or the runs have different metrics, or no evaluated round in common.
     """
     runs = {run: _config(run) for folder in folders for run in _runs(folder)}
     tasks = {config["task"]: _task(config["task"]) for config in runs.values()}

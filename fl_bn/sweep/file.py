@@ -88,7 +88,7 @@ class Where:
         Args:
             at: Axis -> the label of the combination.
             keys: The run-config keys of the combination. If the variant replaces an axis by a single value, the name of the
-                axis is one of these keys, and its value is compared instead of a label.
+                axis is one of these keys. Its value is then compared instead of a label.
         """
         return all(at.get(axis, str(keys.get(axis))) == value for axis, value in self.at.items())
 

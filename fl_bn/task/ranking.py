@@ -19,8 +19,8 @@ from fl_bn.task.task import SHARE, Range
 class ClassificationAUC(Classification):
     """Define a task with one of C classes per sample, whose metric is ``auc``, the area under the ROC curve.
 
-    The AUC is the mean over the classes of the area for this class against all others (scikit-learn's
-    ``multi_class="ovr"``, for log odds rounded to ``BINS`` bins). A class without samples, or with all samples, is left
+    The AUC is the mean over the classes of the area for this class against all others. It is scikit-learn's
+    ``multi_class="ovr"``, for log odds rounded to ``BINS`` bins. A class without samples, or with all samples, is left
     out. If no class remains, the AUC is NaN. The accuracies of ``Classification`` are further metrics.
 
     >>> from fl_bn.task import ClassificationAUC
