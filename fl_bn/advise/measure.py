@@ -74,7 +74,8 @@ class Measured:
 def measure(config: RunConfig) -> Measured:
     """Measure the clients of a run before it begins: their numbers of samples, and how their labels and features differ.
 
-    Only training samples and the initial network are used. Byzantine clients are left out.
+    Only training samples and the initial network are used. Byzantine clients are left out. Features are measured on at
+    most ``SAMPLES`` samples of each of the first ``CLIENTS`` clients.
 
     Raises:
         ConfigError: The data are at the sites (``dataset='sites'``), or cannot be loaded or divided as configured.

@@ -42,9 +42,10 @@ def successive_halving(candidates: Sequence[str], rounds: int, score: Score, *, 
     """Choose one of several candidates by successive halving.
 
     All candidates are run for a tenth of the rounds, but at least ``LEAST`` rounds. The better half is run for twice as
-    many rounds, and so on until one candidate remains. No run has more than ``rounds`` rounds. Each run is complete,
-    with its schedules scaled to its length. The beginning of a longer run would not do: a method that freezes its
-    statistics at half time would not freeze them there.
+    many rounds, and so on until one candidate remains. No run has more than ``rounds`` rounds.
+
+    Each run is complete: its schedules are scaled to its length. A longer run that is stopped early is no substitute. A
+    method that freezes its statistics at half time would be stopped before the freeze.
 
     Args:
         candidates: The candidates, the most promising first. Of two candidates with the same metric, the first goes on.
@@ -56,7 +57,7 @@ def successive_halving(candidates: Sequence[str], rounds: int, score: Score, *, 
         The rungs; an empty list for a single candidate.
 
     Raises:
-        ConfigError: The runs of all candidates failed.
+        ConfigError: All runs of a rung failed.
     """
     rungs: list[Rung] = []
     remaining, length = list(candidates), max(LEAST, round(rounds / TENTH))
@@ -107,7 +108,16 @@ def pilot_cells(candidates: Sequence[str], rounds: int, base: Mapping[str, Any],
 
 
 def final_cell(label: str, base: Mapping[str, Any], output: Path, checkpoint_every: int) -> Cell:
-    """Return the full-length run of the chosen method, which trains on all training data and is tested on the test data."""
+    """Return the full-length run of the chosen method.
+
+    The run trains on all training data, and is evaluated on the test data, unless ``base`` sets ``validation-share``.
+
+    Args:
+        label: The candidate, as for ``fl-bn compare``.
+        base: The run-config keys of the user's run.
+        output: The folder of the runs.
+        checkpoint_every: The number of rounds between two checkpoints, if ``base`` does not set it.
+    """
     config = _config(label, base, output)
     pictures, every = bool(base.get("pictures", True)), config.checkpoint_every or checkpoint_every
     return Cell(replace(config, pictures=pictures, checkpoint_every=every), {"method": label})

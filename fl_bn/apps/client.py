@@ -32,7 +32,12 @@ def make_app(folder: Path | None = None) -> ClientApp:
 
 
 def build_client(context: Context, folder: Path | None = None) -> BatchNormClient:
-    """Make the client for one message from the node config and the run config."""
+    """Make the client that answers one message. The node config and the run config in ``context`` decide its settings.
+
+    Args:
+        context: Flower's context of the client.
+        folder: The folder of the Flower app; a run config may name functions of its modules. None: there is none.
+    """
     node = context.node_config
     allow_modules(folder, node)
     config = known(context.run_config)

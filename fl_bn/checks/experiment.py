@@ -26,7 +26,7 @@ def run_config(values: Mapping[str, Any]) -> tuple[Finding, RunConfig | None]:
     """Check the run config of ``values``.
 
     Returns:
-        The finding, and the run config. If the run config is wrong, None in its place.
+        The finding, and the run config; None instead of a run config that is wrong.
     """
     from fl_bn.run.config import ConfigError, RunConfig
 
@@ -88,7 +88,9 @@ def run_data(config: RunConfig) -> Finding:
 
 
 def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add run-config keys that describe this site's own data: classes, channels and image size, and for tables also the columns.
+    """Add run-config keys that describe this site's own data: classes, channels and image size.
+
+    For tables, also add the digest of the columns, and a model and a task, unless ``values`` has them.
 
     Args:
         node: The site's node config.
@@ -121,6 +123,9 @@ def site_experiment(values: Mapping[str, Any], node: Mapping[str, Any]) -> Itera
     Args:
         values: Keys of the run config.
         node: The site's node config.
+
+    Yields:
+        The finding of each check.
     """
     names_data = "dataset" in values
     try:
@@ -166,8 +171,8 @@ def as_the_app(node: Mapping[str, Any]) -> None:
 def _samples(config: RunConfig, node: Mapping[str, Any]) -> tuple[Samples, Samples, tuple[int, ...]]:
     """Load the samples on which the client of this site would train.
 
-    If the site has no data of its own, they are client 0's share of the run's data set. The site's own client index is
-    known only to the server of a run.
+    If the site has no data of its own, they are a client's share of the run's data set. The client's index is the node
+    config's ``partition-id``, or else 0, since only the server of a run knows the site's own index.
 
     Returns:
         The training samples, the test samples, and the number of training samples per class.

@@ -159,7 +159,10 @@ def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Fi
     except OSError as error:
         name = f"{existing}: {error.strerror}" if error.strerror else str(error)
         return Finding(
-            "fail", check, f"{shown} cannot be written: {name}", "give this user write access, make room, or name another folder"
+            "fail",
+            check,
+            f"{shown} cannot be written or read back: {name}",
+            "give this user write access, make room, or name another folder",
         )
     text = f"{shown} is writable, a file was written, synced and read back; {free / GB:.1f} GB are free"
     kind = _file_system(existing.resolve(), mounts)
@@ -182,7 +185,7 @@ def _write_and_remove(folder: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
         if Path(file.name).read_bytes() != content:
-            raise OSError(f"{folder}: a file that was written there was read back with other content")
+            raise OSError("expected to read back what was written, but got other content: check the disk")
 
 
 def _file_system(folder: Path, mounts: Path) -> str:

@@ -43,6 +43,9 @@ def run(values: Mapping[str, Any]) -> Iterator[Finding]:
 
     Args:
         values: Keys of the run config.
+
+    Yields:
+        The finding of each check.
     """
     finding, config = experiment.run_config(values)
     yield finding

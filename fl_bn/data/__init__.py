@@ -1,1 +1,1 @@
-"""Image data, its division among clients, and the batches a client draws from its share."""
+"""Load data, divide them among clients, and draw the batches of a client from its share."""

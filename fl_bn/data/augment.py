@@ -1,4 +1,4 @@
-"""Random changes of a batch of training images, as in the papers.
+"""Change a batch of training images at random, as in the papers.
 
 The changes work on uint8 images before these are scaled, and draw from a generator that the caller seeds. So
 a client's batch is the same in every process, and also when FedTAN repeats a step. Call a change once per
@@ -77,7 +77,7 @@ def flip(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor
 
 
 def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PADDING) -> tuple[Tensor, Tensor]:
-    """Pad by ``padding`` black pixels on every side, cut out the original size at a random place, then ``flip``.
+    """Pad each image by ``padding`` black pixels on every side, cut out its original size at a random place, then ``flip``.
 
     The usual padding for CIFAR is 4. The padding of FixBN (A.1) is 2.
     """
@@ -91,7 +91,8 @@ def crop_flip(x: Tensor, y: Tensor, rng: np.random.Generator, padding: int = PAD
 def flip_rotate(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Apply ``flip``, then rotate about the centre by -30 to 30 degrees, as FedBN does for Office and DomainNet.
 
-    Each pixel has the value of the nearest pixel before the rotation. Where that would be outside the image, it is black.
+    Each pixel gets the value of the nearest pixel before the rotation. If that position is outside the image, the pixel is
+    black.
     """
     height, width = x.shape[2:]
     angle = np.deg2rad(rng.uniform(-DEGREES, DEGREES, len(x)))
@@ -134,10 +135,10 @@ def segmentation(x: Tensor, y: Tensor, rng: np.random.Generator) -> tuple[Tensor
 
 
 def _sampled(x: Tensor, affine: np.ndarray[tuple[int, ...], np.dtype[np.float64]], mode: str) -> Tensor:
-    """Transform each image by its affine matrix, of ``affine`` (B, 2, 3), as ``torch.nn.functional.affine_grid`` does.
+    """Transform each image by its matrix in ``affine`` (B, 2, 3), as ``torch.nn.functional.affine_grid`` does.
 
     A matrix maps the coordinates of a pixel in the result to coordinates in the image, both in -1..1. ``mode`` is the
-    interpolation. Outside the image, pixels are black if it is "nearest". Otherwise the image's border is repeated.
+    interpolation. Pixels outside the image are black if ``mode`` is "nearest". Otherwise the image's border is repeated.
     """
     theta = torch.from_numpy(affine).to(x.device, torch.float32)
     grid = functional.affine_grid(theta, list(x.shape), align_corners=False)

@@ -83,7 +83,7 @@ def draw_batches(
 
     Raises:
         ClientTooSmall: ``n`` is below ``least``, or with ``drop_last`` below ``batch_size``.
-        ValueError: ``batch_size`` is below 2, or not exactly one of ``epochs`` and ``steps`` is positive.
+        ValueError: ``batch_size`` is below 2; or ``epochs`` and ``steps`` are both positive or both 0, or one is negative.
     """
     _check(n, batch_size, least, drop_last)
     if min(epochs, steps) != 0 or max(epochs, steps) <= 0:
@@ -92,7 +92,7 @@ def draw_batches(
 
 
 def _draw(n: int, batch_size: int, rng: np.random.Generator, epochs: int, steps: int, least: int, drop_last: bool) -> Iterator[Indices]:
-    """Yield the batches of ``draw_batches``. The arguments are checked there, when it is called."""
+    """Yield the batches of ``draw_batches``, which checks the arguments when it is called."""
     for _ in range(epochs):
         yield from epoch_batches(n, batch_size, rng, least, drop_last)
     while steps > 0:

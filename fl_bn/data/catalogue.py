@@ -1,4 +1,4 @@
-"""Catalogue of the data sets, with their terms of use and their files. docs/data.md and ``fl-bn data`` show the catalogue.
+"""List the data sets in a catalogue, with their terms of use and their files. docs/data.md and ``fl-bn data`` show the catalogue.
 
 The terms of use are summarised in a line, as far as they are generally known. Only the publishers' own texts are binding.
 """

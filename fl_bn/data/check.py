@@ -1,7 +1,7 @@
-"""Check of a data set's files before a run: the files must exist, be well formed, and be complete.
+"""Check a data set's files before a run: the files must exist, be well formed, and be complete.
 
-Nothing is downloaded or written. For large sets, all files are listed, but only one sample of each split and
-domain is read.
+Nothing is downloaded or written. For large sets, all files are listed, but only one sample of each split is read. For
+sets of image folders, it is one sample of each split and domain.
 """
 
 from __future__ import annotations

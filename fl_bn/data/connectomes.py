@@ -1,4 +1,4 @@
-"""ABIDE I: correlations between regions of resting brains of people with and without autism, by site.
+"""Load ABIDE I: correlations between regions of resting brains of people with and without autism, by site.
 
 A sample is the upper triangle of the correlation matrix of R regions' time series, R (R - 1) / 2 numbers:
 5,995 for the 110 regions of the Harvard-Oxford atlas. FedBN trains on windows of each scan, which yields
@@ -93,8 +93,8 @@ def load_abide(path: str, image_size: int) -> Measurements:
 
     The files have one of these forms (docs/data.md):
 
-    * the published ``Phenotypic*.csv`` and ``*_rois_ho.1D`` anywhere below ``path``, of which FedBN's four
-      sites are used; or
+    * the published ``Phenotypic*.csv`` and ``*_rois_ho.1D``, anywhere below ``path``. Only the four sites of the FedBN paper
+      are used; or
     * a file ``SITE.npz`` for each site with labels ``y`` (n,) and either ``series`` (n, T, R) or ready
       vectors ``x`` (n, features). An optional ``subject`` (n,) tells which rows belong to one person; or
     * a file ``SITE.csv`` for each site: a label and the vector's numbers per line, without a header.
@@ -165,7 +165,10 @@ def read_sites(folder: Path) -> dict[str, list[Subject]]:
         ValueError: a file has another form.
     """
     if not folder.is_dir():
-        raise DataNotFound(f"dataset 'abide': there is no folder {str(folder)!r} (current folder: {str(Path.cwd())!r})")
+        raise DataNotFound(
+            f"dataset 'abide': there is no folder {str(folder)!r}: give data-path a folder with the files that docs/data.md lists (a "
+            f"relative path starts at the current folder, {str(Path.cwd())!r})"
+        )
     if phenotypes := sorted(folder.rglob("Phenotypic*.csv")):
         return _published(folder, phenotypes[0])
     files = [file for file in visible(folder) if file.suffix in (".npz", ".csv")]
@@ -214,7 +217,7 @@ def read_series(file: Path) -> Floats:
     try:
         series = np.loadtxt(file, ndmin=2)  # the header begins with #, so loadtxt skips it as a comment
     except ValueError as error:
-        raise ValueError(f"{file}: expected a header and a line of numbers per time point, but {error}") from error
+        raise ValueError(f"{file}: expected a header and a line of numbers per time point, but reading failed: {error}") from error
     names = header.split()
     if EMPTY_REGION in names and len(names) == series.shape[1]:
         series = np.delete(series, names.index(EMPTY_REGION), axis=1)
@@ -244,7 +247,9 @@ def _csv(file: Path) -> list[Subject]:
     try:
         table = np.loadtxt(file, delimiter=",", ndmin=2)
     except ValueError as error:
-        raise ValueError(f"{file}: expected a label and numbers per line, separated by commas, without a header, but {error}") from error
+        raise ValueError(
+            f"{file}: expected a label and numbers per line, separated by commas, without a header, but reading failed: {error}"
+        ) from error
     return _grouped(file, table[:, 1:], table[:, 0], np.arange(len(table)), ready=True)
 
 

@@ -1,4 +1,4 @@
-"""Data of your own: CSV files, one per site, whose columns a columns.toml describes.
+"""Load data of your own: CSV files, one per site, whose columns a columns.toml describes.
 
 Every cell is converted with constants of columns.toml alone. Means, deviations and categories are never taken
 from the data, so the data of one site do not change the numbers of another.
@@ -80,7 +80,10 @@ class Rows:
 
     @property
     def note(self) -> str:
-        """Return a sentence that says how many rows are used and left out, and how many cells were replaced; empty: none were."""
+        """Return a sentence with the numbers of rows used, rows left out and cells replaced.
+
+        Empty: no row was left out, and no cell was replaced.
+        """
         parts = ", ".join(f"{what}: {count}" for what, count in sorted(self.counts.items()))
         return f"{self.file.name}: {len(self.y)} rows are used; {parts}" if parts else ""
 
@@ -110,8 +113,8 @@ def load_csv(path: str, image_size: int) -> TableData:
     x, y = np.concatenate([table.x for table in tables]), np.concatenate([table.y for table in tables])
     test = np.concatenate(splits)
     if not test.any():
-        alike = f" in one {columns.group}" if columns.group and len(tables[0].y) > 1 else ""
-        raise TableError(files[0], f"expected a training row and a test row at least, but there {_rows(len(y))}{alike} in all: add rows")
+        alike = f", and each file has only one {columns.group!r}" if columns.group and len(tables[0].y) > 1 else ""
+        raise TableError(files[0], f"expected a training row and a test row at least, but there {_rows(len(y))} in all{alike}: add rows")
     domain = torch.repeat_interleave(torch.arange(len(files)), torch.tensor([len(table.y) for table in tables]))
     several = len(files) > 1
     parts = [torch.from_numpy(chosen) for chosen in (~test, test)]

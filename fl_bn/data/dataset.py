@@ -1,4 +1,4 @@
-"""Loading of a data set by its name."""
+"""Load a data set by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digits without a download: scikit-learn's 8x8 handwritten digits, plain or blended into its two photographs.
+"""Make digits without a download: scikit-learn's 8x8 handwritten digits, plain or blended into its two photographs.
 
 The blend is the recipe of MNIST-M (Ganin et al., "Domain-adversarial training of neural networks", JMLR
 2016): the absolute difference between a random patch of a photograph and the digit, in each colour channel. A

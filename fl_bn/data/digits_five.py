@@ -1,4 +1,4 @@
-"""Digits of five kinds: SVHN, USPS, SynthDigits, MNIST-M and MNIST, the five-domain task of FedBN.
+"""Load digits of five kinds: SVHN, USPS, SynthDigits, MNIST-M and MNIST, the five-domain task of FedBN.
 
 ``digits-five`` has the published splits. ``digits-five-pooled`` pools both splits of each set and divides them
 again into 80 % training and 20 % test samples, as FedBN does.
@@ -176,8 +176,8 @@ DOWNLOADED = (SVHN, USPS, MNIST)
 def sources(folder: Path) -> list[Source]:
     """Choose the source of each of the five domains: SVHN, USPS, SynthDigits, MNIST-M and MNIST.
 
-    For each domain, this is the first source whose files are in ``folder``. If there is none, torchvision downloads SVHN, USPS
-    and MNIST.
+    For each domain, this is the first source whose files are in ``folder``. If SVHN, USPS or MNIST has no such source, its
+    source is torchvision, which downloads the domain when it is loaded.
 
     Raises:
         DataNotFound: a domain has no files in ``folder``, and torchvision cannot download it.
@@ -229,7 +229,7 @@ def load_digits_five(path: str, image_size: int) -> Dataset:
 def load_digits_five_pooled(path: str, image_size: int) -> Dataset:
     """Load ``digits-five-pooled``: ``digits-five``, but with 80 % of each domain's samples as training samples.
 
-    The published splits are pooled. The division is random, but the same in every run. The paper says: "testing samples
+    The published splits are pooled. The division is random, but the same in every run. The FedBN paper says: "testing samples
     are held out and kept the same for all the experiments".
 
     Raises:

@@ -1,4 +1,4 @@
-"""Draft of a columns.toml, which guesses from CSV files what each column is. A person must read and correct the draft.
+"""Draft a columns.toml by guessing from CSV files what each column is. A person must read and correct the draft.
 
 The draft contains categories, rounded means and rounded deviations of the data. Sending the draft to other sites
 discloses them.
@@ -40,7 +40,8 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
 
     Raises:
         DataNotFound: there is no such file.
-        ValueError: a file is no CSV, the column ``target`` is missing, or no column is left to learn from.
+        ValueError: ``delimiter`` is not allowed, a file is no CSV, the column ``target`` is missing, or no column is left to
+            learn from.
     """
     if delimiter not in DELIMITERS:
         raise ValueError(f"delimiter must be one of {', '.join(map(repr, DELIMITERS))}, but got {delimiter!r}")

@@ -1,4 +1,4 @@
-"""Data of your own: a folder of images, with a folder for each class below ``train`` and ``test``."""
+"""Load data of your own: a folder of images, with a folder for each class below ``train`` and ``test``."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def load_folder(path: str, image_size: int) -> Dataset:
 
     Raises:
         DataNotFound: ``path``, ``train`` or ``test`` is not a folder.
-        ValueError: there is no path, a split has no images, classes.txt is wrong, a file is not an image of 8
-            bits a channel, or sizes differ while ``image_size`` is 0.
+        ValueError: there is no path, a split has no images, or classes.txt is wrong. Or a file is not an image of 8 bits a
+            channel, or images are not square or differ in size while ``image_size`` is 0.
     """
     if not path:
         raise ValueError("dataset 'folder' needs a path: the folder that holds train/CLASS/* and test/CLASS/*")

@@ -1,4 +1,4 @@
-"""Data of your own from a function of your own: images or measurements of any shape."""
+"""Load data of your own by a function of your own: images or measurements of any shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published sets of image folders: Office-Caltech10, DomainNet, PACS, Tiny-ImageNet and ImageNet."""
+"""Load published sets of image folders: Office-Caltech10, DomainNet, PACS, Tiny-ImageNet and ImageNet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PACS_CLASSES = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "perso
 
 @dataclass(frozen=True)
 class FolderLayout:
-    """Layout of a data set on the disk.
+    """Describe the layout of a data set on the disk.
 
     Attributes:
         files: ``files(path)`` returns the list of the set's image files.

@@ -1,4 +1,4 @@
-"""Published image folders: first a list of the files with their classes and domains, then the images.
+"""List the files of published image folders with their classes and domains, and then load the images.
 
 The list is made without decoding an image, so that ``fl-bn data check`` can check a million files in seconds.
 """
@@ -98,7 +98,7 @@ def find_root(name: str, path: str, needs: Sequence[str], tops: Sequence[str] = 
 
 
 def class_images(name: str, folder: Path, classes: Sequence[str], domain: int = 0) -> list[Image]:
-    """List the files ``folder/CLASS/*`` of ``classes``, in their order. Other folders are skipped.
+    """List the files ``folder/CLASS/*``, class by class in the order of ``classes``. Other folders are skipped.
 
     Raises:
         DataNotFound: the folder of a class is missing or empty.
@@ -107,7 +107,7 @@ def class_images(name: str, folder: Path, classes: Sequence[str], domain: int = 
     for label, class_name in enumerate(classes):
         files = visible(folder / class_name) if (folder / class_name).is_dir() else []
         if not files:
-            raise DataNotFound(f"dataset {name!r}: there are no images in {folder / class_name}")
+            raise DataNotFound(f"dataset {name!r}: there are no images in {folder / class_name}: docs/data.md shows which files go where")
         images += [Image(file, label, domain) for file in files]
     return images
 

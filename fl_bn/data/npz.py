@@ -1,4 +1,4 @@
-"""Data of your own: numpy archives with ``x_train``, ``y_train``, ``x_test`` and ``y_test``."""
+"""Load data of your own: numpy archives with ``x_train``, ``y_train``, ``x_test`` and ``y_test``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ def load_npz(path: str, image_size: int) -> Dataset:
 
     Images are uint8 (N, H, W, C) or (N, H, W) and square. Labels are integers (N,) that count from 0. The
     number of classes is the largest label, plus one. For other tasks, ``y_train`` and ``y_test`` are floats
-    (N,) or (N, D) (regression), or 0 or 1 (N, K) (multi-label). A domain is named after its file. Pickled
-    objects are never loaded.
+    (N,) or (N, D) (regression), or 0 or 1 (N, K) (multi-label). If some images are in colour, the grey images get
+    three equal channels. A domain is named after its file. Pickled objects are never loaded.
 
     Args:
         path: the archives, separated by commas.
-        image_size: pixels along each side. 0: the largest size of all images. If some images are in colour, the grey ones
-            get three equal channels.
+        image_size: pixels along each side. 0: the largest size of all images.
 
     Raises:
         DataNotFound: there is no such file.
@@ -101,7 +100,9 @@ def _array(file: Path, archive: np.lib.npyio.NpzFile, key: str) -> NDArray[np.ge
     try:
         array: NDArray[np.generic] = archive[key]
     except (ValueError, EOFError, zipfile.BadZipFile) as error:  # an object array is a ValueError, without pickles
-        raise ValueError(f"{file}: {key} could not be read: {error}") from error
+        raise ValueError(
+            f"{file}: expected {key} as an array of numbers, but could not read it: {error}. Save it by np.savez, without dtype=object"
+        ) from error
     return array
 
 

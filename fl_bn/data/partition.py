@@ -1,4 +1,4 @@
-"""Divisions of a data set among clients, fixed by a seed.
+"""Divide a data set among clients. A seed fixes the division.
 
 The functions use plain numpy. flwr-datasets would bring pandas, pyarrow and seaborn: half a gigabyte, and seconds
 of import in every client's process. It has neither disjoint classes per client nor similarity (FBN's gamma). Every
@@ -69,6 +69,12 @@ def table(labels: Labels, clients: int, k: int, seed: int) -> list[Indices]:
     class is divided equally among its ``k / 2`` clients. In the supplement's table for 6 classes, the fourth row has
     eight entries of 1/6, which add up to more than 1. This function gives that client six classes, like the others.
 
+    Args:
+        labels: (N,), of 10 different classes.
+        clients: 5.
+        k: number of classes per client: 2, 4, 6, 8 or 10.
+        seed: seed of the draws.
+
     Raises:
         ValueError: there are not 5 clients and 10 classes, or ``k`` is another number.
 
@@ -101,8 +107,8 @@ def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min
         min_samples: the fewest samples of a client. The default, 2, is the least that has a variance.
 
     Raises:
-        ValueError: ``concentration`` is not positive, or there are fewer than ``clients * min_samples``
-            samples.
+        ValueError: ``concentration`` is not positive and finite, ``min_samples`` is below 1, or there are fewer than
+            ``clients * min_samples`` samples.
 
     References:
         Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019, whose
@@ -114,8 +120,8 @@ def dirichlet(labels: Labels, clients: int, concentration: float, seed: int, min
         raise ValueError(f"the Dirichlet concentration must be positive and finite, but got {concentration}")
     if min_samples < 1 or len(labels) < clients * min_samples:
         raise ValueError(
-            f"{clients} clients of min_samples={min_samples} (at least 1) need {clients * min_samples} samples, but "
-            f"there are {len(labels)}; use fewer clients, or change min_samples"
+            f"min_samples must be 1..{len(labels) // clients} for {clients} clients and {len(labels)} samples, but got {min_samples}: use "
+            "fewer clients, or change min_samples"
         )
     members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     for _ in range(_DIRICHLET_DRAWS):
@@ -269,7 +275,7 @@ def partition(
         domains: (N,), for the kinds in ``BY_DOMAIN``.
         clients: number of clients.
         parameter: the number of classes per client ("classes", "table"), the concentration ("dirichlet",
-            "domain-dirichlet") or the similarity. Other kinds ignore it.
+            "domain-dirichlet") or the similarity ("similarity"). Other kinds ignore it.
         seed: seed of the draws.
         sizes: "natural", or "equal" to cut all parts to one size (``equal_sizes``).
 

@@ -1,4 +1,4 @@
-"""Public data sets that torchvision reads and, if there is internet access, downloads."""
+"""Load public data sets that torchvision reads and, if there is internet access, downloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loaded data set: uint8 images and their targets, in a training and a test split.
+"""Hold a loaded data set: uint8 images and their targets, in a training and a test split.
 
 Legend: N samples, C channels, H height, W width.
 """
@@ -69,7 +69,7 @@ class Dataset:
 
     @property
     def channels(self) -> int:
-        """Return the number of colour channels, C."""
+        """Return the number of channels, C: colour channels of an image, or features of a table row."""
         return self.x_train.shape[1]
 
     @property
@@ -127,8 +127,8 @@ class Dataset:
 def to_input(images_uint8: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert uint8 images to the input of a network: 0..255 becomes -1..1.
 
-    The constants are fixed. The data's own mean and deviation would centre better, but they are statistics of
-    the clients' data and would have to leave the clients before training starts.
+    The constants are fixed. The data's own mean and deviation would centre better. But they are statistics of the
+    clients' data, and would have to leave the clients before training starts.
 
     >>> to_input(torch.tensor([0, 255], dtype=torch.uint8))
     tensor([-1.,  1.])
@@ -167,8 +167,8 @@ def targets(where: str, key: str, y: NDArray[np.generic], samples: int) -> Tenso
     whole, number = np.issubdtype(y.dtype, np.integer), np.issubdtype(y.dtype, np.floating)
     if y.shape[:1] != (samples,) or not (y.ndim in (1, 2) and (whole or number)) and not (y.ndim == 2 and y.dtype == bool):
         raise ValueError(
-            f"{where}: {key} must be integers of shape ({samples},), one for each image; or for task='regression' floats ({samples},) or "
-            f"({samples}, D), for task='multi-label' 0 or 1 ({samples}, K); but is {y.dtype} {y.shape}"
+            f"{where}: {key} is {y.dtype} {y.shape}, but {samples} samples need labels: integers of shape ({samples},). task='regression' "
+            f"needs floats of shape ({samples},) or ({samples}, D). task='multi-label' needs zeros and ones of shape ({samples}, K)"
         )
     if number:
         with np.errstate(over="ignore"):  # infinities are refused later
@@ -178,7 +178,7 @@ def targets(where: str, key: str, y: NDArray[np.generic], samples: int) -> Tenso
         raise ValueError(f"{where}: {key} must count classes from 0, but holds {labels.min()}")
     if y.ndim == 2 and len(y) and not np.isin(labels, (0, 1)).all():
         spans = f"{y.min()}..{y.max()}"
-        raise ValueError(f"{where}: {key} of shape {y.shape} must be 0 or 1, whether a sample has each label, but spans {spans}")
+        raise ValueError(f"{where}: {key} of shape {y.shape} must be 0 or 1 (1: the sample has the label), but spans {spans}")
     return torch.from_numpy(labels)
 
 

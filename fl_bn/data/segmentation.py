@@ -1,4 +1,4 @@
-"""Data whose labels are masks, with one class per pixel, and the data set Cityscapes, whose cities are its domains.
+"""Load data whose labels are masks (one class per pixel), such as the data set Cityscapes, whose cities are its domains.
 
 Legend: N samples, H height, W width.
 """
@@ -137,7 +137,10 @@ def load_cityscapes(path: str, image_size: int) -> Segmentation:
 def _scene(file: Path, height: int) -> Tensor:
     picture = read_picture(file)
     if picture.shape[1] != 2 * picture.shape[0]:
-        raise ValueError(f"{file}: expected an image twice as wide as high, but it is {picture.shape[0]} high and {picture.shape[1]} wide")
+        raise ValueError(
+            f"{file}: expected an image twice as wide as high, but it is {picture.shape[0]} high and {picture.shape[1]} wide: use the "
+            "published images of 2048 x 1024 pixels, not crops"
+        )
     return stretch(picture, height, 2 * height)
 
 
@@ -153,7 +156,10 @@ def read_mask(file: Path, height: int) -> Tensor:
     if ids.ndim != 2:
         raise ValueError(f"{file}: expected a mask of one channel, labelIds, but it is in colour: use *_gtFine_labelIds.png")
     if ids.shape[1] != 2 * ids.shape[0]:
-        raise ValueError(f"{file}: expected a mask twice as wide as high, but it is {ids.shape[0]} high and {ids.shape[1]} wide")
+        raise ValueError(
+            f"{file}: expected a mask twice as wide as high, but it is {ids.shape[0]} high and {ids.shape[1]} wide: use the published "
+            "masks of 2048 x 1024 pixels, not crops"
+        )
     table = np.full(256, IGNORE, dtype=np.int64)
     table[list(TRAIN_IDS)] = np.arange(len(TRAIN_IDS))
     rows, columns = (((2 * np.arange(n) + 1) * m) // (2 * n) for n, m in ((height, ids.shape[0]), (2 * height, ids.shape[1])))

@@ -1,4 +1,4 @@
-"""Domains made from one data set: the images of each domain have one feature shift, as if from another camera or scanner.
+"""Make domains from one data set: the images of each domain have one feature shift, as if from another camera or scanner.
 
 Labels stay, and the look of the images changes. This is the setting of FedBN without its five data sets. This
 file also limits the samples per domain, as FedBN does.

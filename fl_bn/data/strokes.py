@@ -1,4 +1,4 @@
-"""Changes of thickness and stroke of bright figures on a dark background: Morpho-MNIST's four perturbations, as feature shifts.
+"""Change thickness and strokes of bright figures on a dark background: Morpho-MNIST's four perturbations, as feature shifts.
 
 Each image is enlarged four times, made black and white at the middle of its range, changed, and averaged back
 to its size.

@@ -1,4 +1,4 @@
-"""Validation samples: a share of each client's training data that replaces the test split."""
+"""Hold out validation samples: a share of each client's training data replaces the test split."""
 
 from __future__ import annotations
 

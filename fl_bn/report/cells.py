@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def finished(self) -> bool:
-        """Return whether the run reached its last round."""
+        """Return whether the run has ended without an error, and its files are complete."""
         return self.status == "finished"
 
     @property
@@ -119,7 +119,10 @@ class Cell:
         return self.best(metric) if at == "best" else self.last(metric)
 
     def of_clients(self, metric: str) -> list[float]:
-        """Return each client's value of ``metric`` in the last evaluation with such values, in percent if it is a share."""
+        """Return each client's value of ``metric`` in the last evaluation with such values, in percent if it is a share.
+
+        An empty list: no evaluation has such values.
+        """
         for row in reversed(self.rows):
             if values := [scale(metric) * c[metric] for c in row.get("clients") or () if c.get(metric) is not None]:
                 return values

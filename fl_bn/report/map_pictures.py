@@ -159,7 +159,7 @@ def _norm(values: np.ndarray, difference: bool, limit: float) -> Normalize:
 
 
 def _number(axes: Axes, row: int, column: int, value: float, colours: Any, norm: Normalize, metric: str, difference: bool) -> None:
-    """Write a number on a square of a map, in black or white, whichever can be read on the colour of the square.
+    """Write a number on a square of a map, in black or white, so that it can be read on the colour of the square.
 
     A ``difference`` above 0 gets a plus sign. A number that is not finite becomes a dash.
     """

@@ -179,7 +179,7 @@ class Compared(NamedTuple):
         detectable: The smallest true difference that the test would find.
         seeds: The number of seeds.
         p: The p-value.
-        state: The result, as ``held``.
+        state: The result, such as ``held``.
     """
 
     comparison: str

@@ -37,8 +37,8 @@ def write_report(folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
         The paths of the files.
 
     Raises:
-        ConfigError: ``folder`` is not the folder of a sweep, none of its runs has ended, [report] has an unknown key or a
-            wrong value, or a format is unknown.
+        ConfigError: ``folder`` is not the folder of a sweep, or none of its runs has ended. Or [report] has an unknown key
+            or a wrong value, or a format is unknown.
     """
     if unknown := [name for name in formats if name not in ALL]:
         raise ConfigError(expected("formats", unknown[0], ALL))

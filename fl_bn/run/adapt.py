@@ -60,7 +60,7 @@ class Newcomer:
         The order decides which samples form a batch in the way ``test-batch``. Files of test samples are often sorted.
 
         Args:
-            samples: How many training inputs to draw; 0, or more than there are: all.
+            samples: How many training inputs to draw. 0, or a number above the number of inputs: all inputs.
             seed: The seed of the draw and of the order.
         """
         rng = np.random.default_rng(np.random.SeedSequence([0xADA97, seed]))
@@ -102,14 +102,14 @@ def read_config(folder: Path) -> RunConfig:
             f"{folder} is not the folder of a run, since it has no {CONFIG}: give the folder that the run's log calls 'results'"
         ) from error
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{folder / CONFIG} cannot be read: {error}") from error
+        raise ConfigError(f"{folder / CONFIG} cannot be read: {error}. Put it back from a copy, or choose another run") from error
 
 
 def read_run(folder: Path) -> Adaptation:
     """Read the model of a finished run, and the models of its clients if there are any.
 
     Raises:
-        ConfigError: ``folder`` is not the folder of a run, has no model, or lacks tensors that its clients kept.
+        ConfigError: ``folder`` is not the folder of a run, has no model, or lacks the BatchNorm tensors that stayed at the clients.
         NotAdaptable: The model cannot be adapted, as ``Adaptation`` says.
     """
     config = read_config(folder)
@@ -140,7 +140,9 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     except FileNotFoundError as error:
         raise ConfigError(f"{file} is missing: a run writes it when it ends, so let the run end first") from error
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file} is not a safetensors file, or is incomplete: {error}") from error
+        raise ConfigError(
+            f"{file} is not a safetensors file, or is incomplete: {error}. Put it back from a copy, or choose another run"
+        ) from error
 
 
 def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
@@ -149,10 +151,12 @@ def newcomer(config: RunConfig, domain: str = "", data: str = "") -> Newcomer:
     Args:
         config: The run's config.
         domain: A domain of the run's data. If ``domain`` and ``data`` are empty, it is the domain that the run held out.
-        data: Other data: npz:PATH, folder:PATH, the name of a data set, or package.module:function; empty: none.
+        data: Other data: the name of a data set, a name with a path such as npz:PATH, or package.module:function; empty: none.
 
     Raises:
-        ConfigError: Both are given, the data do not exist, or they do not suit the model of the run.
+        ConfigError: Both ``domain`` and ``data`` are given; or both are empty, and the run held out no domain; or the data
+            cannot be loaded, or do not suit the model of the run.
+        DataNotFound: A file of the data is missing.
     """
     if data and domain:
         raise ConfigError(f"expected one source of the client's data, but got --domain {domain} and --data {data}: give one of them")
@@ -208,8 +212,11 @@ def adapt(
         device: The device of the evaluations.
         task: The run's task.
 
+    Returns:
+        The outcome of each way, in the order of ``how``.
+
     Raises:
-        ConfigError: ``batch_size`` is too small.
+        ConfigError: ``how`` has ``test-batch``, and ``batch_size`` is below 2.
         NotAdaptable: The model cannot be adapted in one of the ways, as ``Adaptation.adapt`` says.
     """
     if TEST_BATCH in how and batch_size < 2:

@@ -109,9 +109,8 @@ def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
     """Set the modules whose functions run configs may name in this process.
 
     Allowed are the modules of the app, and the modules that the owner of this machine names. The owner names modules by
-    ``allow-modules`` in the node config and by FL_BN_ALLOW_MODULES in the environment. If there is no app and no module
-    is named, the user runs the process directly, for example by ``fl-bn run``. Then all modules are allowed, except those
-    of Python and of installed packages.
+    ``allow-modules`` in the node config and by FL_BN_ALLOW_MODULES in the environment. The name ``*`` allows all modules
+    except those of Python and of installed packages. ``fl-bn run`` sets it, since its user owns the process.
 
     Args:
         app: The folder of the running app; None: there is none.
@@ -146,9 +145,9 @@ def _as_config_error() -> Iterator[None]:
 def dataset(config: RunConfig) -> Dataset:
     """Return the data of a run.
 
-    The run-config keys change them as follows. ``shifts`` makes domains. ``samples-per-domain`` and ``samples-share``
+    Run-config keys change the data as follows. ``shifts`` makes domains. ``samples-per-domain`` and ``samples-share``
     limit the training samples of each domain. ``hold-out`` removes a domain, and does not change the data of the
-    others. With ``evaluate-on='training'``, the training samples replace the test samples. With ``validation-share``,
+    other domains. With ``evaluate-on='training'``, the training samples replace the test samples. With ``validation-share``,
     the clients' validation samples replace the test samples.
 
     Raises:
@@ -253,7 +252,7 @@ def shape(config: RunConfig) -> tuple[int, int, int]:
 @lru_cache(maxsize=4)
 @_as_config_error()
 def source_model(config: RunConfig) -> nn.Module:
-    """Return the network with its own BatchNorm layers and the run's initial weights. It is cached: copy it before a change."""
+    """Return the network before its conversion, with the run's initial weights. It is cached: copy it before a change."""
     classes, channels, size = shape(config)
     if classes < 2 and isinstance(task(config), Classification):
         raise ConfigError(f"classification needs at least 2 classes, but dataset={config.dataset!r} has {classes}")
@@ -352,8 +351,8 @@ def _honest_parts(config: RunConfig) -> list[Indices]:
 def client_samples(config: RunConfig, client: int, own: OwnData = OwnData()) -> tuple[Samples, Samples, tuple[int, ...]]:  # noqa: B008
     """Return the training samples of a client, its test samples, and its number of training samples per class.
 
-    A client is tested on all test samples. The exception is a partition by domain with ``test-on='own'``: there, a
-    client is tested on the test samples of its own domain, if it has any. Under ``attack='label-flip'``, the training
+    A client is tested on all test samples, except in a partition by domain with ``test-on='own'``. Then it is tested on
+    the test samples of its own domain, if the domain has any. Under ``attack='label-flip'``, the training
     labels of Byzantine clients are flipped.
 
     Args:
@@ -412,9 +411,15 @@ def site_dataset(config: RunConfig, own: OwnData) -> Dataset:
         )
     if kind_of(data.y_train) not in (LABELS, MASKS) and data.classes != classes:
         description = describe(data.y_train, data.classes)
-        raise ConfigError(f"{source}: the run's network has classes={classes} outputs, but these data have {description}")
+        raise ConfigError(
+            f"{source}: the run's network has classes={classes} outputs, but these data have {description}: give data with {classes} "
+            "values or labels per sample"
+        )
     if data.classes > classes:
-        raise ConfigError(f"{source}: the run has {classes} classes, 0..{classes - 1}, but these data have labels up to {data.classes - 1}")
+        raise ConfigError(
+            f"{source}: the run has {classes} classes, 0..{classes - 1}, but these data have labels up to {data.classes - 1}: give data "
+            f"whose labels are 0..{classes - 1}"
+        )
     return data
 
 
@@ -443,7 +448,7 @@ def _check_columns(config: RunConfig, data: Dataset) -> None:
 
 
 def forget() -> None:
-    """Clear the caches of data and networks in this process, to free their memory."""
+    """Clear this module's caches of data, partitions and networks."""
     for cached in (_dataset, _without, _validated, source_model, client_model, network, training, partitions, client_samples):
         cached.cache_clear()
 
@@ -464,13 +469,14 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
 
     Args:
         node: The node config of the client. Its ``partition-id`` is the index.
-        config: The run config. If it has ``client-nodes``, the index is the position of ``node_id`` in them. If the
-            site's key was renewed after the run was submitted, it is the position of its name in ``client-names``.
+        config: The run config. If the node config has no ``partition-id``, the index is the position of ``node_id`` in
+            ``client-nodes``. If the site's key was renewed after the run was submitted, its node is not listed. Then the
+            index is the position of the site's name in ``client-names``.
         node_id: Flower's id of the client's node.
 
     Raises:
-        ConfigError: Neither the node config nor ``client-nodes`` gives the index, the index is out of range, or
-            ``num-partitions`` in the node config is not the run's number of clients.
+        ConfigError: Neither the node config nor ``client-nodes`` gives the index, or it is not a whole number in the range.
+            Or ``num-partitions`` in the node config is not the run's number of clients.
     """
     nodes, names = nodes_of(config.client_nodes), sites_of(config.client_names)
     if "partition-id" not in node and nodes:

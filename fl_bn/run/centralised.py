@@ -55,7 +55,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
 
     With ``update="weights"``, a round has as many steps as the round of a client. The batch of each step is drawn from
     all data, and is as large as the batches of the cohort together. With ``update="gradients"``, the batch joins the
-    clients' own batches (DSGD; FBN, remark 4.1). There, the division of the data still decides which samples are
+    clients' own batches (DSGD; FBN, remark 4.1). In this case the division of the data still decides which samples are
     drawn. Optimiser, learning-rate schedule and evaluated rounds are those of the run config. The optimiser keeps its
     momentum through all rounds. The network has the normalisation layers of the method.
 
@@ -66,7 +66,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
         The folder of the run.
 
     Raises:
-        ConfigError: A key has no meaning in centralised training, as ``check_centralised`` says.
+        ConfigError: A key or the method needs clients or a server, as ``check_centralised`` says.
     """
     check_centralised(config)
     target, of, method = device(config), task(config, dataset(config).y_train), config.build_method()
@@ -104,10 +104,10 @@ def run_centralised(config: RunConfig) -> RunDirectory:
 
 
 def check_centralised(config: RunConfig) -> None:
-    """Check that every key of the run config has a meaning without clients and server.
+    """Check that the run config asks for nothing that needs clients or a server.
 
     Raises:
-        ConfigError: A key has no such meaning, or the method exists only in a federation.
+        ConfigError: A key needs clients or a server, or the method exists only in a federation.
     """
     if (method := config.build_method()) and _federates(method, config.rounds):
         raise ConfigError(

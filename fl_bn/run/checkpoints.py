@@ -40,7 +40,7 @@ class Checkpoints:
     def keep(self, checkpoint: Checkpoint) -> int:
         """Store a checkpoint beside the previous one, and delete older ones.
 
-        If the disk is full, a warning is logged, and the run goes on without this checkpoint.
+        If it cannot be written, for example because the disk is full, a warning is logged, and the run goes on without it.
 
         Returns:
             The oldest round that has a checkpoint now; 0: there is none.
@@ -83,11 +83,11 @@ def run_to_resume(config: RunConfig) -> Path:
     """Find the folder of the run to resume.
 
     Args:
-        config: The run config. ``resume`` is the name of the run, or ``latest`` for the newest unfinished run that has
-            the same run config.
+        config: The run config. ``resume`` is the name of the run, or ``latest`` for the newest unfinished run with the same
+            run config, except for keys in ``FREE``.
 
     Raises:
-        ConfigError: There is no such run, or its run config differs. The message names the keys.
+        ConfigError: There is no such run, or its run config differs in other keys. The message names these keys.
     """
     root = Path(config.output)
     if config.resume != "latest":

@@ -98,13 +98,16 @@ class RunConfig(RunKeys):
             )
         if self.method in FEDTAN and self.client_weights != "samples":
             raise ConfigError(
-                f"{self.method} must weigh clients by the sizes of their batches, since only then its first step equals centralised "
-                f"training: client-weights must be samples, but got {self.client_weights!r}"
+                f"client-weights must be 'samples' for {self.method}, but got {self.client_weights!r}: the first step of {self.method} "
+                "equals centralised training only if clients are weighed by the sizes of their batches"
             )
         if self.scale_start != "one" and self.model_weights:
             raise ConfigError(f"scale-start={self.scale_start!r} would overwrite the scales in model-weights: leave one of them out")
         if self.resume and not (self.checkpoint_every and self.output):
-            raise ConfigError("resume needs output and checkpoint-every, with the values of the run that it continues")
+            raise ConfigError(
+                "resume needs output and checkpoint-every, with the values of the run that it continues, but got "
+                f"output={self.output!r} and checkpoint-every={self.checkpoint_every}"
+            )
         if self.checkpoint_every and not self.output:
             raise ConfigError("checkpoint-every needs a folder for the run's checkpoints: set output")
         self._check_joining()

@@ -1,4 +1,4 @@
-"""Choose the device on which a run computes, and torch's kernels there."""
+"""Choose the device on which a run computes, and whether torch uses deterministic kernels on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def device(config: RunConfig, node: Mapping[str, Any] | None = None) -> torch.de
         node: The node config; None: there is none.
 
     Raises:
-        ConfigError: The config names something other than a device, or a GPU that torch does not see.
+        ConfigError: The node config names something other than a device, or the GPU is one that torch does not see.
     """
     chosen = _device(config, node)
     if chosen.type == "cuda":

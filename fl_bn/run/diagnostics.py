@@ -85,20 +85,28 @@ class Diagnostics:
         names: The kinds to measure. Each is a name in ``DIAGNOSTICS``.
 
     Raises:
-        ConfigError: A name is unknown, the server does not have the data, the method has no global model, or the
-            network has no BatchNorm.
+        ConfigError: A name is unknown, the server does not have the data, or the method has no global model. Or ``drift``
+            or ``gradients`` is named although the network has no BatchNorm.
     """
 
     def __init__(self, config: RunConfig, names: Sequence[str]) -> None:
         if unknown := [name for name in names if name not in DIAGNOSTICS]:
             raise ConfigError(expected("each of diagnostics", unknown[0], DIAGNOSTICS))
         if config.dataset == SITES:
-            raise ConfigError(f"diagnostics need all clients' data in one place, but with dataset={SITES!r} the server has none")
+            raise ConfigError(
+                f"diagnostics need all clients' data in one place, but with dataset={SITES!r} the server has none: leave out diagnostics"
+            )
         if config.build_method().personal:
-            raise ConfigError(f"diagnostics measure the global model, but under {config.method} every client has a model of its own")
+            raise ConfigError(
+                f"diagnostics measure the global model, but under {config.method} every client has a model of its own: leave out "
+                "diagnostics, or choose a method with a global model"
+            )
         self.config, self.names = config, tuple(names)
         if set(names) & {DRIFT, GRADIENTS} and not batch_norms(client_model(config)):
-            raise ConfigError(f"diagnostics drift and gradients need BatchNorm layers, but under {config.method} the network has none")
+            raise ConfigError(
+                f"diagnostics drift and gradients need BatchNorm layers, but under {config.method} the network has none: leave out both, "
+                "or choose a method with BatchNorm"
+            )
         self._before: dict[str, Running] = {}
         self._over_rounds: dict[tuple[str, int, str], Moments] = {}
 

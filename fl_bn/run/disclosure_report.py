@@ -109,7 +109,7 @@ def disclosure_table(found: Mapping[tuple[int, str, str], Kind], called: ClientN
     """Return lines of Markdown: a table with one row per kind, over all clients, and warnings.
 
     Kinds that differ only in their number of batches share a row. A warning names a client and its traceable statistic.
-    There is at most one per client and at most ``SHOWN`` in all, and none for evaluations.
+    There is at most one warning per client, and at most ``SHOWN`` in all. Evaluations cause no warnings.
 
     Args:
         found: The totals by client, section and description.

@@ -1,7 +1,8 @@
 """Measure how far the gradient of a client is from its part of the centralised gradient, because of batch statistics.
 
-Source: FedTAN's paper, assumption 1. Because BatchNorm uses local statistics, the local gradient deviates by B_i. The
-deviation does not vanish with the learning rate. So FedAvg with BatchNorm does not converge if the clients' data differ.
+Source: FedTAN's paper, assumption 1. Because BatchNorm uses local statistics, the local gradient deviates by B_i from
+its part of the centralised gradient. The deviation does not vanish with the learning rate. So FedAvg with BatchNorm
+does not converge if the clients' data differ.
 """
 
 from __future__ import annotations

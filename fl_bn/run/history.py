@@ -287,7 +287,7 @@ class History:
         for path, length in paths.items():
             have = path.stat().st_size if path.exists() else 0
             if have < length:
-                raise Damaged(f"{path}: expected at least the {length} bytes of the checkpoint, but the file has {have}: {ANEW}")
+                raise Damaged(f"{path}: the file had {length} bytes at the checkpoint, but has {have} now: {ANEW}")
         for path, length in paths.items():
             if path.exists():
                 os.truncate(path, length)

@@ -17,10 +17,11 @@ def check_labels(data: Dataset) -> None:
     """Check that the data of a run have samples of every class. Data of a single site are not checked: they may lack classes.
 
     If class 0 is missing, labels are probably counted from 1, and the network would have one class too many. If another
-    class is missing, a warning is logged.
+    class has no training sample, a warning is logged. For CSV tables, every missing class is only a warning. Targets that
+    are not labels are not checked.
 
     Raises:
-        ConfigError: No sample has label 0.
+        ConfigError: No training or test sample has label 0, and the data are no CSV tables.
     """
     if isinstance(data, TableData):
         check_rows(data)

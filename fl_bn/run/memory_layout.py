@@ -25,8 +25,8 @@ def memory_format(name: str, model: nn.Module, image: tuple[int, int], device: t
 
     On a CPU, ``auto`` is channels-last if the network has 2-D convolutions. Channels-last was at least as fast for all
     networks that were measured (``benchmarks/results/memory-format.md``). On a GPU, ``auto`` is contiguous, because
-    channels-last gained nothing there (``benchmarks/results/gpu.md``). A network that cannot compute in channels-last
-    stays contiguous. The usual reasons are ``view`` after a convolution, and a layer that ``overrun`` names.
+    channels-last gained nothing there (``benchmarks/results/gpu.md``). With ``auto``, a network that cannot compute in
+    channels-last stays contiguous. The usual reasons are ``view`` after a convolution, and a layer that ``overrun`` names.
 
     Args:
         name: The value of the key ``memory-format``.
@@ -63,7 +63,7 @@ def overrun(model: nn.Module) -> str:
     """Return the name of the first layer whose gradient oneDNN computes wrongly in channels-last, on a CPU; empty if there is none.
 
     The layers are strided 1 x 1 convolutions of few input channels: fewer than a vector register holds. oneDNN, which torch
-    uses on CPUs, writes past the end of its buffer there, so that the process crashes or weights get wrong gradients
+    uses on CPUs, writes past the end of its buffer for such a layer. Then the process crashes, or weights get wrong gradients
     (https://github.com/uxlfoundation/oneDNN/issues/6035).
     """
     layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d) and layer.in_channels < VECTOR)

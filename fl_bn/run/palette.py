@@ -35,10 +35,10 @@ def line(index: int) -> dict[str, Any]:
 
 
 def on(rgba: Sequence[float]) -> str:
-    """Return ``black`` or ``white``, whichever can be read on a colour.
+    """Return the colour of text that can be read on a background: ``black`` or ``white``.
 
     Args:
-        rgba: Red, green and blue (0..1); further values are ignored.
+        rgba: Red, green and blue (0..1) of the background; further values are ignored.
     """
     red, green, blue = rgba[:3]
     return "black" if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.179 else "white"

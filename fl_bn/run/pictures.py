@@ -31,7 +31,7 @@ STEPS = (1, 2, 5, 10)  # allowed distances between ticks of whole numbers, times
 def draw_run(config: RunConfig, records: Sequence[RoundRecord], path: Path, task: Task = CLASSIFICATION) -> None:
     """Draw the task's metric and the training loss of a run over its rounds.
 
-    If the run has running statistics, two more panels show how far they moved, and their smallest variance.
+    If the run has running statistics, two more panels show how far the statistics moved, and the smallest variance.
 
     Args:
         config: The run config.

@@ -32,13 +32,15 @@ def plot(folders: Sequence[Path], picture: Path) -> list[str]:
         The names of the lines.
 
     Raises:
-        ConfigError: A folder has no run, a run has no evaluated round or no readable config, its task does not exist, or
-            the runs have different metrics or no evaluated round in common.
+        ConfigError: A folder has no run; or a run has no evaluated round, no readable config, or a task that does not
+            exist. Or the runs have different metrics, or no evaluated round in common.
     """
     runs = {run: _config(run) for folder in folders for run in _runs(folder)}
     tasks = {config["task"]: _task(config["task"]) for config in runs.values()}
     if len({task.metric for task in tasks.values()}) > 1:
-        raise ConfigError(f"runs must have the same metric, but these have {', '.join(sorted(task.metric for task in tasks.values()))}")
+        raise ConfigError(
+            f"runs must have the same metric, but these have {', '.join(sorted(task.metric for task in tasks.values()))}: plot them apart"
+        )
     task = next(iter(tasks.values()))
     groups: dict[str, list[Path]] = {}
     for name, run in zip(_names(runs), runs, strict=True):
@@ -48,7 +50,10 @@ def plot(folders: Sequence[Path], picture: Path) -> list[str]:
         by_run = [_measured(run, task) for run in members]
         rounds[name] = sorted(set.intersection(*(set(one) for one in by_run)))
         if not rounds[name]:
-            raise ConfigError(f"{name}: these runs have no evaluated round in common: {', '.join(map(str, members))}")
+            raise ConfigError(
+                f"{name}: these runs have no evaluated round in common: {', '.join(map(str, members))}: choose runs with the same "
+                "evaluate-every"
+            )
         curves[name] = task.scale() * np.array([[one[round] for round in rounds[name]] for one in by_run])
     configs = list(runs.values())
     same = {key: value for key, value in configs[0].items() if all(config.get(key) == value for config in configs)}

@@ -28,7 +28,9 @@ from fl_bn.task import Classification, Task
 
 
 def check(config: RunConfig) -> None:
-    """Try the parts of a run: callbacks, partition and payload, and the network and the loss on two samples.
+    """Try the parts of a run: callbacks, partition, payload and augmentation, and the network on two samples.
+
+    For classification, the shape of the network's output is checked. For other tasks, loss and metrics are computed.
 
     Raises:
         ConfigError: A part cannot work. The message has the reason.
@@ -67,7 +69,7 @@ def check(config: RunConfig) -> None:
     if config.rounds and untouched and not measured and not by_itself and not config.model_weights and batch_norms(model):
         LOGGER.warning(
             "%s: the statistics freeze before round 1 (freeze-after=%s of rounds=%s) with the values of a new network, which describe no "
-            "data. Set freeze-after to 1 or more, calibrate to -1, or model-weights to those of a trained network",
+            "data. Set freeze-after to 1 or more, calibrate to -1, or model-weights to the file of a trained network",
             config.method,
             config.rounds // 2 if config.freeze_after < 0 else config.freeze_after,
             config.rounds,

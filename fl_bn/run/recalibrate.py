@@ -87,13 +87,15 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
     place = {"resume": "", "checkpoint-every": 0, "name": folder.name, "output": str(folder.parent)}
     config = Usage().config({**keys, **overrides, **own, **place}, must=overrides)
     if config.dataset == SITES:
-        raise ConfigError(f"the run's data are at its sites, so statistics cannot be measured here. Run this there: {elsewhere(config)}")
+        raise ConfigError(
+            f"the run's data are at its sites, so statistics cannot be measured here. Run this where the sites are: {elsewhere(config)}"
+        )
     check(config)
     return config
 
 
 def elsewhere(config: RunConfig) -> str:
-    """Return the ``flwr run`` command for the same run as a simulation on Ray. A deployment can use its run config, too."""
+    """Return the ``flwr run`` command for the same run as a simulation on Ray. A deployment can use the command's run config, too."""
     default = RunConfig().to_mapping()
     keys = {k: v for k, v in config.to_mapping().items() if v != default[k] and k not in ("name", "output", "resume")}
     line = f"flwr run . --run-config {shlex.quote(flower_config(keys))}"

@@ -41,7 +41,7 @@ def passes_in_words(passes: Sequence[Pass], clients: int) -> list[str]:
     elif last.number == layers:
         end = "one per BatchNorm layer, which makes all of them exact"
     else:
-        end = f"fewer than the {layers} layers, and the last one still moved: layers 1 to {last.number} are exact"
+        end = f"fewer than the {layers} layers, and the last pass still moved statistics: layers 1 to {last.number} are exact"
     lines = [f"{len(passes)} pass{'es' * (len(passes) != 1)} over {layers} BatchNorm layers: {end}"]
     for one in dict.fromkeys((passes[0], last)):
         layer, mean, variance = one.largest

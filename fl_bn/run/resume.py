@@ -24,7 +24,7 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
 
     Raises:
         ConfigError: ``run`` is not the folder of a run; or the run is finished or was made by another version of fl-bn;
-            or a deployed run has no checkpoint; or the data are at the sites while ``deployed`` is False.
+            or ``deployed`` is True and the run has no checkpoint; or it is False and the run is one of deployed sites.
     """
     try:
         values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))

@@ -170,7 +170,7 @@ class RunKeys(DataKeys):
     device: str = option(
         "auto",
         "where clients train: auto (a GPU if there is one), cpu, cuda, cuda:0 ...; a client's node config may say otherwise",
-        "torch device",
+        "auto, cpu, cuda or cuda:0 ...",
         keys.known_device,
     )
     precision: str = declared(LocalTraining, "precision")

@@ -155,7 +155,7 @@ def _before_and_after(records: Sequence[RoundRecord], task: Task) -> list[str]:
             clients = f"{len(told)} client{'s' * (len(told) > 1)}"
             return [
                 f"- {task.metric} on a client's own test data in round {record.round}: {before} before training, {after} after it (mean "
-                f"over {clients}; each client's are in clients.csv)"
+                f"over {clients}; the values of each client are in clients.csv)"
             ]
     return []
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Callback):
-    """Write the columns of rounds.csv as TensorBoard's scalars.
+    """Write those columns of rounds.csv that are floats, such as the metrics, as TensorBoard's scalars.
 
     A resumed run replaces the rounds after its checkpoint.
 

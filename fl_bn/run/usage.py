@@ -45,7 +45,7 @@ class Usage:
 
     @property
     def ignored(self) -> dict[str, str]:
-        """Return key -> the reason why it has no effect, for keys without effect in all run configs made so far."""
+        """Return key -> the reason why it has no effect, for keys that had no effect in any run config made so far."""
         return {key: sentence for key, sentence in self._refusals.items() if key not in self._used}
 
     def check(self, keys: Collection[str]) -> None:

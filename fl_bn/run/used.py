@@ -2,8 +2,8 @@
 
 The condition of a key is given with its declaration (``option(used=...)``). This module defines the conditions of
 ``RunKeys`` and ``DataKeys``. An option of a method, an objective or a server optimiser has an effect if its owner is
-chosen. A key counts as set by the user if its value is not the default, since Flower passes every key of pyproject.toml
-to a run.
+chosen. A key counts as set by the user if its value is not the default. The reason is that Flower passes every key of
+pyproject.toml to a run.
 """
 
 from __future__ import annotations

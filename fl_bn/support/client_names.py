@@ -1,4 +1,4 @@
-"""Names of clients and of Flower's nodes for logs, errors and records.
+"""Name clients and Flower's nodes in logs, errors and records.
 
 A client is called by the name of its site, or by its number if sites have no names.
 """
@@ -88,7 +88,7 @@ def nodes_of(text: str) -> tuple[int, ...]:
     names = names_of(text)
     nodes = tuple(int(name) for name in names if re.fullmatch(r"\d{1,20}", name, re.ASCII))
     if len(set(nodes)) < len(names):
-        raise ValueError(f"expected NODE,NODE,..., each node once, but got {text!r}")
+        raise ValueError(f"expected Flower's node ids, whole numbers separated by commas, each node once, but got {text!r}")
     return nodes
 
 
@@ -96,9 +96,12 @@ def sites_of(text: str) -> tuple[str, ...]:
     """Return the names of sites in ``text``: ("east", "west") for ``"east, west"``, and () for an empty text.
 
     Raises:
-        ValueError: The text is no list of sites' names, or has a name twice.
+        ValueError: The text is no list of sites' names, or has a name twice, in upper or lower case.
     """
     names = names_of(text)
     if not all(map(SITE.fullmatch, names)) or len({name.casefold() for name in names}) < len(names):
-        raise ValueError(f"expected NAME,NAME,..., each site once, but got {text!r}")
+        raise ValueError(
+            "expected names of sites separated by commas, each site once (a name begins with a letter or digit, and has only letters, "
+            f"digits, '.', '_' and '-'), but got {text!r}"
+        )
     return names

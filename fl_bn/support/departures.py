@@ -1,4 +1,4 @@
-"""Call a listener before a client sends data outside its replies, which are the vectors of a layer-wise exchange.
+"""Call a listener before a client sends data outside its replies: the vectors of a layer-wise exchange.
 
 The program at a site registers a listener that writes an audit log. Without a listener, as in a simulation, nothing
 happens.

@@ -86,7 +86,7 @@ def append(path: Path, line: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync ``folder``, so that new and renamed files in it are there after a crash. Some file systems cannot do this."""
+    """Sync ``folder``, so that new and renamed files in it are there after a crash. Do nothing if the file system cannot do this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Messages for missing packages of an extra, with the command that installs them: ``pip install 'fl-bn[report]'``."""
+"""Write messages about missing packages of an extra, with the command that installs them: ``pip install 'fl-bn[report]'``."""
 
 from __future__ import annotations
 

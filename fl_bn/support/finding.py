@@ -1,4 +1,4 @@
-"""The result of one check, for example of a data set's files or of a machine on which a client will run."""
+"""Describe the result of one check, for example of a data set's files or of a machine on which a client will run."""
 
 from __future__ import annotations
 

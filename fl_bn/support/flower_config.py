@@ -1,4 +1,4 @@
-"""Configs in the form of Flower's command lines. No torch is imported, so that processes start quickly."""
+"""Write configs in the form of Flower's command lines. No torch is imported, so that processes start quickly."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def flower_config(values: Mapping[str, Scalar]) -> str:
     """Return ``values`` as text for Flower's options --node-config and --run-config, such as ``rounds=3 method="fbn"``.
 
     Raises:
-        ValueError: A value has a line break or another unprintable character. Or it has a single quote together with a
-            double quote or a backslash.
+        ValueError: A value has a line break or another unprintable character, or a single quote together with a double
+            quote or a backslash.
     """
     return " ".join(f"{name}={_scalar(name, value)}" for name, value in values.items())
 
@@ -30,7 +30,7 @@ def _scalar(name: str, value: Scalar) -> str:
     single = '"' in value or "\\" in value
     if not value.isprintable() or (single and "'" in value):
         raise ValueError(
-            f"{name}: Flower cannot read the value {value!r} from a config: remove line breaks and other unprintable characters. Beside "
-            "a single quote, remove double quotes and backslashes, too"
+            f"{name}: Flower cannot read the value {value!r} from a config: remove line breaks and other unprintable characters. A value "
+            "with a single quote may have no double quotes and no backslashes"
         )
     return f"'{value}'" if single else f'"{value}"'

@@ -1,4 +1,4 @@
-"""Fast imports of torch and Flower."""
+"""Import torch and Flower faster, by switching garbage collection off during the import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Switch garbage collection off in the ``with`` block, which imports modules, and exclude their objects from it for good.
+    """Switch garbage collection off in the ``with`` block, which imports modules.
+
+    After the block, the collector ignores all objects that exist, for as long as they exist.
 
     Importing torch and Flower makes a quarter of a million objects that live as long as the process. The
     collector would scan all of them many times, and once more when Python ends: together almost a second

@@ -1,4 +1,4 @@
-"""Errors for names that people type. One sentence has the expected names, the given one, and the nearest known one."""
+"""Write errors about names that people type. One sentence has the expected names, the given one, and the nearest known one."""
 
 from __future__ import annotations
 

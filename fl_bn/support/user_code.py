@@ -1,4 +1,4 @@
-"""Functions of a user, named as "package.module:function", and the modules that a run config may name.
+"""Find functions that a run config names as "package.module:function", and limit the modules that it may name.
 
 A run config is sent from its author to every machine that takes part, without a signature. So it may only name
 functions of two kinds of modules: the app's own, whose code a client's site has already accepted, and those that
@@ -42,7 +42,8 @@ class Modules:
 
     Attributes:
         app: the app's folder. All modules in it are allowed. None: there is no app.
-        names: modules that the machine's owner allows, with all their submodules.
+        names: modules that the machine's owner allows, with all their submodules. ``*`` allows all modules except those of
+            Python and of installed packages.
     """
 
     app: Path | None = None
@@ -66,7 +67,7 @@ class Modules:
         """Refuse a module whose functions a run config may not name. Nothing is imported.
 
         Raises:
-            Refused: with the reason and what to do.
+            Refused: A run config may not name functions of ``module``. The message has the reason and what to do.
         """
         top = module.partition(".")[0]
         if any(f"{module}.".startswith(f"{name}.") for name in self.names if name != OWN):

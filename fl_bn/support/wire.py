@@ -52,7 +52,7 @@ def printable(text: str, most: int = SHOWN) -> str:
 
 
 def reason(text: str | None) -> str:
-    """Shorten the text of an error at a client, which Flower reports, to one line of at most ``REASON`` characters.
+    """Shorten the text of an error at a client, which Flower reports, to one line, cut after ``REASON`` characters.
 
     If a ClientApp raised the error, the line is ``CLASS: MESSAGE``. None: the result is empty.
     """

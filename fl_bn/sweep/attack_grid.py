@@ -288,16 +288,17 @@ def parse_axes(methods: str, heterogeneity: str, byzantine: str, rules: str, att
     """Read the axes of the grid from texts in which values are separated by commas.
 
     Raises:
-        ConfigError: A value of ``heterogeneity`` or ``byzantine`` is not a number, or an axis has no value.
+        ConfigError: A value of ``heterogeneity`` is not a number, a value of ``byzantine`` is not a whole number, or an axis
+            has no value.
     """
 
     def split(name: str, text: str, kind: Callable[[str], Any] = str) -> list[Any]:
         try:
             values = [kind(part.strip()) for part in text.split(",") if part.strip()]
         except ValueError:
-            raise ConfigError(f"{name} must be numbers separated by commas, but got {text!r}") from None
+            raise ConfigError(f"{name} must be {'whole ' * (kind is int)}numbers separated by commas, but got {text!r}") from None
         if not values:
-            raise ConfigError(f"{name} needs at least one value")
+            raise ConfigError(f"{name} needs at least one value, but got {text!r}")
         return values
 
     return Grid(

@@ -78,7 +78,7 @@ class Cell:
         """Return whether the folder has a finished run of this cell, on any device and engine.
 
         Raises:
-            ConfigError: The folder holds a run with another run config, which must not be overwritten.
+            ConfigError: The folder holds a run with another run config. That run must not be overwritten.
         """
         keys, outcome = self.ran(), self.outcome()
         if not keys:
@@ -96,7 +96,7 @@ class Cell:
         )  # rounds = 0: a re-calibration, which has as many rows as it made passes
 
     def outcome(self) -> dict[str, Any]:
-        """Return the content of ``cell.json``; empty: the run has not ended."""
+        """Return the content of ``cell.json``; empty: the run has not ended, or the file cannot be read."""
         try:
             outcome: dict[str, Any] = json.loads((self.path / OUTCOME).read_text())
         except (OSError, ValueError):
@@ -126,7 +126,7 @@ class Cell:
     def held(self, patience: float = 0.0) -> Iterator[None]:
         """Lock the cell, so that no other process runs it, not even on another machine that shares the disk.
 
-        The file of the lock is beside the folder of the run, which may be deleted meanwhile.
+        The file of the lock is beside the run's folder, since that folder may be deleted meanwhile.
 
         Args:
             patience: For how many seconds to wait until another process releases the cell.
@@ -180,7 +180,8 @@ def run_cell(cell: Cell) -> None:
 def run_held(cell: Cell) -> None:
     """Run a cell, unless it is finished. The caller holds its lock (``Cell.held``). The log goes to ``log_of(cell.path)``.
 
-    An interrupted run of the same cell is resumed from its last checkpoint. Without a checkpoint it is begun anew.
+    An interrupted run of the same cell is resumed from its last checkpoint. It is begun anew if it has no checkpoint, or is
+    centralised.
 
     Raises:
         ConfigError: The folder holds another run.

@@ -88,7 +88,7 @@ class Where:
         Args:
             at: Axis -> the label of the combination.
             keys: The run-config keys of the combination. If the variant replaces an axis by a single value, the name of the
-                axis is one of these keys, and its value is compared instead of a label.
+                axis is one of these keys. Its value is then compared instead of a label.
         """
         return all(at.get(axis, str(keys.get(axis))) == value for axis, value in self.at.items())
 
@@ -159,8 +159,8 @@ class Sweep:
         """Return the cells (runs) of the sweep, one for each combination. Their folders are in ``output/runs``.
 
         Raises:
-            ConfigError: A key is unknown, its value is out of range, or a key of ``own`` has no effect in any run; or two
-                cells would have the same folder, a folder holds another run, or there is no cell at all.
+            ConfigError: A key is unknown, its value is out of range, or it has no effect although ``own`` or ``strict``
+                demands one; or two cells would have the same folder, a folder holds another run, or there is no cell.
         """
         made: list[Cell] = []
         use = Usage()

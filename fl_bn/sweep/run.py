@@ -106,7 +106,8 @@ def check(cells: Sequence[Cell]) -> None:
     Data, partitions and networks that several cells share are checked once.
 
     Raises:
-        ConfigError: The data or the network of a cell cannot be made. The message names the cell.
+        ConfigError: The data, the network or the diagnostics of a cell cannot be made, or a centralised cell has a key or
+            method that needs clients. The message names the cell.
     """
     seen: set[tuple[object, ...]] = set()
     for cell in cells:

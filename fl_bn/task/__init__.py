@@ -1,4 +1,4 @@
-"""Tasks, one file per kind. A task defines how a batch is read, the loss of an output, and the metrics.
+"""Define tasks, one file per kind. A task defines how a batch is read, the loss of an output, and the metrics.
 
 A task's metrics are computed from sums. The sums of two sets of data add up to the sums of their union
 (torchmetrics' merge rule). So an evaluation in batches, at clients, by domain, or under secure aggregation

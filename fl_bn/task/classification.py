@@ -1,4 +1,4 @@
-"""Tasks with one of C classes, per sample or per pixel.
+"""Define tasks with one of C classes, per sample or per pixel.
 
 Legend: B samples of a batch, C classes, H height, W width.
 """
@@ -21,7 +21,7 @@ MEAN_IOU, CLASS = "mean-iou", "accuracy-class-"
 
 
 class Classification(Task):
-    """Task with one of C classes per sample.
+    """Define a task with one of C classes per sample.
 
     Outputs are scores (B, C), targets int64 labels (B,). The loss is cross-entropy. The metrics are
     ``accuracy``, over all samples, and ``accuracy-class-0`` and so on, over the samples of one class each.
@@ -64,7 +64,7 @@ class Classification(Task):
 
 
 class Segmentation(Classification):
-    """Task with one of C classes per pixel: loss and metrics of ``Classification``, over labelled pixels.
+    """Define a task with one of C classes per pixel: loss and metrics of ``Classification``, over labelled pixels.
 
     Outputs are scores (B, C, H, W) or (B, C, D, H, W), targets int64 masks (B, H, W) or (B, D, H, W). A pixel without
     a label has 255 in the mask. The metric ``mean-iou`` is torchmetrics' macro JaccardIndex of the classes that occur.

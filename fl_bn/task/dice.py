@@ -1,4 +1,4 @@
-"""Task with a class per pixel or voxel, trained by the Dice loss: the overlap of predictions and masks.
+"""Define a task with a class per pixel or voxel, trained by the Dice loss: the overlap of predictions and masks.
 
 Legend: B samples of a batch, C classes, D depth, H height, W width, P labelled pixels of a batch.
 """
@@ -23,7 +23,7 @@ SMOOTH = 1e-5
 
 @dataclass(frozen=True)
 class Dice(Segmentation):
-    """Segmentation by the soft Dice loss, for images (B, C, H, W) and volumes (B, C, D, H, W).
+    """Define segmentation by the soft Dice loss, for images (B, C, H, W) and volumes (B, C, D, H, W).
 
     An image's loss is 1 minus the mean over classes of 2 sum(p y) / (sum(p) + sum(y)), plus its cross-entropy times ``cross_entropy``.
     Sums are over labelled pixels. At a pixel, p is the class's probability, and y is 1 if the class is the label, else 0. In the

@@ -1,4 +1,4 @@
-"""Tasks by name: the tasks in ``TASKS``, and a task of your own as "package.module:function"."""
+"""Find tasks by name: the tasks in ``TASKS``, and a task of your own as "package.module:function"."""
 
 from __future__ import annotations
 

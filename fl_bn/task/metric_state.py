@@ -1,4 +1,4 @@
-"""Sums from which a task's metrics are computed. They add up over batches, clients and domains (torchmetrics' merge rule)."""
+"""Hold the sums from which a task's metrics are computed. The sums add up over batches, clients and domains (torchmetrics' merge rule)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MetricState:
     Attributes:
         task: the task.
         total: sum of the losses of ``count`` samples.
-        count: number of samples, or of labelled pixels for masks.
+        count: sum of ``task.count`` over the batches: usually the number of samples; labelled pixels for ``Segmentation``.
         sums: the task's sums, by name.
         objects: the task's metric objects, by name, with the batches of this state.
         parts: (count, values of the metric objects) of each state that ``union`` joined. Empty if this is no union.

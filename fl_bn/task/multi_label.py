@@ -1,4 +1,4 @@
-"""Task with a set of labels per sample.
+"""Define a task with a set of labels per sample.
 
 Legend: B samples of a batch, K labels.
 """
@@ -17,7 +17,7 @@ from fl_bn.task.task import SHARE, Range, Task
 
 
 class MultiLabel(Task):
-    """Task with any of K labels per sample. Outputs are logits (B, K), targets are 0 or 1 (B, K).
+    """Define a task with any of K labels per sample. Outputs are logits (B, K), targets are 0 or 1 (B, K).
 
     The loss is binary cross-entropy. The metrics are ``mean-average-precision`` (scikit-learn's, for logits rounded
     to ``BINS`` bins), and ``f1-micro`` and ``f1-macro`` of labels with a probability above 1/2.

@@ -1,4 +1,4 @@
-"""Metrics that are objects with ``update``, ``compute`` and ``reset``, as torchmetrics has them."""
+"""Handle metrics that are objects with ``update``, ``compute`` and ``reset``, as torchmetrics has them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Own = TypeVar("Own", bound="Task")
 
 @runtime_checkable
 class MetricObject(Protocol):
-    """Metric over any number of batches: an object of torchmetrics, or one of your own."""
+    """Describe a metric over any number of batches: an object of torchmetrics, or one of your own."""
 
     def update(self, preds: Any, target: Any, /) -> None:
         """Add a batch, with the predictions that ``Task.output`` returns and the targets."""
@@ -49,7 +49,8 @@ def extended(task: Own, loss: Callable[[Any, Any], torch.Tensor] | None = None, 
     for name in metrics or {}:
         if not NAME.fullmatch(name) or name.endswith("-") or name == "loss" or name in task.declared() or name in task.objects():
             raise ValueError(
-                f"metrics: expected a new name of small letters, digits and hyphens, but got {name!r}; {task.name} has loss, "
+                "metrics: expected a new name that begins with a lower-case letter, and has only lower-case letters, digits and "
+                f"single hyphens, none at its end, but got {name!r}; {task.name} has loss, "
                 f"{', '.join([*task.declared(), *task.objects()])} already"
             )
     if loss is not None:

@@ -1,4 +1,4 @@
-"""Classification that is judged by the area under the ROC curve.
+"""Define classification that is judged by the area under the ROC curve.
 
 Legend: B samples of a batch, C classes.
 """
@@ -17,11 +17,11 @@ from fl_bn.task.task import SHARE, Range
 
 
 class ClassificationAUC(Classification):
-    """Task with one of C classes per sample, whose metric is ``auc``, the area under the ROC curve.
+    """Define a task with one of C classes per sample, whose metric is ``auc``, the area under the ROC curve.
 
-    The AUC is the mean over the classes of the area for this class against all others (scikit-learn's
-    ``multi_class="ovr"``). A class without samples, or with all samples, is left out. If no class remains, the AUC
-    is NaN. The accuracies of ``Classification`` are further metrics.
+    The AUC is the mean over the classes of the area for this class against all others. It is scikit-learn's
+    ``multi_class="ovr"``, for log odds rounded to ``BINS`` bins. A class without samples, or with all samples, is left
+    out. If no class remains, the AUC is NaN. The accuracies of ``Classification`` are further metrics.
 
     >>> from fl_bn.task import ClassificationAUC
     >>> state = ClassificationAUC().state()

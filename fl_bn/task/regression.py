@@ -18,7 +18,7 @@ from fl_bn.task.task import Range, Task
 
 
 class Regression(Task):
-    """Task with D values per sample. Outputs and targets are (B, D), or (B,) for one value.
+    """Define a task with D values per sample. Outputs and targets are (B, D), or (B,) for one value.
 
     The loss is the mean squared error. The metrics are ``r2``, ``mse`` and ``mae``. ``r2`` is the mean of R2 over the
     values that vary (scikit-learn's uniform average). Its rounding error is about ``1e-16 (mean / sd)^2``.

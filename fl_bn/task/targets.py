@@ -1,4 +1,4 @@
-"""Kinds of targets, and tensors in the tuples, lists and dicts of a batch."""
+"""Name the kinds of targets, and handle tensors in the tuples, lists and dicts of a batch."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def batch_size(inputs: Any, targets: Any) -> int:
     """Return the number of samples of a batch.
 
-    Targets may be a tensor (B, ...), a list with one entry per sample, or several tensors (B, ...) in a tuple, list or dict. A list of
-    tensors has one entry per sample if it is as long as the inputs, and its tensors are not.
+    Targets may be a tensor (B, ...), a list with one entry per sample, or several tensors (B, ...) in a tuple, list or dict. In a list
+    of tensors, each tensor is one sample if the list is as long as the inputs, and not all its tensors are.
 
     Args:
         inputs: The inputs of the batch: tensors (B, ...), or a list with one entry per sample.

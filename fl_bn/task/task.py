@@ -1,4 +1,4 @@
-"""Task: a loss, metrics computed from sums, and rules for reading batches and the outputs of a network."""
+"""Define the base class of tasks: a loss, metrics computed from sums, and rules for reading batches and a network's outputs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class Task(ABC):
         for name in names:
             if not NAME.fullmatch(name) or name == "loss":
                 raise ValueError(
-                    f"task {cls.__name__}: a metric needs a name of small letters, digits and hyphens, other than 'loss', but got {name!r}"
+                    f"task {cls.__name__}: a metric's name must begin with a lower-case letter, have only lower-case letters, digits and "
+                    f"single hyphens, and not be 'loss', but got {name!r}"
                 )
 
     @abstractmethod

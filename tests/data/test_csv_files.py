@@ -226,7 +226,7 @@ def test_one_row_and_a_missing_class_at_one_of_several_sites(tmp_path: Path) -> 
 
 def test_all_rows_of_one_person_cannot_be_divided(tmp_path: Path) -> None:
     file = site(tmp_path, rows=[row.replace(row[0], "1", 1) for row in ROWS], ignore=[], group="id")
-    with pytest.raises(TableError, match="there are 5 rows in one id in all"):
+    with pytest.raises(TableError, match="there are 5 rows in all, and each file has only one 'id'"):
         load_csv(str(file), 0)
 
 

@@ -75,14 +75,14 @@ def test_several_files_are_domains_of_one_shape(tmp_path: Path) -> None:
         ({"x_test": np.zeros((2, 3, 8, 8), dtype=np.uint8)}, "x_test must be (N, H, W) or (N, H, W, C)"),
         ({"x_test": np.zeros((0, 8, 8, 3), dtype=np.uint8)}, "at least one image, but is (0, 8, 8, 3)"),
         ({"x_test": np.zeros((2, 8, 6), dtype=np.uint8)}, "x_test must hold square images, but is (2, 8, 6)"),
-        ({"y_train": np.zeros(3, dtype=int)}, "y_train must be integers of shape (4,)"),
-        ({"y_train": np.zeros(3)}, "or (4, D), for task='multi-label' 0 or 1 (4, K); but is float64 (3,)"),
+        ({"y_train": np.zeros(3, dtype=int)}, "y_train is int64 (3,), but 4 samples need labels: integers of shape (4,)"),
+        ({"y_train": np.zeros(3)}, "y_train is float64 (3,), but 4 samples need labels"),
         ({"y_train": np.zeros(4)}, "y_train and y_test must be of one kind, but got values, torch.float32 (N) and one label per sample"),
-        ({"y_train": np.zeros((4, 2, 2), dtype=int)}, "y_train must be integers of shape (4,)"),
-        ({"y_train": np.zeros(4, dtype=bool)}, "y_train must be integers of shape (4,)"),
-        ({"y_train": np.full((4, 2), 2)}, "y_train of shape (4, 2) must be 0 or 1, whether a sample has each label, but spans 2..2"),
+        ({"y_train": np.zeros((4, 2, 2), dtype=int)}, "y_train is int64 (4, 2, 2), but 4 samples need labels: integers of shape (4,)"),
+        ({"y_train": np.zeros(4, dtype=bool)}, "y_train is bool (4,), but 4 samples need labels: integers of shape (4,)"),
+        ({"y_train": np.full((4, 2), 2)}, "y_train of shape (4, 2) must be 0 or 1 (1: the sample has the label), but spans 2..2"),
         ({"y_train": np.array([0, 1, -1, 0])}, "y_train must count classes from 0, but holds -1"),
-        ({"y_train": np.array([0, "a", None, 1], dtype=object)}, "y_train could not be read"),
+        ({"y_train": np.array([0, "a", None, 1], dtype=object)}, "expected y_train as an array of numbers, but could not read it"),
     ],
 )
 def test_malformed_arrays_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -104,7 +104,7 @@ class Touches:
 def test_no_code_is_run_from_an_archive(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     file = write(tmp_path / "bad.npz", y_train=np.array([Touches(ran)] * 4, dtype=object))
-    with pytest.raises(ValueError, match="y_train could not be read"):
+    with pytest.raises(ValueError, match="expected y_train as an array of numbers, but could not read it"):
         load("npz", str(file))
     assert not ran.exists()
     np.load(file, allow_pickle=True)["y_train"]

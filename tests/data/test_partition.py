@@ -238,7 +238,7 @@ def test_masks_are_counted_by_pixel_and_divided_without_their_labels() -> None:
         ({"kind": "classes", "parameter": 2, "clients": 500}, "clients without a sample (client "),
         ({"kind": "dirichlet", "parameter": 0}, "positive and finite, but got 0"),
         ({"kind": "dirichlet", "parameter": float("nan")}, "positive and finite, but got nan"),
-        ({"kind": "dirichlet", "parameter": 0.5, "clients": 301}, "need 602 samples, but there are 600"),
+        ({"kind": "dirichlet", "parameter": 0.5, "clients": 301}, "min_samples must be 1..1 for 301 clients and 600 samples, but got 2"),
         ({"kind": "similarity", "parameter": 1.1}, "between 0 (sorted by label) and 1 (random), but got 1.1"),
         ({"kind": "similarity", "parameter": float("nan")}, "but got nan"),
         ({"kind": "table", "parameter": 4, "clients": 6}, "for 5 clients, 10 classes, and 2, 4, 6, 8 or 10 classes per client, but got 6"),

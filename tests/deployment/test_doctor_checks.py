@@ -156,7 +156,7 @@ def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_disk_that_forgets_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.storage("state", tmp_path).status != "fail"
     monkeypatch.setattr(Path, "read_bytes", lambda path: b"")
-    assert "was read back with other content" in machine.storage("state", tmp_path).text
+    assert "expected to read back what was written, but got other content" in machine.storage("state", tmp_path).text
 
 
 def test_ports() -> None:

@@ -64,7 +64,7 @@ def test_axes_from_text() -> None:
         ("rules", " , ", "rules needs at least one value"),
         ("attacks", ",", "attacks needs at least one value"),
         ("heterogeneity", "0.1,few", "heterogeneity must be numbers separated by commas, but got '0.1,few'"),
-        ("byzantine", "1.5", "byzantine must be numbers separated by commas, but got '1.5'"),
+        ("byzantine", "1.5", "byzantine must be whole numbers separated by commas, but got '1.5'"),
         ("byzantine", "", "byzantine needs at least one value"),
     ],
 )
@@ -367,7 +367,7 @@ def test_a_tiny_grid_from_the_command_line(tmp_path: Path, in_threads: None) -> 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--byzantine", "few"], "ConfigError: byzantine must be numbers separated by commas, but got 'few'"),
+        (["--byzantine", "few"], "ConfigError: byzantine must be whole numbers separated by commas, but got 'few'"),
         (["--rules", "medain"], "statistics-rule must be mean, median,"),
         (["--byzantine", "5"], "among at least 11, but got n=10"),
         (["--byzantine", "0"], "has no effect with byzantine=0"),

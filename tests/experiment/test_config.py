@@ -197,7 +197,7 @@ def test_an_integer_is_a_float_too_but_not_the_reverse() -> None:
         ({"method": "fedtan2", "freeze_after": 99, "rounds": 60}, "freeze-after must not exceed rounds=60, but got 99"),
         (
             {"method": "fedtan", "client_weights": "uniform"},
-            "fedtan must weigh clients by the sizes of their batches.* client-weights must be samples",
+            "client-weights must be 'samples' for fedtan, but got 'uniform': the first step of fedtan equals centralised training only if",
         ),
         ({"method": "fedtan", "exchange_key": "server.key"}, "exchange-certificate, exchange-key and exchange-authority belong together"),
         (

@@ -226,7 +226,7 @@ def test_files_that_lost_rounds_are_named(file: str, values: Values) -> None:
     path = stopped(values, 4)
     (path / file).write_bytes((path / file).read_bytes()[:30])
     for _ in range(2):
-        with pytest.raises(ValueError, match=rf"{file}: expected at least the \d+ bytes of the checkpoint, but the file has 30"):
+        with pytest.raises(ValueError, match=rf"{file}: the file had \d+ bytes at the checkpoint, but has 30 now"):
             run_in_process({**values, "resume": "run"})
 
 

@@ -42,5 +42,5 @@ def test_the_key_says_so() -> None:
     assert config.local_training().weigh_all
     assert config.round_policy().client_weights == "samples"  # of what the clients then say
     assert not RunConfig.from_mapping(values).local_training().weigh_all  # control
-    with pytest.raises(ConfigError, match="client-weights must be samples, but got 'data'"):
+    with pytest.raises(ConfigError, match="client-weights must be 'samples' for fedtan, but got 'data'"):
         RunConfig.from_mapping({"method": "fedtan", "client-weights": "data"})

@@ -306,7 +306,7 @@ def test_kinds_of_targets_and_the_tasks_that_take_them() -> None:
 
 def test_a_metric_must_have_a_name_for_columns() -> None:
     for name in ("loss", "Mean Error", "mae_1"):
-        with pytest.raises(ValueError, match="a metric needs a name of small letters, digits and hyphens"):
+        with pytest.raises(ValueError, match="a metric's name must begin with a lower-case letter"):
             type("Wrong", (Regression,), {"metric": name})
 
 

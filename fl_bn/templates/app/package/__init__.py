@@ -1,1 +1,1 @@
-"""A Flower app whose BatchNorm works on clients that differ."""
+"""Define a Flower app whose BatchNorm works on clients that differ."""
