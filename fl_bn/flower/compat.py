@@ -217,7 +217,7 @@ def mods_around(app: Any, name: str) -> list[Any]:
 
 @contextmanager
 def registering(app: Any, mods: list[Any]) -> Iterator[None]:
-    """Replace the mods of a ClientApp by ``mods`` inside the block. Functions that are registered in it are wrapped in ``mods``."""
+    """Inside the block, replace the mods of a ClientApp by ``mods``. Functions that are registered there are wrapped in ``mods``."""
     before = mods_of(app)
     if before:
         app._mods = mods

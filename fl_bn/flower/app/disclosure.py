@@ -134,7 +134,15 @@ class DisclosureReport:
             log(logging.WARNING, "%s: the disclosure report names all of them", what)
 
     def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Decoded]:
-        """Decode the replies to evaluate messages one by one. After the last reply, record the disclosures of all."""
+        """Decode the replies to evaluate messages one by one. After the last reply, record the disclosures of all replies.
+
+        Args:
+            replies: The replies.
+            clients: All clients that may have replied.
+
+        Yields:
+            The decoded replies.
+        """
         by_node = {client.node: client.index for client in clients}
         disclosures: list[Disclosure] = []
         for reply in map(decode, replies):
