@@ -1,4 +1,4 @@
-"""Training rounds, statistics exchanges and evaluations in which the server sees only the sum over the clients."""
+"""Run training rounds, statistics exchanges and evaluations in which the server sees only the sum over the clients."""
 
 from __future__ import annotations
 

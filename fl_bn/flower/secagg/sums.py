@@ -1,4 +1,4 @@
-"""The vector that a client adds to a secure sum, and what the server reads from the average.
+"""Make the vector that a client adds to a secure sum, and read the average of all clients' vectors at the server.
 
 The vector (d,) holds these parts in the order of ``layout``:
 
@@ -38,7 +38,7 @@ REFERENCE = "reference"  # section of a message with a reference for deviations,
 
 @dataclass(frozen=True)
 class Plan:
-    """Count one client's work in a round. The client sends these counts unmasked, before the round.
+    """Hold the counts of one client's work in a round. The client sends them unmasked, before the round.
 
     Attributes:
         samples: the number of different samples. 0: the client takes no part.
