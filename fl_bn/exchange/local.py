@@ -179,8 +179,8 @@ class LocalExchange:
         batch: the number of samples in the client's batch.
 
     Raises:
-        ExchangeFailed: the token is unknown, the thread was not started by ``Turns.run``, the session refuses the client, or
-            the round fails before all clients have joined.
+        ExchangeFailed: the token is unknown, or the thread was not started by ``Turns.run``. Or the session refuses the client,
+            or the round fails before all clients have joined.
     """
 
     def __init__(self, token: str, batch: int) -> None:

@@ -109,7 +109,7 @@ def find(name: str) -> Any:
     """Return Flower's object ``name``, from the first of the modules in ``PLACES[name]`` that has it.
 
     Raises:
-        ImportError: no such module of the installed Flower has it.
+        ImportError: none of these modules of the installed Flower has it.
     """
     for place in PLACES[name]:
         try:

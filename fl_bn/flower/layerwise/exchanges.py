@@ -185,7 +185,7 @@ class Exchanges:
             raise RunFailed(str(error)) from error
 
     def _meeting(self, grid: Grid, clients: Sequence[Client], simulated: bool) -> tuple[Carrier | None, str]:
-        """Return the carrier for a statistics-only exchange of ``clients``, and an empty text. Without one: None and the reason.
+        """Return the carrier for a statistics-only exchange of ``clients``, and an empty text. If there is none: None and the reason.
 
         Args:
             grid: Flower's grid.

@@ -227,8 +227,8 @@ class OwnAppStrategy(OwnNames):
             grid: Flower's grid.
 
         Raises:
-            RunFailed: a loop of your own called this method, and the first call finds too few clients, or the round was
-                trained already, or the strategy needs ``start``.
+            RunFailed: a loop of your own called this method, and one of these holds. The first call finds too few clients; the
+                round was trained already; or the strategy needs ``start``.
         """
         hooks = self._running if self._starts else self._own_loop(grid, arrays, config)
         return hooks.configure_train(server_round, arrays, config, grid)

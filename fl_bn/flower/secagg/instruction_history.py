@@ -138,7 +138,7 @@ def problem(kept: ClientState, together: History, most_unknown: int | None = Non
         )
     for round, digest in sorted(own.items()):
         if together.get(round) != digest:
-            return f"the others got another instruction in round {round} than this client, so their vectors may not hide this client's"
+            return f"the others got another instruction in round {round} than this client, so their vectors might not hide this client's"
     unknown = sorted(together.keys() - own.keys())
     if most_unknown is not None and len(unknown) > most_unknown:
         return (

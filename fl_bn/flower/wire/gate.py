@@ -135,8 +135,8 @@ class Gate:
             handle: answers the message.
 
         Raises:
-            Refused: the client must not answer this message; or the reply holds more than it may; or ``handle`` failed at a
-                client that requires secure aggregation, and this error hides the reason from the server.
+            Refused: the client must not answer this message, or the reply holds more than it may. Or ``handle`` failed at a
+                client that requires secure aggregation. Then this error hides the reason from the server.
             OtherVersion: the server has another version of fl-bn.
         """
         kind, limits, name = admit(message, context, self.kinds), Limits.of(context), message.metadata.message_type
