@@ -120,7 +120,7 @@ class Progress(Callback):
         return cls(None if ours or not name or not output else Path(output) / name / PROGRESS)
 
     def begin(self, rounds: int) -> None:
-        """Write the line that the run begins.
+        """Write a line which says that the run begins.
 
         Args:
             rounds: The number of rounds; 0: unknown.

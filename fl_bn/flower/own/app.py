@@ -66,7 +66,7 @@ Models = Callable[[Context], nn.Module]
 class OwnRound:
     """Compute one round at one client. ``training`` yields this object.
 
-    Your loop trains its ``model``. After the ``with`` block, its method ``message`` makes the reply.
+    Your loop trains this object's ``model``. After the ``with`` block, this object's method ``message`` makes the reply.
 
     Args:
         message: the server's message.

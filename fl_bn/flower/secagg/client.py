@@ -245,8 +245,8 @@ def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
         node: this client's node.
 
     Raises:
-        Insecure: there are not as many clients as shares, or one is not of the cohort; this client is missing; two keys
-            are equal; or the server names false keys of this client.
+        Insecure: there are not as many clients as shares, a client is not of the cohort, or this client is missing. Or two
+            keys are equal or invalid, or the server names false keys of this client.
     """
     keys = {name: pair for name, pair in configs.items() if name != Key.STAGE}
     nodes = [int(name) for name in keys if name.isascii() and name.isdigit() and str(int(name[:24])) == name]

@@ -55,9 +55,8 @@ class Plan:
 class Weighting:
     """Hold, for each part of the vector, the number of samples at which a client's weight is 1.
 
-    This is the largest number of samples of a client in the cohort. A client's weight is its own number of samples divided
-    by it, so no weight is above 1. With differential privacy, all updates and statistics have
-    weight 1.
+    This number is the largest number of samples of a client in the cohort. A client's weight is its own number of samples
+    divided by the largest, so no weight is above 1. With differential privacy, all updates and statistics have weight 1.
 
     Attributes:
         update: the number of samples at which an update has weight 1. 0: all updates have weight 1.
