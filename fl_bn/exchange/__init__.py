@@ -1,5 +1,5 @@
-"""The layer-wise exchange: clients average a vector over their cohort during a forward or backward pass.
+"""Exchange vectors layer by layer: clients average a vector over their cohort during a forward or backward pass.
 
-``call`` defines the operation and ``session`` the server's half. A carrier takes requests to the server and
-answers back. There are three: a gRPC service, replay in Flower messages, and threads in one process.
+``call`` defines the operation and ``session`` the server's half. A carrier, that is, a transport, takes requests to the
+server and answers back. There are three carriers: a gRPC service, replay in Flower messages, and threads in one process.
 """

@@ -1,4 +1,6 @@
-"""The operation behind FedTAN: ``exchange(key, local, count)`` returns averages over the cohort. All carriers offer it.
+"""Define the operation behind FedTAN: ``exchange(key, local, count)`` returns averages over the cohort.
+
+All carriers, that is, transports, offer this operation: a gRPC service, replay in Flower messages, and threads in one process.
 
 Algorithms 2 and 3 of FedTAN's paper both average a vector over the cohort. The forward pass averages the moments
 of a layer's input. The backward pass averages the gradients of the loss by these moments.
@@ -113,7 +115,7 @@ def checked(answer: Answer, key: Key, local: Tensor) -> Answer:
         local: the client's own vector (d,).
 
     Raises:
-        ExchangeFailed: the answer has another shape or dtype, or counts no activations or samples.
+        ExchangeFailed: the answer has another shape or dtype, or counts no activations or no samples.
     """
     shape, dtype = tuple(answer.values.shape), answer.values.dtype
     if (shape, dtype) != (tuple(local.shape), local.dtype):
@@ -138,7 +140,9 @@ class Layer(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Take part in a round's exchange as one client. Each carrier has its own class with these methods.
+    """Take part in a round's exchange as one client.
+
+    Each carrier, that is, each transport (``grpc``, ``replay``, ``local``), has its own class with these methods.
 
     Attributes:
         batch: the number of samples that the client announced when it joined.

@@ -1,4 +1,4 @@
-"""The exchange inside one process. Each client has a thread, and only one of these threads runs at a time.
+"""Run the exchange inside one process. Each client has a thread, and only one of these threads runs at a time.
 
 A thread runs until its client waits for an answer. Then the next thread runs, in a fixed order. Each thread
 gets its own state of torch's random generators back whenever it continues. So results do not depend on how
@@ -33,7 +33,8 @@ def too_many(clients: int, model: nn.Module) -> str:
     nbytes = clients * sum(tensor.nbytes for tensor in model.state_dict().values())
     if clients <= MOST and nbytes <= MOST_BYTES:
         return ""
-    return f"{clients} clients with a model each ({nbytes / 2**30:.2g} GiB) are too many for one process at once"
+    limits = f"at most {MOST} clients and {MOST_BYTES / 2**30:.2g} GiB"
+    return f"{clients} clients with a model each ({nbytes / 2**30:.2g} GiB; {limits}) are too many for one process at once"
 
 
 def admit(session: Session) -> dict[int, str]:
@@ -178,7 +179,8 @@ class LocalExchange:
         batch: the number of samples in the client's batch.
 
     Raises:
-        ExchangeFailed: the token is unknown, or the thread was not started by ``Turns.run``.
+        ExchangeFailed: the token is unknown, or the thread was not started by ``Turns.run``. Or the session refuses the client,
+            or the round fails before all clients have joined.
     """
 
     def __init__(self, token: str, batch: int) -> None:
@@ -201,7 +203,11 @@ class LocalExchange:
         return self._ask(Local(key, local.detach().cpu(), count))
 
     def close(self, error: str = "") -> None:
-        """Leave the session. A second call does nothing."""
+        """Leave the session. A second call does nothing.
+
+        Args:
+            error: the reason for leaving early. The session then drops this client. Empty: the client has finished.
+        """
         if not self._closed:
             self._closed = True
             self._session.leave(self._client, error)

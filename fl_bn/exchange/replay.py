@@ -1,4 +1,4 @@
-"""The exchange by replay: a client computes its round again from the start whenever a new answer has come.
+"""Exchange vectors by replay: a client computes its round again from the start whenever a new answer has come.
 
 The server sends all answers so far, the transcript. The client uses them in order, and stops where it needs an
 answer that has not come yet. Every repetition has the same batch and the same random numbers, so it reaches the
@@ -28,7 +28,12 @@ class Unanswered(Exception):
 
 
 class ReplayExchange:
-    """Take part in a layer-wise exchange as one client: return a transcript's answers in order, and raise ``Unanswered`` at its end."""
+    """Take part in a layer-wise exchange as one client: return a transcript's answers in order, and raise ``Unanswered`` at its end.
+
+    Args:
+        transcript: the server's answers so far in this round, in order, each with its key.
+        batch: the number of samples in the client's batch.
+    """
 
     def __init__(self, transcript: Sequence[tuple[Key, Answer]], batch: int) -> None:
         self.batch, self.seconds = batch, 0.0

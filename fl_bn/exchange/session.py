@@ -1,8 +1,8 @@
-"""The server's half of a round's exchange: which clients take part, which requests are missing, which clients are late.
+"""Run the server's half of a round's exchange: track which clients take part, which requests are missing, and who is late.
 
-A ``Session`` has neither a thread nor a clock of its own. A carrier passes requests to ``submit`` and answers
-to the clients. It calls ``expire`` regularly to drop late clients. A request is answered once all active
-clients have sent theirs.
+A ``Session`` has neither a thread nor a clock of its own. A carrier, that is, a transport such as the gRPC service, passes
+requests to ``submit`` and answers to the clients. The carrier also calls ``expire`` regularly, to drop late clients. A request
+is answered once all active clients have sent theirs.
 """
 
 from __future__ import annotations
@@ -98,11 +98,14 @@ class Session:
         deadline: seconds after which a client is late with a vector.
         join_deadline: seconds that the session waits for the next client to join. Then all clients that have not
             joined are late.
-        samples: each client's number of samples, by client. A client's batch may not be larger.
+        samples: each client's number of samples, by client. A client's batch must not be larger.
         believing: whether to use the counts and batch sizes that clients report. False, with robust rules: the
             median of the reported numbers is used for every client, so that no client decides its own weight.
         given_up: the last sentence of the warning that is logged if the exchange fails for all clients.
         called: gives the clients' names for the log.
+
+    Raises:
+        ValueError: ``policy`` is not one of ``POLICIES``.
     """
 
     def __init__(
@@ -203,7 +206,10 @@ class Session:
             self._advance()
 
     def fail(self, reason: str) -> None:
-        """Fail the round's exchange. Clients that wait now or send a request later get ``reason``."""
+        """Fail the round's exchange. Clients that wait now or send a request later get ``reason``.
+
+        If the exchange has failed before, they get the first reason.
+        """
         with self._lock:
             self.failure = self.failure or reason
             self._end(self.failure)

@@ -1,4 +1,4 @@
-"""Settings of the layer-wise exchange: which carrier takes it to the clients, its deadlines, its address and certificates."""
+"""Define the settings of the layer-wise exchange: the carrier (transport), deadlines, address and certificates."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def find(name: str) -> Any:
     """Return Flower's object ``name``, from the first of the modules in ``PLACES[name]`` that has it.
 
     Raises:
-        ImportError: no such module of the installed Flower has it.
+        ImportError: none of these modules of the installed Flower has it.
     """
     for place in PLACES[name]:
         try:
@@ -217,7 +217,7 @@ def mods_around(app: Any, name: str) -> list[Any]:
 
 @contextmanager
 def registering(app: Any, mods: list[Any]) -> Iterator[None]:
-    """Replace the mods of a ClientApp by ``mods`` inside the block. Functions that are registered in it are wrapped in ``mods``."""
+    """Replace the mods of a ClientApp by ``mods`` until the block ends. Functions that the block registers are wrapped in ``mods``."""
     before = mods_of(app)
     if before:
         app._mods = mods

@@ -64,7 +64,8 @@ def exchange_in(settings: ExchangeSettings, grid: object) -> ExchangeSettings:
         grid: Flower's grid.
 
     Raises:
-        ValueError: The exchange would be unencrypted in a deployment whose other connections are encrypted.
+        ValueError: The exchange would be unencrypted in a deployment whose other connections are encrypted. Or an older fl-bn
+            packed the run, without the keys for the exchange.
     """
     config = submitted(grid)
     if settings.certificates is not None or not config:
@@ -119,7 +120,7 @@ class Progress(Callback):
         return cls(None if ours or not name or not output else Path(output) / name / PROGRESS)
 
     def begin(self, rounds: int) -> None:
-        """Write the line that the run begins.
+        """Write a line which says that the run begins.
 
         Args:
             rounds: The number of rounds; 0: unknown.

@@ -113,7 +113,7 @@ class GridTransport(Transport):
     def measure_layer_by_layer(self, instruction: Instruction) -> RoundReplies | None:
         """Measure the clients' statistics layer by layer, with one message per client and one exchange per layer.
 
-        Returns None if the settings or the engine do not allow such an exchange, or if a client with data dropped out of
+        Return None if the settings or the engine do not allow such an exchange, or if a client with data dropped out of
         the exchange.
         """
         strategy = self.strategy
@@ -141,9 +141,13 @@ class GridTransport(Transport):
         return replies if self.strategy.secure is not None else super().store(instruction, replies)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate at the clients by the strategy's hooks, or at the server.
+        """Evaluate at the clients by the strategy's hooks, or else at the server. Then call ``evaluate_fn``, if there is one.
 
         Store all metrics in ``result``, and return those that are single numbers, by name.
+
+        Args:
+            number: the round.
+            tensors: name -> shared tensor.
         """
         strategy, metrics = self.strategy, dict[str, float]()
         returned = self.hooks.configure_evaluate(number, strategy.outward(tensors), self._evaluate_config, self.grid)

@@ -77,8 +77,12 @@ def check_unwrapped(strategy: Strategy, method: Method) -> None:
     all arrays that ``aggregate_train`` returns, including BatchNorm's variances. Moments, which FBN and HBN
     report, have no place in that list.
 
+    Args:
+        strategy: the strategy.
+        method: its method, for the error message.
+
     Raises:
-        RunFailed: such a strategy wraps it.
+        RunFailed: such a strategy wraps ``strategy``.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -58,8 +58,8 @@ class InProcessGrid(Grid):
         run_config: the run config. Its ``engine`` says whether a cohort's clients are computed together (vmap).
         workers: the processes that answer messages. None: this process answers them, at least until ``pace`` finds that
             worker processes would save time.
-        pace: decides before each round whether the rest of the run would be faster with worker processes. They are then
-            started. It has no effect if ``workers`` is given. None: no worker process is started.
+        pace: decides before each round whether the rest of the run would be faster with worker processes. If so, this grid
+            starts them. ``pace`` has no effect if ``workers`` is given. None: no worker process is started.
     """
 
     def __init__(
@@ -214,8 +214,8 @@ def run_in_process(
     Args:
         config: the run config (the keys of ``[tool.flwr.app.config]``). Its ``clients`` is the number of nodes. Its
             ``workers`` is the number of processes that compute clients. 1, the default: only this process. 0: one
-            process per core (per ``threads`` cores, if set), started once this saves time in the remaining rounds. For
-            a GPU, 0 starts none.
+            process per core (per ``threads`` cores, if set), started once this saves time in the remaining rounds. 0
+            starts none for a GPU, with ``engine='vectorised'``, or if ``client_app`` is no import path.
         server_app: the ServerApp, or its import path ``module:name``.
         client_app: the ClientApp, or its import path ``module:name``.
         workers: worker processes that were started before. They end with the run.

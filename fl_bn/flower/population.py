@@ -271,7 +271,7 @@ class Population:
             if rivals != self._rivals.get(index, []):
                 for rival in rivals if holder is not None else ():
                     who = self.called.client(index)
-                    log(logging.WARNING, "%s refused: %s is already served by node %s", self.called.node(rival), who, holder)
+                    log(logging.WARNING, "%s is refused: %s is already served by node %s", self.called.node(rival), who, holder)
                 if holder is None:
                     log(logging.WARNING, "%s", problem)
             self._rivals[index] = rivals
@@ -363,7 +363,7 @@ class Population:
 
     def _refuse(self, node: int, reason: str) -> None:
         self._refused.add(node)
-        log(logging.WARNING, "%s refused: %s", self.called.node(node), reason)
+        log(logging.WARNING, "%s is refused: %s", self.called.node(node), reason)
 
     def cohort(self, fraction: float, seed: int, round: int, least: int = 1) -> list[Client]:
         """Draw the clients of ``round``, sorted by index. The same seed draws the same clients, whatever the node ids.

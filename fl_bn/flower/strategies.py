@@ -116,7 +116,7 @@ class FBNStrategy(OfMethod):
 
 
 class RobustFBNStrategy(FBNStrategy):
-    """Run FBN against Byzantine clients (FBN, section 5), with robust rules for the statistics and for the updates.
+    """Run FBN against Byzantine clients (FBN paper, section 5), with robust rules for the statistics and the updates.
 
     The default rules are nearest-neighbour mixing (NNM), then the coordinate-wise median.
 

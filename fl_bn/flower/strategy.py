@@ -57,7 +57,7 @@ from fl_bn.task import CLASSIFICATION, Task
 if TYPE_CHECKING:
     from fl_bn.flower.secagg.rounds import SecureRounds
 
-NOTHING = "a run of 0 rounds only measures statistics: set calibrate to -1, or to a number of passes"
+NOTHING = "a run of 0 rounds only measures statistics: set calibrate to -1, or to a number of passes (now it asks for none)"
 
 
 class BatchNormStrategy(OwnNames):
@@ -162,7 +162,7 @@ class BatchNormStrategy(OwnNames):
         self.cohort = self.clients_of(grid).cohort(self.rounds.fraction, self.rounds.seed, server_round, self.rounds.min_cohort)
         if late := self.exchanges.late_clients(grid):
             who = self.rounds.called.clients(sorted(late))
-            log(logging.WARNING, "round %s: left out, since their replies to an earlier round are missing: %s", server_round, who)
+            log(logging.WARNING, "round %s leaves out %s, since replies to an earlier round are missing", server_round, who)
             self.cohort = [client for client in self.cohort if client.index not in late]
         share = {} if instruction.rate_share == 1 else {"rate-share": instruction.rate_share}
         told = {"objective": instruction.objective} if instruction.objective else {}
@@ -227,6 +227,8 @@ class BatchNormStrategy(OwnNames):
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Make one evaluate message per client if clients have models or test data of their own; none otherwise.
+
+        There is no message either in a round in which no evaluation is due.
 
         If clients have models of their own, only clients that have trained evaluate. The others get a message only
         if models are to be saved.

@@ -15,7 +15,7 @@ class OwnNames(Strategy):
     """Refuse a user's subclass that defines or sets a name of fl-bn's own classes. Abstract.
 
     Without this check, ``self.cohort = ...`` in a user's hook would silently replace the clients of the round.
-    ``class`` raises a TypeError if the subclass defines such a name.
+    The ``class`` statement of a subclass that defines such a name raises a TypeError.
 
     Attributes:
         open_names: names of fl-bn's classes that a user's subclass may define or set all the same.

@@ -1,1 +1,1 @@
-"""Secure aggregation in plain torch: statistics in a form that can be summed, differential privacy, and the settings."""
+"""Provide secure aggregation in plain torch: statistics in a form that can be summed, differential privacy, and the settings."""

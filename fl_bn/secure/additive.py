@@ -1,4 +1,4 @@
-"""Convert moments into numbers of which secure aggregation can compute the average over the clients.
+"""Convert moments into numbers that secure aggregation can average over the clients.
 
 Count, mean and biased variance of one layer (``Moments``) cannot be averaged: pooling needs every client's mean. So each
 client computes two deviations from a public reference. The reference is the running statistics that the server sent,
@@ -87,6 +87,11 @@ def running_deviations(running: Running, reference: Running) -> tuple[Tensor, Te
 def from_running_deviations(mean: Tensor, var: Tensor, reference: Running) -> tuple[Running, int]:
     """Compute running statistics from averaged ``running_deviations``.
 
+    Args:
+        mean: the clients' average of the first deviation, (C,), as ``running_deviations`` returns it.
+        var: the clients' average of the second deviation, (C,), as ``running_deviations`` returns it.
+        reference: the public reference.
+
     Returns:
         The statistics, and the number of channels whose variance was negative and was set to 0.
     """
@@ -103,8 +108,8 @@ def within(first: Tensor, second: Tensor, limit: float) -> tuple[Tensor, Tensor,
         limit: the range is ``[-limit, limit]``.
 
     Returns:
-        The new ``first`` and the new ``second``, which is also divided by ``limit``. Both are in ``[-limit, limit]``.
-        Then the number of channels whose moments were changed to fit.
+        The new ``first`` and the new ``second``, which is also divided by ``limit``. Both are in ``[-limit, limit]`` if
+        ``limit`` is 1 or more. Then the number of channels whose moments were changed to fit.
     """
     kept = first.clamp(-limit, limit)
     var = (second + 1 - first.square()).clamp(min=0.0)
@@ -117,8 +122,8 @@ def running_within(mean: Tensor, var: Tensor, limit: float) -> tuple[Tensor, Ten
     """Bring a client's ``running_deviations`` into the range of a quantiser. Mean and variance are limited separately.
 
     Returns:
-        The new ``mean`` and the new ``var``, which is also divided by ``limit``. Both are in ``[-limit, limit]``.
-        Then the number of channels whose statistics were changed to fit.
+        The new ``mean`` and the new ``var``, which is also divided by ``limit``. Both are in ``[-limit, limit]`` if
+        ``limit`` is 1 or more. Then the number of channels whose statistics were changed to fit.
     """
     kept, ratio = mean.clamp(-limit, limit), var.clamp(max=limit**2)
     return kept, ratio / limit, int(((kept != mean) | (ratio != var)).sum())

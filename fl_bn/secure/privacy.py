@@ -1,4 +1,4 @@
-"""Client-level differential privacy with two releases, of the updates and of the statistics, each with its own clip.
+"""Provide client-level differential privacy with two releases, of the updates and of the statistics, each with its own clip.
 
 A client's update and its statistics (standardised deviations, see ``additive``) are two vectors. Each is scaled
 down to an L2 norm of at most its clip C. Each gets so much Gaussian noise that the secure sum over the cohort has

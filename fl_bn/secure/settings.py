@@ -1,4 +1,4 @@
-"""Settings of secure aggregation (SecAgg+): the shares of secrets, the range and bits of values, and the fewest clients in a sum."""
+"""Define the settings of secure aggregation (SecAgg+): shares of secrets, range and bits of values, fewest clients in a sum."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class SecureAggregation(Options):
         if self.shares and self.shares % 2 == 0:
             raise ValueError(f"secagg-shares must be 0 (one per client) or an odd number from {LEAST}, but got {self.shares}")
         if self.shares and self.threshold and not self.shares < 2 * self.threshold <= 2 * self.shares:
-            raise ValueError(f"secagg-threshold must be 0 or more than half of the {self.shares} shares, but got {self.threshold}")
+            raise ValueError(
+                f"secagg-threshold must be 0, or more than half of the {self.shares} shares and at most all, but got {self.threshold}"
+            )
 
     def shares_of(self, clients: int) -> int:
         """Return the number of parts into which each client's secrets are split, in a sum of ``clients`` clients."""

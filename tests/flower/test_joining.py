@@ -154,7 +154,7 @@ def test_a_late_client_of_a_larger_run_is_refused_and_the_run_goes_on(clients: l
     grid._app = lambda message, context: (other if context.node_id == 77 else own)(message=message, context=context)  # type: ignore[assignment]
     ran = run(METHODS["fedavg"](), clients, 3, grid=grid)
     assert accepted(ran) == [[0, 1, 2, 3]] * 3
-    assert "node 77 refused: the run is for 4 clients, but node 77 says that there are 9" in log.text
+    assert "node 77 is refused: the run is for 4 clients, but node 77 says that there are 9" in log.text
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_a_simulation_makes_passes_unless_it_is_told_to_try() -> None:
     try:
         carrier, problem = exchanges._meeting(grid, clients, simulated=False)
         assert carrier is None
-        assert problem == "a simulation may not have all clients at once (recalibration='exchange' tries)"
+        assert problem == "a simulation may be unable to run all clients at once (recalibration='exchange' tries it)"
         carrier, problem = exchanges._meeting(grid, clients, simulated=True)
         assert isinstance(carrier, GrpcCarrier)
         assert problem == ""

@@ -142,7 +142,7 @@ def test_a_second_node_of_one_client_is_refused_by_name(clients: list[Samples], 
     grid = TwinGrid(clients)
     grid.then = {1: set()}
     ran = run(FBN, clients, 2, grid=grid, policy={"rate": grid.rate})
-    assert log.text.count("node 77 refused: client 1 is already served by node 2") == 1
+    assert log.text.count("node 77 is refused: client 1 is already served by node 2") == 1
     assert all([c.client for c in record.accepted] == [0, 1, 2] for record in ran.records)
     assert identical(ran.trajectory[2], run(FBN, clients, 2).trajectory[2])
     assert not any(message.metadata.dst_node_id == 77 for message in ran.grid.sent if message.metadata.message_type == "train")
@@ -162,7 +162,7 @@ def test_the_node_that_served_a_client_first_gets_its_place_back(clients: list[S
     grid.then = {2: {2}, 3: set(), 5: {2}, 6: set()}
     run(FBN, clients, 6, grid=grid, evaluate=None, policy={"rate": grid.rate})
     assert grid.trained() == {"1": 2, "2": 77, "3": 2, "4": 2, "5": 77, "6": 2}
-    assert log.text.count("node 77 refused: client 1 is already served by node 2") == 2
+    assert log.text.count("node 77 is refused: client 1 is already served by node 2") == 2
     assert log.text.count("client 1 is now served by node 77") == 2
 
 
@@ -219,10 +219,10 @@ def test_where_the_operator_names_the_nodes_no_other_is_believed(clients: list[S
         ran = run(FBN, clients, 3, grid=grid, policy={"at_start": 2, "nodes": (1, 2, 3)})
         assert accepted(ran) == rounds
         assert 77 not in grid.trained().values()
-    assert "node 77 refused: it calls itself client 1, but its key belongs to no client: correct its partition-id" in log.text
+    assert "node 77 is refused: it calls itself client 1, but its key belongs to no client: correct its partition-id" in log.text
     swapped = {"at_start": 1, "nodes": (2, 1, 3)}
     assert accepted(run(FBN, clients, 2, policy=swapped)) == [[2]] * 2
-    assert "node 1 refused: it calls itself client 0, but its key belongs to client 1" in log.text
+    assert "node 1 is refused: it calls itself client 0, but its key belongs to client 1" in log.text
     with pytest.raises(RunFailed, match="node 1 cannot take part: it calls itself client 0, but its key belongs to client 1"):
         run(FBN, clients, 2, policy={**swapped, "at_start": 0})
 
@@ -365,4 +365,4 @@ def test_a_node_that_could_not_say_who_it_is_is_asked_again_once_it_was_offline(
     monkeypatch.setattr(BatchNormClient, "introduce", hello)
     ran = run(FBN, clients, 7, grid=grid, policy={"rate": rate})
     assert accepted(ran) == [[0, 1, 2], [0, 2], [0, 2], [0, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
-    assert log.text.count("node 2 refused: FileNotFoundError: no such data") == 1  # and not in every round
+    assert log.text.count("node 2 is refused: FileNotFoundError: no such data") == 1  # and not in every round

@@ -60,7 +60,7 @@ def test_a_client_that_calls_itself_another_is_refused_and_the_other_takes_part(
     ran = lied(lie, "ln", policy={"nodes": tuple(range(1, CLIENTS + 1))})
     others = [client for client in range(CLIENTS) if client != LIAR]
     assert [[c.client for c in record.accepted] for record in ran.records] == [others] * 2
-    assert "node 2 refused: it calls itself client 3, but its key belongs to client 1: correct its partition-id" in caplog.messages
+    assert "node 2 is refused: it calls itself client 3, but its key belongs to client 1: correct its partition-id" in caplog.messages
     with pytest.raises(RunFailed, match="nodes 2 and 4 call themselves client 3, so none of them takes part"):  # control
         lied(lie, "ln")
 

@@ -96,8 +96,8 @@ def stranger(record: dict, spy: Spy) -> dict:  # type: ignore[type-arg]
 
 STAGES: dict[str, tuple[str, Change, str]] = {
     "fewer than 3 clients": ("setup", sets(sample_num=2, share_num=2, threshold=2), "at least 3 clients"),
-    "one share": ("setup", sets(share_num=1, threshold=1), "at least 3 clients and shares"),
-    "more shares than clients": ("setup", sets(share_num=7, threshold=4), "at least 3 clients and shares"),
+    "one share": ("setup", sets(share_num=1, threshold=1), "at least 3 clients and 3 shares"),
+    "more shares than clients": ("setup", sets(share_num=7, threshold=4), "at least 3 clients and 3 shares"),
     "a threshold of half": ("setup", sets(threshold=2), "more than half"),
     "another modulus": ("setup", sets(mod_range=2**31), "asks for modulus 2147483648"),
     "levels that overflow": ("setup", sets(target_range=2**30), "clients and 1073741824 levels"),

@@ -47,7 +47,7 @@ HELLO = {
 def test_an_introduction_that_no_client_makes_costs_that_client_its_part(case: str, log: pytest.LogCaptureFixture) -> None:
     ran = lied(sets("query.hello", "hello", **HELLO[case]))
     assert [[c.client for c in record.accepted] for record in ran.records] == [[0, 2, 3, 4]] * 2
-    (said,) = [message for message in log.messages if "node 2 refused" in message]
+    (said,) = [message for message in log.messages if "node 2 is refused" in message]
     (field,) = HELLO[case]
     assert f"hello/{field.replace('_', '-')}: expected " in said
     assert len(said) < 1000

@@ -47,7 +47,7 @@ HELLO: dict[str, dict[str, Any]] = {
 def test_an_introduction_that_is_unlike_the_others_costs_that_node_its_part(case: str, node: int, log: pytest.LogCaptureFixture) -> None:
     ran = lied(node, sets("query.hello", "hello", **HELLO[case]))
     assert [[c.client for c in record.accepted] for record in ran.records] == [others(node)] * 2
-    assert any(f"node {node} refused: " in line for line in log.messages)
+    assert any(f"node {node} is refused: " in line for line in log.messages)
 
 
 def test_where_nodes_do_not_agree_the_server_must_be_told() -> None:

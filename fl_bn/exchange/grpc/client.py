@@ -1,4 +1,4 @@
-"""The client of the gRPC service. It opens one stream per round, which lasts from joining to closing."""
+"""Connect a client to the gRPC service of the exchange. Each round has one stream, which lasts from joining to closing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GrpcExchange:
         patience: seconds without an answer to a ping, after which the client considers the server dead.
 
     Raises:
-        ExchangeFailed: the service cannot be reached, or refuses the client.
+        ExchangeFailed: the service cannot be reached or refuses the client, or the round fails before all clients have joined.
     """
 
     def __init__(
@@ -73,7 +73,12 @@ class GrpcExchange:
         return checked(self._ask(Local(key, local.detach().cpu(), count), local.dtype), key, local)
 
     def close(self, error: str = "") -> None:
-        """Leave the round, and wait until the server has noticed. A second call does nothing."""
+        """Leave the round. A second call does nothing.
+
+        Args:
+            error: the reason for leaving early. The stream is then cancelled at once. Empty: the client has finished, and the
+                call waits until the server has ended the stream.
+        """
         if self._closed:
             return
         self._closed = True

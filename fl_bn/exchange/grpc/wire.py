@@ -44,8 +44,8 @@ def decode_request(data: bytes, layers: Mapping[str, Layer]) -> Request | None:
         The request, or None if the client leaves the session.
 
     Raises:
-        Refused: the message cannot be read, names a layer or quantity that does not exist, or has a vector of a
-            wrong length.
+        Refused: the message cannot be read, is empty, names a layer or quantity that does not exist, or has a vector of
+            a wrong length.
     """
     try:
         message = pb.Request.FromString(data)

@@ -37,8 +37,8 @@ def corrupt(
     """Rewrite the replies of the Byzantine clients, which are the last ``adversary.f`` clients of the run.
 
     Errors and unreadable replies are not rewritten. The attackers ignore honest replies with values that are not
-    finite, since the server will refuse them. Nothing is rewritten if no honest reply is left, or if the attack flips
-    training labels and sends honest replies.
+    finite, since the server will refuse them. Nothing is rewritten if no honest reply is left, or if the attack only flips
+    training labels.
 
     Args:
         replies: The replies of all clients of the round.

@@ -28,7 +28,7 @@ class Checkpoint:
         optimizer: The buffers of the server optimizer.
         failed: The number of rounds in a row, up to ``round``, that failed.
         kept: For each client, the last round in which it kept tensors of its own.
-        history: For each file of results to which every round adds lines, its length in bytes.
+        history: The length in bytes of each file of results, by its name. Every round adds lines to these files.
         generators: The states of the generators of Python, NumPy and torch, as JSON.
         auxiliary: The tensors that are sent beside the weights, such as control variates, by section and name.
         counted: For each client, the last round in which its reply changed the model.

@@ -7,7 +7,7 @@ that ended before they were averaged.
 
 A statistic summarises samples, and a statistic of few samples reveals them. ``samples`` of a ``Disclosure`` is the
 number of different samples behind a statistic, among which a person is hidden. ``values`` is the number of activations
-per channel. It is larger for images with many pixels, but these belong to the same persons.
+per channel. ``values`` is larger for images with many pixels, but these pixels belong to the same persons.
 
 The running statistics after one batch reveal the statistics of that batch: they are ``(new - (1 - b) old) / b`` with
 momentum b. The running statistics after several batches reveal only a weighted mean. The weights after one step reveal
@@ -134,7 +134,15 @@ class DisclosureReport:
             log(logging.WARNING, "%s: the disclosure report names all of them", what)
 
     def evaluations(self, replies: Iterable[Message], clients: Iterable[Client]) -> Iterator[Decoded]:
-        """Decode the replies to evaluate messages one by one. After the last reply, record the disclosures of all."""
+        """Decode the replies to evaluate messages one by one. After the last reply, record the disclosures of all replies.
+
+        Args:
+            replies: The replies.
+            clients: All clients that may have replied.
+
+        Yields:
+            The decoded replies.
+        """
         by_node = {client.node: client.index for client in clients}
         disclosures: list[Disclosure] = []
         for reply in map(decode, replies):

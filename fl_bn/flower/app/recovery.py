@@ -113,7 +113,8 @@ class Recovery:
         """
         if checkpoint.round >= rounds:
             raise RunFailed(
-                f"there is nothing to resume: the checkpoint is of round {checkpoint.round}, and the run has only {rounds} rounds"
+                f"there is nothing to resume: the checkpoint is of round {checkpoint.round}, and the run has only {rounds} rounds: "
+                "raise the number of rounds"
             )
         try:
             shared.restore(checkpoint.arrays, checkpoint.auxiliary)

@@ -1,7 +1,6 @@
 """Average the layers that stay at the clients, for a new client that took no part in the training.
 
-Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021 (seed 001),
-appendix G.
+Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021, appendix G.
 """
 
 from __future__ import annotations

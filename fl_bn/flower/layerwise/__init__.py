@@ -1,1 +1,1 @@
-"""The layer-wise exchange (FedTAN) over Flower: sessions, carriers, addresses and transcripts."""
+"""Run the layer-wise exchange (FedTAN) over Flower: sessions, carriers (transports), addresses and transcripts."""

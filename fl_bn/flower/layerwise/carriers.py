@@ -1,4 +1,4 @@
-"""Carriers of the layer-wise exchange at the server. A carrier sends a round's train messages and returns the replies."""
+"""Carry the layer-wise exchange at the server. A carrier (transport) sends a round's train messages and returns the replies."""
 
 from __future__ import annotations
 
@@ -127,6 +127,10 @@ class GrpcCarrier(Carrier):
         settings: the address to listen on, and the certificates.
         layers: the layers that may be exchanged, by name. They limit the size of a request.
         called: the clients' names in the log.
+
+    Raises:
+        OSError: the service cannot listen on the address, or a file of the certificates is missing.
+        ValueError: the certificates are wrong.
     """
 
     name = "grpc"
@@ -174,8 +178,8 @@ class GrpcCarrier(Carrier):
             What to change if they cannot. Empty if they can.
 
         Raises:
-            RunFailed: the policy is ``abort``, and a client cannot reach the service or does not trust its
-                certificate. Every round would fail.
+            RunFailed: a client cannot reach the service, or does not trust its certificate. With the policy ``shrink``,
+                rounds go on without such a client. Then this is an error only if no client could join, or if others were late.
         """
         messages = {c.index: Message(RecordDict(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
         settings = self.settings

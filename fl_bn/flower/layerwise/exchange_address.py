@@ -113,7 +113,7 @@ def connect(addresses: ExchangeAddresses, config: Mapping[str, Any], transcript:
     Raises:
         ExchangeFailed: ``addresses`` does not allow the address, or the client cannot join the exchange. The error reveals
             nothing about this client's network.
-        WireError: the message lacks a field that this carrier needs.
+        WireError: the message lacks a field that the exchange's carrier (transport) needs.
     """
     carrier = config.get("exchange")
     if carrier == "replay":

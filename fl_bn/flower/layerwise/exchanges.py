@@ -70,7 +70,7 @@ class Exchanges:
         return 1 if self._carrier is None else self._carrier.messages
 
     def round(self, grid: Grid, cohort: Sequence[Client], messages: Iterable[Message], timeout: float) -> list[Message]:
-        """Send a round's train messages, carry its exchange, and return the replies.
+        """Send a round's train messages, run the layer-wise exchange of its clients, and return the replies.
 
         Afterwards ``session`` holds the details of the exchange.
 
@@ -91,7 +91,7 @@ class Exchanges:
     def measure(
         self, grid: Grid, clients: Sequence[Client], messages: Iterable[Message], timeout: float, memory: int, simulated: bool
     ) -> tuple[list[Message], str]:
-        """Send the messages of a statistics-only exchange, and carry it layer by layer.
+        """Send the messages of a statistics-only exchange, run it layer by layer, and return the replies.
 
         Afterwards ``session`` holds the details. If the clients cannot all take part at the same time, the
         log gives the reason, and no later call tries again.
@@ -102,7 +102,7 @@ class Exchanges:
             messages: one message per client.
             timeout: seconds from one exchange to the next.
             memory: bytes of activations that all clients in this process may keep together.
-            simulated: whether to try it in Flower's simulation, too, which may not run all clients at once.
+            simulated: whether to try it in Flower's simulation, too, which may be unable to run all clients at once.
 
         Returns:
             The replies and the carrier's name. Both are empty if the clients cannot take part at the same
@@ -185,12 +185,12 @@ class Exchanges:
             raise RunFailed(str(error)) from error
 
     def _meeting(self, grid: Grid, clients: Sequence[Client], simulated: bool) -> tuple[Carrier | None, str]:
-        """Return the carrier for a statistics-only exchange of ``clients``, and an empty text. Without one: None and the reason.
+        """Return the carrier for a statistics-only exchange of ``clients``, and an empty text. If there is none: None and the reason.
 
         Args:
             grid: Flower's grid.
             clients: the clients.
-            simulated: whether to try it in Flower's simulation, too, which may not run all clients at once.
+            simulated: whether to try it in Flower's simulation, too, which may be unable to run all clients at once.
         """
         wanted, here = self.settings.carrier, isinstance(grid, InProcessGrid)
         if isinstance(grid, InProcessGrid) and grid.one_program:
@@ -205,7 +205,7 @@ class Exchanges:
         if wanted == "local":
             return None, "exchange='local' does not work where clients run in other processes"
         if simulates(grid) and not simulated and self._carrier is None:
-            return None, "a simulation may not have all clients at once (recalibration='exchange' tries)"
+            return None, "a simulation may be unable to run all clients at once (recalibration='exchange' tries it)"
         try:
             return self._service(grid), ""
         except (OSError, ValueError) as error:
@@ -220,7 +220,7 @@ class Exchanges:
         if here or wanted == "local":
             raise RunFailed(
                 f"exchange={wanted!r} does not work {'in one process' if here else 'here'}: clients "
-                f"{'run one after the other' if here else 'run in other processes'}: set exchange='auto'"
+                f"{'run one after the other' if here else 'run in other processes'}. Set exchange='auto'"
             )
         carrier = self._encrypted(grid)
         try:

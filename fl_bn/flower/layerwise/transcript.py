@@ -1,4 +1,4 @@
-"""Messages of an exchange by replay. The server sends a transcript: all answers so far. A client sends its next request."""
+"""Encode the messages of an exchange by replay. The server sends a transcript: all answers so far. A client sends its next request."""
 
 from __future__ import annotations
 
@@ -77,6 +77,10 @@ def question(pending: Unanswered, client: int = 0) -> Reply:
 
 def read_request(reply: Message, header: Header) -> tuple[int, Local] | None:
     """Read the request of a client that needs an answer.
+
+    Args:
+        reply: the client's reply.
+        header: the header of the instruction, which the reply must repeat.
 
     Returns:
         The client's batch size and its request. None if the reply is the client's last one of the round.

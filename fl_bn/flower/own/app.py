@@ -68,7 +68,7 @@ Models = Callable[[Context], nn.Module]
 class OwnRound:
     """Compute one round at one client. ``training`` yields this object.
 
-    Your loop trains its ``model``. After the ``with`` block, its method ``message`` makes the reply.
+    Your loop trains this object's ``model``. After the ``with`` block, this object's method ``message`` makes the reply.
 
     Args:
         message: the server's message.
@@ -187,9 +187,10 @@ class RoundGoesOn(Exception):
 
 
 def replayed(message: Message, context: Context, handler: Callable[[Message, Context], Message]) -> Message:
-    """Answer train messages by ``handler``, whose round may take several messages: ``@app.train(mods=[replayed])``.
+    """Let ``handler`` use several messages for one round: ``@app.train(mods=[replayed])``.
 
-    This is a Flower mod. FedTAN needs it if the clients of a cohort cannot all run at the same time (carrier
+    This Flower mod calls ``handler`` for each train message. If the round needs an answer of the server first, the mod
+    replies with the client's question. FedTAN needs this mod if the clients of a cohort cannot all run at the same time (carrier
     ``replay`` of ``ExchangeSettings``).
 
     Args:
@@ -266,7 +267,7 @@ def training(
         ValueError: the server's message is for another model or method, or this site's settings forbid an answer
             (``Refused``). Or the method needs ``batches``, and they are missing or can be iterated over only once.
         OtherVersion: the server has another version of fl-bn.
-        RoundGoesOn: the round needs one more answer from the server (``replayed``).
+        RoundGoesOn: the round needs one more answer from the server. The mod ``replayed`` handles this.
     """
     converted = convert(model, method)
     request = _read(message, context, converted, method, TO_TRAIN)
@@ -319,7 +320,7 @@ def answer(
     task: Task = CLASSIFICATION,
     tells: bool = False,
 ) -> None:
-    """Register handlers with ``app`` for the server's queries: who the client is, and the statistics of its data.
+    """Register handlers with ``app`` for the server's queries, such as who the client is, and the statistics of its data.
 
     Your own handlers still answer train and evaluate messages. If the app has a Flower mod that cannot work with fl-bn
     (``fl_bn.flower.own.mods``), the client replies to the first query with an error that names this mod.
@@ -335,6 +336,9 @@ def answer(
         task: splits a batch into inputs and targets.
         tells: whether the client sends the BatchNorm layers that it keeps (FedBN, SiloBN), for the average that
             the server's ``evaluate_fn`` gets. These layers summarise the client's data.
+
+    Raises:
+        ValueError: ``app`` was made with a ``client_fn``.
     """
     answers(app, lambda context: model(), method, batches, task=task, tells=tells)
 
@@ -349,6 +353,9 @@ def answers(app: ClientApp, model: Models, method: Method, batches: Batches, *, 
         batches: returns the training batches of the client with a given context.
         task: splits a batch into inputs and targets.
         tells: whether the client sends the BatchNorm layers that it keeps.
+
+    Raises:
+        ValueError: ``app`` was made with a ``client_fn``.
     """
     check_handlers(app)
     gate = Gate()

@@ -1,4 +1,4 @@
-"""Run the ``server_fn`` of Flower's older API by an fl-bn method.
+"""Run the ``server_fn`` of Flower's older API with an fl-bn method.
 
 In server_app.py, ``app = ServerApp(server_fn=server_fn)`` becomes::
 
@@ -143,7 +143,10 @@ def checked_strategy(strategy: Any, method: Method) -> FedAvg:
             "tells=True)"
         )
     if not strategy.accept_failures:
-        raise ValueError("accept_failures=False has no meaning here: a client that fails is left out of the round, and the log names it")
+        raise ValueError(
+            "accept_failures=False has no meaning here: a client that fails is left out of the round, and the log names it. Leave this "
+            "option out"
+        )
     return strategy
 
 

@@ -194,7 +194,8 @@ class OwnMetrics:
         numbers: dict[str, float] = {}
         for name, value in metrics.items():
             if len(name) > LONGEST_NAME or not name.isprintable():
-                raise WireError("metrics", name, f"expected a name of up to {LONGEST_NAME} printable characters")
+                problem = f"expected a name of up to {LONGEST_NAME} printable characters, but got {len(name)} characters"
+                raise WireError("metrics", name, problem)
             if isinstance(value, list):
                 self._say_list(name, training)
                 continue

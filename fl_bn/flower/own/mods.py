@@ -69,9 +69,15 @@ def about(name: str) -> str:
 
 
 def named_in(why: str) -> str:
-    """Return the message that refuses a mod or a ``client_fn``, if it caused the client's error ``why``; else empty.
+    """Find out whether a refused mod or a ``client_fn`` caused a client's error.
 
     A user's own mod can call a refused mod. ``check_mods`` cannot see this, but the error of the refused mod contains its name.
+
+    Args:
+        why: the client's error.
+
+    Returns:
+        The message that refuses the mod or the ``client_fn``; empty: the error has another cause.
     """
     if "Invalid message type: query" in why:
         return CLIENT_FN

@@ -176,7 +176,7 @@ class OwnRounds(BatchNormStrategy):
         return arrays, MetricRecord({**(combined or {}), **metrics})
 
     def _say_taken(self, by_client: Mapping[int, Mapping[str, float]]) -> None:
-        """Tell once of metrics of the user's with a name that means fl-bn's own number in the result."""
+        """Log a warning, once for each name, if the user's metrics have the name of one of fl-bn's own numbers in the result."""
         losses = {client.client: client.loss for client in self.record.accepted}
         samples = any("samples" in own for own in by_client.values())
         loss = any(math.isfinite(losses[client]) and own.get("loss", losses[client]) != losses[client] for client, own in by_client.items())

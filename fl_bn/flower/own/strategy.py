@@ -1,4 +1,4 @@
-"""Provide the strategy for a Flower app of your own: Flower's own arguments, hooks and ``start``, and a method's rounds."""
+"""Provide the strategy for a Flower app of your own. It has Flower's arguments, hooks and ``start``, and runs a method's rounds."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class OwnAppStrategy(OwnNames):
     have the names of your network's state_dict, without those that clients keep. A name that begins with ``_`` is refused
     in a subclass if this class uses it. All other names are yours.
 
-    A node that names another number of clients, or that cannot take part, is refused, and the log names it. The run
-    goes on with the others, if there are at least ``min_available_nodes``.
+    A node that names another number of clients than the run has, or that cannot take part, is refused, and the log names
+    it. The run goes on with the others, if there are at least ``min_available_nodes``.
 
     Args:
         model: your network, unconverted.
@@ -120,7 +120,7 @@ class OwnAppStrategy(OwnNames):
         objective: the objective that your ``training`` uses. SCAFFOLD needs it here, too, because the server sends control
             variates. If it is given, clients with another one raise an error.
         callbacks: called at the start, after every round and at the end of ``start``.
-        clients: the number of clients, 0..100000. 0: the number that most nodes name (``num-partitions``).
+        clients: the number of clients, 0..100000. 0: the value of ``num-partitions`` that most nodes report.
         ranges: the smallest and the largest value of a client's metric, by name.
         num_rounds: the number of rounds of a loop of your own, which calls the hooks itself. 0: unknown. FixBN
             without ``freeze_after`` needs it, and so does a ``rate``. ``start`` has its own argument.
@@ -166,9 +166,11 @@ class OwnAppStrategy(OwnNames):
         num_rounds: int = 0,
     ) -> None:
         if type(num_rounds) is not int or num_rounds < 0:
-            raise ValueError(f"num_rounds must be the number of rounds of your own loop, or 0 (unknown), but got {num_rounds!r}")
+            raise ValueError(f"num_rounds must be the number of rounds of your own loop, or 0 (unknown), as an int, but got {num_rounds!r}")
         if not 0 <= clients <= CLIENTS:
-            raise ValueError(f"clients must be 1..{CLIENTS}, or 0 for the number that most nodes name (num-partitions), but got {clients}")
+            raise ValueError(
+                f"clients must be 1..{CLIENTS}, or 0 to take the value of num-partitions that most nodes report, but got {clients}"
+            )
         self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate  # by Flower's names, as its FedAvg has them
         self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes if fraction_evaluate else 0
         self.min_available_nodes, self.weighted_by_key = min_available_nodes, weighted_by_key
@@ -233,8 +235,8 @@ class OwnAppStrategy(OwnNames):
             grid: Flower's grid.
 
         Raises:
-            RunFailed: a loop of your own called this method, and the first call finds too few clients, or the round was
-                trained already, or the strategy needs ``start``.
+            RunFailed: a loop of your own called this method, and one of these holds. The first call finds too few clients; the
+                round was trained already; or the strategy needs ``start``.
         """
         hooks = self._running if self._starts else self._own_loop(grid, arrays, config)
         return hooks.configure_train(server_round, arrays, config, grid)
@@ -283,7 +285,7 @@ class OwnAppStrategy(OwnNames):
             The combined metrics; None if there are none.
 
         Raises:
-            RunFailed: a loop of your own called this method without ``configure_evaluate`` for this round before.
+            RunFailed: a loop of your own has not called ``configure_evaluate`` for this round yet.
         """
         hooks = self._running if self._starts else self._begun(f"aggregate_evaluate({server_round}, ...) needs configure_evaluate")
         return hooks.aggregate_evaluate(server_round, replies)

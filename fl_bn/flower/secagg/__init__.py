@@ -1,1 +1,1 @@
-"""Secure aggregation over Flower: its SecAgg+ protocol, and the vectors that it sums."""
+"""Run secure aggregation over Flower: the protocol SecAgg+, and the vectors that it sums."""

@@ -1,4 +1,4 @@
-"""The client's half of secure aggregation: Flower's SecAgg+ mod around the handlers that train and measure.
+"""Run the client's half of secure aggregation: Flower's SecAgg+ mod around the handlers that train and measure.
 
 The plain reply never leaves this file. It becomes a vector (``sums``), with noise if privacy is on. Flower's
 mod quantises and masks the vector. Only counts travel unmasked: samples, batches, and activations per sample.
@@ -199,12 +199,16 @@ def check_setup(configs: Mapping[str, Any], node: int) -> None:
     """
     clients, shares, threshold = configs["sample_num"], configs["share_num"], configs["threshold"]
     if clients < LEAST or not LEAST <= shares <= clients:
-        raise Insecure(f"SecAgg+ needs at least {LEAST} clients and shares, but got {shares} shares among {clients} clients")
+        raise Insecure(
+            f"SecAgg+ needs at least {LEAST} clients and {LEAST} shares, and at most one share per client, but got {shares} shares among "
+            f"{clients} clients"
+        )
     if len(cohort := set(configs["cohort"])) != clients or len(configs["cohort"]) != clients or node not in cohort:
         raise Insecure(f"expected {clients} nodes in the cohort, one of them this client's, but got {excerpt(configs['cohort'])}")
     if not shares < 2 * threshold <= 2 * shares:
         raise Insecure(
-            f"the threshold must be more than half of the {shares} shares, but got {threshold}: two minorities could unmask a client"
+            f"the threshold must be more than half of the {shares} shares (else two minorities could unmask a client) and at most all, "
+            f"but got {threshold}"
         )
     levels, modulus = configs["target_range"], configs["mod_range"]
     if modulus != MODULUS or clients * levels >= MODULUS or configs["max_weight"] != 1.0:
@@ -241,8 +245,8 @@ def check_keys(configs: Mapping[str, Any], state: Any, node: int) -> None:
         node: this client's node.
 
     Raises:
-        Insecure: there are not as many clients as shares, or one is not of the cohort; this client is missing; two keys
-            are equal; or the server names false keys of this client.
+        Insecure: there are not as many clients as shares, a client is not of the cohort, or this client is missing. Or two
+            keys are equal or invalid, or the server names false keys of this client.
     """
     keys = {name: pair for name, pair in configs.items() if name != Key.STAGE}
     nodes = [int(name) for name in keys if name.isascii() and name.isdigit() and str(int(name[:24])) == name]
@@ -289,8 +293,8 @@ def _readable(sealed: bytes, key: bytes, source: int, node: int) -> bool:
 def check_unmask(configs: Mapping[str, Any], state: Any, node: int) -> None:
     """Check that the requested shares can only remove the masks of this sum.
 
-    For each client in the sum there are two secrets. This client gives a share of at most one of them, and no share
-    for clients outside the sum. Shares of both secrets of a client would remove all masks of its vector. So would
+    Each client has two secrets, and this client holds a share of each. It gives exactly one of the two shares, for every
+    client whose shares it holds. Shares of both secrets of a client would remove all masks of its vector. So would
     shares of one secret for too many of its neighbours. Flower's own mod does not refuse such requests.
 
     Args:

@@ -1,4 +1,4 @@
-"""Evaluations in a secure sum: the server learns the means of the clients' losses and of the task's own metric.
+"""Evaluate in a secure sum: the server learns the means of the clients' losses and of the task's own metric.
 
 Each client counts once, as in evaluations outside of secure sums. The standard deviation, the worst client
 and accuracies per class are not reported. With three clients, mean and standard deviation nearly reveal each
@@ -42,7 +42,9 @@ def parts_of(metrics: Mapping[str, float], task: Task, limit: float) -> Sections
     shares = {}
     for name in (LOSS, task.metric):
         if math.isnan(value := metrics[name]):
-            raise ValueError(f"the {name} of this evaluation is NaN, which cannot be part of a sum")
+            raise ValueError(
+                f"the {name} of this evaluation is NaN, which cannot be part of a sum: lower the learning rate, or check the test data"
+            )
         low, high = _range(name, task)
         shares[name] = torch.tensor([(min(max(value, low), high) - low) / (high - low) * limit], dtype=torch.float64)
     return {SECTION: shares, "check": {"check": torch.tensor(CHECK, dtype=torch.float64) * limit}}
@@ -52,6 +54,11 @@ def values_of(average: Sections, task: Task, limit: float) -> dict[str, float]:
     """Convert an average over clients back to metrics, the inverse of ``parts_of``.
 
     Rounding may put a value outside of its range. Such a value is cut off.
+
+    Args:
+        average: the average, by section of ``layout`` and name.
+        task: the task, which declares the metric and its range.
+        limit: the quantiser's range is ``[-limit, limit]``.
     """
     values = {}
     for name, mean in average[SECTION].items():

@@ -1,4 +1,4 @@
-"""A hash of a client's instruction. The keys of the client's masks depend on it.
+"""Hash a client's instruction. The keys of the client's masks depend on this hash.
 
 A dishonest server could give one client another instruction than the others. For example, it could send weights of
 2^53 to all others. Their vectors would then vanish from the sum by rounding, and the sum would reveal the one
@@ -16,8 +16,8 @@ The hash covers:
 * the run config, which decides how a client trains.
 
 Values that differ between clients even if the server is honest are left out. They cannot make one client's
-vector stand out. These are ``counted`` (the client's own counts), the keys and shares of its neighbours, and
-its own node config. False keys or shares make masks that do not cancel either.
+vector stand out. These are ``counted`` (the last round in which the client's own reply changed the model), the keys
+and shares of its neighbours, and its own node config. False keys or shares make masks that do not cancel either.
 """
 
 from __future__ import annotations
@@ -70,6 +70,16 @@ def training_digest(message: Message, run_config: Mapping[str, Any]) -> bytes:
 
     The fields of a single attempt at the secure sum, such as its weights, are left out. If a client is lost,
     the sum is tried again with other values of these fields, and the clients' states stay the same.
+
+    Args:
+        message: the training instruction.
+        run_config: the run config, as this client has it.
+
+    Returns:
+        32 bytes.
+
+    Raises:
+        WireError: an array cannot be read.
     """
     return _digest(_parts(message, run_config, OF_ONE_SUM))
 

@@ -1,4 +1,4 @@
-"""A client's record of its earlier instructions. For a secure sum, all clients of an earlier round must have had the same instruction.
+"""Record a client's earlier instructions. For a secure sum, all clients of an earlier round must have had the same instruction.
 
 The masks of a sum depend on the instruction of its own round (``instruction_digest``). But a client's state,
 such as its BatchNorm layers under FedBN, comes from earlier rounds. A dishonest server could have sent all
@@ -56,8 +56,8 @@ def telling(digest: bytes) -> Iterator[None]:
 def to_write(keeps: ClientState, before: ClientState, round: int) -> dict[str, dict[str, Tensor]] | None:
     """Return the sections that a client stores after ``round``. None: it stores nothing.
 
-    In a round with a secure sum (inside a ``telling`` block), these sections include the history, because the client sends
-    the history to the server before each sum. If the client's new tensors are not finite, it keeps its old tensors, but still stores a
+    In a round with a secure sum (inside a ``telling`` block), these sections include the history. The client sends the history
+    to the server before each sum. If the client's new tensors are not finite, it keeps its old tensors, but still stores a
     history that includes this round. If the round were missing in the history, the server would learn that the new
     tensors were not finite.
 
@@ -138,7 +138,7 @@ def problem(kept: ClientState, together: History, most_unknown: int | None = Non
         )
     for round, digest in sorted(own.items()):
         if together.get(round) != digest:
-            return f"the others got another instruction in round {round} than this client, so their vectors may not hide this client's"
+            return f"the others got another instruction in round {round} than this client, so their vectors might not hide this client's"
     unknown = sorted(together.keys() - own.keys())
     if most_unknown is not None and len(unknown) > most_unknown:
         return (

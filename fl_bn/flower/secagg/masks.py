@@ -1,4 +1,4 @@
-"""Flower's two halves of SecAgg+, its client mod and its server workflow, with stronger masks.
+"""Run Flower's two halves of SecAgg+, its client mod and its server workflow, with stronger masks.
 
 Flower (1.25 to 1.42) reduces the 32-byte seed of a mask to the 32 bits that seed a Mersenne Twister
 (``pseudo_rand_gen``). The seed of a pair of clients is base64 text, of which only 28 bits remain. The server

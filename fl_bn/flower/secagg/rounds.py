@@ -1,4 +1,4 @@
-"""Training rounds, statistics exchanges and evaluations in which the server sees only the sum over the clients."""
+"""Run training rounds, statistics exchanges and evaluations in which the server sees only the sum over the clients."""
 
 from __future__ import annotations
 
@@ -388,9 +388,9 @@ def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
 def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], limit: float) -> dict[str, Moments]:
     """Return ``moments`` as the next reference, with larger variances for channels that were cut off.
 
-    A mean that was cut off shows where the data are, but not how far they spread. A channel near the end of the range
-    is treated in the same way. Its new standard deviation is at least ``limit ** 2`` times that of the old reference.
-    If that is too large, the next measurement finds the right one.
+    A mean that was cut off shows the direction of the data, but neither their distance nor their spread. A channel near the
+    end of the range is treated in the same way. Its new standard deviation is at least ``limit ** 2`` times that of the old
+    reference. If that is too large, the next measurement finds the right one.
 
     Args:
         moments: layer -> the measured moments.

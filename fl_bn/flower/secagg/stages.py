@@ -1,4 +1,4 @@
-"""Checks of the clients' replies in the stages of SecAgg+. Flower's workflow sees only records that are made here.
+"""Check the clients' replies in the stages of SecAgg+. Flower's workflow sees only records that are made here.
 
 Forms (``messages``) declare which values each field may have. This file checks the values that depend on the
 stage before, on the other clients, or on the size of the model.

@@ -1,4 +1,4 @@
-"""The vector that a client adds to a secure sum, and what the server reads from the average.
+"""Make the vector that a client adds to a secure sum, and read the average of all clients' vectors at the server.
 
 The vector (d,) holds these parts in the order of ``layout``:
 
@@ -38,7 +38,7 @@ REFERENCE = "reference"  # section of a message with a reference for deviations,
 
 @dataclass(frozen=True)
 class Plan:
-    """Count one client's work in a round. The client sends these counts unmasked, before the round.
+    """Hold the counts of one client's work in a round. The client sends them unmasked, before the round.
 
     Attributes:
         samples: the number of different samples. 0: the client takes no part.
@@ -55,9 +55,8 @@ class Plan:
 class Weighting:
     """Hold, for each part of the vector, the number of samples at which a client's weight is 1.
 
-    This is the largest number of samples of a client in the cohort. A client's weight is its own number of samples divided
-    by it, so no weight is above 1. With differential privacy, all updates and statistics have
-    weight 1.
+    This number is the largest number of samples of a client in the cohort. A client's weight is its own number of samples
+    divided by the largest, so no weight is above 1. With differential privacy, all updates and statistics have weight 1.
 
     Attributes:
         update: the number of samples at which an update has weight 1. 0: all updates have weight 1.

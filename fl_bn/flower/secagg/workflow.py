@@ -1,4 +1,4 @@
-"""The server's half of secure aggregation: Flower's SecAgg+ workflow, over fl-bn's messages.
+"""Run the server's half of secure aggregation: Flower's SecAgg+ workflow, over fl-bn's messages.
 
 A sum takes four messages per client, one in each stage. ``setup`` collects keys and the client's counts. ``share keys``
 gives shares of each client's secrets to other clients. ``collect masked vectors`` sends the model and collects the

@@ -1,1 +1,1 @@
-"""Flower's messages: their format, their checks, sending and receiving, and the gate of a client's app."""
+"""Encode, check, send and receive Flower's messages. The module ``gate`` checks all messages and replies of a client's app."""

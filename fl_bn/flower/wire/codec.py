@@ -1,6 +1,6 @@
-"""Conversion of named arrays to Flower's messages and back.
+"""Convert named arrays to Flower's messages and back.
 
-Other code has ``{section: {name: array}}``. In a message each section is an ``ArrayRecord`` with the arrays
+Other code uses ``{section: {name: array}}``. In a message each section is an ``ArrayRecord`` with the arrays
 by name. A record ``header`` says what the message is for. ``NumPyClient`` needs lists of arrays without names.
 ``flatten`` makes such a list, with the names as JSON, and ``unflatten`` reads it.
 """
@@ -42,7 +42,7 @@ class Header:
     Attributes:
         method: the method's name.
         phase: the round's phase.
-        round: the round's number, from 1.
+        round: the round's number. 0: before round 1.
         signature: a hash of the model's tensors and the method.
         format: the version of the message format.
         payload: the dtype in which weights are sent; ``AS_THE_MODEL``: the model's own.
@@ -211,6 +211,11 @@ DTYPES = frozenset(map(np.dtype, "?bBhHiIqQefd"))
 def array_from(data: bytes, section: str, name: str = "") -> np.ndarray:
     """Decode an array in NumPy's .npy format. The result is read-only and shares the memory of ``data``.
 
+    Args:
+        data: the received bytes.
+        section: the array's section, for the error message.
+        name: the array's name, for the error message.
+
     Raises:
         WireError: ``data`` is no array of numbers, or its length does not match its shape.
     """
@@ -252,6 +257,11 @@ def _head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
 
 def decoded(array: Array, section: str, name: str = "") -> np.ndarray:
     """Return the values of ``array``, read-only and without a copy.
+
+    Args:
+        array: an array of a message.
+        section: the array's section, for the error message.
+        name: the array's name, for the error message.
 
     Raises:
         WireError: the values cannot be read.

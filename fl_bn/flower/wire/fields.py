@@ -31,7 +31,7 @@ def records_of(content: RecordDict, kind: type[R]) -> dict[str, R]:
 
 
 def our_records(content: RecordDict, kind: type[R]) -> dict[str, R]:
-    """Return fl-bn's records of the type ``kind``, by their names without ``OURS``."""
+    """Return name -> record for fl-bn's records of the type ``kind``. The names lack the prefix ``OURS``."""
     return {name.removeprefix(OURS): record for name, record in records_of(content, kind).items() if name.startswith(OURS)}
 
 
@@ -66,9 +66,17 @@ class Form(fields.Form):
         return self.prefix + self.record
 
     def of_configs(self, content: RecordDict) -> Values:
-        """Read the ``ConfigRecord`` that is called ``name`` in a message's ``content``."""
+        """Read the ``ConfigRecord`` that is called ``name`` in a message's ``content``.
+
+        Raises:
+            WireError: the record is missing, or one of its fields is missing or not as declared.
+        """
         return self.read(records_of(content, ConfigRecord).get(self.name))
 
     def of_metrics(self, content: RecordDict) -> Values:
-        """Read the ``MetricRecord`` that is called ``name`` in a message's ``content``."""
+        """Read the ``MetricRecord`` that is called ``name`` in a message's ``content``.
+
+        Raises:
+            WireError: the record is missing, or one of its fields is missing or not as declared.
+        """
         return self.read(records_of(content, MetricRecord).get(self.name))

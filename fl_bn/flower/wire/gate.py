@@ -1,6 +1,6 @@
-"""The gate of a client's app: it checks every message before a handler answers it, and every reply before it is sent.
+"""Check every message to a client's app before a handler answers it, and every reply before it is sent.
 
-The gate is a Flower mod around all handlers of an app, so every reply of a handler passes it. The gate knows the
+The gate is a Flower mod (``Gate``) around all handlers of an app, so every reply of a handler passes through it. The gate knows the
 kinds of messages, the node config with the site's policy, and how often this client has evaluated. It refuses
 messages of unknown kinds. For a new handler, declare here what its replies may hold.
 
@@ -135,8 +135,8 @@ class Gate:
             handle: answers the message.
 
         Raises:
-            Refused: the client must not answer this message, or the reply holds more than it may. If the client requires
-                secure aggregation, ``handle`` failed. This error then hides the reason from the server.
+            Refused: the client must not answer this message, or the reply holds more than it may. Or ``handle`` failed at a
+                client that requires secure aggregation. Then this error hides the reason from the server.
             OtherVersion: the server has another version of fl-bn.
         """
         kind, limits, name = admit(message, context, self.kinds), Limits.of(context), message.metadata.message_type

@@ -1,4 +1,4 @@
-"""Introductions of the nodes at the start of a run. The server finds the number of clients by a vote among the nodes."""
+"""Ask the nodes to introduce themselves at the start of a run. The server finds the number of clients by a vote among the nodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def introduced(
         least: the smallest number of nodes with the right model.
         timeout: seconds for ``least`` nodes to come.
         signature: the signature of the server's model and method. Nodes with another one have no vote.
-        clients: the number of clients. 0: the number that most nodes name.
+        clients: the number of clients. 0: the value of ``num-partitions`` that most nodes report.
         called: the names and nodes of the run's sites. Empty: not known.
 
     Returns:
@@ -85,7 +85,7 @@ def introduced(
                     f"only {usable} of {least} nodes may take part: {wrong or silent}. Start others, or lower min_available_nodes"
                 )
         if wrong not in ("", logged):
-            log(logging.WARNING, "a node may not take part: %s", wrong)
+            log(logging.WARNING, "a node is not admitted: %s", wrong)
             logged = wrong
         time.sleep(POLL)
 
@@ -131,7 +131,7 @@ def _number(node: int, reply: Message, signature: str, called: ClientNames) -> i
     """Return the number of clients that ``node`` votes for.
 
     Raises:
-        RunFailed: the node may not take part. The message says why.
+        RunFailed: the node is not admitted. The message says why.
     """
     if reply.has_error():
         raise RunFailed(_missing(called.node(node) if node in called.nodes else "", reply.error.reason))

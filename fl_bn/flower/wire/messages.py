@@ -1,6 +1,6 @@
-"""Declarations of all fields in messages, in both directions, and in the files from which a run resumes.
+"""Declare all fields of messages, in both directions, and of the files from which a run resumes.
 
-A value is checked by its declaration where it enters. The records' names begin with ``OURS`` (``wire.fields``).
+A received value is checked by its declaration before it is used. The records' names begin with ``OURS`` (``wire.fields``).
 Arrays are declared in ``schema``, by model, method and phase. Requests of the layer-wise exchange are declared in
 ``exchange.proto``, with their limits in ``exchange.session``. Every other value that server and client read from each
 other is a field below.

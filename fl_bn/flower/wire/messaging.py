@@ -1,6 +1,6 @@
-"""Sending of messages and receiving of replies, in one loop for every engine.
+"""Send messages and receive the replies, in one loop for every engine.
 
-The loop polls often. It sends a message again if the message's node was lost and came back. During a long wait it
+The loop polls often. It can send a message again if the message's node was lost and came back. During a long wait it
 logs how many replies have come.
 """
 
@@ -46,7 +46,7 @@ def send_and_receive(
         messages: the messages, one per client.
         timeout: how many seconds to wait for all replies.
         patience: how many seconds a lost node, or a node whose process died, has to come back. Its message is then sent
-            again. If it does not come back, the result has an error in place of its reply.
+            again. If it does not come back, the result has an error in place of its reply. 0: no message is sent again.
         called: the nodes' names in the log.
     """
     return list(receive(grid, messages, timeout, patience, at_once=0, called=called))
@@ -57,15 +57,15 @@ def receive(
 ) -> Iterator[Message]:
     """Yield the replies that come within ``timeout`` seconds, in no particular order.
 
-    A client's answer depends only on the message and on its state before the round. So a node that was lost
-    and came back can get its message again. A node whose process died gets it again at once, but only once: a lack of
-    memory, for example, would end the next process, too.
+    If ``patience`` is above 0, a lost node that came back gets its message again. A node whose process died gets it again at
+    once, but only once: a lack of memory, for example, would end the next process, too. A repeated message gets the same
+    answer, which depends only on the message and on the client's state before the round.
 
     Args:
         grid: Flower's grid.
         messages: the messages. If this is a list, messages that are sent again are appended to it.
-        timeout: how many seconds to wait for all replies.
-        patience: how many seconds a lost node, or a node whose process died, has to come back.
+        timeout: how many seconds to wait for all replies. It has no effect on an ``InProcessGrid``.
+        patience: how many seconds a lost node, or a node whose process died, has to come back. 0: no message is sent again.
         at_once: the most replies in memory that are not yielded yet. 0: any number.
         called: the nodes' names in the log.
     """

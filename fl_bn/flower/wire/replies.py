@@ -1,4 +1,4 @@
-"""Turn Flower's replies into checked contributions in client order. Each is decoded once, and a faulty one is refused."""
+"""Convert Flower's replies to checked ``Reply`` objects in client order. Each is decoded once, and a faulty one is refused."""
 
 from __future__ import annotations
 

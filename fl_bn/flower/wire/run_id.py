@@ -1,4 +1,4 @@
-"""The id of a run, by which a client finds its states and knows which of them still count.
+"""Identify a run, so that a client finds its states and knows which of them still count.
 
 A resumed run goes back to a checkpoint. Anything that clients stored after that checkpoint belongs to rounds
 that no longer count. So every instruction lists the resumes of the run, and a client loads the newest state that still

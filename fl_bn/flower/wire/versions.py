@@ -1,4 +1,4 @@
-"""A comparison of versions: a server and a client with different versions of fl-bn refuse each other, and name both versions.
+"""Compare versions: a server and a client with different versions of fl-bn refuse each other, and name both versions.
 
 Versions are compared when a client introduces itself, and with every later message. A site may return with
 another version in the middle of a run. The version is that of the installed package. In a deployment Flower sends
