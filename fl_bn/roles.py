@@ -274,7 +274,7 @@ def state_constants(model: nn.Module) -> None:
 
 
 def buffers_in_words(model: nn.Module) -> str:
-    """Describe, for the log, which buffers of ``model`` are averaged, stay at clients, are recomputed or are constant.
+    """Describe, for the log, which buffers of ``model`` are averaged, stay at clients, are recomputed, constant or never sent.
 
     Returns:
         For example ``buffers: averaged 0.codebook; constant 2.mask``. Empty if ``model`` has no such buffer.
@@ -284,10 +284,13 @@ def buffers_in_words(model: nn.Module) -> str:
         Role.KEPT: "kept by each client",
         Role.RECOMPUTED: "recomputed from the weights",
         Role.CONSTANT: "constant",
+        Role.COUNTER: "never sent",
     }
     names: dict[Role, list[str]] = {}
+    free = {name for name, *_ in _free_buffers(model)}
     for name, role in roles(model).items():
-        names.setdefault(role, []).append(name)
+        if name in free:
+            names.setdefault(role, []).append(name)
     parts = [f"{verb} {_some(names[role])}" for role, verb in words.items() if role in names]
     return f"buffers: {'; '.join(parts)}" if parts else ""
 

@@ -190,8 +190,8 @@ def test_a_line_in_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
         server_state(net({"*.ema": "kept"}), FEDAVG, rounds=1)
         server_state(nn.Linear(2, 2), FEDAVG, rounds=1)  # control: nothing to say
     assert [r.getMessage() for r in caplog.records if r.getMessage().startswith("buffers")] == [
-        "buffers: averaged 0.ema; constant 0.mask",
-        "buffers: kept by each client 0.ema; constant 0.mask",
+        "buffers: averaged 0.ema; constant 0.mask; never sent 0.ids",
+        "buffers: kept by each client 0.ema; constant 0.mask; never sent 0.ids",
     ]
 
 
