@@ -46,7 +46,9 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
         Unconvertible: replacing a layer would change what the network computes, or a tensor cannot be sent in
             a message.
         UnknownTensor: a norm layer holds a tensor that is unknown to fl-bn, so it is unclear whether clients may send it.
+        TypeError: ``model`` is no network, or ``method`` no method.
     """
+    check_kinds(model, method)
     check_complete(model)
     if hooked := hooked_parameters(model):
         LOGGER.warning(
@@ -76,6 +78,22 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
     state_constants(model)
     _check_tensors(model, method)
     return model
+
+
+def check_kinds(model: nn.Module, method: Method) -> None:
+    """Check that ``model`` is a network, and ``method`` a method.
+
+    Raises:
+        TypeError: one of them is something else, such as the class ``Net`` in place of ``Net()``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a network, an object such as Net(), but got {_in_words(model)}")
+    if not isinstance(method, Method):
+        raise TypeError(f"method must be what a function of fl_bn.methods returns, such as fbn(), but got {_in_words(method)}")
+
+
+def _in_words(value: object) -> str:
+    return f"{value.__name__} itself" if isinstance(value, type) or callable(value) and hasattr(value, "__name__") else f"{value!r:.100}"
 
 
 def check_complete(model: nn.Module) -> None:

@@ -14,16 +14,22 @@ from torch import Tensor
 from fl_bn.exchange.call import Answer, ExchangeFailed, Key, Local, checked
 
 
+def size(values: Tensor) -> float:
+    """Return the sum of the absolute values of ``values``."""
+    return float(values.detach().double().abs().sum())
+
+
 class Unanswered(Exception):
     """Signal that the client needs an answer that is not in the transcript yet.
 
     Attributes:
         request: the client's request for that answer.
         batch: the number of samples in the client's batch.
+        passed: the sum of the absolute values of this repetition's earlier requests. The server compares it with what it got.
     """
 
-    def __init__(self, request: Local, batch: int) -> None:
-        self.request, self.batch = request, batch
+    def __init__(self, request: Local, batch: int, passed: float = 0.0) -> None:
+        self.request, self.batch, self.passed = request, batch, passed
         super().__init__(f"no answer yet for {request.key}")
 
 
@@ -36,7 +42,7 @@ class ReplayExchange:
     """
 
     def __init__(self, transcript: Sequence[tuple[Key, Answer]], batch: int) -> None:
-        self.batch, self.seconds = batch, 0.0
+        self.batch, self.seconds, self._passed = batch, 0.0, 0.0
         self._remaining = list(transcript)
 
     def __call__(self, key: Key, local: Tensor, count: int) -> Answer:
@@ -47,13 +53,14 @@ class ReplayExchange:
             ExchangeFailed: the next answer belongs to another key, or does not fit ``local``.
         """
         if not self._remaining:
-            raise Unanswered(Local(key, local.detach().cpu(), count), self.batch)
+            raise Unanswered(Local(key, local.detach().cpu(), count), self.batch, self._passed)
         answered, answer = self._remaining.pop(0)
         if answered != key:
             raise ExchangeFailed(
                 f"the transcript's next answer is for {answered}, but this repetition of the round needs {key}: make the forward pass "
                 "deterministic"
             )
+        self._passed += size(local)
         return checked(answer, key, local)
 
     def close(self, error: str = "") -> None:

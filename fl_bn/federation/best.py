@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from fl_bn.support import durable
 
 LOGGER = logging.getLogger("flwr")
 LOSS = "loss"
+LOWER = re.compile(r"loss|error|mae|mse|perplexity|nll|brier|distance", re.IGNORECASE)
+"""Matches names of metrics of which lower values are better."""
 
 
 class Best(Callback):
@@ -24,7 +27,8 @@ class Best(Callback):
 
     Args:
         metric: The metric. Default: the task's own, such as ``accuracy``.
-        higher_is_better: Whether a higher value is better. Default: as the task declares; for ``loss``, lower is better.
+        higher_is_better: Whether a higher value is better. Default: as the task declares for its own metric. For
+            another one, lower is better if its name contains ``loss``, ``error`` or the like, as in ``eval_loss``.
         least: An evaluation counts as better only if it improves the best value by more than ``least``, a number >= 0.
 
     Attributes:
@@ -48,7 +52,15 @@ class Best(Callback):
         self.running, self.name = running, self.metric or task.metric
         self.higher = self._higher
         if self.higher is None:
-            self.higher = task.higher_is_better if self.name == task.metric else self.name != LOSS
+            self.higher = task.higher_is_better if self.name == task.metric else not LOWER.search(self.name)
+            if self.name != task.metric and self.name != LOSS:
+                LOGGER.info(
+                    "%s: %s values of %s are better (for the contrary: higher_is_better=%s)",
+                    type(self).__name__,
+                    "higher" if self.higher else "lower",
+                    self.name,
+                    not self.higher,
+                )
         self.best, self.round, self.since = math.nan, 0, 0
         for record in running.history:
             if record.evaluation:

@@ -68,7 +68,13 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, auxiliary: Seq
             f"{schema.difference(expected, arrays)}. Give the server's network, converted for its method: convert(model, method). Here "
             f"the method is {method.name}"
         )
-    if CONTROL in {extra.section for extra in auxiliary} - instruction.sections.keys():
+    needs = CONTROL in {extra.section for extra in auxiliary}
+    if instruction.objective and CONTROL in instruction.sections and not needs:
+        raise ValueError(
+            f"the server expects the objective {instruction.objective}, but this client's loop has none with control variates: give both "
+            "sides the same objective=..."
+        )
+    if needs and CONTROL not in instruction.sections:
         raise ValueError(
             "this client's loop has an objective with control variates, but the server sends none: give the server the same objective=..."
         )

@@ -24,6 +24,8 @@ from fl_bn.observation import learns_from_pass, observe
 from fl_bn.roles import batch_norms
 
 LOGGER = logging.getLogger("flwr")
+_HIGHEST: dict[str, float] = {}
+"""Signature of a network -> the highest learning rate of its loops in rounds without frozen statistics, since a round 1."""
 
 
 class MadeOf:
@@ -280,9 +282,19 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _check_rate(round: LocalRound) -> None:
-    """Warn if the method lowers the learning rate in this round with frozen statistics, but the loop's rate is higher."""
-    rate, step_rate = round.instruction.learning_rate, round.rates.last
-    if step_rate is not None and round.instruction.rate_share < 1 and step_rate > rate * (1 + 1e-6):
+    """Warn if the method lowers the learning rate in this round with frozen statistics, but the loop's rate is higher.
+
+    The rate is compared with the loop's rates in earlier rounds, times ``rate_share``. If this process has seen none, it is
+    compared with the instruction's rate.
+    """
+    instruction, step_rate, network = round.instruction, round.rates.last, round.network.signature
+    if step_rate is None:
+        return
+    if instruction.rate_share == 1:
+        _HIGHEST[network] = step_rate if instruction.round == 1 else max(step_rate, _HIGHEST.get(network, 0.0))
+        return
+    rate = _HIGHEST[network] * instruction.rate_share if network in _HIGHEST else instruction.learning_rate
+    if step_rate > rate * (1 + 1e-6):
         LOGGER.warning(
             "round %d: the statistics are frozen. For such rounds %s lowers the learning rate to %.3g, but the rate of this loop is %.3g: "
             "multiply your rate by round.instruction.rate_share (%.3g), or the network may collapse",

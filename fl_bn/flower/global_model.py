@@ -54,7 +54,7 @@ class GlobalModel:
         if number and method.keeps(Role.WEIGHT):
             self._say(NOTHING_SHARED % (number, method.name), once="nothing is shared")
             return None
-        if number and method.personal:
+        if number and method.personal and others:
             if (average := self._average(number)) is None:
                 return None
             others |= average

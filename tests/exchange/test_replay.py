@@ -247,12 +247,12 @@ def test_a_request_travels_in_a_reply(
     layer: str, quantity: Quantity, call: int, values: list[float], dtype: torch.dtype, count: int
 ) -> None:
     request = Local(Key(layer, quantity, call), torch.tensor(values, dtype=dtype), count)
-    asked = question(Unanswered(request, 5))
+    asked = question(Unanswered(request, 5, 2.5))
     payload = {section: to_numpy(tensors) for section, tensors in asked.sections.items()}
     came = read_request(reply(payload, **asked.metrics), HEADER)
     assert came is not None
-    batch, read = came
-    assert (batch, read.key, read.count) == (5, request.key, count)
+    batch, read, passed = came
+    assert (batch, read.key, read.count, passed) == (5, request.key, count, 2.5)
     assert same(Answer(read.values, 0, 0), Answer(request.values, 0, 0))
 
 

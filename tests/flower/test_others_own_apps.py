@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,28 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch.nn import functional as F
 
-from fl_bn import flower, methods
-from fl_bn.flower import FBN, HBN, FedAvgBN, FedBN, FedTAN, FixBN, InProcessGrid, RunFailed, answer, legacy_server_app, training
+from fl_bn import convert, flower, methods
+from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation.best import KeepBest
+from fl_bn.federation.callbacks import Running
+from fl_bn.federation.record import RoundRecord
+from fl_bn.flower import (
+    FBN,
+    HBN,
+    FedAvgBN,
+    FedBN,
+    FedTAN,
+    FixBN,
+    InProcessGrid,
+    RunFailed,
+    answer,
+    legacy_server_app,
+    replayed,
+    training,
+)
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, FedProx, FedSAM, Objective, Scaffold
+from fl_bn.task import CLASSIFICATION
 from tests.flower.own_apps import CLIENTS, SAMPLES, client_of, config, data, net, own_app
 
 Strategies = Any
@@ -233,3 +253,165 @@ def test_what_an_older_strategy_gives_or_cannot_follow_is_refused(name: str, wor
         legacy_server_app(lambda context: None, net, methods.fedavg(), **{name: None})  # type: ignore[arg-type,return-value]
 
 
+
+
+# Weights of 0
+
+
+def evaluated(samples: list[int]) -> tuple[Any, ClientApp]:
+    """A strategy, and an app whose clients evaluate on so many samples."""
+    app, method = own_app("fedavg"), methods.fedavg()
+    other = ClientApp()
+    answer(other, net, method, lambda context: data(client_of(context)))
+    other.train()(lambda message, context: app(message, context))
+
+    @other.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        client = client_of(context)
+        own = MetricRecord({"num-examples": samples[client], "my_acc": 0.1 * (client + 1)})
+        return Message(RecordDict({"metrics": own}), reply_to=message)
+
+    return FedAvgBN(net()), other
+
+
+@pytest.mark.parametrize(("samples", "mean"), [([5, 0, 0], 0.1), ([0, 5, 5], 0.25), ([5, 5, 100], (0.1 * 5 + 0.2 * 5 + 0.3 * 10) / 20)])
+def test_clients_without_test_samples_leave_the_mean_to_the_others(samples: list[int], mean: float) -> None:
+    assert ran(*evaluated(samples)).evaluate_metrics_clientapp[1]["my_acc"] == pytest.approx(mean)
+
+
+def test_no_test_sample_at_all_is_said(log: pytest.LogCaptureFixture) -> None:
+    assert not ran(*evaluated([0, 0, 0])).evaluate_metrics_clientapp
+    assert "no metric is averaged, because all clients' weights (num-examples) are 0" in log.text
+
+
+# Frozen rounds
+
+
+@pytest.mark.parametrize(("base", "obeys", "said"), [(0.1, True, False), (0.1, False, True), (0.001, True, False), (0.001, False, True)])
+def test_a_loop_that_ignores_the_lower_rate_is_told_and_no_other(
+    base: float, obeys: bool, said: bool, log: pytest.LogCaptureFixture
+) -> None:
+    app, method = ClientApp(), methods.fixbn(freeze_after=1)
+    answer(app, net, method, lambda context: data(client_of(context)))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        with training(message, context, net(), method) as round:
+            optimizer = torch.optim.SGD(round.model.parameters(), lr=base * (round.rate_share if obeys else 1.0))
+            for x, y in data(client_of(context)):
+                optimizer.zero_grad()
+                F.cross_entropy(round.model(x), y).backward()
+                optimizer.step()
+        return round.message(SAMPLES)
+
+    ran(FixBN(net(), freeze_after=1, fraction_evaluate=0), app, rounds=3)
+    assert ("multiply your rate by round.instruction.rate_share" in log.text) is said
+
+
+# The best evaluation
+
+
+@pytest.mark.parametrize(("metric", "kept"), [("eval_loss", 1), ("my_f1", 3), ("val_MSE", 1), ("perplexity", 1)])
+def test_the_best_value_of_a_metric_is_the_lower_one_where_its_name_says_so(metric: str, kept: int, tmp_path: Any) -> None:
+    best = KeepBest(tmp_path / "best.safetensors", metric=metric)
+    running = Running(CLASSIFICATION, lambda: None, lambda: None)  # type: ignore[arg-type]
+    best.on_start(running)
+    best.improved = lambda record: None  # type: ignore[method-assign]
+    for round in (1, 2, 3):
+        best.on_evaluation(RoundRecord(round, "train", 0.1, evaluation={metric: float(round)}), 3)
+    assert best.round == kept
+
+
+# Networks
+
+
+def test_fedbn_without_batch_norm_has_a_global_model() -> None:
+    def plain() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+
+    app, method, seen = ClientApp(), methods.fedbn(), []
+    answer(app, plain, method, lambda context: data(client_of(context)))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        with training(message, context, plain(), method) as round:
+            optimizer = torch.optim.SGD(round.model.parameters(), lr=0.1)
+            F.cross_entropy(round.model(data(0)[0][0]), data(0)[0][1]).backward()
+            optimizer.step()
+        return round.message(8)
+
+    ran(FedBN(plain(), fraction_evaluate=0), app, rounds=2, evaluate_fn=lambda number, arrays: seen.append(number))
+    assert seen == [0, 1, 2]
+
+
+WRONG: dict[str, Any] = {
+    "the class": (lambda: FBN(torch.nn.Linear), "model must be a network, an object such as Net(), but got Linear itself"),
+    "a function": (lambda: flower.OwnAppStrategy(net(), methods.fbn), "method must be what a function of fl_bn.methods returns"),
+    "a name": (lambda: flower.OwnAppStrategy(net(), "fbn"), "such as fbn(), but got 'fbn'"),  # type: ignore[arg-type]
+    "optimizer": (lambda: FBN(net(), optimizer="fedadam"), "optimizer must be an object such as"),
+    "defence": (lambda: FBN(net(), defence="median"), "defence must be an object such as"),
+    "objective": (lambda: FBN(net(), objective="fedprox"), "objective must be an object such as"),
+    "convert": (lambda: convert(net, methods.fbn()), "model must be a network, an object such as Net(), but got net itself"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_argument_of_another_kind_is_refused_in_words(name: str) -> None:
+    make, words = WRONG[name]
+    with pytest.raises(TypeError) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+# The strategy
+
+
+def test_hbn_tracks_as_its_page_says_where_a_part_of_the_clients_takes_part() -> None:
+    part, page = HBN(net(), fraction_train=0.5), methods.hbn(fraction=0.5)
+    assert part._given.method.combine.keywords == page.combine.keywords  # type: ignore[attr-defined]
+    assert HBN(net())._given.method.combine.keywords != page.combine.keywords  # type: ignore[attr-defined]
+
+
+def test_a_setting_that_a_hook_changes_is_said(log: pytest.LogCaptureFixture) -> None:
+    class Changes(FedAvgBN):
+        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+            self.fraction_train = 0.3 if server_round > 1 else 1.0
+            return super().configure_train(server_round, arrays, config, grid)
+
+    ran(Changes(net(), fraction_evaluate=0), own_app("fedavg"), rounds=3)
+    assert log.text.count("strategy.fraction_train was changed during the run. That has no effect") == 1
+
+
+def test_a_strategy_can_be_copied_and_pickled() -> None:
+    strategy = FedAvgBN(net(), fraction_evaluate=0)
+    wanted = ran(strategy, own_app("fedavg")).arrays.to_torch_state_dict()
+    for other in (copy.deepcopy(FedAvgBN(net(), fraction_evaluate=0)), pickle.loads(pickle.dumps(FedAvgBN(net(), fraction_evaluate=0)))):
+        got = ran(other, own_app("fedavg")).arrays.to_torch_state_dict()
+        assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
+
+
+# FedTAN by replay
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_a_round_that_draws_other_numbers_when_it_is_repeated_is_refused(seeded: bool) -> None:
+    app, method = ClientApp(), methods.fedtan()
+    answer(app, net, method, lambda context: data(client_of(context)))
+
+    @app.train(mods=[replayed])
+    def train(message: Message, context: Context) -> Message:
+        x, y = data(client_of(context))[0]
+        with training(message, context, net(), method) as round:
+            x = x + torch.tensor(np.random.default_rng(round.number if seeded else None).normal(size=x.shape), dtype=x.dtype)
+            optimizer = torch.optim.SGD(round.model.parameters(), lr=0.1)
+            F.cross_entropy(round.model(x), y).backward()
+            optimizer.step()
+        return round.message(len(x))
+
+    strategy = FedTAN(net(), fraction_evaluate=0, exchange=ExchangeSettings("replay"))
+    if seeded:
+        assert ran(strategy, app).records[0].aggregated
+        return
+    with pytest.raises(RunFailed, match="its repetition of the round came to other values"):
+        ran(strategy, app)

@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 from fl_bn.exchange import local
 from fl_bn.exchange.call import Answer, ExchangeFailed, Join, Key, Layer, Local
 from fl_bn.exchange.grpc.service import ExchangeService
+from fl_bn.exchange.replay import size
 from fl_bn.exchange.session import NOT_JOINED, Session
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.flower.app.client_app import RENDEZVOUS
@@ -31,6 +32,12 @@ from fl_bn.support.client_names import UNNAMED, ClientNames
 from fl_bn.support.wire import WireError, reason
 
 POLL = 0.1  # seconds between two checks for replies
+SAME = 1e-3  # by what share a repetition of a round may come to other values: a GPU adds up in another order each time
+NOT_REPEATED = (
+    "its repetition of the round came to other values. With exchange='replay' a round is computed again for each answer, so the loop must "
+    "draw the same numbers again: seed every generator of your own (np.random.default_rng(seed)) by the round, and draw batches inside "
+    "the block of training(...). Or choose exchange='grpc'"
+)
 
 
 class Carrier(ABC):
@@ -219,13 +226,14 @@ class ReplayCarrier(Carrier):
         """Send the messages again with each new answer until all clients have finished. Return the last replies."""
         transcript: list[tuple[Key, Answer]] = []
         final: dict[int, Message] = {}
+        sizes = dict.fromkeys(messages, 0.0)
         down = dict.fromkeys(messages, 0)
         self.messages, pending = 0, list(messages)
         while pending:
             sent = {client: copy_of(messages[client]) for client in pending}
             for client in pending:
                 down[client] += attach(sent[client].content, transcript)
-            requests = self._requests(grid, sent, session, timeout, final)
+            requests = self._requests(grid, sent, session, timeout, final, sizes)
             if self.messages == 0:
                 for client in sent:
                     batch = requests[client][0] if client in requests else 0
@@ -241,11 +249,18 @@ class ReplayCarrier(Carrier):
         return list(final.values())
 
     def _requests(
-        self, grid: Grid, sent: Mapping[int, Message], session: Session, timeout: float, final: dict[int, Message]
+        self,
+        grid: Grid,
+        sent: Mapping[int, Message],
+        session: Session,
+        timeout: float,
+        final: dict[int, Message],
+        sizes: dict[int, float],
     ) -> dict[int, tuple[int, Local]]:
         """Send the messages, and return client -> its batch size and request, for each client that needs an answer.
 
-        If a client needs no further answer, its reply is added to ``final``, and the client leaves the session.
+        If a client needs no further answer, its reply is added to ``final``, and the client leaves the session. ``sizes`` has
+        client -> the size of its requests so far. A client whose repetition came to others leaves, too.
         """
         requests: dict[int, tuple[int, Local]] = {}
         replies: dict[int, Message] = {}
@@ -265,8 +280,11 @@ class ReplayCarrier(Carrier):
                 final[client] = reply
                 if client in session.batches:
                     session.leave(client)
+            elif not abs(request[2] - sizes[client]) <= SAME * sizes[client]:
+                session.leave(client, NOT_REPEATED)
             else:
-                requests[client] = request
+                requests[client] = request[:2]
+                sizes[client] += size(request[1].values)
         return requests
 
 

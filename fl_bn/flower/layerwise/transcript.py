@@ -72,10 +72,10 @@ def question(pending: Unanswered, client: int = 0) -> Reply:
     """Return the reply by which a client asks for one more answer: the answer to its first request that has none yet."""
     request, key = pending.request, pending.request.key
     sections = {REQUEST: {f"{key.quantity.value}/{key.call}/{key.layer}": request.values}}
-    return Reply(client, sections, 0, 0, {"batch": pending.batch, "count": request.count})
+    return Reply(client, sections, 0, 0, {"batch": pending.batch, "count": request.count, "passed": pending.passed})
 
 
-def read_request(reply: Message, header: Header) -> tuple[int, Local] | None:
+def read_request(reply: Message, header: Header) -> tuple[int, Local, float] | None:
     """Read the request of a client that needs an answer.
 
     Args:
@@ -83,7 +83,8 @@ def read_request(reply: Message, header: Header) -> tuple[int, Local] | None:
         header: the header of the instruction, which the reply must repeat.
 
     Returns:
-        The client's batch size and its request. None if the reply is the client's last one of the round.
+        The client's batch size, its request, and the size of its earlier requests in this repetition (``Unanswered.passed``). None
+            if the reply is the client's last one of the round.
 
     Raises:
         WireError: the reply is an error, or cannot be read.
@@ -102,4 +103,4 @@ def read_request(reply: Message, header: Header) -> tuple[int, Local] | None:
         values = torch.from_numpy(np.array(payload[REQUEST][names[0]]))
     except (ValueError, TypeError) as error:
         raise WireError(REQUEST, names[0], f"expected numbers, but got {payload[REQUEST][names[0]].dtype}") from error
-    return metrics["batch"], Local(Key(match[3], Quantity(match[1]), int(match[2])), values, metrics["count"])
+    return metrics["batch"], Local(Key(match[3], Quantity(match[1]), int(match[2])), values, metrics["count"]), metrics["passed"]

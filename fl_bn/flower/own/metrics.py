@@ -166,6 +166,8 @@ class OwnMetrics:
     def _means(self, parts: Sequence[Reply], names: Sequence[str], by_client: Mapping[int, float]) -> dict[str, float]:
         weights: list[float] = [1] * len(parts) if self._alike else self._weights([part.client for part in parts], by_client)
         if not (total := sum(weights)):
+            if names:
+                log(logging.WARNING, "no metric is averaged, because all clients' weights (%s) are 0", self._key)
             return {}
         return {name: sum(weight / total * part.metrics[name] for weight, part in zip(weights, parts, strict=True)) for name in names}
 
@@ -243,9 +245,9 @@ class OwnMetrics:
         """Return each client's weight. No weight is larger than the sum of the weights of all other clients."""
         total, weights = sum(given[client] for client in clients), [given[client] for client in clients]
         for i, client in enumerate(clients):
-            if len(clients) > 1 and given[client] > (others := total - given[client]):
+            if given[client] > (others := total - given[client]) > 0:  # if nobody else has a weight, nobody is outweighed
                 weights[i] = others
                 what = "examples" if self._key == EXAMPLES else f"as its {self._key}"
-                more = "%s reports %s %s, more than all others together (%s): its weight is lowered to their sum"
+                more = "%s reports %s %s, more than all others together (%s): its weight in the means of metrics is lowered to their sum"
                 log(logging.WARNING, more, self._called.client(client), given[client], what, others)
         return weights

@@ -14,6 +14,7 @@ from torch import nn
 
 from fl_bn.flower.own.strategy import OwnAppStrategy
 from fl_bn.methods import METHODS
+from fl_bn.options import options_by_key
 
 OPTIONS = frozenset(OwnAppStrategy.__init__.__kwdefaults__ or {})
 
@@ -30,6 +31,8 @@ class OwnOfMethod(OwnAppStrategy):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         own = {name: options.pop(name) for name in [*options] if name in OPTIONS}
+        if "fraction" in options_by_key(METHODS[self.of]) and "fraction_train" in own:  # HBN tracks more slowly with a part of the clients
+            options.setdefault("fraction", own["fraction_train"])
         super().__init__(model, METHODS[self.of](**options), **own)
 
 

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from torch import nn
 
-from fl_bn.conversion import convert
+from fl_bn.conversion import check_kinds, convert
 from fl_bn.exchange.settings import ExchangeSettings
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback
@@ -167,6 +167,15 @@ class OwnAppStrategy(OwnNames):
     ) -> None:
         if type(num_rounds) is not int or num_rounds < 0:
             raise ValueError(f"num_rounds must be the number of rounds of your own loop, or 0 (unknown), as an int, but got {num_rounds!r}")
+        check_kinds(model, method)
+        for name, value, kind, such in (
+            ("optimizer", optimizer, ServerOptimizer | None, "fl_bn.federation.optimizers.fedadam()"),
+            ("defence", defence, Defence, "fl_bn.Defence(...)"),
+            ("objective", objective, Objective, "fl_bn.objectives.FedProx()"),
+            ("exchange", exchange, ExchangeSettings, "fl_bn.exchange.ExchangeSettings()"),
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} must be an object such as {such}, but got {value!r}")
         if not 0 <= clients <= CLIENTS:
             raise ValueError(
                 f"clients must be 1..{CLIENTS}, or 0 to take the value of num-partitions that most nodes report, but got {clients}"
@@ -179,13 +188,14 @@ class OwnAppStrategy(OwnNames):
         self._flower_arguments()
         self.num_rounds = num_rounds
         self._given = _Given(
-            model, method, seed, rate, calibrate, unit_scale, exchange, payload, optimizer, defence, tuple(callbacks), clients, ranges
+            model, method, seed, rate, calibrate, unit_scale, exchange, payload, optimizer, defence, tuple(callbacks), clients, dict(ranges)
         )
         self._settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
         check_composition(method, self._settings, robust=defence.active)
         check_layers(model, method)
         check_payload(payload, method)
         self._rounds: OwnRounds | None = None
+        self._met: FlowerArguments | None = None  # Flower's arguments with which the run began
         self._starts = False
         self._loop: OwnLoop | None = None
 
@@ -239,6 +249,10 @@ class OwnAppStrategy(OwnNames):
                 round was trained already; or the strategy needs ``start``.
         """
         hooks = self._running if self._starts else self._own_loop(grid, arrays, config)
+        if self._met is not None and self._met != (now := self._flower_arguments()):
+            changed = next(one.name for one in fields(now) if getattr(now, one.name) != getattr(self._met, one.name))
+            log(logging.WARNING, "strategy.%s was changed during the run. That has no effect: set it before the start", changed)
+            self._met = now
         return hooks.configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -433,6 +447,7 @@ class OwnAppStrategy(OwnNames):
     def _meet(self, grid: Grid, timeout: float, train_config: Mapping[str, Any]) -> OwnRounds:
         """Wait for the clients, and return the ``OwnRounds`` that runs the rounds with them."""
         own, given = self._given, self._flower_arguments()
+        self._met = given
         wanted = signature(convert(own.model, own.method), own.method)
         called = called_in(grid)
         clients, introductions = introduced(grid, given.min_available_nodes, timeout, wanted, own.clients, called)

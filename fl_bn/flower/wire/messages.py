@@ -53,7 +53,7 @@ HELLO = Form(
 REPLIED = Form(SAMPLES.record, SAMPLES.fields)
 TRAINED = Form(NUMBERS.record, NUMBERS.fields)
 # a request in an exchange by replay; the session has the limits
-REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63)})
+REQUESTED = Form("metrics", {"batch": whole(0, 2**63), "count": whole(0, 2**63), "passed": measured(0, default=0.0)})
 # fewest: the smallest number of samples that a metric summarises
 EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": whole(default=None)})
 
