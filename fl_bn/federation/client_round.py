@@ -108,9 +108,6 @@ def train(
         task: Reads a batch and computes its loss.
         optimizer: The optimiser. Default: a fresh one from the round's settings.
         scheduler: A scheduler of ``optimizer``, stepped after every batch. Default: none.
-
-    Returns:
-        The mean loss over the samples, and the number of samples.
     """
     model, settings, rate = round.model, round.settings, round.instruction.learning_rate
     like, parameters = inputs_like(model), round.parameters
