@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fl_bn.federation.payload import Named
 from fl_bn.moments import Average, Moments, weighted_mean
-from fl_bn.options import option, parses
+from fl_bn.options import method_where, option, parses
 from fl_bn.robust import PREAGGREGATIONS, RULES, Report, Rule, rule_named
+from fl_bn.roles import Role
 
 ruled = partial(
     option,
@@ -25,6 +26,9 @@ ruled = partial(
     check=parses(rule_named),
     like=[*RULES, *(f"{before}+{rule}" for before in PREAGGREGATIONS for rule in RULES)],
 )
+
+HAS_STATISTICS = method_where("where the server combines BatchNorm's statistics", lambda method, config: method.has_statistics)
+SHARES_WEIGHTS = method_where("where clients share weights", lambda method, config: method.shares(Role.WEIGHT))
 
 
 def _rule(rule: str | Rule) -> Rule:
@@ -52,10 +56,14 @@ class Defence:
     """
 
     f: int = option(
-        0, "number of Byzantine clients that the rules withstand; -1: as many as byzantine", ">= -1", key="declared-byzantine", run=-1
+        0,
+        "number of Byzantine clients that the rules withstand; -1: as many as byzantine",
+        ">= -1",
+        key="declared-byzantine",
+        run=-1,
     )
-    statistics: str | Rule = ruled("mean", "how the server combines the clients' BN statistics", key="statistics-rule")
-    updates: str | Rule = ruled("mean", "how the server combines the clients' updates", key="update-rule")
+    statistics: str | Rule = ruled("mean", "how the server combines the clients' BN statistics", key="statistics-rule", used=HAS_STATISTICS)
+    updates: str | Rule = ruled("mean", "how the server combines the clients' updates", key="update-rule", used=SHARES_WEIGHTS)
 
     def __post_init__(self) -> None:
         if self.f < 0:

@@ -15,6 +15,7 @@ from fl_bn.methods import Method, Phase, Refresh, StatisticsReport
 from fl_bn.methods.fbn import BOUNDED_SCALE
 from fl_bn.methods.hbn import SCALE
 from fl_bn.options import REQUIRED, Options, Used, method_where, option, parses, shared
+from fl_bn.roles import Role
 from fl_bn.support.client_names import ClientNames, nodes_of, sites_of
 from fl_bn.support.names import check_name, names_of
 
@@ -320,6 +321,7 @@ class Rounds(Options):
         "buffers and auxiliary tensors are sent exactly. Only float32 with fedtan or secure-aggregation",
         PAYLOADS,
         key="payload-dtype",
+        used=method_where("where clients share weights", lambda method, config: method.shares(Role.WEIGHT)),
     )
 
     @property

@@ -309,6 +309,11 @@ class Method:
         return self.calibrate or self.starts_constant(rounds)
 
     @property
+    def has_statistics(self) -> bool:
+        """Return whether the server combines BatchNorm's statistics: after training, or only for evaluations (static BN)."""
+        return self.report is not StatisticsReport.NOTHING or self.refresh is not Refresh.NOTHING
+
+    @property
     def at_clients(self) -> str:
         """Return the options that decide what a client computes, as text. Client and server need the same ones.
 
@@ -396,8 +401,8 @@ def freeze(
         raise ValueError(f"freeze(what=...) must be a set of Role.STATISTIC, Role.AFFINE or both, but got {set(what)}")
     if after is not None and after < 0:
         raise ValueError(f"freeze-after must be a round >= 0, but got {after}")
-    if Role.STATISTIC in what and method.refresh is not Refresh.NOTHING and method.report is StatisticsReport.NOTHING:
-        raise ValueError(f"{method.name} has no shared statistics in training, so it cannot freeze them: leave freeze-after out")
+    if Role.STATISTIC in what and method.report is StatisticsReport.NOTHING and Role.STATISTIC not in method.local:
+        raise ValueError(f"{method.name} has no running statistics in training, so it cannot freeze them: leave freeze-after out")
     return replace(
         method,
         phase=partial(_freeze_phase, method.phase, after),

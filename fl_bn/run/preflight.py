@@ -75,6 +75,14 @@ def check(config: RunConfig) -> None:
             config.rounds,
         )
     _warn_of_an_early_freeze(config, method, model)
+    defence = config.defence()
+    if defence.active and not defence.f:
+        LOGGER.warning(
+            "statistics-rule=%r and update-rule=%r withstand declared-byzantine=0 clients, so they promise nothing, and trimmed-mean, "
+            "multi-krum and nnm are the mean: set declared-byzantine to the number of clients that may attack",
+            config.statistics_rule,
+            config.update_rule,
+        )
 
 
 def _warn_of_an_early_freeze(config: RunConfig, method: Method, model: nn.Module) -> None:

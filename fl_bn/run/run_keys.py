@@ -16,7 +16,7 @@ from typing import Any
 
 from fl_bn.data.record import SPLITS, TEST
 from fl_bn.exchange.settings import Certificates, ExchangeSettings
-from fl_bn.federation.defence import Defence
+from fl_bn.federation.defence import SHARES_WEIGHTS, Defence
 from fl_bn.federation.engines.vectorised import ENGINES
 from fl_bn.federation.engines.workers import MOST_THREADS, MOST_WORKERS
 from fl_bn.federation.network import AUTO, MEMORY_FORMATS
@@ -97,7 +97,9 @@ class RunKeys(DataKeys):
         ("none", *ATTACKS),
         used=when.ATTACKERS,
     )
-    attack_on: str = option("both", "what the attackers falsify: their BN statistics, their updates, or both", ON, used=when.LIES)
+    attack_on: str = option(
+        "both", "what the attackers falsify: their BN statistics, their updates, or both", ON, used=when.LIES & when.HAS_WHAT_IS_ATTACKED
+    )
     attack_strength: float = option(
         0.0,
         "epsilon (foe), z (alie), standard deviation (gaussian), or number of the copied honest client (mimic); 0: 0.5 (foe), z_max of "
@@ -150,6 +152,7 @@ class RunKeys(DataKeys):
         "fedavg",
         "the server's optimiser, which steps on the pseudo-gradient of weights and affine parameters, and never on statistics",
         SERVER_OPTIMIZERS,
+        used=SHARES_WEIGHTS,
     )
     # evaluation, machine and output
     evaluate_every: int = declared(Rounds, "evaluate_every")
@@ -207,7 +210,10 @@ class RunKeys(DataKeys):
         ">= 0",
     )
     keep_best: bool = option(
-        False, "keep the model of the best evaluation, too, as best.safetensors in the run's folder", used=when.WRITES
+        False,
+        "keep the model of the best evaluation, too, as best.safetensors in the run's folder: the shared tensors, without those that "
+        "clients keep (fedbn, silobn)",
+        used=when.WRITES & SHARES_WEIGHTS,
     )
     callbacks: str = option(
         "",

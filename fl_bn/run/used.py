@@ -122,6 +122,11 @@ KEEPS_STATISTICS = method_where(
     "where running statistics stay at the clients (fedbn, silobn, single)", lambda m, c: Role.STATISTIC in m.local
 )
 ATTACKERS = Used("with attackers, byzantine > 0", lambda c: c["byzantine"] > 0, ("byzantine",))
+HAS_WHAT_IS_ATTACKED = method_where(
+    "where the server combines BatchNorm's statistics",
+    lambda method, config: config["attack-on"] != "statistics" or method.has_statistics,
+    "attack-on",
+)
 LIES = used_with("attack", *(name for name in ATTACKS if name != LABEL_FLIP))
 STRENGTH = used_with("attack", *STRENGTHS)
 WRITES = Used("where results are written to a folder (output)", lambda c: bool(c["output"]), ("output",))

@@ -77,6 +77,14 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("attack", "foe", {}, {"byzantine": 1}),
     ("attack-on", "updates", {"byzantine": 1}, UNDER_ATTACK),
     ("attack-on", "updates", {"byzantine": 1, "attack": "label-flip"}, {"byzantine": 1, "attack": "nan"}),
+    ("attack-on", "statistics", {**UNDER_ATTACK, "method": "gn"}, {**UNDER_ATTACK, "method": "static-bn"}),
+    ("attack-on", "statistics", {**UNDER_ATTACK, "method": "fedbn"}, {**UNDER_ATTACK, "method": "fedavg"}),
+    ("statistics-rule", "median", {"method": "gn"}, {"method": "static-bn"}),
+    ("statistics-rule", "median", {"method": "silobn"}, {"method": "fbn"}),
+    ("update-rule", "median", {"method": "single"}, {"method": "fedbn"}),
+    ("server-optimizer", "fedadam", {"method": "single"}, {"method": "fedbn"}),
+    ("payload-dtype", "float16", {"method": "single"}, {"method": "fedbn"}),
+    ("keep-best", True, {"method": "single"}, {"method": "fedbn"}),
     ("attack-strength", 2.0, {"byzantine": 1}, UNDER_ATTACK),
     ("attack-strength", 2.0, {"byzantine": 1, "attack": "sign-flip"}, {"byzantine": 1, "attack": "mimic"}),
     ("attack-strength", 2.0, {"byzantine": 1, "attack": "foe-optimised"}, {"byzantine": 1, "attack": "alie"}),
@@ -120,7 +128,7 @@ def test_a_key_is_refused_where_the_run_ignores_it_and_only_there(
     assert list(told.value.by_key) == [key]
     assert str(told.value).startswith(f"{key}=")
     assert f"Leave {key} out, or change " in str(told.value)
-    assert key == "freeze-after" or key in RunConfig.from_mapping(ignored).without_effect  # its value decides whether it counts
+    assert key in ("freeze-after", "attack-on") or key in RunConfig.from_mapping(ignored).without_effect  # its value decides whether it counts
     made = RunConfig.from_mapping({key: value, **used})
     assert key not in made.without_effect
 
