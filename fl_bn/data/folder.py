@@ -101,7 +101,7 @@ def read_picture(file: Path) -> Picture:
     """Read the pixels of an image, grey (H, W) or in colour (H, W, 3).
 
     Raises:
-        ValueError: Pillow cannot read the file, or its pixels have more than 8 bits per channel.
+        ValueError: Pillow cannot read the file, it has several frames, or its pixels have more than 8 bits per channel.
     """
     try:
         with Image.open(file) as image:
@@ -110,6 +110,8 @@ def read_picture(file: Path) -> Picture:
                     f"this one has more than 8 bits per pixel and channel (Pillow's mode {image.mode}), and fl-bn does not know their "
                     "scale: save it with 8 bits, or load your images by a function of your own (dataset='package.module:function')"
                 )
+            if (frames := getattr(image, "n_frames", 1)) > 1:
+                raise ValueError(f"this one has {frames} frames, of which only the first would be read: save each frame as a file")
             if "transparency" in image.info:
                 return np.asarray(image.convert("RGBA").convert("RGB"))
             return np.asarray(image if image.mode == "L" else image.convert("RGB"))

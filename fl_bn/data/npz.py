@@ -30,7 +30,7 @@ def load_npz(path: str, image_size: int) -> Dataset:
     Raises:
         DataNotFound: there is no such file.
         ValueError: there is no path, two files have the same name, a file is not an archive, or an array is missing or
-            has another form.
+            has another form, or ``x_train`` and ``x_test`` of a file differ in size or channels.
     """
     files = [Path(part.strip()) for part in path.split(",") if part.strip()]
     if not files:
@@ -91,6 +91,12 @@ def _read(file: Path) -> dict[str, Tensor]:
             x, y = (_array(file, archive, f"{letter}_{split}") for letter in "xy")
             arrays[f"x_{split}"] = _checked_images(file, f"x_{split}", x)
             arrays[f"y_{split}"] = targets(str(file), f"y_{split}", y, len(x))
+    train, test = (tuple(arrays[f"x_{split}"].shape[1:]) for split in SPLITS)
+    if train != test:
+        raise ValueError(
+            f"{file}: x_train has images of {train[1]} x {train[1]} pixels in {train[0]} channels, but x_test of {test[1]} x {test[1]} in "
+            f"{test[0]}: give both the same form"
+        )
     return arrays
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from fl_bn.task import LABEL_SETS, LABELS, VALUES, kind_of
 
+CLASSES = 65_536  # the most classes, as many as a client may count for the server (``flower.wire.messages``)
 SPLITS = (TEST, TRAINING) = ("test", "training")  # the splits that a run may evaluate
 _RESIZE_CHUNK = 1024  # images turned into floats at a time: a whole set as float32 takes four times its size
 
@@ -176,6 +177,8 @@ def targets(where: str, key: str, y: NDArray[np.generic], samples: int) -> Tenso
     labels = y.astype(np.int64)
     if y.ndim == 1 and len(y) and labels.min() < 0:
         raise ValueError(f"{where}: {key} must count classes from 0, but holds {labels.min()}")
+    if y.ndim == 1 and len(y) and labels.max() >= CLASSES:
+        raise ValueError(f"{where}: {key} must count classes from 0, up to {CLASSES - 1}, but holds {labels.max()}: renumber the classes")
     if y.ndim == 2 and len(y) and not np.isin(labels, (0, 1)).all():
         spans = f"{y.min()}..{y.max()}"
         raise ValueError(f"{where}: {key} of shape {y.shape} must be 0 or 1 (1: the sample has the label), but spans {spans}")

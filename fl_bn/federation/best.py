@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,11 +14,10 @@ from torch import Tensor
 from fl_bn.federation.callbacks import Callback, Running
 from fl_bn.federation.record import RoundRecord
 from fl_bn.support import durable
+from fl_bn.task.metric_names import lower_is_better
 
 LOGGER = logging.getLogger("flwr")
 LOSS = "loss"
-LOWER = re.compile(r"loss|error|mae|mse|perplexity|nll|brier|distance", re.IGNORECASE)
-"""Matches names of metrics of which lower values are better."""
 
 
 class Best(Callback):
@@ -52,7 +50,7 @@ class Best(Callback):
         self.running, self.name = running, self.metric or task.metric
         self.higher = self._higher
         if self.higher is None:
-            self.higher = task.higher_is_better if self.name == task.metric else not LOWER.search(self.name)
+            self.higher = task.higher_is_better if self.name == task.metric else not lower_is_better(self.name)
             if self.name != task.metric and self.name != LOSS:
                 LOGGER.info(
                     "%s: %s values of %s are better (for the contrary: higher_is_better=%s)",
@@ -154,6 +152,17 @@ class KeepBest(Best):
     def __init__(self, path: str | Path, metric: str = "", higher_is_better: bool | None = None) -> None:
         super().__init__(metric, higher_is_better)
         self.path = Path(path)
+
+    def on_start(self, running: Running) -> None:
+        """Forget earlier results, as ``Best`` does. Also forget those of a run that kept no model and now continues."""
+        super().on_start(running)
+        if self.round and not self.path.exists():
+            LOGGER.warning(
+                "the best evaluation so far, of round %s, was made before models were kept: %s will have the best model of later rounds",
+                self.round,
+                self.path,
+            )
+            self.best, self.round, self.since = math.nan, 0, 0
 
     def improved(self, record: RoundRecord) -> None:
         """Write the model of this evaluation to the file, in place of an earlier one."""

@@ -15,7 +15,7 @@ from typing import Any
 from fl_bn.report.settings import label
 from fl_bn.run.config import ConfigError
 from fl_bn.run.history import read_rows
-from fl_bn.task import CLASSIFICATION, SHARE, TASKS
+from fl_bn.task import CLASSIFICATION, SHARE, TASKS, metric_names
 
 Row = Mapping[str, Any]
 EVALUATION = {  # columns of rounds.jsonl that have values only in evaluated rounds
@@ -25,8 +25,7 @@ EVALUATION = {  # columns of rounds.jsonl that have values only in evaluated rou
 SHARES = {name for task in TASKS.values() for name, ends in task.declared().items() if ends == SHARE}
 MEGABYTES = "megabytes"  # traffic of a round: the uploads of all clients, and one download, since a server can broadcast it
 GIGABYTES = "gigabytes"  # traffic of all rounds so far
-LOWER = ("loss", "-std", "bytes", "seconds", "drift", "waited", "exchanges")  # a column with such a part in its name is best when small
-ERRORS = ("mse", "mae")
+LOWER = ("-std", "bytes", "seconds", "drift", "waited", "exchanges")  # a column with such a part in its name is best when small
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ def title(metric: str) -> str:
 
 def lower_is_better(metric: str) -> bool:
     """Return whether a lower value of the column ``metric`` is better. Only the name of the column decides."""
-    return metric in ERRORS or any(part in metric for part in LOWER)
+    return any(part in metric for part in LOWER) or metric_names.lower_is_better(metric)
 
 
 def _read(file: Path) -> Cell:

@@ -38,6 +38,8 @@ def parse_overrides(text: str) -> dict[str, Any]:
         raise ConfigError(f"cannot read {rest!r} in the run config: expected key=value pairs, e.g. rounds=10 method='hbn'")
     values: dict[str, Any] = {}
     for name, value in PAIR.findall(text):
+        if name in values:
+            raise ConfigError(f"the run config has {name} twice: leave one of them out")
         try:
             values[name] = tomllib.loads(f"value = {value}")["value"]
         except UNREADABLE as error:

@@ -17,6 +17,7 @@ from fl_bn.run.usage import Usage
 from fl_bn.support.user_code import OWN, Modules
 from fl_bn.task import Task, find_task
 
+FORMATS = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 ROUNDS, SEED = "rounds.jsonl", "seed"
 SPLIT = ("partition", "partition-parameter", "sizes")
 
@@ -32,9 +33,11 @@ def plot(folders: Sequence[Path], picture: Path) -> list[str]:
         The names of the lines.
 
     Raises:
-        ConfigError: A folder has no run; or a run has no evaluated round, no readable config, or a task that does not
-            exist. Or the runs have different metrics, or no evaluated round in common.
+        ConfigError: ``picture`` has no name of a picture, or a folder has no run. Or a run has no evaluated round, no readable
+            config, or a task that does not exist. Or the runs have different metrics, or no evaluated round in common.
     """
+    if picture.suffix.lower() not in FORMATS:
+        raise ConfigError(f"{picture} is no picture: its name must end in {', '.join(FORMATS)}")
     runs = {run: _config(run) for folder in folders for run in _runs(folder)}
     tasks = {config["task"]: _task(config["task"]) for config in runs.values()}
     if len({task.metric for task in tasks.values()}) > 1:

@@ -47,13 +47,16 @@ from typing import Any
 
 import tomli_w
 
+from fl_bn.report.cells import GIGABYTES, MEGABYTES
 from fl_bn.report.domains import AXIS as DOMAIN
 from fl_bn.report.settings import SEED, check_axis, parse_settings
 from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.history import round_columns
 from fl_bn.run.usage import Usage
 from fl_bn.support.names import unknown
 from fl_bn.support.user_code import OWN, Modules, function
 from fl_bn.sweep.cells import Cell, trained_as
+from fl_bn.task import TASKS
 
 TABLES = ("title", "run", "axes", "where", "skip", "report", "paper", "notes", "experiment", "variants")
 VARIANT_TABLES = ("run", "axes", "where", "skip", "report", "paper", "notes", "make")
@@ -265,7 +268,8 @@ def parse(tables: Mapping[str, Any], name: str, variant: str, data: str, overrid
     keys, axes = _filled(keys, DATA, data), {a: {n: _filled(v, DATA, data) for n, v in values.items()} for a, values in axes.items()}
     shown = {**tables, **{key: chosen[key] for key in ("report", "paper", "notes") if key in chosen}}
     shown["report"] = {**_table(tables, "report"), **_table(chosen, "report")}
-    _check_report(shown, name, axes)
+    every_keys = [keys, *(values for axis in axes.values() for values in axis.values())]
+    _check_report(shown, name, axes, {str(values["task"]) for values in every_keys if "task" in values})
     skip = tuple(chosen.get("skip", tables.get("skip", ())))
     for name_ in (name_ for case in skip for name_ in case):
         if name_ not in {*axes, *_table(tables, "axes"), *run}:  # an axis may be a single value in this variant
@@ -301,13 +305,17 @@ def _where(cases: Any, axes: Mapping[str, Sequence[str]], overrides: Mapping[str
     return tuple(made)
 
 
-def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis]) -> None:
+def _check_report(tables: Mapping[str, Any], name: str, axes: Mapping[str, Axis], tasks: Collection[str]) -> None:
     """Check the table [report] of a sweep file, so that mistakes are found before the first run, and not after the last.
 
     Raises:
-        ConfigError: [report] has an unknown key or value, or names an axis that the sweep does not have.
+        ConfigError: [report] has an unknown key or value, or names an axis that the sweep does not have, or a metric that no
+            column of results has. A task of the user's own may have any metric.
     """
     settings = parse_settings(tables, name, "")
+    columns = {MEGABYTES, GIGABYTES, *(column for task in TASKS.values() for column in round_columns(task()))}
+    if settings.metric and settings.metric not in columns and not any(":" in task for task in tasks):
+        raise ConfigError(unknown("metric in [report]:", settings.metric, sorted(columns)))
     every = [*axes, *([DOMAIN] if settings.domains else [])]
     others = [axis for axis in every if axis != SEED]
     heat = (settings.heat.x, settings.heat.y) if settings.heat else ()
