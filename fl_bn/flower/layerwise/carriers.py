@@ -199,12 +199,12 @@ class GrpcCarrier(Carrier):
             return ""
         if unable:
             raise RunFailed(
-                f"the exchange at {self.address} cannot be used: {session.failure}. Check exchange-host (the name by which clients reach "
+                f"the exchange at {self.address} cannot be used: {session.failure or next(iter(unable.values()))}. Check exchange-host (the name by which clients reach "
                 "this machine, and for which the certificate is valid), exchange-port and the certificates. The clients' own logs say "
                 "more: their node configs must allow the address (exchange-addresses). Or set exchange='replay'"
             )
         return (
-            f"the exchange needs all {len(cohort)} clients of a cohort to run at once, but {session.failure}. "
+            f"the exchange needs all {len(cohort)} clients of a cohort to run at once, but {session.failure or 'none joined'}. "
             f"{_simulation_hint(len(cohort), os.cpu_count() or 1)}; or set exchange='replay', which works with any number, but slowly"
         )
 
