@@ -198,10 +198,11 @@ class GrpcCarrier(Carrier):
                 log(logging.WARNING, "%s cannot use the exchange at %s: %s", self.called.client(client), self.address, why)
             return ""
         if unable:
+            reason = session.failure or next(iter(unable.values()))
             raise RunFailed(
-                f"the exchange at {self.address} cannot be used: {session.failure or next(iter(unable.values()))}. Check exchange-host (the name by which clients reach "
-                "this machine, and for which the certificate is valid), exchange-port and the certificates. The clients' own logs say "
-                "more: their node configs must allow the address (exchange-addresses). Or set exchange='replay'"
+                f"the exchange at {self.address} cannot be used: {reason}. Check exchange-host (the name by which clients reach this "
+                "machine, and for which the certificate is valid), exchange-port and the certificates. The clients' own logs say more: "
+                "their node configs must allow the address (exchange-addresses). Or set exchange='replay'"
             )
         return (
             f"the exchange needs all {len(cohort)} clients of a cohort to run at once, but {session.failure or 'none joined'}. "
