@@ -81,7 +81,7 @@ def test_a_site_may_make_its_key_itself(kit: Path, server: ServerFolder, tmp_pat
     ("name", "key", "said"),
     [
         ("a", "", "names a site a already"),
-        ("../x", "", "a site's name must be letters"),
+        ("../x", "", "a site's name must begin with a letter or digit"),
         ("east", "kit/sites/A/site.pub", "is the key of A"),
         ("east", "kit/sites/A/site.key", "is not the public key of a site"),
         ("east", "nowhere.pub", "is not the public key of a site"),

@@ -104,5 +104,5 @@ def test_the_layer_normalises_with_its_batch_and_forgets_it() -> None:
 
 
 def test_there_is_nothing_to_freeze() -> None:
-    with pytest.raises(ValueError, match="static-bn has no shared statistics in training"):
+    with pytest.raises(ValueError, match="static-bn has no running statistics in training"):
         freeze(STATIC, 3)
