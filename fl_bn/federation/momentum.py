@@ -7,12 +7,13 @@ buffers. ``global``: the server averages the buffers like the model's weights an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from fl_bn.methods import Method, Phase
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from fl_bn.federation.payload import Named, Sections
     from fl_bn.federation.settings import LocalTraining
 
+LOGGER = logging.getLogger("flwr")
+_WARNED = set[str]()
+"""The classes of optimisers of which this process has warned under FedTAN."""
 MAINTAIN = ("reset", "local", "global")
 SECTIONS = {  # optimiser -> torch's name of a buffer -> the section of messages that holds it
     "sgd": {"momentum_buffer": "momentum"},
@@ -135,11 +139,24 @@ def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
 def restart(optimizer: Optimizer, method: Method, phase: Phase, steps: int) -> None:
     """Clear the optimiser's buffers after the first step of phase EXCHANGE, if ``method.restarts``. Call this after each step.
 
+    Warn, once in a process, if that step of FedTAN is none of SGD: then it is not the centralised step.
+
     Args:
         optimizer: The optimiser of one client, or of a stack of clients.
         method: The method.
         phase: The phase of the round.
         steps: The number of local steps before this one.
     """
-    if method.restarts and phase is Phase.EXCHANGE and steps == 0:
+    if phase is not Phase.EXCHANGE or steps:
+        return
+    exact = method.name in ("fedtan", "fedtan2")
+    if exact and not isinstance(optimizer, SGD) and (kind := type(optimizer).__name__) not in _WARNED:
+        _WARNED.add(kind)
+        LOGGER.warning(
+            "%s's first step equals a step of centralised training with SGD alone: with %s every client steps by its own gradient, and the "
+            "average of these steps is another one",
+            method.name,
+            kind,
+        )
+    if method.restarts:
         optimizer.state.clear()

@@ -14,8 +14,9 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch.nn import functional as F
 
-from fl_bn import convert, flower, methods
+from fl_bn import Federation, convert, flower, methods
 from fl_bn.exchange.settings import ExchangeSettings
+from fl_bn.federation import momentum
 from fl_bn.federation.best import KeepBest
 from fl_bn.federation.callbacks import Running
 from fl_bn.federation.record import RoundRecord
@@ -415,3 +416,46 @@ def test_a_round_that_draws_other_numbers_when_it_is_repeated_is_refused(seeded:
         return
     with pytest.raises(RunFailed, match="its repetition of the round came to other values"):
         ran(strategy, app)
+
+
+# Weights of clients, and FedTAN's optimiser
+
+
+def test_every_client_may_count_once() -> None:
+    sizes = [16, 8, 8]
+
+    def some(client: int) -> Any:
+        return [(x, y) for x, y in data(client)][: sizes[client] // 8]
+
+    app, method, states = ClientApp(), methods.fedavg(), list[Any]()
+    answer(app, net, method, lambda context: some(client_of(context)))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        with training(message, context, net(), method) as round:
+            optimizer = torch.optim.SGD(round.model.parameters(), lr=0.1)
+            for x, y in some(client_of(context)):
+                optimizer.zero_grad()
+                F.cross_entropy(round.model(x), y).backward()
+                optimizer.step()
+        states.append((sizes[client_of(context)], {name: tensor.clone() for name, tensor in round.model.state_dict().items()}))
+        return round.message(sizes[client_of(context)])
+
+    for weights in ("samples", "uniform"):
+        states.clear()
+        result = ran(FedAvgBN(net(), fraction_evaluate=0, client_weights=weights), app).arrays.to_torch_state_dict()
+        total = sum(size if weights == "samples" else 1 for size, _ in states)
+        mean = sum((size if weights == "samples" else 1) / total * state["0.weight"] for size, state in states)
+        torch.testing.assert_close(result["0.weight"], mean)
+    with pytest.raises(ValueError, match="client_weights"):
+        FedAvgBN(net(), client_weights="equal")
+
+
+@pytest.mark.parametrize(("kind", "said"), [(torch.optim.Adam, True), (torch.optim.SGD, False)])
+def test_fedtan_with_another_optimiser_than_sgd_is_told(
+    kind: Any, said: bool, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(momentum, "_WARNED", set())
+    batches = [[(x, y) for x, y in data(client)] for client in range(2)]
+    list(Federation(net(), methods.fedtan(), batches, optimizer=lambda p: kind(p, lr=0.01), progress=False).run(2))
+    assert log.text.count("equals a step of centralised training with SGD alone") == said

@@ -44,6 +44,7 @@ from fl_bn.flower.wire.introductions import introduced
 from fl_bn.flower.wire.messages import CLIENTS
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
+from fl_bn.support.names import check_name
 
 TIMEOUT = 3600.0  # Flower's
 AGAIN = (
@@ -72,6 +73,7 @@ class _Given(NamedTuple):
     optimizer: ServerOptimizer | None
     defence: Defence
     callbacks: tuple[Callback, ...]
+    client_weights: str
     clients: int
     ranges: Ranges
 
@@ -120,6 +122,7 @@ class OwnAppStrategy(OwnNames):
         objective: the objective that your ``training`` uses. SCAFFOLD needs it here, too, because the server sends control
             variates. If it is given, clients with another one raise an error.
         callbacks: called at the start, after every round and at the end of ``start``.
+        client_weights: a client's weight in averages: ``samples``, or ``uniform``, which counts every client once (as FedBN's paper).
         clients: the number of clients, 0..100000. 0: the value of ``num-partitions`` that most nodes report.
         ranges: the smallest and the largest value of a client's metric, by name.
         num_rounds: the number of rounds of a loop of your own, which calls the hooks itself. 0: unknown. FixBN
@@ -161,6 +164,7 @@ class OwnAppStrategy(OwnNames):
         defence: Defence = NO_DEFENCE,
         objective: Objective = PLAIN,
         callbacks: Sequence[Callback] = (),
+        client_weights: str = "samples",
         clients: int = 0,
         ranges: Ranges = RANGES,
         num_rounds: int = 0,
@@ -168,6 +172,7 @@ class OwnAppStrategy(OwnNames):
         if type(num_rounds) is not int or num_rounds < 0:
             raise ValueError(f"num_rounds must be the number of rounds of your own loop, or 0 (unknown), as an int, but got {num_rounds!r}")
         check_kinds(model, method)
+        check_name("client_weights", client_weights, ("samples", "uniform"))
         for name, value, kind, such in (
             ("optimizer", optimizer, ServerOptimizer | None, "fl_bn.federation.optimizers.fedadam()"),
             ("defence", defence, Defence, "fl_bn.Defence(...)"),
@@ -188,8 +193,9 @@ class OwnAppStrategy(OwnNames):
         self._flower_arguments()
         self.num_rounds = num_rounds
         self._given = _Given(
-            model, method, seed, rate, calibrate, unit_scale, exchange, payload, optimizer, defence, tuple(callbacks), clients, dict(ranges)
-        )
+            model, method, seed, rate, calibrate, unit_scale, exchange, payload, optimizer, defence, tuple(callbacks),
+            client_weights, clients, dict(ranges),
+        )  # fmt: skip
         self._settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
         check_composition(method, self._settings, robust=defence.active)
         check_layers(model, method)
@@ -465,6 +471,7 @@ class OwnAppStrategy(OwnNames):
             timeout=timeout,
             at_start=min(given.min_available_nodes, clients),
             min_cohort=min(given.min_train_nodes, clients),
+            client_weights=own.client_weights,
             seed=own.seed,
             rate=rate,
             calibrate=own.calibrate,
