@@ -21,7 +21,7 @@ from fl_bn.data.function import load_function
 from fl_bn.data.image_folders import LAYOUTS
 from fl_bn.data.listing import LARGE, LargeData
 from fl_bn.data.public import CLASSES, ROOT, files_of
-from fl_bn.data.record import DataNotFound, Dataset, describe
+from fl_bn.data.record import DataNotFound, Dataset, describe, without_class_0
 from fl_bn.data.segmentation import cityscapes_files, read_mask
 from fl_bn.support.extras import need
 from fl_bn.support.finding import Finding
@@ -81,6 +81,8 @@ def _whole(name: str, path: str) -> Iterator[Finding]:
     data = load_function(name, path, 0) if ":" in name else DATASETS[name](path, 0)
     yield Finding("ok", "files", _contents(data))
     yield from _counts(name, len(data.x_train) + len(data.x_test))
+    if problem := without_class_0(data):
+        yield Finding("fail", "labels", problem, "correct the labels: a run refuses them")
 
 
 def _contents(data: Dataset) -> str:

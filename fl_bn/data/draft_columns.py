@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from fl_bn.data.columns import DELIMITERS, DROP, Columns, Scale, columns_of, is_
 from fl_bn.data.csv_files import NUMBER, TableError, csv_files, read_rows, split
 from fl_bn.support.names import nearest, short
 
+MOST_NUMBERED = 10  # a target with more different numbers is probably no class
 MOST_CATEGORIES = 50  # a column with more different texts (names of persons, say) is ignored
 
 
@@ -36,7 +37,7 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
         delimiter: character between cells.
 
     Returns:
-        The file's text.
+        The file's text. It begins with a comment for each column about which the draft may be wrong.
 
     Raises:
         DataNotFound: there is no such file.
@@ -69,7 +70,21 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
     if regression:
         values |= {f"target-{key}": value for key, value in _rounded(scales[target]).items()}
     tables = ("numeric", "categorical")
-    return tomli_w.dumps({key: value for key, value in values.items() if key not in tables} | {key: values[key] for key in tables})
+    text = tomli_w.dumps({key: value for key, value in values.items() if key not in tables} | {key: values[key] for key in tables})
+    return "".join(f"# {line}\n" for line in _doubts(cells, target, regression)) + text
+
+
+def _doubts(cells: dict[str, set[str]], target: str, regression: bool) -> Iterator[str]:
+    """Yield a line for each column about which the draft may be wrong, because of a few cells or of a missing option."""
+    for name, texts in cells.items():
+        others = sorted(text for text in texts if not NUMBER.fullmatch(text))
+        numbers = len(texts) - len(others)
+        if name == target:
+            if not regression and not others and numbers > MOST_NUMBERED:
+                yield f"{name!r} has {numbers} different numbers, and each is a class here. Is it a number? Then draft with --regression"
+        elif others and numbers >= len(others):
+            shown = ", ".join(map(repr, others[:5])) + (", ..." if len(others) > 5 else "")
+            yield f"{name!r} is no number here, since {len(others)} of its {len(texts)} different values are none: {shown}. Correct them?"
 
 
 def _cells(files: Sequence[Path], delimiter: str) -> dict[str, set[str]]:

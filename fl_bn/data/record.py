@@ -196,6 +196,20 @@ def check_alike(where: str, *parts: Tensor) -> None:
         raise ValueError(f"{where}: y_train and y_test must be of one kind, but got {' and '.join(forms.values())}")
 
 
+def without_class_0(data: Dataset) -> str:
+    """Return a sentence if no sample has label 0, since labels are then probably counted from 1; empty: one has it.
+
+    The sentence is empty, too, if the targets are no labels.
+    """
+    if kind_of(data.y_train) != LABELS or not bool((data.y_train != 0).all() and (data.y_test != 0).all()):
+        return ""
+    least = min(int(y.min()) for y in (data.y_train, data.y_test) if len(y))
+    return (
+        f"dataset {data.name!r}: no sample has label 0; the labels span {least}..{data.classes - 1}, which would make {data.classes} "
+        f"classes. Count classes from 0: subtract {least} from every label"
+    )
+
+
 def outputs(where: str, *parts: Tensor) -> int:
     """Return how many outputs a network needs for these targets.
 

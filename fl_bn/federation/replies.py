@@ -117,7 +117,8 @@ class Expected:
         samples: int = REPLIED.read(record)["samples"]
         check_samples(samples)
         if self.schema.sections and client in self.samples and samples > (most := self.samples[client]):
-            raise WireError("metrics", "samples", f"expected at most {most}, the number that the client announced, but got {samples}")
+            problem = f"expected at most {most}, the number that the client announced, but got {samples}"
+            raise WireError("metrics", "samples", f"{problem}: a client must announce all samples that it may train on in the run")
         values = self.form.read(record)
         trains = "steps" in self.form.fields
         measured = self.samples.get(client, LARGEST if trains else samples)  # a client may train on some of its samples and measure all

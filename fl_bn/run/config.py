@@ -110,6 +110,9 @@ class RunConfig(RunKeys):
             )
         if self.checkpoint_every and not self.output:
             raise ConfigError("checkpoint-every needs a folder for the run's checkpoints: set output")
+        for key in ("output", "data-path", "model-weights"):
+            if str(self[key]).startswith("~"):
+                raise ConfigError(f"{key}={self[key]!r} begins with ~, which a shell replaces, but not within quotes: give the path")
         self._check_joining()
         self._check_sites()
         try:

@@ -8,6 +8,7 @@ import torch
 
 from fl_bn.data.csv_files import TableData
 from fl_bn.data.dataset import Dataset
+from fl_bn.data.record import without_class_0
 from fl_bn.flower.log import LOGGER
 from fl_bn.run.errors import ConfigError
 from fl_bn.task import LABELS, kind_of
@@ -28,14 +29,9 @@ def check_labels(data: Dataset) -> None:
         return
     if kind_of(data.y_train) != LABELS:
         return
-    train, test = (torch.bincount(y, minlength=data.classes) for y in (data.y_train, data.y_test))
-    if not train[0] and not test[0]:
-        least = min(int(data.y_train.min()), int(data.y_test.min()))
-        raise ConfigError(
-            f"dataset {data.name!r}: no sample has label 0; the labels span {least}..{data.classes - 1}, which would make {data.classes} "
-            f"classes. Count classes from 0: subtract {least} from every label"
-        )
-    if missing := missing_classes(train.tolist()):
+    if problem := without_class_0(data):
+        raise ConfigError(problem)
+    if missing := missing_classes(torch.bincount(data.y_train, minlength=data.classes).tolist()):
         LOGGER.warning(
             "dataset %r has %s classes, since its largest label is %s, but no training sample of class %s: if that is a mistake, correct "
             "the labels",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import pickle
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -337,3 +338,18 @@ def test_the_commands(tmp_path: Path) -> None:
     assert failed.exit_code == 1
     assert "fail  north.csv:" in failed.output
     assert Columns("a").inputs == 0
+
+
+def test_a_draft_says_where_it_may_be_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "data.csv"
+    rows = [f"{20 + k},{'ab'[k % 2]},{k + 0.5},{k}" for k in range(30)]
+    file.write_text("\n".join(["age,sex,dose,days", *rows, "inf,a,<5,30", "60,b,3,31"]) + "\n")
+    lines = draft(str(file), "days").splitlines()
+    assert lines[:3] == [
+        "# 'age' is no number here, since 1 of its 32 different values are none: 'inf'. Correct them?",
+        "# 'dose' is no number here, since 1 of its 32 different values are none: '<5'. Correct them?",
+        "# 'days' has 32 different numbers, and each is a class here. Is it a number? Then draft with --regression",
+    ]
+    file.write_text("\n".join(["age,sex,dose,days", *rows]) + "\n")
+    assert not draft(str(file), "days", regression=True).startswith("#")  # control
+    assert tomllib.loads(draft(str(file), "days"))["target"] == "days"

@@ -10,13 +10,16 @@ import pytest
 from PIL import Image
 
 from fl_bn import KeepBest
+from fl_bn.data.check import check_files
 from fl_bn.data.folder import read_picture
 from fl_bn.data.npz import load_npz
 from fl_bn.federation.callbacks import Running
 from fl_bn.federation.record import RoundRecord
-from fl_bn.run.config import ConfigError
+from fl_bn.run.config import ConfigError, RunConfig
+from fl_bn.run.labels import check_labels
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.plot import plot
+from fl_bn.run.recalibrate import planned
 from fl_bn.sweep.file import parse
 from fl_bn.task import CLASSIFICATION
 
@@ -68,6 +71,29 @@ def test_test_images_of_another_form(shape: tuple[int, ...], tmp_path: Path) -> 
 def test_labels_that_are_no_classes(largest: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"must count classes from 0, up to 65535, but holds {largest}: renumber"):
         load_npz(archive(tmp_path, y_train=np.array([0, 1, 2, largest])), 0)
+
+
+def test_labels_from_1_fail_the_check_of_data_as_they_fail_a_run(tmp_path: Path) -> None:
+    from_1 = archive(tmp_path, y_train=np.arange(1, 5), y_test=np.arange(1, 5))
+    (failed,) = [finding for finding in check_files("npz", from_1) if finding.status == "fail"]
+    assert "no sample has label 0; the labels span 1..4" in failed.text
+    with pytest.raises(ConfigError, match="no sample has label 0"):
+        check_labels(load_npz(from_1, 0))
+    assert not [finding for finding in check_files("npz", archive(tmp_path)) if finding.status == "fail"]  # control
+
+
+@pytest.mark.parametrize("key", ["output", "data-path", "model-weights"])
+def test_a_home_folder_that_no_shell_replaced(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}='~/x' begins with ~"):
+        RunConfig.from_mapping({key: "~/x"})
+
+
+def test_a_second_recalibration_into_the_same_folder(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.touch()
+    (tmp_path / "model-recalibrated").mkdir()
+    with pytest.raises(ConfigError, match=r"model-recalibrated exists already: give another folder \(--output\), or remove it"):
+        planned(weights, {})
 
 
 def test_an_image_of_several_frames(tmp_path: Path) -> None:

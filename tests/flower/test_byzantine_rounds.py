@@ -164,7 +164,10 @@ def test_an_honest_client_of_nan_does_not_help_the_byzantine_ones(name: str) -> 
 @pytest.mark.parametrize("defence", [Defence(), both(F, "nnm+median")], ids=["undefended", "defended"])
 def test_a_claim_above_the_introduction_is_refused_by_name(name: str, defence: Defence) -> None:
     claimed = one_round(name).served(defence, spoil=claiming)
-    reason = "metrics/samples: expected at most 6, the number that the client announced, but got 1000000000"
+    reason = (
+        "metrics/samples: expected at most 6, the number that the client announced, but got 1000000000: a client must announce all samples "
+        "that it may train on in the run"
+    )
     assert claimed.refused == {CLIENTS - 1: reason}
     assert identical(claimed.tensors, one_round(name).served(defence.without(1, CLIENTS - 1), silent=LIARS[-1:]).tensors)
 

@@ -373,3 +373,39 @@ def test_other_names_of_the_attributes() -> None:
 
     legacy_server_app(server_fn, net, fedavg())(InProcessGrid(app, CLIENTS, {}), Context(1, 0, {}, RecordDict(), {}))
     assert len(result[0]) == CLIENTS
+
+
+def test_a_client_that_lacks_a_metric_counts_all_the_same(log: pytest.LogCaptureFixture) -> None:
+    seen: list[Any] = []
+
+    class Lacks(Client):
+        def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+            client = client_of(self.context)
+            return 1.0 + client, SAMPLES, {"acc": 0.1} | ({"f1": 0.5} if client else {})
+
+    def evaluated(metrics: list[Any]) -> dict[str, Any]:
+        seen.append(metrics)
+        return {"clients": len(metrics)}
+
+    ran(client=Lacks, rounds=1, evaluate_metrics_aggregation_fn=evaluated)
+    assert seen == [[(SAMPLES, {"acc": 0.1}), *[(SAMPLES, {"acc": 0.1, "f1": 0.5})] * 2]]
+    assert "round 1: 2.0" in log.text  # the mean of 1, 2 and 3, in Flower's history
+    assert "metrics that not all clients send are not averaged: f1" in log.text
+
+
+def test_the_run_says_that_it_starts_from_the_server_s_network(log: pytest.LogCaptureFixture) -> None:
+    ran(rounds=1)
+    assert "the strategy has no initial_parameters: the run starts from the server's network, not from a client's" in log.text
+    log.clear()
+    ran(rounds=1, initial_parameters=ndarrays_to_parameters([tensor.numpy() for tensor in net().state_dict().values()]))
+    assert "initial_parameters" not in log.text  # control
+
+
+def test_a_learning_rate_of_numpy_s_is_followed() -> None:
+    class Strategy(FedAvg):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**{**arguments, "on_fit_config_fn": lambda round: {"lr": np.float64(0.1)}})
+
+    sent = [dict(m.content["config"]) for m in ran("fixbn", strategy=Strategy, rounds=4).sent if m.metadata.message_type == "train"]  # type: ignore[arg-type]
+    assert [values["lr"] for values in sent[:CLIENTS]] == [0.1] * CLIENTS
+    assert sent[-1]["lr"] < 0.1  # a frozen round
