@@ -29,7 +29,7 @@ from fl_bn.run.assembly import task
 from fl_bn.run.checkpoints import CONFIG, FOLDER, Checkpoints, run_to_resume
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.console import LogFile
-from fl_bn.run.diagnostics import Diagnostics
+from fl_bn.run.diagnostics import DRIFT, Diagnostics
 from fl_bn.run.disclosure_report import FILE as DISCLOSURE
 from fl_bn.run.disclosure_report import DisclosureTotals, disclosure_csv, disclosure_table
 from fl_bn.run.environment import environment
@@ -137,6 +137,11 @@ class RunDirectory(Callback):
         if self._log is not None:
             LOGGER.addHandler(self._log)
         LOGGER.info("run directory: %s", as_typed(self.path))
+        if self._goes_on and self._diagnostics is not None and DRIFT in self._diagnostics.names:
+            LOGGER.warning(
+                "diagnostics of drift begin anew: the first evaluation has no mean-moved and var-moved, and the spreads are those of the "
+                "evaluations from now on"
+            )
         return self
 
     def start(self, strategy: BatchNormStrategy) -> None:

@@ -23,6 +23,7 @@ from fl_bn.run.assembly import client_model, dataset
 from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.diagnostics import Diagnostics, Measurement
 from fl_bn.run.gradient_deviation import Batch, gradient_deviations
+from tests.experiment.resuming import run, small_run, stopped
 from tests.experiment.small_data import small_config
 from tests.integration.runs import bits, differences
 from tests.methods.centralised import rough_network
@@ -246,3 +247,12 @@ def test_sites_are_refused_before_there_is_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the server has none"):
         RunDirectory.create(RunConfig.from_mapping(keys))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("kinds", "said"), [("drift", True), ("training-loss", False)])
+def test_a_resumed_run_says_that_drift_is_measured_anew(kinds: str, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values = small_run(tmp_path, diagnostics=kinds, name="a")
+    stopped(values, 3)
+    assert "begin anew" not in caplog.text
+    run(values, resume="a", name="")
+    assert ("diagnostics of drift begin anew" in caplog.text) is said
