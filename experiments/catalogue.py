@@ -162,8 +162,9 @@ def study(experiment: Experiment, measure: str = "") -> Study:
     try:
         return Study(module.plan if experiment.program else swept, module.AXIS, module.WAYS, module.measured)
     except AttributeError as error:
+        names = "plan, AXIS, WAYS and measured" if experiment.program else "AXIS, WAYS and measured"
         raise ConfigError(
-            f"{experiment.file}: its program has no results that can be committed, since it lacks AXIS, WAYS, measured or plan: {error}"
+            f"{experiment.file}: fl-bn cannot keep results of its program: the program must define {names}, but {error}"
         ) from error
 
 

@@ -50,7 +50,10 @@ class Advice:
         return [(name, _of(self.measured, name), _of(self.nearest.regime.measured, name)) for name in SHOWN]
 
     def methods(self) -> Rows:
-        """Return the rows of the table of candidates: the method, and its result in the nearest regime."""
+        """Return the rows of the table of candidates: each method, and its result in the nearest regime.
+
+        That is the known federation which is most like the user's.
+        """
         known = self.nearest.regime.accuracies
         names = [(label, label.partition(":")[0]) for label in self.candidates]
         return [(label, why(self.nearest.regime, name) if known.get(name) else "not run there") for label, name in names]

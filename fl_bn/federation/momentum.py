@@ -34,12 +34,12 @@ class Momentum:
     Args:
         settings: The settings of training.
         parameters: Name -> parameter that the round trains.
-        shared: The names of those that the clients share.
+        shared: The names of the parameters that the clients share.
         received: The tensors of the instruction: section -> name -> tensor.
         kept: The tensors of section ``optimizer`` in the client's state.
 
     Attributes:
-        after: The buffers at the end of training. Empty before, and if every round starts without momentum.
+        after: The buffers at the end of training. Empty until then, and if every round starts without momentum.
     """
 
     def __init__(

@@ -335,7 +335,10 @@ class Method:
 
     @property
     def starts_small(self) -> bool:
-        """Return whether BatchNorm's inputs start with standard deviation ``bounded_scale`` in bounded training."""
+        """Return whether training with clipped gradients begins with BatchNorm's inputs at standard deviation ``bounded_scale``.
+
+        This needs a method with ``bounded_scale`` that centres gradients in every round, see ``bounded``.
+        """
         return self.bounded_scale is not None and bool(self.centre)
 
     def bounded(self) -> Method:
