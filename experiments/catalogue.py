@@ -152,7 +152,7 @@ def study(experiment: Experiment, measure: str = "") -> Study:
             experiment is a sweep, the sweep file defines the cells, and the program needs no ``plan``.
 
     Raises:
-        ConfigError: The file of the program lacks one of these names.
+        ConfigError: The program's file does not define one of the names that it needs.
     """
     module = _module(replace(experiment, program=measure or experiment.program))
 

@@ -293,7 +293,7 @@ def definition(experiment: Experiment, variant: str, measure: str = "") -> tuple
 
 
 def sources(experiment: Experiment, measures: Mapping[tuple[str, str], Sequence[str]]) -> list[tuple[str, str]]:
-    """Return the variants and programs of an experiment whose results are kept. Each pair has a file of results.
+    """Return the pairs of variant and program of which an experiment's results are kept, each pair in a file of its own.
 
     Args:
         experiment: The experiment.

@@ -26,7 +26,7 @@ class Advice:
         nearest: The regime (a kind of federation in which the methods were run) that is most like the user's clients.
         candidates: The methods to try, the most promising first.
         left_out: The methods that cannot run with the user's run config, each with the reason.
-        rungs: The rungs of the pilot; empty: there was no pilot.
+        rungs: The rungs of the pilot, each with runs of the same number of rounds; empty: there was no pilot.
         metric: The name of the metric of the pilot.
         final: The metric of the final run; NaN: there was no final run.
     """

@@ -41,7 +41,7 @@ class Start:
         shared: names of the trained parameters that clients and server send to each other.
         kept: the tensors ``Finish.kept`` of the client's last round. Empty in its first round.
         received: the tensors that the server sent in the message's section ``control``, by name.
-        counted: whether the server received the tensors that the client sent at the end of its last round.
+        counted: whether the server used the reply that the client sent at the end of its last round.
         full_gradient: computes the mean gradient of the loss over all of the client's samples, at the present weights.
             Returns the gradient of each parameter by name, and changes no tensor of the model.
     """
