@@ -124,7 +124,7 @@ def to_kept(buffers: Buffers) -> dict[str, Tensor]:
 
 
 def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
-    """Return the buffers of a section that ``to_kept`` made. It is the inverse of ``to_kept``."""
+    """Return the buffers of a section that ``to_kept`` made. This function is the inverse of ``to_kept``."""
     buffers: Buffers = {}
     for entry, tensor in kept.items():
         key, _, name = entry.partition("/")

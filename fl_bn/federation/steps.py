@@ -23,8 +23,8 @@ def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -
         parameters: The parameters that the function was given.
 
     Raises:
-        ValueError: The optimiser updates none of ``parameters``, or also others. The user's function then ignores its argument, or did not make the
-            optimiser anew.
+        ValueError: The optimiser updates none of ``parameters``, or also others. The user's function then ignores its
+            argument, or did not make the optimiser anew.
     """
     given = {id(p) for p in parameters}
     mine = [p for group in optimizer.param_groups for p in group["params"]]

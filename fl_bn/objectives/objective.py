@@ -86,7 +86,7 @@ class Round:
         return loss
 
     def finish(self, steps: int, learning_rate: float) -> Finish:
-        """Return the tensors that the client stores and sends. It is called after the round's last step.
+        """Return the tensors that the client stores and sends. This method is called after the round's last step.
 
         Args:
             steps: the number of local steps of the round.
@@ -95,7 +95,7 @@ class Round:
         return Finish()
 
     def close(self) -> None:
-        """Remove hooks from the model. It is called after the last step, or after an error."""
+        """Remove hooks from the model. This method is called after the last step, or after an error."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Find the git commit of this package's source. It is also known without git, as in a container image or on a client's machine."""
+"""Find the git commit of this package's source. The commit is also known without git, as in a container image or on a client's machine."""
 
 from __future__ import annotations
 

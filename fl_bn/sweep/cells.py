@@ -185,7 +185,7 @@ def run_held(cell: Cell) -> None:
 
     Raises:
         ConfigError: The folder holds another run.
-        Exception: The run failed with this error. It is also written to ``cell.json``.
+        Exception: The run failed with this error. The error is also written to ``cell.json``.
     """
     from fl_bn.run.centralised import run_centralised
 
