@@ -152,7 +152,7 @@ def study(experiment: Experiment, measure: str = "") -> Study:
             experiment is a sweep, the sweep file defines the cells, and the program needs no ``plan``.
 
     Raises:
-        ConfigError: The file of the program lacks one of these names.
+        ConfigError: The program's file does not define one of the names that it needs.
     """
     module = _module(replace(experiment, program=measure or experiment.program))
 
@@ -162,8 +162,9 @@ def study(experiment: Experiment, measure: str = "") -> Study:
     try:
         return Study(module.plan if experiment.program else swept, module.AXIS, module.WAYS, module.measured)
     except AttributeError as error:
+        names = "plan, AXIS, WAYS and measured" if experiment.program else "AXIS, WAYS and measured"
         raise ConfigError(
-            f"{experiment.file}: its program has no results that can be committed, since it lacks AXIS, WAYS, measured or plan: {error}"
+            f"{experiment.file}: fl-bn cannot keep results of its program: the program must define {names}, but {error}"
         ) from error
 
 

@@ -293,7 +293,7 @@ def definition(experiment: Experiment, variant: str, measure: str = "") -> tuple
 
 
 def sources(experiment: Experiment, measures: Mapping[tuple[str, str], Sequence[str]]) -> list[tuple[str, str]]:
-    """Return the variants and programs of an experiment whose results are kept. Each pair has a file of results.
+    """Return the pairs of variant and program of which an experiment's results are kept, each pair in a file of its own.
 
     Args:
         experiment: The experiment.
@@ -356,9 +356,10 @@ def compact(experiment: Experiment, variant: str, place: Path, data: str, folder
 
 
 def hours(folder: Path, name: str) -> Mapping[str, float]:
-    """Return the measured hours from the file ``name`` in the folder of results; empty if the file does not exist.
+    """Return the measured running time of each experiment in hours, from the file ``name`` in the folder of results.
 
-    The keys are names of experiments. In the file ``CORE_HOURS``, they are ``EXPERIMENT.VARIANT``.
+    The result is empty if the file does not exist. The keys are names of experiments. In the file ``CORE_HOURS``, they are
+    ``EXPERIMENT.VARIANT``.
     """
     file = folder / RESULTS / name
     return json.loads(file.read_text(encoding="utf-8"))["hours"] if file.exists() else {}

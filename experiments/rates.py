@@ -42,7 +42,10 @@ class Tried:
         return fmean(self.accuracies[rate]) if self.accuracies[rate] else -math.inf
 
     def shown(self, rate: float) -> str:
-        """Format mean and standard deviation over seeds at ``rate``, such as ``81.3 (0.4)``; the best rate in bold."""
+        """Format mean and standard deviation over seeds at ``rate``, such as ``81.3 (0.4)``; the best rate in bold.
+
+        One seed has no deviation. Without accuracies, the text is ``not run`` or ``not finite``.
+        """
         values = self.accuracies.get(rate)
         if not values:
             return "not run" if values is None else "not finite"

@@ -228,8 +228,8 @@ def _out_of_range(called: str, value: object, values: Values, help: str, like: C
 class Option:
     """Hold the declaration of one option.
 
-    The attributes are the arguments of ``option``, with one exception: in place of ``check`` there is ``test``. It returns
-    whether a value is allowed.
+    The attributes are the arguments of ``option``, with one exception: in place of ``check`` there is ``test``. The
+    function ``test`` returns whether a value is allowed.
     """
 
     default: Any

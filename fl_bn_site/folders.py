@@ -184,7 +184,11 @@ class Folder:
 
 @dataclass(frozen=True)
 class ServerFolder(Folder):
-    """Hold the settings of ``kit/server``, the folder for the machine with the SuperLink."""
+    """Hold the settings of ``kit/server``, the folder for the machine with the SuperLink.
+
+    Raises:
+        ValueError: The last port of the layer-wise exchange is above 65535.
+    """
 
     superlink: str = _line("the name by which sites reach this machine; it is in server.crt", check=_given)
     fleet: str = _line("where sites connect", "0.0.0.0:9092", host_port)

@@ -150,7 +150,8 @@ def fetch(server: ServerFolder, name: str, destination: Path | None, address: st
 
     Raises:
         NoSuchRun: No run has this name or id.
-        NotHere: The folder is on another machine. The message has its path there.
+        NotHere: The folder is on another machine, or the run is one of a user's own Flower app. The message has the place.
+        ControlError: The SuperLink does not answer. It is asked only if this machine has no folder ``name``.
         FileExistsError: The destination has a file or folder of this name already.
         OSError: The folder cannot be copied. No part of it is left at the destination.
     """

@@ -88,8 +88,8 @@ def read_key(file: Path) -> Ed25519PrivateKey:
 def key_file(server: ServerFolder, given: Path | None = None) -> Path | None:
     """Return the file of the key with which ``fl-bn submit`` signs; None: no key is found.
 
-    It is the first of these that exists: ``given``; the file that the environment variable ``FL_BN_SUBMITTER_KEY`` names;
-    the only key in ``submitters/`` beside the server's folder, as in a new kit.
+    It is ``given``. Without ``given``, it is the file that the environment variable ``FL_BN_SUBMITTER_KEY`` names. Without
+    this variable, it is the only key in ``submitters/`` beside the server's folder, as in a new kit.
 
     Raises:
         FolderError: There are several keys beside the server's folder.

@@ -83,7 +83,7 @@ class PollingTime:
 
 
 def fail(state: Any, run: int, why: str, refused: bool = False, unreadable: bool = False) -> None:
-    """Send an error as the answer to each message of a run that the SuperNode holds, since no process can answer the message.
+    """Send an error as the answer to each message that the SuperNode holds for a run, since no process can answer it.
 
     Args:
         state: Flower's state of the SuperNode, which holds the messages.

@@ -140,7 +140,11 @@ class SupervisedProgram:
         self.done = False
 
     def look(self, now: float) -> None:
-        """Start the program if its wait is over, or notice that it has ended. Call this method at short intervals.
+        """Look after the program once. Call this method at short intervals.
+
+        A program whose wait is over is started. One that has ended is started again after a wait, unless it runs only
+        once and has succeeded. One that has read files which have changed since is asked to end, is killed if it does
+        not, and is then started again.
 
         Args:
             now: The present time, as ``time.monotonic()`` returns it.

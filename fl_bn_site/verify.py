@@ -42,7 +42,7 @@ def verify(folder: Path, noted: str = "") -> list[Check]:
     """Make all checks of a whole kit, of the server's folder, of a site's folder, or of the folder of an audit log.
 
     Args:
-        folder: The folder. Its files show which of them it is.
+        folder: The folder. Its files show which kind of folder it is.
         noted: A hash that ``fl-bn audit`` printed earlier: a line of the site's audit log must have it; empty: look for none.
 
     Returns:

@@ -26,7 +26,7 @@ class Advice:
         nearest: The regime (a kind of federation in which the methods were run) that is most like the user's clients.
         candidates: The methods to try, the most promising first.
         left_out: The methods that cannot run with the user's run config, each with the reason.
-        rungs: The rungs of the pilot; empty: there was no pilot.
+        rungs: The rungs of the pilot, each with runs of the same number of rounds; empty: there was no pilot.
         metric: The name of the metric of the pilot.
         final: The metric of the final run; NaN: there was no final run.
     """
@@ -50,7 +50,10 @@ class Advice:
         return [(name, _of(self.measured, name), _of(self.nearest.regime.measured, name)) for name in SHOWN]
 
     def methods(self) -> Rows:
-        """Return the rows of the table of candidates: the method, and its result in the nearest regime."""
+        """Return the rows of the table of candidates: each method, and its result in the nearest regime.
+
+        That is the known federation which is most like the user's.
+        """
         known = self.nearest.regime.accuracies
         names = [(label, label.partition(":")[0]) for label in self.candidates]
         return [(label, why(self.nearest.regime, name) if known.get(name) else "not run there") for label, name in names]

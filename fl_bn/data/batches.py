@@ -53,8 +53,9 @@ def cuts(n: int, batch_size: int) -> list[int]:
 def distinct(n: int, batch_size: int, *, epochs: int = 0, steps: int = 0, drop_last: bool = False) -> int:
     """Return how many different samples are in the batches of ``draw_batches`` with the same arguments.
 
-    The number is 0 for a client that is too small for any batch. With ``drop_last`` and several passes, it is a
-    lower bound, since each pass leaves out other samples. Otherwise it is exact.
+    The number is 0 for a client that is too small for any batch, or has one sample, even if ``least=1`` allows a batch
+    of 1. With ``drop_last`` and several passes, it is a lower bound, since each pass leaves out other samples. Otherwise
+    it is exact.
     """
     n = whole(n, batch_size) if drop_last else n
     whole_pass = epochs > 0 or steps > len(cuts(n, batch_size))

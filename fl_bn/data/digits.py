@@ -97,7 +97,7 @@ def stratified_split(labels: NDArray[np.int64], test: int, seed: int) -> tuple[N
     """Split samples into training samples and ``test`` test samples, with the same share of every class in both.
 
     The indices equal those of scikit-learn's ``train_test_split(..., stratify=labels, random_state=seed)``,
-    whose import takes two seconds. They are drawn from numpy's legacy generator, whose stream never changes.
+    whose import takes two seconds. The indices are drawn from numpy's legacy generator, whose stream never changes.
 
     Returns:
         The indices of the training samples, and of the test samples.

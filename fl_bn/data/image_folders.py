@@ -72,7 +72,8 @@ def domain_folders(
         tops: possible names of a folder below ``path`` that holds the set.
 
     Raises:
-        DataNotFound: some lists are missing, so two ways to split would be mixed.
+        DataNotFound: a folder or a listed file is missing. Or some lists are missing, so two ways to split would be mixed.
+        ValueError: a line of a list has another form, or a split has no images.
     """
     root = find_root(name, path, domains, tops)
     names = [file.format(domain) for domain in domains for file in lists or ()]

@@ -57,6 +57,9 @@ class Listing:
         test: the test images.
         classes: names of the classes, by label.
         domains: names of the domains, by index.
+
+    Raises:
+        ValueError: a split has no images.
     """
 
     name: str

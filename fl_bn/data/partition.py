@@ -1,7 +1,7 @@
 """Divide a data set among clients. A seed fixes the division.
 
 The functions use plain numpy. flwr-datasets would bring pandas, pyarrow and seaborn: half a gigabyte, and seconds
-of import in every client's process. It has neither disjoint classes per client nor similarity (FBN's gamma). Every
+of import in every client's process. flwr-datasets has neither disjoint classes per client nor similarity (FBN's gamma). Every
 client computes the whole partition for itself, so the same arguments must give the same result in every
 process. All randomness comes from ``numpy.random.SeedSequence``.
 

@@ -31,6 +31,7 @@ def load_public(kind: str, path: str, image_size: int) -> Dataset:
 
     Raises:
         DataNotFound: files are missing and cannot be downloaded.
+        ImportError: torchvision is not installed.
     """
     need(f"data set {kind.lower()!r}", "torchvision")
     from torchvision import datasets  # imported here because it takes a second, and other data sets do not need it

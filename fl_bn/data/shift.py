@@ -192,6 +192,9 @@ class Limit:
     Attributes:
         per_domain: the largest number of samples of a domain; 0 for no limit.
         share: the share of the samples to keep, in (0, 1]. If both limits are set, the smaller number counts.
+
+    Raises:
+        ValueError: ``per_domain`` is negative, or ``share`` is not in (0, 1].
     """
 
     per_domain: int = 0

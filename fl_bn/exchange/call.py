@@ -3,7 +3,7 @@
 All carriers, that is, transports, offer this operation: a gRPC service, replay in Flower messages, and threads in one process.
 
 Algorithms 2 and 3 of FedTAN's paper both average a vector over the cohort. The forward pass averages the moments
-of a layer's input. The backward pass averages the gradients of the loss by these moments.
+of a layer's input. The backward pass averages the gradients of the loss with respect to these moments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Quantity(Enum):
     MEAN = "mean"  # (C,) means, averaged with the numbers of activations as weights
     VARIANCE = "variance"  # (C,) variances about the cohort's mean, averaged in the same way
     MOMENTS = "moments"  # (2C,) each client's means and biased variances, pooled
-    GRADIENTS = "gradients"  # (2C,) gradients by mean and by variance, weighted by batch sizes
+    GRADIENTS = "gradients"  # (2C,) gradients with respect to mean and variance, weighted by batch sizes
     STATISTICS = "statistics"  # like MOMENTS, but the answer has the unbiased variance, as running statistics do
 
     def width(self, channels: int) -> int:

@@ -25,7 +25,8 @@ class Unanswered(Exception):
     Attributes:
         request: the client's request for that answer.
         batch: the number of samples in the client's batch.
-        passed: the sum of the absolute values of this repetition's earlier requests. The server compares it with what it got.
+        passed: the sum of the absolute values of this repetition's earlier requests. The server compares this sum with that of
+            the requests that it received before.
     """
 
     def __init__(self, request: Local, batch: int, passed: float = 0.0) -> None:

@@ -154,7 +154,10 @@ class KeepBest(Best):
         self.path = Path(path)
 
     def on_start(self, running: Running) -> None:
-        """Forget earlier results, as ``Best`` does. Also forget those of a run that kept no model and now continues."""
+        """Forget earlier results, as ``Best`` does.
+
+        If the run continues an earlier one, but the file does not exist, forget the earlier evaluations, too.
+        """
         super().on_start(running)
         if self.round and not self.path.exists():
             LOGGER.warning(

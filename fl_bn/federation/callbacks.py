@@ -38,7 +38,7 @@ class Running:
     reason: str = ""
 
     def stop(self, reason: str) -> None:
-        """End the run after this round. Its results are those of the last evaluation.
+        """End the run after this round. The run's results are those of the last evaluation.
 
         Args:
             reason: The reason, for the log. If there are several, the first one is kept.

@@ -97,8 +97,8 @@ class Centring:
         decay alone.
 
         Args:
-            values: Name -> a copy of the weight before the step. It becomes a copy of the weight after the step. With it, steps
-                through ``weight.data`` are found, too, which torch does not count. None: they are not found.
+            values: Name -> a copy of the weight before the step. It becomes a copy of the weight after the step. With
+                ``values``, steps through ``weight.data`` are found, too, which torch does not count. None: they are not found.
         """
         moved = [name for name, weight in self._weights.items() if weight._version != self._versions[name]]
         values = values or {}

@@ -1,6 +1,6 @@
 """Carry out the client's half of a round, around any training loop: (instruction, state) -> (reply, state).
 
-``fl_bn.federation.own_loop`` uses it with a user's own training loop, ``fl_bn.federation.client_round`` with
+``fl_bn.federation.own_loop`` uses ``LocalRound`` with a user's own training loop, ``fl_bn.federation.client_round`` with
 fl-bn's training loop. These modules do the parts of a round, in this order:
 
 * ``incoming`` loads the tensors of the instruction, and those that the client keeps.
@@ -65,7 +65,8 @@ class LocalRound:
             this function. If it is given in phase MEASURE, the client measures one layer after the other.
 
     Raises:
-        ValueError: The server's model differs from ``model``, or ``connect`` does not fit the phase.
+        ValueError: The server's model differs from ``model``, only one side has an objective with control variates, or
+            ``connect`` does not fit the phase.
         WireError: A tensor of the instruction is missing, unexpected, or of a wrong shape or dtype.
     """
 
@@ -147,7 +148,8 @@ class LocalRound:
                 option 1 needs it.
 
         Raises:
-            ValueError: The training loop changed frozen statistics, or trained a copy of the model.
+            ValueError: The server expects another objective, or the objective needs ``full_gradient``. Or the training loop
+                changed frozen statistics, or trained a copy of the model.
         """
         check_objective(self)
         self.set_modes(self.model)
@@ -233,11 +235,18 @@ class LocalRound:
         self.first_batch.begin(samples, self.steps)
 
     def inputs_seen(self, samples: int) -> None:
-        """Add ``samples`` to the number of input samples before the first step. ``batch`` returns it if no other number is known."""
+        """Count ``samples`` more input samples that the loop has used before its first step.
+
+        ``batch`` falls back on this count if no other number is known.
+        """
         self.first_batch.inputs += samples
 
     def gradient_ready(self) -> None:
-        """End the layer-wise exchange before the first step. Call this when the gradient of a batch is complete."""
+        """End the layer-wise exchange before the first step. Call this when the gradient of a batch is complete.
+
+        Raises:
+            ValueError: There is an exchange, but the network made no training forward pass before the first step.
+        """
         if self.steps == 0:
             self.first_batch.end(self.method.name)
 
@@ -248,7 +257,8 @@ class LocalRound:
         each step.
 
         Raises:
-            ValueError: The method centres gradients, and the step was made along one that is not centred.
+            ValueError: The method centres gradients, and the step was made along a gradient that is not centred. Or the first
+                step comes before the layer-wise exchange, see ``gradient_ready``.
         """
         if wrong := self._centring.stepped(self._values):
             raise ValueError(
@@ -259,7 +269,7 @@ class LocalRound:
         self.count_step()
 
     def watch_values(self, values: Mapping[str, Tensor]) -> None:
-        """Let ``step_done`` find steps that torch does not see, through ``p.data``. ``values`` has copies of the parameters by name."""
+        """Let ``step_done`` find steps through ``p.data``, which torch does not count. ``values`` has copies of the parameters by name."""
         self._values = dict(values)
 
     def count_step(self, goes_on: bool = False, parameters: Container[int] | None = None) -> None:
@@ -269,6 +279,9 @@ class LocalRound:
             goes_on: Whether a second optimiser made this step after the same backward pass. If so, it is a part of the
                 step that was counted last, and the number of steps stays the same.
             parameters: The ids of the parameters that the step changed. None: all.
+
+        Raises:
+            ValueError: The first step comes before the layer-wise exchange, see ``gradient_ready``.
         """
         self._centring.stepped()
         if goes_on:
@@ -302,7 +315,7 @@ class LocalRound:
             goes_on: Whether the step is a part of the step that was counted last, see ``count_step``.
 
         Raises:
-            ValueError: The objective needs plain SGD at one learning rate, but this is another optimiser, or has another rate.
+            ValueError: The objective needs plain SGD with one learning rate, but ``optimizer`` differs, see ``StepRates.record``.
         """
         self.rates.record(optimizer, goes_on)
         restart(optimizer, self.method, self.phase, self.steps - goes_on)
@@ -393,8 +406,9 @@ class LocalRound:
 
         Raises:
             ValueError: A loop of the user's own made no step, or a later round has loaded the network. Or ``samples`` or ``client`` is
-                not a whole number, a name in ``metrics`` is taken, or the first batch has more than ``samples`` samples. Or the method
-                needs ``round.measure`` before training, and it was not called.
+                not a whole number, a name in ``metrics`` is taken, or the first batch has more than ``samples`` samples. Or the
+                objective divides by the learning rate, and this was 0 in all steps. Or the method needs ``round.measure`` before training,
+                and it was not called.
         """
         samples, client = whole_number("samples", samples), whole_number("client", client)
         check_reply(self, metrics or {})

@@ -35,7 +35,7 @@ def check_objective(round: LocalRound) -> None:
     """Check that the loop has the objective that the server expects.
 
     Raises:
-        ValueError: It has another one, or none.
+        ValueError: The loop has another objective, or none.
     """
     expected, own = round.instruction.objective, round.settings.objective.described
     if expected and expected != own:

@@ -62,7 +62,7 @@ def check_weights(method: Method, client_weights: str) -> None:
     """Check that ``client_weights`` is ``samples`` if ``method`` exchanges layer by layer in training (FedTAN).
 
     Raises:
-        ValueError: It is another value, and the method exchanges layer by layer.
+        ValueError: ``client_weights`` is another value, and the method exchanges layer by layer.
     """
     if client_weights != "samples" and Phase.EXCHANGE in (method.phase(1, 2), method.phase(2, 2)):
         raise ValueError(

@@ -344,8 +344,8 @@ class Federation:
                     yield one.record
                     if self._present is not present:
                         raise ValueError(
-                            f"a later call of run(rounds) has continued this federation, so the run that it left after round "
-                            f"{one.record.round} of {rounds} cannot go on: make a federation for each run"
+                            f"this run cannot go on after round {one.record.round} of {rounds}, because run(rounds) was called again "
+                            "on the same federation: make a federation for each run"
                         )
                     if running.reason:
                         LOGGER.info("the run ends after round %s of %s: %s", one.record.round, rounds, running.reason)

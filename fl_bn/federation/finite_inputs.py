@@ -107,7 +107,8 @@ class InputWatch:
     def count(self) -> int:
         """Return the number of batches with an input that is not finite.
 
-        A client of the vectorised engine has at most one such batch: all its inputs, in ``later``, count as one batch.
+        In the vectorised engine, this method checks all inputs of a client (``later``) at once. So such a client counts
+        at most one batch.
         """
         if self.later is not None:
             self.note(self.later)

@@ -24,12 +24,12 @@ class Batch(int):
 
     @classmethod
     def of(cls, samples: int, say: Callable[[int], None]) -> Batch:
-        """Return a ``Batch`` that equals ``samples``.
+        """Make an integer of value ``samples`` that can also be called to announce the true number.
 
         Args:
             samples: The number of samples that is known so far; 0: it is unknown.
-            say: Stores another number. If ``batch`` is the result, ``batch(32)`` calls ``say(32)``. ``batch`` itself does not
-                change.
+            say: Stores the announced number. If ``batch`` is the returned integer, ``batch(32)`` calls ``say(32)``. The integer
+                keeps its value.
         """
         new = cls(samples)
         new.say = say

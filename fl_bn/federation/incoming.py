@@ -56,7 +56,7 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, auxiliary: Seq
         auxiliary: The kinds of auxiliary tensors that the instruction has beside the model's. They are checked, but not loaded.
 
     Raises:
-        ValueError: The server's model differs from the one in ``copy``, or the server sends no control variates.
+        ValueError: The server's model differs from the one in ``copy``, or only one side has an objective with control variates.
         WireError: A tensor of the instruction is missing, unexpected, or of a wrong shape or dtype.
     """
     network, method = copy.network, copy.network.method

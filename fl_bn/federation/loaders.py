@@ -69,7 +69,7 @@ def check_clients(clients: Any) -> None:
     """Check that ``clients`` has a loader for each client.
 
     Raises:
-        ValueError: It is a single loader.
+        ValueError: ``clients`` is a single loader.
     """
     if isinstance(clients, DataLoader | SeededBatches):
         raise ValueError(

@@ -29,7 +29,10 @@ _HIGHEST: dict[str, float] = {}
 
 
 class MadeOf:
-    """Remember the modules, parameters and buffers of a network. A round reads and sends these, so a loop must not replace them."""
+    """Remember the modules, parameters and persistent buffers of a network, which a round reads and sends.
+
+    A loop must not add or remove any of them, nor replace a module or a parameter. It may assign a new tensor to a buffer.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -38,12 +38,12 @@ class Momentum:
     Args:
         settings: The settings of training.
         parameters: Name -> parameter that the round trains.
-        shared: The names of those that the clients share.
+        shared: The names of the parameters that the clients share.
         received: The tensors of the instruction: section -> name -> tensor.
         kept: The tensors of section ``optimizer`` in the client's state.
 
     Attributes:
-        after: The buffers at the end of training. Empty before, and if every round starts without momentum.
+        after: The buffers at the end of training. Empty until then, and if every round starts without momentum.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ def to_kept(buffers: Buffers) -> dict[str, Tensor]:
 
 
 def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
-    """Return the buffers of a section that ``to_kept`` made. It is the inverse of ``to_kept``."""
+    """Return the buffers of a section that ``to_kept`` made. This function is the inverse of ``to_kept``."""
     buffers: Buffers = {}
     for entry, tensor in kept.items():
         key, _, name = entry.partition("/")

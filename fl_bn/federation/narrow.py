@@ -69,7 +69,7 @@ class PayloadDtype:
         return payload if self.dtype == AS_THE_MODEL else self._each(payload, partial(self._narrowed, overflows))
 
     def widen(self, payload: Payload) -> Payload:
-        """Return ``payload`` in the model's own dtypes. It does not check names and shapes: a ``Schema`` does so afterwards.
+        """Return ``payload`` in the model's own dtypes. Names and shapes are not checked: a ``Schema`` does so afterwards.
 
         Raises:
             WireError: A tensor does not have the dtype in which it should be sent.

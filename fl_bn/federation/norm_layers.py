@@ -21,7 +21,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def no_batch_norm(model: nn.Module, method: Method) -> str:
-    """Explain that ``method`` is plain federated averaging for ``model``, because it has no BatchNorm layer.
+    """Explain that ``method`` is plain federated averaging for ``model``, because this model has no BatchNorm layer.
 
     Returns:
         The explanation. Empty if the method differs from plain averaging for this model, or is ``fedavg`` itself.

@@ -57,7 +57,7 @@ def sections_to_send(round: LocalRound, gradients: Named, finish: Finish, moment
 
 
 def state_to_keep(round: LocalRound, gradients: Named, finish: Finish, client: int) -> ClientState:
-    """Return the state that the client keeps: its own layers, and the buffers of its optimiser and objective.
+    """Return the state that the client keeps: the tensors that it does not share, and the buffers of its optimiser and objective.
 
     If one of these tensors is not finite, return the state from before the round, so that later rounds are not spoilt.
 

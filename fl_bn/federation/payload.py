@@ -79,7 +79,7 @@ def encode_moments(moments: Mapping[str, Moments], dtype: torch.dtype) -> dict[s
 
 
 def decode_moments(tensors: Named) -> dict[str, Moments]:
-    """Return layer -> moments in float64 from tensors that passed a ``Schema``. It is the inverse of ``encode_moments``."""
+    """Return layer -> moments in float64 from tensors that passed a ``Schema``. This is the inverse of ``encode_moments``."""
     layers = [name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "count"]
 
     def of(layer: str, key: str) -> Tensor:

@@ -150,7 +150,7 @@ def recalibrate(model: nn.Module, clients: Sequence[Samples], passes: int = 0, t
         model: The network. Its statistics are set in place.
         clients: The samples of each client.
         passes: The largest number of passes; 0: as many as make all layers exact.
-        tolerance: The largest change that counts as no change, see ``TOLERANCE``. A pass without a larger one is the last.
+        tolerance: The largest change that counts as no change, see ``TOLERANCE``. The passes end once no statistic changes by more.
 
     Returns:
         The result of each pass.

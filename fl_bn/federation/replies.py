@@ -128,7 +128,8 @@ class Expected:
         if trains and 0 < (most := self.most_steps(self.samples.get(client, samples))) < values["steps"]:
             raise WireError("metrics", "steps", f"expected at most {most}, as the server asked for, but got {values['steps']}")
         if "kept" in self.form.fields and "kept" in values and values["kept"] >= self.round:
-            raise WireError("metrics", "kept", f"expected a round below {self.round}, of the client's state, but got {values['kept']}")
+            stored = f"the round after which the client's state was stored, below {self.round}"
+            raise WireError("metrics", "kept", f"expected {stored}, but got {values['kept']}")
         return values
 
     def reply(self, client: int, values: Values, payload: Payload) -> Reply:

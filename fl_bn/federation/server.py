@@ -1,7 +1,7 @@
 """Carry out the server's half of a round: (state, replies) -> (state, record).
 
-A round changes the shared model, or leaves the model as it was. The server never stores values that are not finite: it
-refuses the reply with the largest values.
+A round changes the shared model, or leaves the model as it was. The server never stores values that are not finite. If a new shared
+tensor is not finite, the server leaves out the reply with the largest values, and combines the others again.
 """
 
 from __future__ import annotations

@@ -292,6 +292,9 @@ class Schedule(Options):
         kind: One of ``SCHEDULES``, see ``learning_rate``.
         decay: The factor of ``step`` and ``exponential``.
         milestones: For the kind ``milestones``: pairs of a share of the rounds, and the factor of ``base`` after it.
+
+    Raises:
+        ValueError: A value is out of range, or the kind is ``milestones`` and there are none.
     """
 
     name: ClassVar[str] = "the schedule"

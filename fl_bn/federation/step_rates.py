@@ -27,7 +27,8 @@ class StepRates:
             goes_on: Whether the step is a part of the step before, which another optimiser made after the same backward pass.
 
         Raises:
-            ValueError: The objective needs plain SGD at one learning rate, but this is another optimiser, or has another rate.
+            ValueError: The objective needs plain SGD with one learning rate. But ``optimizer`` is not SGD, has momentum or
+                ``maximize=True``, has several rates, or has another rate than the optimiser of the step that goes on.
         """
         check_optimizer(self._objective, optimizer)
         rate = optimizer.param_groups[0].get("lr")
@@ -53,7 +54,8 @@ def check_optimizer(objective: Objective, optimizer: Optimizer) -> None:
     """Check that ``optimizer`` suits ``objective``.
 
     Raises:
-        ValueError: The objective needs plain SGD at one learning rate, and this is another optimiser, or has several rates.
+        ValueError: The objective needs plain SGD with one learning rate. But ``optimizer`` is not SGD, has momentum or
+            ``maximize=True``, or has several rates.
     """
     if not objective.travels:
         return

@@ -23,8 +23,8 @@ def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -
         parameters: The parameters that the function was given.
 
     Raises:
-        ValueError: It updates none of them, or others, too. The user's function then ignores its argument, or did not make the
-            optimiser anew.
+        ValueError: The optimiser updates none of ``parameters``, or also others. The user's function then ignores its
+            argument, or did not make the optimiser anew.
     """
     given = {id(p) for p in parameters}
     mine = [p for group in optimizer.param_groups for p in group["params"]]
@@ -49,7 +49,7 @@ def check_optimizer_steps(optimizer: Optimizer, model: nn.Module) -> None:
         model: The network.
 
     Raises:
-        ValueError: Its step needs an argument (LBFGS), or it is SparseAdam and a parameter has dense gradients.
+        ValueError: The optimiser's step needs an argument (LBFGS), or it is SparseAdam and a parameter has dense gradients.
     """
     kind = type(optimizer).__name__
     if needed := _needed(optimizer):
@@ -74,7 +74,7 @@ def check_scheduler_steps(scheduler: LRScheduler, optimizer: Optimizer) -> None:
     """Check that ``scheduler`` changes the rate of ``optimizer``, and can step after every batch.
 
     Raises:
-        ValueError: It is of another optimiser, or its step needs an argument (ReduceLROnPlateau).
+        ValueError: The scheduler is of another optimiser, or its step needs an argument (ReduceLROnPlateau).
     """
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError(
@@ -97,7 +97,7 @@ def check_follows_rate(make: Callable[[Any], Optimizer], make_scheduler: Callabl
         parameters: The parameters for the optimisers of this check.
 
     Raises:
-        ValueError: It sets rates of its own, as OneCycleLR and CyclicLR do.
+        ValueError: The scheduler sets rates of its own, as OneCycleLR and CyclicLR do.
     """
     rates = []
     for factor in (1.0, 0.5):

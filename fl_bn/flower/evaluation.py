@@ -1,4 +1,4 @@
-"""Combine the metrics that clients compute on their own test data. They arrive as plain numbers, or as a secure sum."""
+"""Combine the metrics that clients compute on their own test data. The metrics arrive as plain numbers, or as a secure sum."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ class BatchNormStrategy(OwnNames):
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Make one evaluate message per client if clients have models or test data of their own; none otherwise.
 
-        There is no message either in a round in which no evaluation is due.
+        In a round in which no evaluation is due, there are no messages either.
 
         If clients have models of their own, only clients that have trained evaluate. The others get a message only
         if models are to be saved.

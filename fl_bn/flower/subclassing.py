@@ -15,7 +15,8 @@ class OwnNames(Strategy):
     """Refuse a user's subclass that defines or sets a name of fl-bn's own classes. Abstract.
 
     Without this check, ``self.cohort = ...`` in a user's hook would silently replace the clients of the round.
-    The ``class`` statement of a subclass that defines such a name raises a TypeError.
+    A subclass that defines such a name raises a TypeError in its ``class`` statement. An attribute that fl-bn and
+    the subclass both set raises an AttributeError.
 
     Attributes:
         open_names: names of fl-bn's classes that a user's subclass may define or set all the same.

@@ -59,8 +59,8 @@ def combine(reports: LayerReports, tracking: float, momentum: float | None, repo
     """Compute a layer's new shared statistics from the old ones and the clients' moments.
 
     The clients' pooled moments get the weight ``tracking``, reduced with the learning rate and by
-    ``methods.tracking.slowdown``. If ``momentum`` is given, BatchNorm's running update replaces this rule. It is applied
-    once. If ``report`` is ``BATCHES``, it is applied once for each local step.
+    ``methods.tracking.slowdown``. If ``momentum`` is given, BatchNorm's running update replaces this rule. The
+    update is applied once or, if ``report`` is ``BATCHES``, once for each local step.
     """
     pooled = pool(reports.parts, reports.average)
     if momentum is None:

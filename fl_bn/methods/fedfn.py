@@ -45,10 +45,10 @@ KINDS: dict[type[nn.Module], type[Any]] = {nn.Linear: NormalisedLinear, nn.Conv2
 def normalise_features(model: nn.Module) -> nn.Module:
     """Make the head (the last linear layer, or else the last convolution) scale its input of d features to length sqrt(d).
 
-    ``model`` is changed in place, and returned. The log of a run has the first line above.
+    ``model`` is changed in place, and returned. The log of a run shows the first line of this docstring.
 
     Raises:
-        Unconvertible: the model has no head, or its type is not torch's own Linear or Conv2d.
+        Unconvertible: the model has no head, or the head is not of torch's own class Linear or Conv2d.
     """
     head = head_of(model)
     if head is None:

@@ -82,8 +82,8 @@ def scale_convolutions(model: nn.Module) -> nn.Module:
     """Make every convolution of ``model`` standardise its weights and divide them by the root of its fan-in.
 
     The weights of each output channel then have mean 0 and variance ``GAIN**2 / fan_in`` (``scaled_standardise``). For this,
-    the class of each convolution changes. ``model`` is changed in place, and returned. The log of a run has the first line
-    above.
+    the class of each convolution changes. ``model`` is changed in place, and returned. The log of a run shows the first line
+    of this docstring.
 
     Raises:
         Unconvertible: the model has BatchNorm but no convolution. Or a convolution is not of torch's own class Conv1d,

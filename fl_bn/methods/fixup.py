@@ -75,5 +75,5 @@ def _rescale(weight: torch.Tensor, deviation: float) -> None:
 
 
 def fixup() -> Method:
-    """Make the method Fixup: no BatchNorm, and initial weights with which a network trains without it. It has no options."""
+    """Make the method Fixup: initial weights with which a network trains without BatchNorm. The method has no options."""
     return Method("fixup", layer=scalars, prepare=initialise)

@@ -335,7 +335,10 @@ class Method:
 
     @property
     def starts_small(self) -> bool:
-        """Return whether BatchNorm's inputs start with standard deviation ``bounded_scale`` in bounded training."""
+        """Return whether training with clipped gradients begins with BatchNorm's inputs at standard deviation ``bounded_scale``.
+
+        This needs a method with ``bounded_scale`` that centres gradients in every round, see ``bounded``.
+        """
         return self.bounded_scale is not None and bool(self.centre)
 
     def bounded(self) -> Method:
@@ -388,11 +391,11 @@ def freeze(
         rate: upper limit of the learning rate in frozen rounds, as a share of the highest rate before them, in (0, 1].
             1: no limit. Default: ``BOUNDED_FROZEN_RATE`` in bounded training (``Method.bounded``) with centred
             gradients, else ``unbounded_rate``.
-        unbounded_rate: the default of ``rate`` otherwise.
+        unbounded_rate: the default of ``rate`` in all other training.
 
     Raises:
-        ValueError: ``what`` is empty or has another role, ``after`` is negative, ``rate`` is not in (0, 1], or
-            the method has no shared statistics in training.
+        ValueError: ``what`` is empty or has another role, ``after`` is negative, or ``rate`` is not in (0, 1]. Or
+            statistics are to freeze, but the method has no running statistics in training.
     """
     share = unbounded_rate if rate is None else rate
     if not 0 < share <= 1:

@@ -77,7 +77,7 @@ def replace_convolutions(model: nn.Module, kinds: Mapping[type[nn.Module], type[
         ``model``.
 
     Raises:
-        Unconvertible: the class of a convolution is not in ``kinds``, or it has only one weight per output channel.
+        Unconvertible: the class of a convolution is not in ``kinds``, or a convolution has only one weight per output channel.
     """
     for name, module in model.named_modules():
         if not isinstance(module, _ConvNd):

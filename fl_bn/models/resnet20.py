@@ -41,6 +41,9 @@ def resnet20(classes: int, channels: int, image_size: int) -> nn.Module:
     """Make ResNet-20: 19 convolutions with 19 BatchNorm layers, and a linear head.
 
     For 10 classes of RGB images it has 269,722 parameters and 1,376 statistics.
+
+    Raises:
+        ValueError: images have fewer than 4 pixels along each side.
     """
     if image_size < 4:
         raise ValueError(f"model 'resnet20' needs images of at least 4 x 4 pixels, but got image_size={image_size}")

@@ -41,7 +41,7 @@ class Start:
         shared: names of the trained parameters that clients and server send to each other.
         kept: the tensors ``Finish.kept`` of the client's last round. Empty in its first round.
         received: the tensors that the server sent in the message's section ``control``, by name.
-        counted: whether the server received the tensors that the client sent at the end of its last round.
+        counted: whether the server used the reply that the client sent at the end of its last round.
         full_gradient: computes the mean gradient of the loss over all of the client's samples, at the present weights.
             Returns the gradient of each parameter by name, and changes no tensor of the model.
     """
@@ -86,7 +86,7 @@ class Round:
         return loss
 
     def finish(self, steps: int, learning_rate: float) -> Finish:
-        """Return the tensors that the client stores and sends. It is called after the round's last step.
+        """Return the tensors that the client stores and sends. This method is called after the round's last step.
 
         Args:
             steps: the number of local steps of the round.
@@ -95,7 +95,7 @@ class Round:
         return Finish()
 
     def close(self) -> None:
-        """Remove hooks from the model. It is called after the last step, or after an error."""
+        """Remove hooks from the model. This method is called after the last step, or after an error."""
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,9 @@ class Adversary:
         on: the part of their replies that is false: ``statistics``, ``updates`` or ``both``.
         strength: FOE's epsilon, ALIE's z, the standard deviation of gaussian, or mimic's victim. 0: the
             attack's default.
+
+    Raises:
+        ValueError: there is no attack of this name, ``f`` is below 1, or ``on`` is another text.
     """
 
     attack: str | Attack

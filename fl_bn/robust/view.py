@@ -132,7 +132,11 @@ class View:
         return self._outcome(output, None, None)
 
     def middle(self, trim: int) -> Outcome:
-        """Average every column without its ``trim`` smallest and ``trim`` largest values."""
+        """Average every column without its ``trim`` smallest and ``trim`` largest values.
+
+        Raises:
+            NonFinite: a number is not finite.
+        """
         table, by_numpy = self.table, partial(coordinate.trimmed_mean, trim=trim)
         large = table.device is None and table.n * table.d >= compiled.WORTH
         fast = compiled.middle(self.n, trim, table.double) if large and trim > 0 else None

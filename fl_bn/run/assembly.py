@@ -252,7 +252,12 @@ def shape(config: RunConfig) -> tuple[int, int, int]:
 @lru_cache(maxsize=4)
 @_as_config_error()
 def source_model(config: RunConfig) -> nn.Module:
-    """Return the network before its conversion, with the run's initial weights. It is cached: copy it before a change."""
+    """Return the network before its conversion, with the run's initial weights. It is cached: copy it before a change.
+
+    Raises:
+        DataNotFound: A file of the data is missing. The data decide the network's inputs and outputs.
+        ConfigError: The network cannot be made as the keys describe.
+    """
     classes, channels, size = shape(config)
     if classes < 2 and isinstance(task(config), Classification):
         raise ConfigError(f"classification needs at least 2 classes, but dataset={config.dataset!r} has {classes}")
@@ -284,7 +289,12 @@ def source_model(config: RunConfig) -> nn.Module:
 @lru_cache(maxsize=4)
 @_as_config_error()
 def client_model(config: RunConfig) -> nn.Module:
-    """Return the network with the method's layers, with which every client starts. It is cached: copy it before a change."""
+    """Return the network with the method's layers, with which every client starts. It is cached: copy it before a change.
+
+    Raises:
+        DataNotFound: A file of the data is missing.
+        ConfigError: The network cannot be made as the keys describe, or cannot be converted.
+    """
     return convert(source_model(config), config.build_method())
 
 

@@ -66,6 +66,7 @@ def run_centralised(config: RunConfig) -> RunDirectory:
         The folder of the run.
 
     Raises:
+        DataNotFound: A file of the data is missing.
         ConfigError: A key or the method needs clients or a server, as ``check_centralised`` says.
     """
     check_centralised(config)

@@ -17,7 +17,10 @@ from fl_bn.task import Task
 
 
 def in_full(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a copy of ``record`` whose text is the long line of the round. Other records are returned unchanged."""
+    """Return a copy of ``record`` with the long line of a round in place of the short one.
+
+    A record without a long line is returned itself.
+    """
     if not hasattr(record, DETAIL):
         return record
     made = copy.copy(record)

@@ -29,6 +29,7 @@ def write(config: RunConfig, folder: Path) -> tuple[Path, Path]:
         The paths of both files.
 
     Raises:
+        DataNotFound: A file of the data is missing.
         ConfigError: The data are at the sites, or cannot be divided as configured.
     """
     if config.dataset == SITES:

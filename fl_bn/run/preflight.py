@@ -33,6 +33,7 @@ def check(config: RunConfig) -> None:
     For classification, the shape of the network's output is checked. For other tasks, loss and metrics are computed.
 
     Raises:
+        DataNotFound: A file of the data is missing.
         ConfigError: A part cannot work. The message has the reason.
     """
     callback_makers(config)

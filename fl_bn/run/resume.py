@@ -24,7 +24,8 @@ def config_to_resume(run: Path, *, deployed: bool = False) -> RunConfig:
 
     Raises:
         ConfigError: ``run`` is not the folder of a run; or the run is finished or was made by another version of fl-bn;
-            or ``deployed`` is True and the run has no checkpoint; or it is False and the run is one of deployed sites.
+            or ``deployed`` is True and the run has no checkpoint; or ``deployed`` is False and the run is one of deployed
+            sites.
     """
     try:
         values = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))

@@ -1,9 +1,10 @@
 """Declare the general run-config keys, which do not belong to one method, objective or server optimiser.
 
-Options of methods, objectives and server optimisers are declared in their own classes. Options of the classes in
-``VALUES``, which every run has, are declared in those classes. For each of these options, a line in this file gives the
-place of the key in docs/config.md, its attribute and its type. ``[tool.flwr.app.config]`` of pyproject.toml has all keys
-with their defaults. Values are overridden by ``flwr run . --run-config "rounds=10 method='hbn'"`` or by ``fl-bn run``.
+Options of methods, objectives and server optimisers are declared in their own classes. Every run also has the settings
+of the classes in ``VALUES``, and these classes declare their own options, too. For each option of ``VALUES``, this file
+has a line with the attribute and its type. The lines have the order of docs/config.md. ``[tool.flwr.app.config]`` of
+pyproject.toml has all keys with their defaults. ``flwr run . --run-config "rounds=10 method='hbn'"`` and ``fl-bn run``
+override them.
 """
 
 from __future__ import annotations

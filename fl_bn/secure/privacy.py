@@ -50,6 +50,9 @@ class Privacy(Options):
         statistics_clip: The largest L2 norm of the standardised statistics.
         noise: The noise multiplier. The noise of a sum has a standard deviation of ``noise`` times the clip, or more.
         delta: The delta at which epsilon is stated; it should be well below one over the number of clients.
+
+    Raises:
+        ValueError: A value is out of range. The noise must be above 0, although a run config allows 0.
     """
 
     name: ClassVar[str] = "privacy"

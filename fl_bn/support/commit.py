@@ -1,4 +1,4 @@
-"""Find the git commit of this package's source. It is also known without git, as in a container image or on a client's machine."""
+"""Find the git commit of this package's source. The commit is also known without git, as in a container image or on a client's machine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def commit_of(folder: Path) -> str:
 
 
 def commit() -> str:
-    """Return the git commit of this package's source. Empty if it is unknown.
+    """Return the abbreviated git commit of this package's source. Empty if it is unknown.
 
-    It is read from the file ``COMMIT``, which is part of container images and is sent with a run's code. Without this
-    file, it is the commit of the git checkout that holds the package.
+    It is read from the file commit.toml (``COMMIT``), which is part of container images and is sent with a run's code.
+    Without this file, it is the commit of the git checkout that holds the package, with ``+`` if tracked files have
+    changes.
     """
     file = PACKAGE / COMMIT
     return str(tomllib.loads(file.read_text()).get("commit", "")) if file.exists() else commit_of(PACKAGE)

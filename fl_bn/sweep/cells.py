@@ -185,7 +185,7 @@ def run_held(cell: Cell) -> None:
 
     Raises:
         ConfigError: The folder holds another run.
-        Exception: The run failed with this error. It is also written to ``cell.json``.
+        Exception: The run failed with this error. The error is also written to ``cell.json``.
     """
     from fl_bn.run.centralised import run_centralised
 
@@ -292,9 +292,9 @@ def _warn_of_turns(jobs: int, cells: Sequence[Cell]) -> None:
 
 
 def at_a_time(jobs: int, cells: Sequence[Cell]) -> int:
-    """Return how many cells (runs) to run at a time: ``jobs``, or fewer if cells ask for worker processes of their own.
+    """Return how many cells (runs) to run at a time: ``jobs``, or fewer if a cell asks for several worker processes.
 
-    Together, the cells then have no more processes than this machine has cores.
+    With several workers per cell, all cells together have at most one process per core. A single cell may exceed this.
     """
     workers = max((cell.config.workers or 1 for cell in cells), default=1)
     return jobs if workers == 1 else max(1, min(jobs, cores() // workers))

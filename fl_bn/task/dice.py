@@ -41,6 +41,9 @@ class Dice(Segmentation):
         background: whether class 0 counts in loss and ``dice``; it is the background of most masks.
         cross_entropy: weight of the cross-entropy in the loss, at least 0.
 
+    Raises:
+        ValueError: ``cross_entropy`` is negative or NaN.
+
     References:
         Sudre et al., "Generalised Dice overlap as a deep learning loss function", DLMIA 2017, eq. 1 and the
         two-class form before it. Here every class has the same weight.

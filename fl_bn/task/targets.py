@@ -59,8 +59,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def batch_size(inputs: Any, targets: Any) -> int:
     """Return the number of samples of a batch.
 
-    Targets may be a tensor (B, ...), a list with one entry per sample, or several tensors (B, ...) in a tuple, list or dict. In a list
-    of tensors, each tensor is one sample if the list is as long as the inputs, and not all its tensors are.
+    Targets may be a tensor (B, ...), a list with one entry per sample, or several tensors (B, ...) in a tuple, list or dict. A list
+    of tensors has one tensor per sample if its length is the number of inputs. But if every tensor has that length, each tensor covers
+    the batch.
 
     Args:
         inputs: The inputs of the batch: tensors (B, ...), or a list with one entry per sample.

@@ -214,7 +214,7 @@ def test_a_client_may_be_lost_in_any_stage(stage: str, tiny_clients: Clients) ->
     [
         ("setup", "a secure sum needs at least 3 clients, but only 2 of 4 can take part"),
         ("share_keys", "a secure sum needs at least 3 clients, but only 2 of 4 can take part"),
-        ("collect_masked_vectors", "only 2 of 4 clients sent a masked vector: 3 must be left"),
+        ("collect_masked_vectors", "only 2 of 4 clients sent a masked vector, but removing the masks needs 3 clients"),
         ("unmask", "too few clients sent their shares"),
     ],
 )

@@ -116,7 +116,11 @@ def plan(folder: Path, variant: str, data: str) -> list[Cell]:
 
 
 def adapted(cell: Cell) -> Iterator[Row]:
-    """Yield the accuracies of a finished run: on its known domains, and on the domain left out, before and after adapting."""
+    """Yield the accuracies of a finished run: on its known domains, and on the domain left out, before and after adapting.
+
+    Raises:
+        ConfigError: The run's folder has no models of its clients.
+    """
     at = (str(cell.axes["held out"]), str(cell.axes["method"]), cell.config.seed)
     yield Row(*at, KNOWN, 100 * float(cell.rows()[-1]["accuracy"]))
     made, client = read_run(cell.path), newcomer(cell.config).drawn(0, cell.config.seed)

@@ -153,7 +153,7 @@ class LocalTransport(Transport):
         If clients keep tensors of their own (FedBN), each client that has trained so far is evaluated with its own model.
 
         Args:
-            tests: Each client's test batches. A client without any counts in no mean.
+            tests: Each client's test batches. A client without test batches counts in no mean.
             model: The shared network.
 
         Returns:

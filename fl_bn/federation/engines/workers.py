@@ -42,6 +42,9 @@ class Workers:
     The processes start with the first task, or with ``load``. After ``close``, joblib keeps the processes for the next
     ``Workers``, and ends them after a while, or with this process. Large arrays in a task's arguments are put into shared
     memory, and are read-only. An array that several tasks get is stored there once.
+
+    Raises:
+        ValueError: ``count`` is negative, or above ``MOST_WORKERS``.
     """
 
     def __init__(self, count: int) -> None:

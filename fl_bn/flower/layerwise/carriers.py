@@ -186,7 +186,7 @@ class GrpcCarrier(Carrier):
 
         Raises:
             RunFailed: a client cannot reach the service, or does not trust its certificate. With the policy ``shrink``,
-                rounds go on without such a client. Then this is an error only if no client could join, or if others were late.
+                rounds go on without such a client, and the error is raised only if no client could join or others were late.
         """
         messages = {c.index: Message(RecordDict(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
         settings = self.settings

@@ -154,7 +154,7 @@ class OwnRound:
 
         Args:
             samples: the number of different samples that the round trained on. It is the client's weight in the average of
-                the model. 0: the client has no data in this round, and is left out of it.
+                the model. 0: the client has no data in this round, and takes no part.
             loss: the mean training loss. None: it is unknown.
             metrics: your own training metrics by name, such as ``{"train_acc": 0.9}``. The strategy combines them.
         """

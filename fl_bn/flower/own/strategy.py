@@ -130,6 +130,7 @@ class OwnAppStrategy(OwnNames):
 
     Raises:
         ValueError: an argument is out of its range, or arguments contradict each other.
+        TypeError: ``model``, ``method``, ``optimizer``, ``defence``, ``objective`` or ``exchange`` is of another type.
     """
 
     _needed_metrics: tuple[str, ...] | None = None  # of an evaluation, see ``OwnMetrics``

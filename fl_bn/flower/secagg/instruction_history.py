@@ -94,7 +94,9 @@ def from_config(record: ConfigRecord | Mapping[str, object] | None, form: Form) 
     """
     values = form.read({} if record is None else dict(record))
     rounds, hashes = values.get(HISTORY_ROUNDS, []), values.get(HISTORY_HASHES, b"")
-    if len(hashes) != SIZE * len(rounds) or len(set(rounds)) != len(rounds):
+    if len(set(rounds)) != len(rounds):
+        raise WireError(form.record, HISTORY_ROUNDS, f"expected each round once, but got rounds {excerpt(rounds)}")
+    if len(hashes) != SIZE * len(rounds):
         raise WireError(
             form.record, HISTORY_HASHES, f"expected a hash of {SIZE} bytes for each of {len(rounds)} rounds, but got {len(hashes)} bytes"
         )

@@ -8,8 +8,8 @@ Here a mask is the key stream of AES-256 in counter mode. Its key is the SHA-256
 client's instruction (``instruction_digest``). Keys, shares, encryption and stages are Flower's.
 
 Flower's two modules are loaded a second time under other names. So Flower's own modules stay unchanged for
-everyone else. Other code calls the client's half by ``secagg_mod``, which is defined here. So a pickled handler
-is found again in this module, and not in Flower's.
+everyone else. Other code calls the client's half through ``secagg_mod``, which is defined here. Pickle stores a
+function by its module and name. So a pickled handler that uses ``secagg_mod`` loads this module, and not Flower's.
 
 References:
     Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, CCS 2020.

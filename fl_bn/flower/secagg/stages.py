@@ -242,7 +242,8 @@ class Stages:
 
     def _complain(self, node: int, about: Sequence[int], request: Mapping[str, Any]) -> RecordDict:
         if not about or not set(about) <= set(request[Key.SOURCE_LIST]):
-            raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"expected nodes whose shares the client received, but got {excerpt(about)}")
+            problem = f"expected one or more nodes that sent it shares, but got {excerpt(about)}"
+            raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"the client says it cannot read some shares: {problem}")
         self.complaints |= {frozenset((node, other)) for other in about}
         raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"it cannot read the shares of nodes {excerpt(sorted(about))}")
 

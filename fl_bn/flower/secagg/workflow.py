@@ -226,7 +226,7 @@ def secure_sum(
     sampled, vectors = len(nodes), len(state.active_node_ids)
     if not enough or vectors < least:
         raise SumFailed(
-            f"only {vectors} of {sampled} clients sent a masked vector: {state.threshold} must be left to remove the masks "
+            f"only {vectors} of {sampled} clients sent a masked vector, but removing the masks needs {state.threshold} clients "
             f"(secagg-threshold), and the sum needs {least}",
             stages.refused,
         )

@@ -61,8 +61,8 @@ class Kind:
     Attributes:
         records: the names of the config and metric records that the reply may have.
         arrays: whether the reply may hold arrays.
-        open: whether a client that requires secure aggregation answers messages of this kind, too. Their replies must hold
-            no unmasked summary of its data.
+        open: whether a client that requires secure aggregation answers messages of this kind, too. The replies to them must hold
+            no unmasked summary of the client's data.
     """
 
     records: frozenset[str] = frozenset()

@@ -80,7 +80,7 @@ def receive(
 def pulled(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
     """Yield the replies to the ``waiting`` messages that have come so far.
 
-    Flower decodes a reply in this process, from bytes that the client made. Its parsers may raise any
+    Flower decodes a reply in this process, from bytes that the client made. Flower's parsers may raise any
     exception, and then all replies that were fetched together are lost. So each reply is fetched alone. The
     bytes also name the sender and the answered message, perhaps falsely. A reply that cannot be decoded, or
     that names another node, is replaced by an error of the node that got the message.
