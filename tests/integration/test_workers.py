@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -195,3 +196,28 @@ def test_the_command_starts_no_workers_where_it_has_one_or_a_wrong_number(
 def test_a_negative_number_is_refused() -> None:
     with pytest.raises(ValueError, match="workers must be 0..1024"):
         Workers(-1)
+
+
+STARTED = """
+import os, time
+from fl_bn.federation.engines.workers import Workers
+workers = Workers(2)
+print(*{done.value for done in workers.run(os.getpid, [()] * 8)}, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda end: end.name)
+def test_workers_end_soon_after_a_process_that_is_killed(end: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", STARTED], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        assert workers
+        assert all(Path(f"/proc/{pid}").exists() for pid in workers)
+        parent.send_signal(end)
+        parent.wait()
+        for _ in range(100):
+            if not any(Path(f"/proc/{pid}").exists() for pid in workers):
+                return
+            time.sleep(0.1)
+    raise AssertionError(f"{workers} still run 10 s after their parent")

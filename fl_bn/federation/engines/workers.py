@@ -8,12 +8,15 @@ import os
 import pickle
 import signal
 import sys
+import threading
+import time
 import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 from joblib import Parallel, delayed
@@ -147,9 +150,23 @@ def _load(module: str) -> None:
         importlib.import_module(module)
 
 
+@cache
+def _end_with_parent() -> None:
+    """Let this worker process end at most a second after its parent, even if that was killed. joblib's would stay for minutes."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _logged(function: Callable[..., Any], task: tuple[Any, ...], path: list[str]) -> tuple[Done, list[logging.LogRecord]]:
     """Run a task in a worker process. Return its result and its log records. Ctrl-C is left to the parent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_parent()
     sys.path[:] = path
     with _collected() as records:
         try:
