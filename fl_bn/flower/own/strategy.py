@@ -363,7 +363,7 @@ class OwnAppStrategy(OwnNames):
         Args:
             grid: Flower's grid.
             initial_arrays: the tensors to start from, ``ArrayRecord(net.state_dict())``. Default: the model's
-                own. Tensors that clients keep start from them, too.
+                own. BatchNorm tensors that clients keep start from them, too.
             num_rounds: the number of rounds, 0 or more.
             timeout: the seconds to wait for the clients at the start, and for the replies of a round.
             train_config: values for every train message, such as ``lr``.
