@@ -121,3 +121,19 @@ def test_a_run_that_begins_to_keep_its_best_model_when_it_is_resumed(tmp_path: P
     running.history = (*running.history, record(3, 0.6), record(4, 0.7))
     again.on_start(running)  # control: the file is there, so nothing is forgotten
     assert again.round == 1
+
+
+@pytest.mark.parametrize(
+    ("attack", "strength", "words"),
+    [
+        ("mimic", 7.0, "a whole number 0..6, but got 7"),
+        ("mimic", 1.5, "a whole number 0..6, but got 1.5"),
+        ("mimic", -1.0, "a whole number 0..6, but got -1"),
+        ("gaussian", -1.0, "must be >= 0, but got -1"),
+    ],
+)
+def test_a_strength_that_the_attack_cannot_have(attack: str, strength: float, words: str) -> None:
+    keys = {"clients": 10, "byzantine": 3, "attack": attack}
+    with pytest.raises(ConfigError, match=words):
+        RunConfig.from_mapping({**keys, "attack-strength": strength})
+    assert RunConfig.from_mapping({**keys, "attack-strength": 6.0})  # control
