@@ -39,6 +39,9 @@ def recalibrate(
     try:
         config = planned(source, parse_overrides(run_config), passes, output)
         folder = run_in_process(config.to_mapping())
+    except FileExistsError as error:
+        problem = f"{Path(config.output) / config.name} exists already: give another folder (--output), or remove it"
+        raise refused(ConfigError(problem)) from error
     except (ConfigError, Unconvertible, RunFailed, OSError) as error:
         raise refused(error) from error
     assert folder is not None

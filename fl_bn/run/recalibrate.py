@@ -67,7 +67,7 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
         output: The folder to make. Default: a folder beside ``source``.
 
     Raises:
-        ConfigError: There is no such run or file, or the folder to make exists. Or the data are at the run's sites, or the
+        ConfigError: There is no such run or file, or the data are at the run's sites, or the
             method shares no running statistics. Or a key is wrong, or set by the recalibration itself.
     """
     if taken := [key for key in overrides if key in DECIDED]:
@@ -82,8 +82,6 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
             f"{source}: expected the folder of a finished run, or a file of weights ({', '.join(FILES)}), but there is {kind}"
         )
     folder = (output or source.with_name(f"{source.stem if source.is_file() else source.resolve().name}-recalibrated")).absolute()
-    if folder.exists():
-        raise ConfigError(f"{folder} exists already: give another folder (--output), or remove it")
     own = {"rounds": 0, "calibrate": passes or -1, "model-weights": str(weights.resolve()), "scale-start": "one"}
     own |= {"evaluate-every": 1, "hbn-stat-samples": 0}
     place = {"resume": "", "checkpoint-every": 0, "name": folder.name, "output": str(folder.parent)}

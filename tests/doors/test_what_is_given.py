@@ -211,7 +211,7 @@ def test_a_run_does_not_go_on_after_a_later_one() -> None:
     first = federation.run(3)
     assert next(first).round == 1
     assert [record.round for record in federation.run(2)] == [1, 2]
-    with pytest.raises(ValueError, match=r"left after round 1 of 3 cannot go on"):
+    with pytest.raises(ValueError, match=r"cannot go on after round 1 of 3"):
         next(first)
 
 

@@ -19,7 +19,6 @@ from fl_bn.run.config import ConfigError, RunConfig
 from fl_bn.run.labels import check_labels
 from fl_bn.run.overrides import parse_overrides
 from fl_bn.run.plot import plot
-from fl_bn.run.recalibrate import planned
 from fl_bn.sweep.file import parse
 from fl_bn.task import CLASSIFICATION
 
@@ -86,14 +85,6 @@ def test_labels_from_1_fail_the_check_of_data_as_they_fail_a_run(tmp_path: Path)
 def test_a_home_folder_that_no_shell_replaced(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}='~/x' begins with ~"):
         RunConfig.from_mapping({key: "~/x"})
-
-
-def test_a_second_recalibration_into_the_same_folder(tmp_path: Path) -> None:
-    weights = tmp_path / "model.safetensors"
-    weights.touch()
-    (tmp_path / "model-recalibrated").mkdir()
-    with pytest.raises(ConfigError, match=r"model-recalibrated exists already: give another folder \(--output\), or remove it"):
-        planned(weights, {})
 
 
 def test_an_image_of_several_frames(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_weights_that_no_federation_trained(trained: Path, tmp_path: Path) -> No
     assert (config.clients, config.partition, config.method, config.calibrate) == (1, "iid", "fedavg", 1)
     again = command(str(weights), "--run-config", "model='mlp' dataset='digits'")
     assert again.exit_code == 2
-    assert "exists already" in said(again)
+    assert "exists already: give another folder (--output), or remove it" in said(again)
 
 
 def test_what_cannot_be_re_calibrated(trained: Path, tmp_path: Path) -> None:
