@@ -131,6 +131,14 @@ LONG = (
     "tests/methods/test_fbn_tracking.py::test_one_large_step_a_round_does_not_diverge",
     "tests/deployment/test_compose.py::test_compose_itself_accepts_the_files",
     "tests/exchange/test_grpc_stops.py::test_all_fail_when_the_service_stops_and_a_new_one_takes_its_port",
+    "tests/flower/test_superlink.py::test_it_is_flowers_own_program_otherwise",
+    "tests/flower/test_collisions.py::test_mods_that_only_look_work",
+    "tests/flower/test_own_strategies.py::test_a_subclass_of_each_strategy_of_the_application_has_each_hook_called",
+    "tests/flower/test_own_strategies.py::test_an_app_that_was_pickled_answers_with_the_same_bits",
+    "tests/experiment/test_adapt.py::test_the_command_end_to_end",
+    "tests/experiment/test_attack_grid.py::test_a_run_of_the_grid",
+    "tests/experiment/test_task_runs.py::test_npz_files_of_values_and_of_sets_of_labels",
+    "tests/exchange/test_grpc_leaks.py::test_what_is_left_open_counts",
 )
 """Slow tests that have no mark in their files: they take seconds and check what seldom changes, or they start many processes."""
 
@@ -199,6 +207,7 @@ ENOUGH = {
     "tests/loops/test_batches.py::test_a_round_of_many_steps_is_compiled_twice": ("[fixbn]",),
     "tests/hostile/test_own_app.py::test_no_client_weighs_more_than_all_others_together": ("the last",),
     "tests/flower/test_decoded.py::test_a_reply_is_gone_from_memory_once_it_was_read": ("[header", "[nothing"),
+    "tests/loops/test_uncalled_layers.py::test_a_network_that_is_compiled_in_the_block": ("[static-bn-whole",),
 }
 """Test that takes long and is repeated for many methods or options -> parts of the names of the cases that run by default.
 
@@ -206,6 +215,37 @@ All other cases of the test are slow ones.
 """
 
 EVERY_THIRD = (
+    "tests/loops/test_uncalled_layers.py::test_a_layer_that_is_not_called_is_named",
+    "tests/loops/test_uncalled_layers.py::test_control_nothing_is_said_of_a_network_that_calls_its_layers",
+    "tests/loops/test_which_passes_count.py::test_the_report_has_the_batches_of_the_step",
+    "tests/loops/test_held.py::test_a_network_whose_every_batch_norm_is_held",
+    "tests/loops/test_held.py::test_the_mode_that_a_part_came_in",
+    "tests/own_loop/test_parameters.py::test_an_integer_parameter_changes_nothing",
+    "tests/robust/test_attack_size.py::test_rows_with_one_number_that_is_none_leave",
+    "tests/robust/test_attack_size.py::test_an_attack_does_not_hide_what_rows_have_in_common",
+    "tests/robust/test_attack_size.py::test_the_size_of_an_attack_is_nothing",
+    "tests/robust/test_invariances.py::test_a_common_shift_moves_the_value_by_itself",
+    "tests/robust/test_report.py::test_weights_make_the_value",
+    "tests/robust/test_report.py::test_distances_are_those_to_the_value",
+    "tests/training/test_adaptation.py::test_statistics_are_those_of_the_clients_own_data_in_every_layer",
+    "tests/training/test_adaptation.py::test_every_method_has_a_model_before_and_after_for_the_network_as_written",
+    "tests/report/test_pictures.py::test_a_line_of_panels_and_their_legend_fit_the_page",
+    "tests/models/test_build.py::test_ours_fit_the_images_and_learn",
+    "tests/doors/test_own_loop.py::test_a_model_that_moves_inside_the_block_replies_the_same",
+    "tests/flower/test_byzantine_rounds.py::test_claims_change_no_bit_under_a_defence",
+    "tests/flower/test_byzantine_rounds.py::test_moments_without_a_variance_leave_the_shared_one_among_the_honest",
+    "tests/flower/test_byzantine_rounds.py::test_what_is_not_finite_is_refused_by_name_and_f_goes_down_as_far_as_it_must",
+    "tests/loops/test_batches.py::test_fedtan_s_step_is_the_union_s_in_any_form_of_inputs",
+    "tests/own_loop/test_saved_files.py::test_integer_buffers_tied_layers_and_counters_are_in_the_file",
+    "tests/doors/test_one_sample.py::test_a_client_of_one_sample_trains_otherwise_in_every_door",
+    "tests/methods/test_conformance.py::test_the_statistics_pass_measures_every_batch_norm_and_changes_nothing",
+    "tests/methods/test_conformance.py::test_gradients_are_finite_and_reach_every_parameter",
+    "tests/methods/test_conformance.py::test_evaluation_changes_no_tensor_and_is_deterministic",
+    "tests/own_loop/test_buffers.py::test_an_infinite_mask_passes_with_every_method",
+    "tests/own_loop/test_client_model.py::test_it_is_the_network_with_which_the_client_would_begin_its_next_round",
+    "tests/doors/test_others_networks.py::test_a_client_weighs_its_samples_whatever_form_the_targets_have",
+    "tests/doors/test_loaders.py::test_a_client_that_drew_no_batch_is_left_out_and_a_round_of_such_clients_fails",
+    "tests/methods/test_hbn_pass.py::test_it_takes_as_many_as_the_client_trains_on",
     "tests/data/test_partition.py::test_every_sample_has_one_client",
     "tests/deployment/test_leaving.py::test_a_site_counts_what_the_server_reports",
     "tests/doors/test_parity.py::test_one_step_is_plain_pytorch_s",
