@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -48,6 +49,8 @@ def test_the_short_line_of_a_round() -> None:
     made = replace(made, evaluation=made.evaluation | {"accuracy-std": 0.1, "accuracy-min": 0.4})
     assert in_short(made, 60) == "[round 2/60] 1/1 clients  loss 0.5000  accuracy 51.2%  min 40.0%  1.2 s"
     failed = RoundRecord(3, "train", 0.05, [ClientRecord(0, refused="late")])
+    untold = replace(record(), clients=[ClientRecord(0, 5, loss=math.nan)])
+    assert in_short(untold, 60) == "[round 2/60] 1/1 clients  accuracy 51.2%  0.0 s"
     assert in_short(failed, 60) == "[round 3/60] 0/1 clients  loss nan  nothing changed  0.0 s"
     assert in_short(RoundRecord(0, "measure", 0.0), 0) == "[pass 0] the statistics before any pass  0.0 s"
 

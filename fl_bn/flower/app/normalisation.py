@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -68,6 +69,8 @@ def say_layers(source: nn.Module, model: nn.Module, method: Method) -> None:
 def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, called: ClientNames = UNNAMED) -> str:
     """Return the short line of a round, as ``[round 3/20] 3/3 clients  loss 2.2450  accuracy 15.8%  1.2 s``.
 
+    A loss that no client told is left out.
+
     Args:
         record: The record of the round.
         rounds: The number of rounds of the run.
@@ -79,7 +82,8 @@ def in_short(record: RoundRecord, rounds: int, task: Task = CLASSIFICATION, call
     if record.phase == Phase.MEASURE.value:
         parts = [f"[pass {record.round}] {clients if record.clients else 'the statistics before any pass'}"]
     else:
-        parts = [f"[round {record.round}/{rounds}] {clients}", f"loss {record.loss:.4f}"]
+        untold = record.aggregated and math.isnan(record.loss)  # by secure aggregation, or by a loop of the user's
+        parts = [f"[round {record.round}/{rounds}] {clients}", *([] if untold else [f"loss {record.loss:.4f}"])]
     if metric in evaluation:
         parts.append(f"{metric} {task.format_metric(evaluation[metric])}")
     parts += others(record, metric)
