@@ -173,7 +173,7 @@ def _check(module: nn.Module, method: Method) -> None:
     if isinstance(module, OwnBatchNorm):
         raise ValueError("the model was converted before: convert the original one")
     if isinstance(module, _BatchNorm) and (taken := [name for name in STATES if hasattr(module, name)]):
-        raise ValueError(f"it has an attribute {taken[0]!r}, a name that fl-bn uses for itself in such a layer: rename it")
+        raise ValueError(f"it has an attribute {taken[0]!r}, a name that fl-bn uses in such a layer: rename the attribute")
     if isinstance(module, _BatchNorm) and hasattr(module, "parametrizations"):
         raise ValueError(
             "it is parametrized, so a method cannot find its scale and shift: remove the parametrization (torch.nn.utils.parametrize) "

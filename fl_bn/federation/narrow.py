@@ -40,7 +40,7 @@ class PayloadDtype:
     """Convert a message's weights and gradients to the dtype in which they are sent, and back.
 
     Attributes:
-        dtype: The name of the dtype in which they are sent.
+        dtype: The name of the dtype in which weights and gradients are sent.
         tensors: Name -> the model's own dtype, of each parameter to convert.
     """
 
