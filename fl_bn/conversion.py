@@ -46,7 +46,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
         Unconvertible: replacing a layer would change what the network computes, or a tensor cannot be sent in
             a message.
         UnknownTensor: a norm layer holds a tensor that is unknown to fl-bn, so it is unclear whether clients may send it.
-        TypeError: ``model`` is no network, or ``method`` no method.
+        TypeError: ``model`` is no network, or ``method`` is no method.
     """
     check_kinds(model, method)
     check_complete(model)

@@ -28,7 +28,7 @@ class ClientRecord:
 
     Attributes:
         client: The client's number.
-        samples: The number of samples that it trained on.
+        samples: The number of samples that its reply states, see ``Reply.samples``; 0 if the reply was not used.
         steps: The number of its local steps.
         loss: Its mean training loss.
         bytes_down: Bytes that it received.

@@ -95,7 +95,7 @@ class Expected:
             raise WireError("metrics", "", f"expected a dict {{name: number}}, each name a text, but got a {type(reply.metrics).__name__}")
         values = self.numbers(reply.client, {**reply.metrics, "samples": reply.samples})
         if type(reply.weight) is not int or not 1 <= reply.weight <= reply.samples:
-            problem = f"expected a whole number from 1 to the reply's samples, {reply.samples}, but got {excerpt(reply.weight)}"
+            problem = f"expected a whole number 1..{reply.samples} (the reply has {reply.samples} samples), but got {excerpt(reply.weight)}"
             raise WireError("metrics", "weight", problem)
         if reply.folded is not False:
             raise WireError(

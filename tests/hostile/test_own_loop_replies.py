@@ -77,7 +77,7 @@ def of_fixbn(reply: Reply) -> Reply:
 NO_REPLY: dict[str, tuple[Callable[[Reply], Any], str]] = {
     "weight=-32": (
         lambda r: replace(r, weight=-32),
-        "metrics/weight: expected a whole number from 1 to the reply's samples, 16, but got -32",
+        "metrics/weight: expected a whole number 1..16 (the reply has 16 samples), but got -32",
     ),
     "weight=10**30": (lambda r: replace(r, weight=10**30), "metrics/weight: expected a whole number 1..16"),
     "weight=nan": (lambda r: replace(r, weight=float("nan")), "metrics/weight: expected a whole number 1..16"),  # type: ignore[arg-type]
