@@ -13,7 +13,7 @@ from torch import nn
 class Unconvertible(ValueError):
     """Signal that a network cannot be converted. The message says why and what to do.
 
-    Replacing a layer would change what the network computes, or a tensor cannot be averaged or sent.
+    There are two reasons: replacing a layer would change what the network computes, or a tensor cannot be averaged or sent.
     """
 
 

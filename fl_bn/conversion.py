@@ -46,7 +46,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
         Unconvertible: replacing a layer would change what the network computes, or a tensor cannot be sent in
             a message.
         UnknownTensor: a norm layer holds a tensor that is unknown to fl-bn, so it is unclear whether clients may send it.
-        TypeError: ``model`` is no network, or ``method`` no method.
+        TypeError: ``model`` is no network, or ``method`` is no method.
     """
     check_kinds(model, method)
     check_complete(model)
@@ -173,7 +173,7 @@ def _check(module: nn.Module, method: Method) -> None:
     if isinstance(module, OwnBatchNorm):
         raise ValueError("the model was converted before: convert the original one")
     if isinstance(module, _BatchNorm) and (taken := [name for name in STATES if hasattr(module, name)]):
-        raise ValueError(f"it has an attribute {taken[0]!r}, a name that fl-bn uses for itself in such a layer: rename it")
+        raise ValueError(f"it has an attribute {taken[0]!r}, a name that fl-bn uses in such a layer: rename the attribute")
     if isinstance(module, _BatchNorm) and hasattr(module, "parametrizations"):
         raise ValueError(
             "it is parametrized, so a method cannot find its scale and shift: remove the parametrization (torch.nn.utils.parametrize) "

@@ -37,7 +37,8 @@ class OwnBatchNorm(Composed, _BatchNorm):
         observation: the ``Observation`` that records the moments of the layer's inputs. None: they are not recorded. A copy of
             the layer has None.
         refills: whether ``reset_running_stats`` was called (by ``torch.optim.swa_utils.update_bn``, say). In training mode
-            the layer is then torch's BatchNorm, so that its statistics become those of the data. A round ends this.
+            the layer is then torch's BatchNorm, so that its statistics become those of the data. The next round sets
+            ``refills`` to False.
     """
 
     frozen = refills = False
@@ -60,7 +61,8 @@ class OwnBatchNorm(Composed, _BatchNorm):
     def reset_parameters(self) -> None:
         """Set statistics and affine parameters to their initial values.
 
-        Unlike after ``reset_running_stats``, the layer then normalises in training as its class describes.
+        Afterwards the layer normalises in training as its class describes. After ``reset_running_stats`` it works as torch's
+        BatchNorm.
         """
         super().reset_parameters()
         vars(self).pop("refills", None)
@@ -78,14 +80,14 @@ class OwnBatchNorm(Composed, _BatchNorm):
                 "with track_running_stats=True, or choose fedavg, fedbn or gn"
             )
         if not isinstance(layer, Composed) and (taken := [name for name in ("mixing_logit", "spatial", "then") if hasattr(layer, name)]):
-            raise Unconvertible(f"it has an attribute {taken[0]!r}, a name that fl-bn uses for itself in such a layer: rename it")
+            raise Unconvertible(f"it has an attribute {taken[0]!r}, a name that fl-bn uses in such a layer: rename the attribute")
         new: Self = copy.deepcopy(layer)  # type: ignore[assignment]
         new.__class__ = composed(cls, type(layer))
         return new
 
     @property
     def held(self) -> bool:
-        """Return whether the layer's statistics are frozen because its affine parameters are. False here, as in torch's BatchNorm."""
+        """Return False: frozen affine parameters do not freeze the statistics of this layer, as in torch's BatchNorm."""
         return False
 
     def __prepare_scriptable__(self) -> Self:
@@ -143,7 +145,7 @@ class _SharedNorm(OwnBatchNorm):
 
     @property
     def can_be_held(self) -> bool:
-        """Return whether the layer has no affine parameter. Then the modules around it tell whether it is frozen (``frozen_affine``)."""
+        """Return whether the layer has no affine parameter. If so, modules around it decide whether it is frozen (``frozen_affine``)."""
         return self.weight is None and self.bias is None
 
     @property

@@ -89,7 +89,7 @@ def always(layer: nn.Module, x: Tensor) -> bool:
 
 
 def eagerly(function: F_) -> F_:
-    """Return ``function`` as a function that ``torch.compile`` does not compile, but runs in Python.
+    """Return a function that computes the same as ``function``, but that ``torch.compile`` leaves uncompiled.
 
     ``eagerly`` does not import torch's compiler, because that import is slow.
     """

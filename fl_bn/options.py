@@ -133,8 +133,8 @@ def range_of(text: str) -> Callable[[Any], bool]:
     """Return a function that returns whether a number is finite and within the range that ``text`` describes.
 
     Args:
-        text: ``>= 1``, ``> 0``, ``0..9`` (both ends included), ``(0, 1]``, a number, or several of them: ``0
-            or >= 2``.
+        text: ``>= 1``, ``> 0``, ``0..9`` (both ends included), ``(0, 1]``, or a single number. The word ``or`` joins several of
+            these: ``0 or >= 2``.
 
     Raises:
         ValueError: The text is not a range.
@@ -215,7 +215,7 @@ def _unfit(value: Any, kind: type) -> str:
 
 
 def _out_of_range(called: str, value: object, values: Values, help: str, like: Collection[str] = ()) -> str:
-    """Return the message for a value out of range. It includes the meaning of a special value, which follows a semicolon in ``help``."""
+    """Return the message for a value out of range. If ``help`` explains a special value after a semicolon, the message does, too."""
     if not isinstance(values, str):
         return expected(called, value, values)
     wrong = next((part for part in names_of(value) if part not in like), "") if isinstance(value, str) else ""
@@ -284,7 +284,9 @@ class Option:
             raise ValueError(_out_of_range(called, value, self.values, self.help, self.like))
 
     def as_key(self, name: str) -> Key:
-        """Return the run-config key of this option. The key's value ``unset`` stands for the constructor's default.
+        """Return the run-config key of this option.
+
+        If the option has a value ``unset``, this value is the key's default, and stands for the constructor's default.
 
         Args:
             name: The key's name.
@@ -328,7 +330,7 @@ def option(
     """Declare a field of an options class.
 
     Args:
-        default: The constructor's default. ``REQUIRED``: it has none. A class, such as ``dict``: its constructor
+        default: The constructor's default. ``REQUIRED``: there is no default. A class, such as ``dict``: its constructor
             makes the default anew for each object.
         help: The meaning of the option.
         values: For a number, its range (``range_of``). For a text, the allowed names, or a description of the allowed texts.
@@ -340,7 +342,7 @@ def option(
             config cannot hold None. None: there is no such value.
         otherwise: In words, which value is used if the option is unset. Empty: the constructor's default.
         like: Names that may occur in a text. If a name in the text is not one of them, the error suggests the nearest.
-        used: The condition under which the option has an effect. None: whenever its class is used.
+        used: The condition under which the option has an effect. None: whenever the options class is used.
         run: The run config's default. None: it is the constructor's default, or ``unset``.
         read: Converts the key's value to the field's value. None: they are the same.
     """

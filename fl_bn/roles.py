@@ -264,8 +264,8 @@ def _free_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, Tenso
 def state_constants(model: nn.Module) -> None:
     """Give the role CONSTANT, in place, to buffers that hold infinity or NaN, such as an attention mask of -inf.
 
-    Training does not produce such numbers, so these buffers must not be averaged. Buffers whose role is known or stated
-    do not change their role. Neither do the buffers of torch.ao's observers, which are infinite only until the first batch.
+    Training does not produce such numbers, so these buffers must not be averaged. Buffers with a known or stated role
+    keep this role. So do the buffers of torch.ao's observers, which are infinite only until the first batch.
     """
     for _, module, key, tensor in _free_buffers(model):
         known = key in vars(module).get(STATED, {}) or _known(module, key) is not None or observes(module)

@@ -80,8 +80,8 @@ def pseudo_gradient(weights: Named, mean: Named) -> dict[str, Tensor]:
     """Return ``weights - average`` in float64, with the average rounded to the dtype of the weights.
 
     The rounding makes the difference exact: ``weights`` minus the pseudo-gradient is the rounded average, bit for bit.
-    Without rounding, a step of SGD with learning rate 1 could end at the neighbouring float32 number. This happens to one
-    value in 40 if two clients are averaged in the ratio 3 to 7.
+    Without rounding, a step of SGD with learning rate 1 could end at a float32 number next to the rounded average. This happens
+    to one value in 40 if two clients are averaged in the ratio 3 to 7.
     """
     return {name: difference(weights[name].double(), mean[name].clone(), weights[name].dtype) for name in mean}
 

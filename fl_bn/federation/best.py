@@ -30,8 +30,8 @@ class Best(Callback):
         least: An evaluation counts as better only if it improves the best value by more than ``least``, a number >= 0.
 
     Attributes:
-        best: The best value so far; NaN before the first evaluation.
-        round: The round of the best value; 0 before the first evaluation.
+        best: The best finite value so far; NaN if there is none yet.
+        round: The round of the best value; 0 if there is none yet.
         since: The number of evaluations since the best one.
 
     Raises:
@@ -112,7 +112,8 @@ class EarlyStop(Best):
     Args:
         patience: The run ends after this number of evaluations in a row without a better value; at least 1.
         metric: The metric. Default: the task's own.
-        higher_is_better: Whether a higher value is better. Default: as the task declares; for ``loss``, lower is better.
+        higher_is_better: Whether a higher value is better. Default: as the task declares for its own
+            metric. For another metric, its name decides, see ``Best``.
         least: An evaluation counts as better only if it improves the best value by more than ``least``, a number >= 0.
 
     Raises:
@@ -138,7 +139,7 @@ class KeepBest(Best):
     """Keep the model of the best evaluation in a safetensors file. At any moment the file is complete or absent.
 
     The file has the tensors of ``Running.arrays``. If clients keep tensors and are in this process, each client's
-    network is in a file of its own beside it: ``NAME-client-3.safetensors`` for client 3.
+    network is in a further file in the same folder: ``NAME-client-3.safetensors`` for client 3.
 
     >>> from fl_bn import KeepBest
     >>> keep = KeepBest("best.safetensors")  # Federation(..., callbacks=[keep])
@@ -146,7 +147,8 @@ class KeepBest(Best):
     Args:
         path: The file.
         metric: The metric. Default: the task's own.
-        higher_is_better: Whether a higher value is better. Default: as the task declares; for ``loss``, lower is better.
+        higher_is_better: Whether a higher value is better. Default: as the task declares for its own
+            metric. For another metric, its name decides, see ``Best``.
     """
 
     def __init__(self, path: str | Path, metric: str = "", higher_is_better: bool | None = None) -> None:

@@ -23,7 +23,7 @@ class Running:
     Attributes:
         task: The task whose metrics are evaluated.
         arrays: A function that returns a copy of the shared tensors as evaluated last, by their names in your
-            network's state_dict. Load it with ``load_state_dict``. Tensors that clients keep are missing. If there
+            network's state_dict. Load the copy with ``load_state_dict``. Tensors that clients keep are missing. If there
             are such tensors, load with ``strict=False``.
         clients: A function that returns client -> all tensors of its own network, if clients keep tensors and are
             in this process. Otherwise it returns an empty dict. Clients of a Flower app do not send their own tensors.

@@ -33,6 +33,7 @@ def centred_weights(model: nn.Module) -> list[str]:
     """Return the names of the weights to centre: those of linear layers and convolutions, without the network's last layer.
 
     A weight that is computed from other parameters (spectral norm, parametrizations) is left out, as it is no parameter.
+    A weight with fewer than ``FEWEST`` inputs per output unit is left out, too.
     """
     head = head_of(model)
     found = {

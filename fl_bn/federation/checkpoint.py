@@ -50,6 +50,7 @@ def read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
 
     Raises:
         Damaged: The file is incomplete, or it is no checkpoint.
+        OSError: The file cannot be read.
     """
     tensors, about = durable.load_tensors(path)
     if about.get("format") != FORMAT:
@@ -98,7 +99,7 @@ class FederationState:
             continues the run must have the same values.
         arrays: Name -> shared tensor.
         evaluated: Name -> shared tensor of the model that was evaluated last.
-        optimizer: The server optimizer's buffers.
+        optimizer: The buffers of the server's optimiser.
         auxiliary: ``section/name`` -> auxiliary tensor.
         clients: The state that each client keeps, in order.
         loaders: For each client, the states of its loader's generators, in the order of ``loaders.generators``.
@@ -159,6 +160,7 @@ class FederationState:
 
         Raises:
             Damaged: The file is incomplete, or it is no checkpoint of a ``Federation``.
+            OSError: The file cannot be read.
         """
         parts, about = read(path)
         if "federation" not in about:

@@ -148,8 +148,8 @@ class LocalRound:
                 option 1 needs it.
 
         Raises:
-            ValueError: The server expects another objective, or the objective needs ``full_gradient``. Or the training loop
-                changed frozen statistics, or trained a copy of the model.
+            ValueError: The server expects another objective, or the objective needs ``full_gradient``, which is None. Or the
+                training loop changed frozen statistics, or trained a copy of the model.
         """
         check_objective(self)
         self.set_modes(self.model)
@@ -263,8 +263,8 @@ class LocalRound:
         if wrong := self._centring.stepped(self._values):
             raise ValueError(
                 f"{self.method.name} centres gradients that autograd computes for round.model, but {wrong[0]} moved along another gradient "
-                "(of torch.func, say): write it to p.grad and step by a torch.optim optimiser. Or switch centring off, at the server and "
-                "at all clients, by the method dataclasses.replace(method, centre=False)"
+                "(of torch.func, say): write that gradient to p.grad and step by a torch.optim optimiser. Or switch centring off, at the "
+                "server and at all clients, by the method dataclasses.replace(method, centre=False)"
             )
         self.count_step()
 
@@ -308,7 +308,7 @@ class LocalRound:
     def optimizer_stepped(self, optimizer: Optimizer, goes_on: bool = False) -> None:
         """Record the learning rate of a step that a user's own ``optimizer`` made. Call this before ``count_step``.
 
-        If the method asks for it, the momentum buffers are cleared after the first step (see ``momentum.restart``).
+        If ``method.restarts``, the momentum buffers are cleared after the first step of phase EXCHANGE (see ``momentum.restart``).
 
         Args:
             optimizer: The optimiser.
@@ -323,7 +323,7 @@ class LocalRound:
     def backward(self, forward: Callable[[], Tensor], x: Any) -> Tensor:
         """Compute the gradient of one batch, including the objective's terms, and add it to the parameters' ``grad``.
 
-        Call it in place of ``loss.backward()``, once per optimiser step.
+        Call this method in place of ``loss.backward()``, once per optimiser step.
 
         Args:
             forward: Computes the loss of the batch.

@@ -1,4 +1,4 @@
-"""Check a client's round after its training loop: the network's layers, and that a reply can be made of it."""
+"""Check a client's round: its objective before training, the network's layers afterwards, and whether a reply can be made."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def check_objective(round: LocalRound) -> None:
     if expected and expected != own:
         raise ValueError(
             f"the server expects the objective {expected}, but this client's loop has {own or 'none'}: give both sides the same "
-            "objective=..., or the server none"
+            "objective=..., or give the server no objective"
         )
 
 
 def check_layers(round: LocalRound, frozen: Mapping[str, Running]) -> None:
-    """Check that the training loop did not change frozen statistics of ``round``, and that the layers saw its batches.
+    """Check that the training loop did not change frozen statistics, and that the layers ran on the training batches.
 
     Args:
         round: The client's round.
@@ -83,8 +83,8 @@ def check_reply(round: LocalRound, metrics: Mapping[str, float]) -> None:
     """
     if round.trains and not round.loaded.newest:
         raise ValueError(
-            f"a later round has loaded other tensors into the network of this round (round {round.instruction.round}), so it would send "
-            "those: call round.reply before the network's next round begins, or convert a network for each client"
+            f"a later round has loaded other tensors into the network of this round (round {round.instruction.round}), so a reply "
+            "would send those: call round.reply before the network's next round begins, or convert a network for each client"
         )
     if round.in_own_loop and (taken := sorted(TAKEN & metrics.keys())):
         raise ValueError(
@@ -110,8 +110,9 @@ def check_trained(round: LocalRound, samples: int) -> None:
     if reports is StatisticsReport.FIRST and round.batch > samples:
         raise ValueError(
             f"the first batch had {int(round.batch)} samples, but round.reply got samples={samples}: give the number of different "
-            "samples that this round trained on, and put round.model into evaluation mode for forward passes that do not train. If "
-            "the network sees a sample several times (two views, frames of a clip), call round.batch(n) before the first forward pass"
+            "samples that this round trained on. Put round.model into evaluation mode for forward passes that do not train. If the "
+            "network sees a sample several times (two views, frames of a clip), give the number of samples of the first batch before "
+            "the first forward pass, such as round.batch(32)"
         )
     if objective.travels and round.steps and not round.rates.mean:
         raise ValueError(

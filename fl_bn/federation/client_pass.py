@@ -25,8 +25,8 @@ LOGGER = logging.getLogger("flwr")
 class ClientPass:
     """Make the statistics pass of one client's round, and hold its result.
 
-    In a training round, it is the method's pass before training (HBN). Otherwise it is the client's part of a
-    statistics-only exchange, and all that the client does in the round.
+    In a training round, the pass is the one that the method makes before training (HBN). Otherwise the pass is the client's
+    part of a statistics-only exchange, and all that the client does in the round.
 
     Args:
         model: The network. It stays unchanged.

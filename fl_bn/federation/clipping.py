@@ -80,8 +80,8 @@ def bounded(
 ) -> tuple[Method, dict[int, LocalTraining]]:
     """Choose how clients clip gradients with ``clip="auto"``: so that SGD moves their weights by a limited distance per round.
 
-    With ``clip="none"``, method and settings stay as they are. So they do if a client uses another optimiser than SGD,
-    or if the objective has control variates (SCAFFOLD). A method without ``calibrate`` needs no clipping, and gets none.
+    Method and settings stay unchanged with ``clip="none"``, if a client uses another optimiser than SGD, or if the
+    objective has control variates (SCAFFOLD). A method without ``calibrate`` needs no clipping, and gets none.
 
     Args:
         method: The method.

@@ -44,8 +44,8 @@ def check_composition(method: Method, settings: LocalTraining, robust: bool = Fa
     if robust and (objective.travels or settings.maintain == "global"):
         what = f"{objective.name}'s control variates" if objective.travels else "the buffers of maintain-momentum='global'"
         raise ValueError(
-            f"{what} are sent with the weights, and no robust rule guards them against Byzantine clients: take another objective or "
-            "maintain-momentum"
+            f"{what} are sent with the weights, and no robust rule guards them against Byzantine clients: take another "
+            "objective, or another value of maintain-momentum"
         )
     if settings.update == "gradients" and method.frozen - {Role.STATISTIC}:
         raise ValueError(

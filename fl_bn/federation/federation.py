@@ -124,19 +124,20 @@ class Federation:
         calibrate: The number of statistics-only exchanges before round 1. -1: as many as make the statistics of
             all layers exact. -2: like -1 if the method needs it, otherwise none.
         unit_scale: Whether the weights of layers before BatchNorm are rescaled after these exchanges.
-        clip: ``auto``: the gradients of SGD are clipped if the method needs it; ``none``: gradients are not clipped.
+        clip: ``auto``: gradients are clipped if the method needs it, all clients use SGD, and the objective has no
+            control variates. ``none``: gradients are not clipped.
         seed: Decides the cohorts, the order of ``SeededBatches``, and dropout.
         device: The device on which clients train. Default: the device of ``model``.
         engine: ``sequential``: one client after the other. ``vectorised``: the clients of a cohort together, in
             one vectorised program, which needs ``SeededBatches``.
         workers: The number of processes that compute clients. Every number gives the same bits. 0: this process at
-            first. Worker processes start if the remaining rounds then take less time, and if all parts are fl-bn's
-            or torch's own (see ``engines.processes.can_move``).
+            first. Worker processes start if the remaining rounds then take less time, clients train on a CPU, and all
+            parts are fl-bn's or torch's own (all conditions: ``engines.processes.can_move``).
         progress: Whether to show a progress bar on a terminal.
         callbacks: Objects whose methods the run calls at its start and end, and after rounds and evaluations, see ``Callback``.
 
     Raises:
-        ValueError: An argument is out of range, or two of them do not fit together.
+        ValueError: An argument has a wrong type or value, or two of them do not fit together.
     """
 
     def __init__(
@@ -218,8 +219,8 @@ class Federation:
             check_loss(one, model)
         if hooked := hooked_parameters(model):
             raise ValueError(
-                f"parameter {hooked[0]} has a gradient hook, which the clients' copies of the network would not have: put what it does "
-                "into the network (torch.autograd.Function), or write a loop of your own (docs/how-to/loop.md)"
+                f"parameter {hooked[0]} has a gradient hook, which the clients' copies of the network would not have: put what the "
+                "hook does into the network (torch.autograd.Function), or write a loop of your own (docs/how-to/loop.md)"
             )
         trial = copied(model)  # not ``model``, which a function that ignores its argument may know
         examples = {id(make): make(trial.parameters()) for make in makers}
@@ -403,6 +404,7 @@ class Federation:
         Raises:
             ValueError: The file is damaged, or was saved with another network, method, number of clients, or other
                 settings.
+            OSError: The file cannot be read.
         """
         state, server = FederationState.load(Path(path)), self.server
         mine = self._decides | {"calendar": self._calendar(state.rounds)}
@@ -481,13 +483,16 @@ class Federation:
 
         If clients have models, tasks or test batches of their own, the result is the mean over clients, weighted
         by their test samples. If clients keep tensors (FedBN, SiloBN), each client's own model is evaluated, but
-        only for clients that have trained so far.
+        only for clients that have trained so far. Before any client has trained, the shared model is evaluated.
 
         Args:
             batches: The batches to evaluate on, or ``per_client(...)``. Default: ``test``.
 
         Returns:
-            Metrics by name; empty if there are no batches.
+            Metrics by name; empty without ``batches`` and ``test``.
+
+        Raises:
+            ValueError: No client has a test batch.
         """
         tests = self.tests if batches is None else own_tests(batches, len(self.clients), again=self.method.personal)
         return {} if tests is None else self._transport.evaluate_on(tests, self.model)[0]

@@ -1,4 +1,4 @@
-"""Declare and check the fields of a received record, a part of a Flower message (name -> value).
+"""Declare and check the fields (name -> value) of a received record. A record is a part of a Flower message.
 
 A ``Form`` declares the fields of one record. Its ``read`` checks a record and returns ``Values``. Code that reads a field
 of ``Values`` that the form does not declare gets the error ``Undeclared``. If a received record has undeclared fields,
@@ -61,7 +61,7 @@ def number(least: float = -math.inf, most: float = math.inf, default: Any = NEED
 
 
 def real(least: float, most: float = math.inf) -> Field:
-    """Declare a finite float of ``least`` to ``most``. An int is refused, because Flower's code that reads the field refuses it."""
+    """Declare a finite float of ``least`` to ``most``. An int is refused, because Flower's code that reads the field needs a float."""
     one = number(least, most)
     return Field(lambda v: type(v) is float and one.fits(v), f"{one.wanted} as a float", turn=float)
 
@@ -123,22 +123,24 @@ def blobs(items: int, longest: int) -> Field:
 
 
 def whole_list(items: int) -> Field:
-    """Declare a text with a JSON list of up to ``items`` whole numbers. The value becomes a tuple of int.
+    """Declare a text with a JSON list of up to ``items`` whole numbers >= 0. The value becomes a tuple of int.
 
-    A regular expression reads the text. A JSON parser could fail at deeply nested lists.
+    Each number has up to 15 digits. A regular expression reads the text. A JSON parser could fail at deeply nested lists.
     """
     pattern = re.compile(r"\[(?:\d{1,15}(?:, ?\d{1,15})*)?\]", re.ASCII)
 
     def fits(value: Any) -> bool:
         return type(value) is str and len(value) <= 17 * items + 2 and value.count(",") < items and bool(pattern.fullmatch(value))
 
-    return Field(fits, f"a JSON list of up to {items} whole numbers", turn=lambda v: tuple(int(n) for n in v[1:-1].split(",") if n))
+    wanted = f"a JSON list of up to {items} whole numbers >= 0 (of up to 15 digits)"
+    return Field(fits, wanted, turn=lambda v: tuple(int(n) for n in v[1:-1].split(",") if n))
 
 
 def wholes_by_name(items: int) -> Field:
-    """Declare a text that holds a JSON object, layer -> whole number, such as ``{"stem.bn": 3}``.
+    """Declare a text that holds a JSON object, layer -> whole number >= 0, such as ``{"stem.bn": 3}``.
 
-    The object has up to ``items`` entries. The field's value becomes a dict.
+    The object has up to ``items`` entries. A name has up to ``NAME`` characters, without double quotes and backslashes. A number
+    has up to 15 digits. The field's value becomes a dict.
     """
     name, digits = rf'"([^"\\]{{0,{NAME}}})"', r"(\d{1,15})"
     pattern = re.compile(rf"\{{(?:{name}: ?{digits}(?:, ?{name}: ?{digits})*)?\}}", re.ASCII)
@@ -147,7 +149,7 @@ def wholes_by_name(items: int) -> Field:
     def fits(value: Any) -> bool:
         return type(value) is str and len(value) <= items * (NAME + 20) and value.count(":") <= items and bool(pattern.fullmatch(value))
 
-    wanted = f"a JSON object of up to {items} whole numbers by layer"
+    wanted = f"a JSON object of up to {items} entries, layer -> whole number >= 0 (of up to 15 digits)"
     return Field(fits, wanted, turn=lambda v: {layer: int(n) for layer, n in pair.findall(v)})
 
 
@@ -202,19 +204,19 @@ class Form:
         """
         if (one := self._find(name)) is None:
             raise Undeclared(
-                f"fl-bn reads field {self.record}/{printable(name)}, but this message does not declare it: add it in "
+                f"fl-bn reads field {self.record}/{printable(name)}, but this message does not declare it: add the field in "
                 "fl_bn/flower/wire/messages.py"
             )
         return one
 
     def read(self, record: Mapping[str, Any] | None) -> Values:
-        """Check a record, and return its declared fields.
+        """Check a record, and return its values: those of declared fields, and of all fields if the form has ``others``.
 
         Args:
             record: The record; None if it is missing.
 
         Raises:
-            WireError: A field is missing or has a wrong value. The message names the first such field.
+            WireError: The record is missing, or has more than ``MOST`` fields. Or a field is missing, or has a wrong value.
         """
         if record is None:
             raise WireError(self.record, "", f"missing: expected a record of {', '.join(self.fields)}")

@@ -1,6 +1,6 @@
 """Count a client's batches with inputs that are not finite (NaN or Inf).
 
-If the server refuses a client's reply because values are not finite, the reason then names the inputs as the cause.
+If the server refuses a client's reply because values are not finite, the count shows whether the inputs are the cause.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Hook:
 
     @property
     def __name__(self) -> str:
-        """Raise an error: the hook has no name. Only torch.jit.script asks for one, so the message is for its users.
+        """Raise an error: the hook has no name. torch.jit.script asks for the name, so the message is for users of torch.jit.script.
 
         Raises:
-            AttributeError: Always. Other code that asks sees an object without a name.
+            AttributeError: Always. Code that only asks whether there is a name (``hasattr``) gets False.
         """
         raise AttributeError(
             "torch.jit.script cannot compile the network during a round, because fl-bn has Python hooks on it: train without "
@@ -60,7 +60,7 @@ def _no_hook_at_all() -> Callable[..., None]:
 class InputWatch:
     """Count the batches of one round whose inputs are not finite.
 
-    The count stays on the device of the inputs until ``count`` is called, so training on a GPU need not wait for it.
+    The count stays on the device of the inputs until ``count`` is called. So training does not wait for a copy from the GPU.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,10 @@ def _not_finite(part: Tensor) -> bool | Tensor:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Yield the dense floating-point tensors in ``value`` (nested lists, tuples, dicts), without wrappers of ``torch.func``."""
+    """Yield the floating-point tensors in ``value`` (nested lists, tuples, dicts), without wrappers of ``torch.func``.
+
+    Sparse tensors in coordinate format (COO) are left out.
+    """
     if isinstance(value, Tensor):
         if value.is_floating_point() and not value.is_sparse:
             yield whole(value)

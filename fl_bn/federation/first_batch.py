@@ -50,7 +50,7 @@ class FirstBatch:
     Attributes:
         samples: The number of samples in the first batch; 0 as long as it is unknown.
         inputs: The number of samples in the inputs before the first step. It is used if ``samples`` stays unknown.
-        waited: Seconds that the client spent in the exchange.
+        waited: Seconds that the client waited for answers in the exchange.
     """
 
     def __init__(self, model: nn.Module, connect: Connect | None) -> None:
@@ -84,7 +84,8 @@ class FirstBatch:
             raise ValueError("round.batch(n) sets the size of the first batch, but the first step is over: call it before the first step")
         if self.samples and self._connect is not None:
             raise ValueError(
-                f"this client has already joined its cohort's exchange with a batch of {self.samples} samples: call round.batch only once"
+                f"this client has already joined its cohort's exchange with a batch of {self.samples} samples: call round.batch once, "
+                "before the first forward pass in training mode"
             )
         self.samples = samples
         if self._connect is not None:

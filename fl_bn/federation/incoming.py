@@ -53,7 +53,7 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, auxiliary: Seq
         copy: The network of the round.
         instruction: The server's instruction.
         kept: The state that the client keeps.
-        auxiliary: The kinds of auxiliary tensors that the instruction has beside the model's. They are checked, but not loaded.
+        auxiliary: The kinds of auxiliary tensors that the instruction has beside the model's tensors. They are checked, but not loaded.
 
     Raises:
         ValueError: The server's model differs from the one in ``copy``, or only one side has an objective with control variates.
@@ -89,7 +89,7 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, auxiliary: Seq
 def _unmixed(copy: Copy, phase: Phase) -> dict[str, Tensor]:
     """Return a zero tensor for each of HBN's mixing logits, by name; empty if the logits are shared.
 
-    They replace the values in the network, which may be those of another client.
+    The zeros replace the values in the network, which may be those of another client.
     """
     if Role.MIXING not in copy.network.method.local:
         return {}

@@ -3,7 +3,7 @@
 So the server needs the memory of three models, however many clients there are. With 50 replies of a ResNet-18 it
 needs 138 MB, where a list of all replies takes 2,266 MB (``benchmarks/server.py``).
 
-Replies are added in the order of the clients' numbers, so that the order of arrival changes no bit. A reply waits
+Replies are added in the order of the clients' numbers, so that the order of arrival changes no bit of the average. A reply waits
 until the replies of all clients before it are added. The average is the sum of the replies times
 ``weight / total``. The true total is known only with the last reply, so the sum uses the planned total of the
 cohort. If every client has its planned weight, the average is bit for bit that of ``aggregation.average``. If a

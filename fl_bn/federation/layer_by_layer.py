@@ -51,8 +51,8 @@ class LayerOrder:
 
     Attributes:
         problem: The reason why the layers cannot be measured one after the other; empty if they can.
-        held: The estimated bytes that a forward pass keeps while it waits at a layer, per element of the batch that
-            the network gets.
+        held: The estimated memory that a forward pass keeps while it waits at a layer, in bytes per element of the input
+            batch.
     """
 
     problem: str

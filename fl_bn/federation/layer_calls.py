@@ -42,7 +42,7 @@ def watching_calls(round: LocalRound) -> Iterator[None]:
     """Warn if the network ran in the ``with`` block, but did not call all of its layers of fl-bn's classes (``OwnBatchNorm``).
 
     Such a network asks for torch's class (``type(layer) is nn.BatchNorm2d``), or computes with a layer's tensors
-    (``F.batch_norm``). The method then does nothing in a layer that is not called. The check is made once in a process for each
+    (``F.batch_norm``). The method does nothing in a layer that is not called. The check is made once in a process for each
     network, method and state of the layers. A network that was compiled before the block gets no warning, because Python does
     not see its calls.
     """
@@ -62,9 +62,9 @@ def watching_calls(round: LocalRound) -> Iterator[None]:
         _CHECKED.discard(key)
     elif uncalled:
         LOGGER.warning(
-            "round %s: the network did not call %s of its %s BatchNorm layers (%s), so %s does nothing there. If it asks type(layer) is "
-            "nn.BatchNorm2d, let it ask isinstance(layer, nn.BatchNorm2d). If it calls F.batch_norm with a layer's tensors, let it call "
-            "the layer. A layer that this round did not need may be left out, such as that of an expert without samples",
+            "round %s: the network did not call %s of its %s BatchNorm layers (%s), so %s does nothing there. If the network asks "
+            "type(layer) is nn.BatchNorm2d, let it ask isinstance(layer, nn.BatchNorm2d). If it calls F.batch_norm with a layer's tensors, "
+            "let it call the layer. Ignore this warning for a layer that the round did not need, such as that of an expert without samples",
             round.instruction.round,
             len(uncalled),
             len(layers),

@@ -31,7 +31,7 @@ def without_far(parts: Sequence[Reply], far: Collection[int], called: ClientName
     """
     for part in (stays := [part for part in parts if part.folded and part.client in far]):
         LOGGER.warning(
-            "%s: its reply states far more activations or local steps than the other clients' replies. This showed after the reply was "
+            "%s: its reply has far larger counts or running means than the other clients' replies. This showed after the reply was "
             "added to the average, so it stays there. If this warning comes again, check this client's code and data",
             called.client(part.client),
         )
@@ -63,8 +63,8 @@ def without_overflow(
             raise TooFew(f"{error} ({names})" if names else str(error)) from error
         except NotFinite as problem:
             if (farthest := problem.farthest(remaining)) is None:
-                why = "no reply can be left out, since all are in the average already; the next rounds wait for all replies first"
-                raise TooFew(f"nothing changes: {problem}, and {why}") from problem
+                why = "No reply can be left out any more, since all are in the average already. Later rounds add none before all are there"
+                raise TooFew(f"nothing changes: {problem}. {why}") from problem
             worst = remaining.pop(farthest)
             refused[worst.client] = problem.refusal(worst)
 

@@ -34,7 +34,7 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
         again: Whether the batches are iterated over more than once.
 
     Raises:
-        ValueError: ``loader`` is not iterable, or it is a list of loaders. Or ``again`` is True, and it is an iterator (a
+        ValueError: ``loader`` is not iterable, or it is a list of loaders. Or ``again`` is True, and ``loader`` is an iterator (a
             generator, ``zip``, ``map``).
     """
     first = loader[0] if isinstance(loader, list | tuple) and loader else None
@@ -50,7 +50,7 @@ def check_loader(whose: str, loader: Loader, again: bool = True) -> None:
 
 
 def check_not_one_batch(whose: str, loader: Loader, task: Task) -> None:
-    """Check that ``loader`` is not a single batch. A task that overrides ``read`` may take any batches, so nothing is checked then.
+    """Check that ``loader`` is not a single batch. For a task that overrides ``read``, check nothing: it may take any batches.
 
     Args:
         whose: The start of the error message, such as ``client 3``.

@@ -25,7 +25,7 @@ from fl_bn.roles import batch_norms
 
 LOGGER = logging.getLogger("flwr")
 _HIGHEST: dict[str, float] = {}
-"""Signature of a network -> the highest learning rate of its loops in rounds without frozen statistics, since a round 1."""
+"""Signature of a network -> the highest learning rate of its loops in rounds without frozen statistics, since the newest round 1."""
 
 
 class MadeOf:
@@ -287,8 +287,8 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 def _check_rate(round: LocalRound) -> None:
     """Warn if the method lowers the learning rate in this round with frozen statistics, but the loop's rate is higher.
 
-    The rate is compared with the loop's rates in earlier rounds, times ``rate_share``. If this process has seen none, it is
-    compared with the instruction's rate.
+    The limit is the loop's highest rate in earlier rounds without frozen statistics, times ``rate_share``. If this process has
+    seen no such round, the limit is the instruction's rate.
     """
     instruction, step_rate, network = round.instruction, round.rates.last, round.network.signature
     if step_rate is None:

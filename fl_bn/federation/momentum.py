@@ -139,7 +139,8 @@ def from_kept(kept: Mapping[str, Tensor]) -> Buffers:
 def restart(optimizer: Optimizer, method: Method, phase: Phase, steps: int) -> None:
     """Clear the optimiser's buffers after the first step of phase EXCHANGE, if ``method.restarts``. Call this after each step.
 
-    Warn, once in a process, if that step of FedTAN is none of SGD: then it is not the centralised step.
+    Under FedTAN, warn if the optimiser is not SGD, once for each class of optimisers in a process. With another optimiser,
+    the first step differs from the step of centralised training.
 
     Args:
         optimizer: The optimiser of one client, or of a stack of clients.
@@ -153,8 +154,8 @@ def restart(optimizer: Optimizer, method: Method, phase: Phase, steps: int) -> N
     if exact and not isinstance(optimizer, SGD) and (kind := type(optimizer).__name__) not in _WARNED:
         _WARNED.add(kind)
         LOGGER.warning(
-            "%s's first step equals a step of centralised training with SGD alone: with %s every client steps by its own gradient, and the "
-            "average of these steps is another one",
+            "only with SGD does %s's first step equal a step of centralised training. With %s, the average of the clients' steps differs "
+            "from the step by their average gradient: take torch.optim.SGD, if you need this equality",
             method.name,
             kind,
         )

@@ -2,9 +2,9 @@
 
 Rounding to ``bfloat16``, which has the range of float32, changes a value by at most 2^-8 of its absolute value. Rounding
 to ``float16``, whose largest value is 65504, changes a value by at most 2^-11 of its absolute value. Below 2^-14, float16
-has steps of 2^-24, so the error there is up to 2^-25. All other tensors are sent exactly: statistics and moments, buffers,
-and auxiliary tensors (control variates, momentum). NumPy has no bfloat16, so the bit patterns are sent as uint16. The
-message's header names the dtype.
+has steps of 2^-24, so the error of such a value is up to 2^-25. All other tensors are sent exactly: statistics and
+moments, buffers, and auxiliary tensors (control variates, momentum). NumPy has no bfloat16, so the bit patterns are sent
+as uint16. The message's header names the dtype.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PayloadDtype:
     """Convert a message's weights and gradients to the dtype in which they are sent, and back.
 
     Attributes:
-        dtype: The name of the dtype in which they are sent.
+        dtype: The name of the dtype in which weights and gradients are sent.
         tensors: Name -> the model's own dtype, of each parameter to convert.
     """
 

@@ -99,7 +99,7 @@ class Network:
 class Copy:
     """Hold the model that a round trains or tests, and load tensors into it faster than ``load_state_dict`` does.
 
-    ``Network.lend`` makes a copy of its model and holds that. ``Copy.of`` holds the user's model itself, without copying.
+    An object from ``Network.lend`` holds a copy of the network's model. One from ``Copy.of`` holds the user's model itself.
     """
 
     def __init__(self, model: nn.Module, network: Network) -> None:
@@ -108,7 +108,7 @@ class Copy:
 
     @classmethod
     def of(cls, model: nn.Module, method: Method) -> Copy:
-        """Hold the user's ``model`` itself, not a copy. It must be converted for ``method`` already."""
+        """Make a ``Copy`` that holds the user's ``model`` itself. ``model`` must be converted for ``method`` already."""
         return cls(model, Network(model, method))
 
     @property
@@ -129,7 +129,7 @@ class Copy:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load tensors as ``model.load_state_dict(tensors, strict=False)`` does, without checks: check names and shapes before."""
+        """Load tensors as ``model.load_state_dict(tensors, strict=False)`` does, but check nothing. Names and shapes must be right."""
         if self._slots is None:
             load_tensors(self.model, tensors)
         elif tensors:
@@ -187,7 +187,7 @@ def _own_state(module: nn.Module) -> dict[str, Any]:
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]] | None:
-    """Return name -> (the module's dict with this tensor, the tensor's key there), for each tensor of the state_dict.
+    """Return, for each tensor of the state_dict: name -> (dict of the tensor's module, key of the tensor in this dict).
 
     The dicts stay valid even if ``model.to`` replaces a tensor. Return None if a module loads a state_dict in its own way,
     so that copying the tensors is not enough.

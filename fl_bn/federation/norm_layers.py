@@ -83,7 +83,7 @@ def looks_like_norm(model: nn.Module, method: Method) -> list[str]:
                 f"other layer. If it is BatchNorm, register it: {registering(kind.__name__)}"
             )
         else:
-            sentences.append(f"{where}: its name is that of a norm layer, but its class is not known, so it is treated as any other layer")
+            sentences.append(f"{where}: its class has the name of a norm layer, but is unknown, so the layer is treated as any other layer")
     return sentences
 
 

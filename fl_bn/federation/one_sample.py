@@ -2,8 +2,8 @@
 
 If no layer normalises with the statistics of its batch, a batch of one sample needs no special care. This holds for FBN,
 group and layer normalisation, and frozen rounds. In other rounds, fl-bn leaves out a loader's batch of one sample if some
-layer would get only one value per channel. The batches that fl-bn itself draws then have at least two samples. A single
-sample at the end joins the batch before, and a client with only one sample sits the round out.
+layer would get only one value per channel. The batches that fl-bn itself draws for such rounds have at least two
+samples. A last batch of one sample is merged into the batch before. A client with only one sample sits the round out.
 """
 
 from __future__ import annotations

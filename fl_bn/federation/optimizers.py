@@ -130,8 +130,8 @@ class ServerOptimizer:
 
         Args:
             weights: Name -> weight before the step.
-            tensors: Name -> float64 tensor: the gradient, or the clients' average from which ``gradient`` computes it.
-                It is overwritten with the new weight.
+            tensors: Name -> float64 tensor: the gradient, or the clients' average from which ``gradient`` computes the gradient.
+                Each tensor is overwritten with the new weight.
             gradient: Computes the gradient, see ``Gradient``. Default: ``tensors`` are the gradients.
             learning_rate_factor: The factor by which the step size is multiplied.
         """

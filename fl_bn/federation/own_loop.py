@@ -129,9 +129,9 @@ def client_model(model: nn.Module, method: Method, instruction: Instruction, kep
 
 
 def _check_processes(round: LocalRound) -> None:
-    """Warn or refuse if the client trains in several processes (``torch.distributed``), which see only a part of every batch.
+    """Check whether the client trains in several processes (``torch.distributed``), each of which sees a part of every batch.
 
-    The warning is logged if the method reports moments of training batches.
+    If it does, and the method reports moments of training batches, log a warning.
 
     Raises:
         ValueError: The method exchanges the statistics of whole batches, but each process sees a part of every batch.

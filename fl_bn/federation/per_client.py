@@ -110,7 +110,7 @@ def _check_loss(loss: Any) -> None:
     """Check that ``loss`` has no parameters to learn: neither itself, if it is a module, nor in a module among its attributes.
 
     Raises:
-        ValueError: It has some. Only the network's parameters are trained and averaged.
+        ValueError: ``loss`` has a parameter to learn. Only the network's parameters are trained and averaged.
     """
     for part in (loss, *vars(loss).values()) if hasattr(loss, "__dict__") else ():
         if isinstance(part, nn.Module) and (learned := [name for name, p in part.named_parameters() if p.requires_grad]):

@@ -4,9 +4,9 @@ This is PreciseBN (Rethinking "Batch" in BatchNorm, Wu, Johnson, 2021, section 3
 into batches. In a pass, every client runs the network over its data in evaluation mode, so all clients normalise with the
 same constants. The pooled moments of a layer's input are then those of the union of all data, given the statistics of the
 layers below. A layer becomes exact if the layers below were exact before the pass. So pass p makes layers 1..p exact, and
-L passes make all L layers exact. If a pass changes no statistic, all layers are exact. If the number of passes is not
-given, each pass changes only the lower layers (``unreached``). If it is given and smaller than L, each pass changes all
-layers. Otherwise the highest layers would keep their old statistics, which are known to be wrong.
+L passes make all L layers exact. If a pass changes no statistic, all layers are exact. If the number of passes
+is not given, or is at least L, pass p changes only layers 1..p+1 (``unreached``). If fewer passes are given, each pass
+changes all layers. Else the highest layers would keep their old statistics, which are known to be wrong.
 
 The functions work for any torch network, converted or not, trained in a federation or not. They never change weights.
 """

@@ -28,7 +28,7 @@ class ClientRecord:
 
     Attributes:
         client: The client's number.
-        samples: The number of samples that it trained on.
+        samples: The number of samples that its reply states, see ``Reply.samples``; 0 if the reply was not used.
         steps: The number of its local steps.
         loss: Its mean training loss.
         bytes_down: Bytes that it received.
@@ -87,7 +87,7 @@ class RoundRecord:
         phase: The name of the round's phase.
         learning_rate: The clients' learning rate in this round.
         clients: The records of the cohort's clients, in client order.
-        drift: How far the shared statistics moved in this round, or the clients' own ones. None if unknown.
+        drift: How far the shared statistics moved in this round, or the clients' own statistics. None if unknown.
         tensors_down: The number of tensors that a client received.
         tensors_up: The number of tensors that a client sent.
         bytes_down: Section -> bytes of arrays that a client received.
@@ -97,10 +97,10 @@ class RoundRecord:
         aggregated: Whether the round changed the model.
         seconds: The duration of the round in seconds.
         evaluation: Metrics by name; empty without an evaluation. A callback's ``on_evaluation`` may add others.
-        client_evaluation: Client -> metrics by name of its own evaluation.
+        client_evaluation: Client -> the metrics of its own evaluation, by name.
         own_metrics: Name -> mean over the clients, for the training metrics of your own Flower app.
         client_metrics: Client -> its own training metrics by name.
-        disclosures: The contents that left the clients, including statistics-only exchanges.
+        disclosures: The contents that left the clients, including those of statistics-only exchanges.
     """
 
     round: int

@@ -92,10 +92,10 @@ class Expected:
             hint = "different model, method or version of fl-bn on the two sides, or another option of the method"
             raise WireError("reply", "signature", f"expected {self.signature!r}, but got {excerpt(reply.signature)} ({hint})")
         if not isinstance(reply.metrics, Mapping) or not all(type(name) is str for name in reply.metrics):
-            raise WireError("metrics", "", f"expected numbers by name, but got a {type(reply.metrics).__name__}")
+            raise WireError("metrics", "", f"expected a dict {{name: number}}, each name a text, but got a {type(reply.metrics).__name__}")
         values = self.numbers(reply.client, {**reply.metrics, "samples": reply.samples})
         if type(reply.weight) is not int or not 1 <= reply.weight <= reply.samples:
-            problem = f"expected a whole number 1..{reply.samples}, the number of its samples, but got {excerpt(reply.weight)}"
+            problem = f"expected a whole number 1..{reply.samples} (the reply has {reply.samples} samples), but got {excerpt(reply.weight)}"
             raise WireError("metrics", "weight", problem)
         if reply.folded is not False:
             raise WireError(
@@ -124,7 +124,7 @@ class Expected:
         measured = self.samples.get(client, LARGEST if trains else samples)  # a client may train on some of its samples and measure all
         for name, most in (("batch", samples), ("measured", measured)):
             if name in self.form.fields and values.get(name, 0) > most:
-                raise WireError("metrics", name, f"expected at most {most}, the client's samples, but got {values[name]}")
+                raise WireError("metrics", name, f"expected at most {most}, the number of the client's samples, but got {values[name]}")
         if trains and 0 < (most := self.most_steps(self.samples.get(client, samples))) < values["steps"]:
             raise WireError("metrics", "steps", f"expected at most {most}, as the server asked for, but got {values['steps']}")
         if "kept" in self.form.fields and "kept" in values and values["kept"] >= self.round:
@@ -181,11 +181,15 @@ def arrays_of(sections: Any) -> Payload:
         raise WireError("reply", "sections", f"expected a dict {{section: {{name: tensor}}}}, but got a {type(sections).__name__}")
     payload: dict[str, dict[str, np.ndarray]] = {}
     for section, tensors in sections.items():
-        if type(section) is not str or not isinstance(tensors, Mapping):
-            raise WireError("reply", printable(str(section)), f"expected a dict {{name: tensor}}, but got a {type(tensors).__name__}")
+        if type(section) is not str:
+            raise WireError("reply", "sections", f"expected a text as the name of a section, but got a {type(section).__name__}")
+        if not isinstance(tensors, Mapping):
+            raise WireError("reply", printable(section), f"expected a dict {{name: tensor}}, but got a {type(tensors).__name__}")
         for name, tensor in tensors.items():
-            if type(name) is not str or not isinstance(tensor, Tensor):
-                raise WireError(section, printable(str(name)), f"expected a tensor, but got a {type(tensor).__name__}")
+            if type(name) is not str:
+                raise WireError(section, "", f"expected a text as the name of a tensor, but got a {type(name).__name__}")
+            if not isinstance(tensor, Tensor):
+                raise WireError(section, printable(name), f"expected a tensor, but got a {type(tensor).__name__}")
             if tensor.layout is not strided or tensor.is_meta or tensor.is_quantized:
                 kind = "on device meta" if tensor.is_meta else f"in the layout {tensor.layout}"
                 raise WireError(

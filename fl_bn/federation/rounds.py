@@ -23,15 +23,15 @@ RECALIBRATIONS = ("auto", "passes", "exchange")
 """The ways to measure exact statistics of all BatchNorm layers.
 
 ``passes``: for every layer, one message and one forward pass. ``exchange``: one message and one forward pass in all, with
-one exchange for every layer. The latter needs all clients at the same time; otherwise ``passes`` is used. ``auto``:
-``passes`` in a simulation, where clients mostly do not run at the same time, otherwise ``exchange``.
+one exchange for every layer. If not all clients can run at the same time, ``exchange`` is replaced by ``passes``. ``auto``:
+``passes`` in a simulation, where clients mostly do not run at the same time, else ``exchange``.
 """
 GIB = 2**30
 MEMORY = GIB
 UNTIL_STILL = -1  # value of ``calibrate``: as many exchanges as make the statistics of all layers exact
 AS_METHOD = -2  # value of ``calibrate``: like UNTIL_STILL if the method needs it, otherwise none
 MUCH = 0.05
-"""The largest share of a new network's running statistics that may be left in them when they freeze (``start_left``)."""
+"""The largest share of their initial values that running statistics may still hold when they freeze (``start_left``)."""
 MOMENTUM = 0.1
 """The momentum of torch's BatchNorm layers, if the network does not choose another one."""
 
@@ -89,9 +89,9 @@ def _measures_exactly(method: Method, config: Any) -> bool:
 
 
 def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM,)) -> float:
-    """Return the share of a new network's running statistics (mean 0, variance 1) that is left in them when they freeze.
+    """Return the share of their initial values (mean 0, variance 1) that running statistics still hold when they freeze.
 
-    A running statistic keeps the share 1 - momentum of itself in every local step.
+    Every local step multiplies this share by 1 - momentum. It is 1 in a new network.
 
     Args:
         method: The method that the run config describes.
@@ -99,8 +99,8 @@ def start_left(method: Method, config: Any, momenta: Iterable[float] = (MOMENTUM
         momenta: The momenta of the network's BatchNorm layers.
 
     Returns:
-        The largest share of a layer, in [0, 1]. 0: nothing freezes after round 1, the number of local steps is
-        unknown, or the run starts with the weights of a trained network.
+        The share in the layer where it is largest, in [0, 1]. 0: no statistics freeze after round 1, clients do not send running
+        statistics, the number of local steps is unknown, or the run starts with the weights of a trained network.
     """
     rounds, steps = config["rounds"], config["local-steps"]
     before = sum(not method.freezes_statistics(method.phase(round, rounds)) for round in range(1, rounds + 1))
@@ -163,8 +163,8 @@ class Rounds(Options):
         max_steps: The number of local steps that the server asks for. No client may claim more. 0: unknown.
         planned_steps: ``planned_steps(samples)`` returns the largest number of local steps of a client with so many
             samples, for ``max_steps=0``. 0: unknown.
-        min_cohort: The number of clients that must be connected for a round to start, and whose replies must be
-            usable.
+        min_cohort: The number of clients that must be connected for a round to start. It is also the smallest number of
+            usable replies with which the round changes the model.
         at_clients: Whether models are evaluated on the clients' own test data.
         retry: How long a round waits until a client whose process died comes back. FedTAN's exchange does not
             wait.

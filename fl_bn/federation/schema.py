@@ -1,4 +1,4 @@
-"""Describe the tensors that a payload must have. The receiver derives this from its own model, method and phase.
+"""Describe the tensors that a payload must have. The receiver derives the description from its own model, method and phase.
 
 A payload with other tensors is refused, and the error names the first wrong tensor.
 """
@@ -201,8 +201,8 @@ def difference(expected: Schema, payload: Payload, dtypes: bool = True) -> str:
             if here != there:
                 return f"{printable(name)} is {here} here, and {there} there"
     return (
-        "all tensors in messages have equal names, shapes and dtypes, so a role, an integer buffer or the method differs, or one of its "
-        f"options. {COMPARE}"
+        "all tensors in messages have equal names, shapes and dtypes, so a role, an integer buffer, the method, or an option of the "
+        f"method differs. {COMPARE}"
     )
 
 

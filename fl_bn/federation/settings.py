@@ -38,7 +38,7 @@ class LocalTraining(Options):
     subclass, see docs/how-to/method.md.
 
     Args:
-        batch_size: The number of samples in a batch, at least 2. A single sample at the end joins the batch before.
+        batch_size: The number of samples in a batch, at least 2. A last batch of one sample is merged into the batch before.
         epochs: The number of passes over the client's own data in a round. Exactly one of ``epochs`` and
             ``steps`` is positive.
         steps: The number of batches in a round, in place of ``epochs``.
@@ -57,9 +57,9 @@ class LocalTraining(Options):
         clip: How gradients are clipped: ``none``, ``norm``, ``round``, ``value`` or ``adaptive``.
         clip_limit: The limit of ``clip``, above 0. ``norm``: the largest norm of the whole gradient. ``round``: the
             largest distance that the weights move in a round. ``value``: the largest absolute value of each number
-            of the gradient. ``adaptive``: the largest norm of a unit's gradient, as a share of the norm of its weights.
+            of the gradient. ``adaptive``: the largest norm of a unit's gradient, as a share of the norm of the unit's weights.
         step_clip: The limit of ``clip="round"`` in a round of one local step, computed without momentum. 0:
-            ``clip_limit`` holds there, too.
+            ``clip_limit`` is the limit of such a round, too.
         weigh_all: Whether a client's weight in averages is the number of all its samples. False: the number of
             different samples that it trained on in the round.
         drop_last: Whether a last batch smaller than ``batch_size`` is left out. A client with fewer samples
@@ -202,8 +202,8 @@ class LocalTraining(Options):
         """Return a client's weight in averages: a number of samples, see ``weigh_all``.
 
         Args:
-            trained: The number of different samples that it trained on.
-            samples: The number of all its samples.
+            trained: The number of different samples that the client trained on.
+            samples: The number of all samples of the client.
         """
         return samples if self.weigh_all else trained
 
@@ -233,7 +233,7 @@ class LocalTraining(Options):
         """Return the weight in averages that a client will have, as known before its round.
 
         Args:
-            samples: The number of all its samples.
+            samples: The number of all samples of the client.
         """
         if self.weigh_all:
             return samples
@@ -291,10 +291,10 @@ class Schedule(Options):
         base: The rate of round 1.
         kind: One of ``SCHEDULES``, see ``learning_rate``.
         decay: The factor of ``step`` and ``exponential``.
-        milestones: For the kind ``milestones``: pairs of a share of the rounds, and the factor of ``base`` after it.
+        milestones: For the kind ``milestones``: pairs of a share of the rounds, and the factor of ``base`` after this share.
 
     Raises:
-        ValueError: A value is out of range, or the kind is ``milestones`` and there are none.
+        ValueError: A value is out of range, or the kind is ``milestones`` and no milestones are given.
     """
 
     name: ClassVar[str] = "the schedule"
@@ -332,10 +332,10 @@ class Schedule(Options):
 def milestones_of(text: str) -> tuple[tuple[float, float], ...]:
     """Read the milestones of a learning rate from a text.
 
-    ``0.6:0.1, 0.8:0.01`` means a tenth of the rate after 60 % of the rounds, and a hundredth after 80 %.
+    ``0.6:0.1, 0.8:0.01`` means a tenth of the rate of round 1 after 60 % of the rounds, and a hundredth after 80 %.
 
     Returns:
-        Pairs of a share of the rounds, and the factor of the rate after it.
+        Pairs: a share of the rounds, and the factor of the first round's rate after this share.
 
     Raises:
         ValueError: The text does not have this form, the shares do not rise between 0 and 1, or a factor is no

@@ -113,7 +113,7 @@ class SharedModel:
         buffers: The names of the floating-point buffers outside of norm layers. They are averaged like weights.
         personal: Whether every client evaluates a model of its own, because clients keep tensors.
         scales: Layer -> the standard deviation that the server gave the layer's input before round 1, by rescaling
-            weights. 1 for layers that are missing.
+            weights. A layer without an entry has 1.
         reported: The statistics that ``Method.renew`` made from the last round's replies. Only for ``Refresh.REPORTED``.
     """
 
@@ -383,8 +383,8 @@ class SharedModel:
     def measured(self, parts: Sequence[Reply], defence: Defence, what: str = INPUTS) -> dict[str, Running]:
         """Combine the replies of a statistics-only exchange into shared statistics. Return layer -> statistics.
 
-        If ``what`` is ``inputs``, the result is the statistics of the union of the clients' data, given the layers below.
-        If it is ``normalisers``, the rule ``Method.renew`` combines the moments.
+        If ``what`` is ``inputs``, the result is the statistics of each layer's input over the union of the clients' data.
+        If ``what`` is ``normalisers``, the rule ``Method.renew`` combines the moments.
         """
         rule = replace_by_pooled if what == INPUTS else self.method.renew
         reports = [decode_moments(part.sections["moments"]) for part in parts]

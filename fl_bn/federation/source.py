@@ -36,7 +36,8 @@ class Outcome:
     """Hold the numbers of a client's reply about its round.
 
     Attributes:
-        samples: The number of different samples that the client trained on, or measured. 0: it sat the round out.
+        samples: The number of different samples that the client trained on, or measured. With ``LocalTraining.weigh_all``, the
+            number of all its samples. 0: the client sat the round out.
         loss: The mean loss over the training batches; NaN if the client did not train.
         metrics: Further numbers for the record, by name.
         tells_drift: Whether the reply says how far the client's own running statistics moved (FedBN).

@@ -1,4 +1,7 @@
-"""Check that fl-bn's training loop can use a user's optimiser and scheduler: it calls ``step()`` without arguments after every batch."""
+"""Check that fl-bn's training loop can use a user's optimiser and scheduler.
+
+The loop calls ``step()`` without arguments after every batch.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,8 @@ def check_optimizer_steps(optimizer: Optimizer, model: nn.Module) -> None:
             raise ValueError(f"optimizer makes {kind}, which needs sparse gradients, but the gradient of {dense[0]} is dense: take Adam")
     if any("initial_lr" in group for group in optimizer.param_groups):
         LOGGER.warning(
-            "optimizer makes a scheduler of %s, too, which Federation does not step: give it as scheduler=..., or the rate stays at %.3g",
+            "your function optimizer also makes a scheduler for its %s, which Federation does not step: give the scheduler as "
+            "scheduler=..., or the rate stays at %.3g",
             kind,
             optimizer.param_groups[0]["lr"],
         )
@@ -78,8 +82,8 @@ def check_scheduler_steps(scheduler: LRScheduler, optimizer: Optimizer) -> None:
     """
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError(
-            f"scheduler makes {type(scheduler).__name__} of another optimiser than the one that it was given, whose rate would stay the "
-            "same: make it anew from the argument, such as lambda optimizer: StepLR(optimizer, 10)"
+            f"scheduler makes {type(scheduler).__name__} of another optimiser than the one that it was given, so the rate of the given "
+            "one would stay the same: make the scheduler anew from the argument, such as lambda optimizer: StepLR(optimizer, 10)"
         )
     if needed := _needed(scheduler):
         raise ValueError(

@@ -92,8 +92,8 @@ class TrainingPasses:
 
     Passes in training mode with autograd count, including all micro-batches whose gradients are added up. A pass that
     computes activations again does not count, nor does one that ``torch.jit.trace`` records. After a backward pass, a pass
-    at other weights does not count either. Such passes are those of a closure that is called again, or the second half of
-    a sharpness-aware step.
+    at other weights does not count either. Examples are the passes of a closure that is called again, and of the second half
+    of a sharpness-aware step.
 
     In a user's own loop, ``settle`` leaves out the passes whose gradients the step does not use. Examples are a batch that
     the loop skips, and the passes of an adversarial attack. The loop may replace ``p.grad`` by a tensor of its own (sums of
@@ -260,5 +260,5 @@ class TrainingPasses:
 
 
 def _backward_pass() -> int:
-    """Return the number of the backward pass that is running, which no other has."""
+    """Return the number of the backward pass that is running. No other backward pass has this number."""
     return int(torch._C._current_graph_task_id())

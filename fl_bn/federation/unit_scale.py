@@ -37,9 +37,10 @@ def producers(model: nn.Module) -> dict[str, str]:
     """Return name of a BatchNorm layer -> name of the layer before it, for each pair that can be rescaled.
 
     Only this BatchNorm layer may use the output of the layer before. Between the two there may be ``HOMOGENEOUS``
-    operations (ReLU, pooling). The layer before must be one of ``PRODUCERS``, be trained, and run once per forward pass.
-    Its weight must not be shared with another layer, nor be computed from other tensors (spectral norm, for example), nor be
-    read by the network's own ``forward``. Neither layer may have hooks. All this must hold in both modes of the network.
+    operations (ReLU, pooling). The layer before must be one of ``PRODUCERS`` and be trained. Its weight must not
+    be shared with another layer, nor be computed from other tensors (spectral norm, for example), nor be read by the
+    network's own ``forward``. Each of the two layers must run once per forward pass, and neither may have hooks.
+    All this must hold in both modes of the network.
 
     Raises:
         ValueError: torch.fx cannot trace the network (control flow that depends on data, say).

@@ -87,7 +87,8 @@ class Reply:
         client: The client's number.
         sections: Section -> name -> tensor. The sections are ``weights`` or ``gradients``; ``statistics`` or
             ``moments``, if the method reports them; and the auxiliary tensors.
-        samples: The number of different samples that the client trained on, or measured.
+        samples: The number of different samples that the client trained on, or measured. With ``LocalTraining.weigh_all``,
+            the number of all its samples.
         weight: The client's weight in averages. It is ``samples``, but in phase EXCHANGE it is the size of the first
             batch.
         metrics: Numbers by name. ``loss``: the mean over the training batches. ``steps``: local steps.

@@ -217,7 +217,7 @@ def test_an_attribute_with_a_name_of_ours_is_refused_or_left_alone(method: Metho
     if method.layer is None and name in ("then", "spatial"):
         assert [record.aggregated for record in federation(model, method).run(1)] == [True]
         return
-    with pytest.raises(Unconvertible, match=rf"has an attribute '{name}', a name that fl-bn uses for itself in such a layer: rename it"):
+    with pytest.raises(Unconvertible, match=rf"has an attribute '{name}', a name that fl-bn uses in such a layer: rename the attribute"):
         convert(model, method)
 
 

@@ -66,7 +66,7 @@ def test_a_scheduler_that_nobody_steps_is_said(caplog: pytest.LogCaptureFixture,
     federation(optimizer=partial(SGD, lr=0.1), scheduler=partial(StepLR, step_size=1))
     assert "scheduler" not in caplog.text  # control
     federation(optimizer=both)
-    assert "optimizer makes a scheduler of SGD, too, which Federation does not step: give it as scheduler=" in caplog.text
+    assert "also makes a scheduler for its SGD, which Federation does not step: give the scheduler as scheduler=" in caplog.text
 
 
 class Sparse(nn.Module):

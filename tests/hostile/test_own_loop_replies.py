@@ -77,7 +77,7 @@ def of_fixbn(reply: Reply) -> Reply:
 NO_REPLY: dict[str, tuple[Callable[[Reply], Any], str]] = {
     "weight=-32": (
         lambda r: replace(r, weight=-32),
-        "metrics/weight: expected a whole number 1..16, the number of its samples, but got -32",
+        "metrics/weight: expected a whole number 1..16 (the reply has 16 samples), but got -32",
     ),
     "weight=10**30": (lambda r: replace(r, weight=10**30), "metrics/weight: expected a whole number 1..16"),
     "weight=nan": (lambda r: replace(r, weight=float("nan")), "metrics/weight: expected a whole number 1..16"),  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ NO_REPLY: dict[str, tuple[Callable[[Reply], Any], str]] = {
     "steps a list": (told(steps=[1, 2]), "metrics/steps: expected a whole number"),
     "loss of text": (told(loss="low"), "metrics/loss: expected a number"),
     "waited below 0": (told(waited=-1.0), "metrics/waited: expected a finite number >= 0"),
-    "metrics a list": (lambda r: replace(r, metrics=[1.0]), "metrics: expected numbers by name, but got a list"),  # type: ignore[arg-type]
+    "metrics a list": (lambda r: replace(r, metrics=[1.0]), "metrics: expected a dict {name: number}"),  # type: ignore[arg-type]
     "folded": (lambda r: replace(r, folded=True), "reply/folded: expected False"),
     "of round 1": (earlier, "reply/round: expected 2, but got 1"),
     "of FixBN": (of_fixbn, "reply/signature: expected '"),

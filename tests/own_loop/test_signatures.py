@@ -28,7 +28,7 @@ OTHERS = {
     "dtype": (net(dtype=torch.float64), r"0\.weight is \(8, 4\) float64 here, and \(8, 4\) float32 there"),
     "missing": (net()[:2], r"2\.weight is nothing here, and \(2, 8\) float32 there"),
     "extra": (nn.Sequential(*net(), nn.Linear(2, 2)), r"3\.weight is \(2, 2\) float32 here, and nothing there"),
-    "at home": (net(ids=3), "all tensors in messages .*, an integer buffer or the method differs, or one of its options. .*fl-bn layers"),
+    "at home": (net(ids=3), "all tensors in messages .*, the method, or an option of the method differs. .*fl-bn layers"),
 }
 
 

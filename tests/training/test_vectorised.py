@@ -261,7 +261,7 @@ def test_clients_that_differ_are_refused() -> None:
     rounds = [*one.rounds()[:2], other.rounds()[2]]
     with pytest.raises(CannotVectorise, match="same network, method, phase and settings"):
         as_one_program(rounds, one.samples(), 0, one.clients)
-    with pytest.raises(CannotVectorise, match="the same shape and dtype"):
+    with pytest.raises(CannotVectorise, match="the same shapes and dtypes"):
         as_one_program(one.rounds()[:2], [random_samples(12), random_samples(12, size=16)], 0, [0, 1])
 
 

@@ -40,7 +40,7 @@ class Own:
     Attributes:
         loader: Its training batches.
         task: Reads a batch and computes its loss.
-        make_optimizer: Makes an optimiser for given parameters, with the learning rate of round 1.
+        make_optimizer: Makes an optimiser for given parameters, with the learning rate before ``schedule`` changes it.
         make_scheduler: Makes the scheduler of the learning rate within a round. None: the rate stays the same.
         settings: The settings of local training.
         rate_share: The client's learning rate divided by the instruction's learning rate.
@@ -95,7 +95,7 @@ class Clients:
     def round(
         self, client: int, model: Copy, instruction: Instruction, kept: ClientState, connect: Callable[[int], Any] | None = None
     ) -> LocalRound:
-        """Make the round of one client, and load its tensors into ``model``.
+        """Make the round of one client, and load the tensors of the instruction and of the client into ``model``.
 
         Args:
             client: The client's number.
@@ -218,9 +218,9 @@ class LoaderSource:
 
     @contextmanager
     def training(self, round: LocalRound, optimizer: Optimizer) -> Iterator[None]:
-        """Record the learning rate of every step inside the ``with`` block.
+        """Record the learning rate of every step inside the ``with`` block, if the optimiser calls hooks (fl-bn's ``eager.SGD`` does not).
 
-        Inside it, torch's random numbers depend only on the seed, the client and the round.
+        Torch's random numbers in the block depend only on the seed, the client and the round.
         """
         handle = optimizer.register_step_post_hook(lambda optimizer, args, named: round.optimizer_stepped(optimizer))
         with self._seeded(round, DROPOUT):

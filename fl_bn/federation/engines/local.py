@@ -50,7 +50,7 @@ class LocalTransport(Transport):
         clients: All clients, with their loaders and settings.
         tests: Each client's test batches. None: there is no evaluation.
         workers: The number of processes that compute clients. 1: only this process. 0: this process at first, and
-            several worker processes as soon as they save time (see ``Pace``).
+            several worker processes as soon as they save time (see ``Pace``) and ``can_move`` is true.
         one_program: Whether clients are computed together in one vectorised program, if possible.
     """
 
@@ -151,6 +151,7 @@ class LocalTransport(Transport):
         """Evaluate ``model`` on each client's test batches, by the client's task.
 
         If clients keep tensors of their own (FedBN), each client that has trained so far is evaluated with its own model.
+        The other clients are not evaluated. Before any client has trained, all clients are evaluated with ``model``.
 
         Args:
             tests: Each client's test batches. A client without test batches counts in no mean.

@@ -75,7 +75,7 @@ def check_loaders(clients: Clients, count: int) -> None:
 
 
 class InWorkers:
-    """Compute clients in worker processes. All clients are pickled to a file in ``folder``, which each worker reads once."""
+    """Compute clients in worker processes. All clients are pickled to a file in ``folder``. Each worker reads this file once."""
 
     def __init__(self, clients: Clients, workers: Workers, folder: Path) -> None:
         self._clients, self._workers, self._path = clients, workers, folder / "clients"

@@ -1,6 +1,6 @@
 """Compute the clients of a cohort together, in one vectorised program (``torch.func.vmap``).
 
-The results are the same as with one client after the other, except that sums are rounded in another order. The
+The results are the same as with one client after the other, except for rounding: sums are computed in another order. The
 clients' networks are stacked (``federation.engines.stack``). Forward and backward passes, the optimiser's steps and
 statistics passes are single calls for all clients. If the batches of one step differ in size, they are grouped by
 size. This is exact for every layer, whereas padding would need masks in every layer. A client without further
@@ -74,8 +74,8 @@ class Drawing(Protocol):
 class AsOneProgram:
     """Compute all clients of a cohort at once: an ``Engine`` for ``client_rounds``.
 
-    The methods raise ``CannotVectorise`` if torch cannot batch the network, the task or a layer, or if
-    ``check_cohort`` finds another obstacle.
+    The methods raise ``CannotVectorise`` if ``check_cohort`` finds an obstacle, or torch cannot batch the network or the
+    task. ``train`` also raises it for optimisers that are not in ``ELEMENTWISE``, and for unequal first batches with FedTAN.
 
     Args:
         device: The device of the stacked tensors. Default: the device of the clients' models. Models on the CPU
@@ -143,7 +143,7 @@ def _why_not(rounds: Sequence[LocalRound], samples: Sequence[Samples], task: Tas
         return "all clients of a cohort need the same network, method, phase and settings, but theirs differ"
     kinds = {(own.x.shape[1:], own.x.dtype, own.y.shape[1:], own.y.dtype) for own in samples}
     if len(kinds) > 1:
-        return f"the samples of all clients need the same shape and dtype, but there are {len(kinds)} different ones"
+        return f"the samples of all clients need the same shapes and dtypes, but have {len(kinds)} different combinations"
     if not first.trains:
         return ""
     if (small := min(len(own) for own in samples)) < 2:
@@ -230,7 +230,8 @@ def train_together(
         The result of training for each round, in the order of ``rounds``.
 
     Raises:
-        CannotVectorise: torch cannot batch the network or the task, or the optimiser is not in ``ELEMENTWISE``.
+        CannotVectorise: torch cannot batch the network or the task, the optimiser is not in ``ELEMENTWISE``, or first
+            batches differ in size with FedTAN.
     """
     with ExitStack() as opened, _refused():
         for round in rounds:
@@ -410,7 +411,7 @@ def _add(by_client: Sequence[dict[str, list[Moments]]], rows: Sequence[int], see
 def _refused() -> Iterator[None]:
     """Raise CannotVectorise for any error inside the ``with`` block.
 
-    The clients are then computed one by one. A mistake in the user's own code raises its own error there.
+    The clients are then computed one by one. In that computation, a mistake in the user's own code raises its own error.
     """
     try:
         yield

@@ -152,7 +152,10 @@ def _load(module: str) -> None:
 
 @cache
 def _end_with_parent() -> None:
-    """Let this worker process end at most a second after its parent, even if that was killed. joblib's would stay for minutes."""
+    """Let this worker process end at most a second after its parent, even if the parent was killed.
+
+    Otherwise joblib's worker processes would stay for minutes.
+    """
     parent = os.getppid()
 
     def watch() -> None:
