@@ -254,8 +254,8 @@ class QueueStore:
         version = int(connection.execute("PRAGMA user_version").fetchone()[0])
         if version > VERSION:
             raise QueueError(
-                f"{self.path} was written by a newer fl-bn (table version {version}, but this fl-bn reads {VERSION}): install the newer fl-bn "
-                "again, or move the file away and submit the runs again"
+                f"{self.path} was written by a newer fl-bn (table version {version}, but this fl-bn reads {VERSION}): install the newer "
+                "fl-bn again, or move the file away and submit the runs again"
             )
         return version
 

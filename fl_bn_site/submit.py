@@ -212,7 +212,7 @@ def resume(
         del given["client-names"]
     package = _package(server, key, say, own)
     if _is_own(package):
-        raise ConfigError(f"--app {own} is a Flower app, but {name} is a run of fl-bn's own app: give a folder of modules, or leave out --app")
+        raise ConfigError(f"--app {own} is a Flower app, but {name} is a run of fl-bn's own app: give a folder of modules, or no --app")
     return _carry_out(server, _with_defaults(server, given), address, say, parallel, False, package, own)
 
 
@@ -248,7 +248,8 @@ def how_to_go_on(server: ServerFolder, name: str, own: bool = False, modules: Pa
         with_them = f" --app {shlex.quote(str(modules))}" if modules else ""
         return f"resume it from round {rounds[-1]}: fl-bn resume {shlex.quote(str(server.path))} {name}{with_them}"
     where = f"server/logs/serverapp.log and {run} say" if run.exists() else "server/logs/serverapp.log says"
-    return f'it has no checkpoint to resume from. {where} why it ended. Begin it anew: fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
+    again = f'fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
+    return f"it has no checkpoint to resume from. {where} why it ended. Begin it anew: {again}"
 
 
 def _with_defaults(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:

@@ -154,7 +154,7 @@ def clock(authority: Path, skew: Callable[[], float] | None, here: Clock = now) 
     try:
         behind = skew()
     except FarApart:
-        return Finding("fail", check, f"{weak}, since the server refused all time stamps that were tried, up to 12 hours from this clock", mend)
+        return Finding("fail", check, f"{weak}, since the server refused all time stamps that were tried (up to 12 hours away)", mend)
     except LookupError as error:
         return Finding("ok", check, f"{weak}, since the server did not answer as expected: {error}")
     side = "behind" if behind > 0 else "ahead of"
