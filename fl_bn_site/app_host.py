@@ -5,7 +5,7 @@ Usage: ``python -P app_host.py --appio-api-address HOST:PORT``.
 Flower 1.25 starts a new Python process for every message. That process imports torch, unpacks the app and
 imports the app. This program makes these imports once, with the following processes:
 
-* The *host* asks the SuperNode for work: every 0.1 s while there is work, else every 0.5 s. No other process
+* The *host* asks the SuperNode for work: every 0.1 s while there is work and for a minute afterwards, else every 0.5 s. No other process
 opens a gRPC connection before it has a message to answer.
 * The *cold process* is forked at the start. It imports torch and Flower. It does not import fl-bn, since each
 run brings its own version.

@@ -148,7 +148,7 @@ def tables_of(report: Report, found: Mapping[Path, Findings]) -> Group:
         "without the frames of gRPC and TLS",
         *([f"and {more} more that did not leave: --lines shows all"] if more > 0 else []),
         *(
-            f"note this elsewhere{f', of {log}' if len(found) > 1 else ''}: line {one.lines} has the hash {one.head}"
+            f"note this elsewhere{f', for {log}' if len(found) > 1 else ''}: line {one.lines} has the hash {one.head}"
             for log, one in found.items()
         ),
     ]

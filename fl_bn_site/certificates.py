@@ -157,7 +157,7 @@ def names_in(certificate: x509.Certificate) -> list[x509.GeneralName]:
 
 
 def is_for(certificate: x509.Certificate, host: str) -> bool:
-    """Return whether gRPC accepts ``certificate`` from the server ``host``.
+    """Return whether ``certificate`` is for the server ``host``, by the rules of gRPC for names. Dates and signer are not checked.
 
     A name ``*.example.org`` in the certificate stands for hosts with one more label, such as ``a.example.org``.
     """

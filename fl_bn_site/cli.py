@@ -153,8 +153,8 @@ def renew(
             typer.echo(f"the fingerprint of the new ca.crt is {fingerprint(folder.authority)}; tell it to the sites by telephone")
             typer.echo(f"send {signs / 'ca.crt'} to every site, to put in the place of its own: {', '.join(folder.sites)}")
             if files:
-                typer.echo(f"the sites' folders of this kit have it already: {', '.join(file.parent.name for file in files)}")
-            typer.echo("a site with the old ca.crt cannot connect until then. `fl-bn start` restarts by itself, here and at the sites")
+                typer.echo(f"the sites' folders of this kit have the new ca.crt already: {', '.join(file.parent.name for file in files)}")
+            typer.echo("a site can connect once it has the new ca.crt. `fl-bn start` notices new files by itself, here and at the sites")
         else:
             former = renew_server(folder, signs, days)
             typer.echo(f"{folder.certificate} is valid for {days_left(folder)[1]} days; the former one is in {former}")

@@ -66,7 +66,9 @@ def commands(folder: ServerFolder | SiteFolder, only: str = "") -> list[Command]
     """
     check_flower("fl-bn start")
     all_commands = server_commands(folder) if isinstance(folder, ServerFolder) else [supernode(folder), clientapp(folder)]
-    if only and (isinstance(folder, ServerFolder) or only not in PROGRAMS):
+    if only and isinstance(folder, ServerFolder):
+        raise ValueError(f"--only is for a site's folder, but {folder.path} is the server's: leave out --only")
+    if only and only not in PROGRAMS:
         raise ValueError(f"--only must be {' or '.join(PROGRAMS)}, for a site's folder, but got {only!r} for {folder.path / folder.file}")
     return [command for command in all_commands if only in ("", command.name)]
 
@@ -183,9 +185,9 @@ def supernode(site: SiteFolder) -> Command:
     }
     hints = {
         UNREACHABLE: f"{site.superlink} does not answer, or its certificate is not signed by ca.crt. The SuperNode tries again; "
-        "`fl-bn doctor .` finds out which",
-        "CERTIFICATE_VERIFY_FAILED": f"the certificate of {site.superlink} is not signed by ca.crt: it is another server, or "
-        "has the folder of another kit",
+        "`fl-bn doctor .` finds out which of the two it is",
+        "CERTIFICATE_VERIFY_FAILED": f"the certificate of {site.superlink} is not signed by ca.crt: another server "
+        "answers there, or the server has the folder of another kit",
         "No SuperNode found with the given public key": "the server does not know this site's key yet. The SuperNode tries again. If this "
         "line keeps coming, send site.pub to the server's operator, who enters it: `fl-bn kit add-site`, or `fl-bn kit renew --site`",
         "Invalid timestamp": "this machine's clock is 5 s or more ahead of the server's, or 305 s or more behind, and Flower refuses that: "

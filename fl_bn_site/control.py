@@ -48,18 +48,21 @@ root-certificates = {authority}
 
 
 class ControlError(RuntimeError):
-    """Signal that the SuperLink does not answer, or refuses a request. The message includes Flower's own message."""
+    """Signal that the SuperLink cannot be asked, does not answer, refuses a request, or does not know a run or a key.
+
+    If Flower gave a message, the error includes that message.
+    """
 
 
 class NotRegistered(ControlError):
-    """Signal that the SuperLink does not know the key of a site. ``fl-bn register`` may make the key known soon."""
+    """Signal that the SuperLink does not know the key of a site. Try again later: ``fl-bn register`` may not have finished yet."""
 
 
 @dataclass(frozen=True)
 class Control:
     """Talk to the Control API of one SuperLink.
 
-    Every method raises ControlError where the SuperLink does not answer or refuses the request.
+    Every method except ``log`` raises ControlError where the SuperLink does not answer or refuses the request.
 
     Attributes:
         address: The address of the Control API, HOST:PORT.
@@ -304,7 +307,7 @@ def _note_nodes(server: ServerFolder, keys: Mapping[str, bytes], control: Contro
     """Write the file ``nodes_file``: site -> Flower's id of its node. Active runs read it, since a new key means a new node.
 
     If this program may not write to the folder, as in docker-compose.yml, there is no such file. Then a site with a new key
-    takes part in no active run, but in the next one.
+    takes part only in runs that start later.
     """
     nodes = control.registered()
     known = {site: nodes[key] for site, key in keys.items() if key in nodes}

@@ -4,4 +4,4 @@ SERVER_DAYS = 90
 """Days for which a server's certificate is valid by default. Nobody can use a stolen server key for longer than that."""
 
 SOON = 30
-"""Days before its expiry from which a certificate is renewed, or a warning is given."""
+"""A certificate that expires within this number of days is renewed, or a warning is given."""

@@ -1,4 +1,4 @@
-"""Put into words why a process or a message failed, for the SuperNode that waits for the answer and for the site's log.
+"""Put into words why a process or a message failed: for the site's log, and for the SuperNode that waits for the answer.
 
 ``app_host.py`` and ``supernode.py`` run this file by its path, since the package around it would import torch.
 """

@@ -1,4 +1,7 @@
-"""Read and check the folders of a kit, one per machine. The lines of their TOML files become fields of a dataclass."""
+"""Read and check the folders of a kit (``fl-bn kit create``), which has one folder per machine.
+
+The lines of a folder's TOML file become fields of a dataclass.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+")
 
 
 class FolderError(ValueError):
-    """Signal that a folder of the kit, or a line of its TOML file, is wrong. The message names the file and the line."""
+    """Signal that a folder of a kit, a certificate, a key, a passphrase or a project is wrong or missing. The message says which."""
 
 
 def host_port(address: str) -> tuple[str, int]:
@@ -39,7 +42,7 @@ def host_port(address: str) -> tuple[str, int]:
     """
     match = ADDRESS.fullmatch(address)
     if not match or not 0 < int(match[2]) < 65536:
-        raise ValueError(f"must be HOST:PORT, e.g. fl.example.org:9092, but got {address!r}")
+        raise ValueError(f"must be HOST:PORT with a port of 1..65535, e.g. fl.example.org:9092, but got {address!r}")
     return match[1].strip("[]"), int(match[2])
 
 
@@ -81,7 +84,10 @@ def _nowhere_or_address(address: str) -> None:
 def _hosts(text: str) -> None:
     for name in filter(None, map(str.strip, text.split(","))):
         if not HOST.fullmatch(name):
-            host_port(name)
+            try:
+                host_port(name)
+            except ValueError as error:
+                raise ValueError(f"must be HOST or HOST:PORT with a port of 1..65535, separated by commas, but got {name!r}") from error
 
 
 def _some(number: int) -> None:
@@ -106,7 +112,8 @@ def _pace(seconds: float) -> None:
 
 def _code(folders: tuple[str, ...]) -> None:
     if wrong := [folder for folder in folders if not folder or os.pathsep in folder]:
-        raise ValueError(f"must be paths of folders without {os.pathsep}, but got {wrong[0]!r}")
+        got = f"paths of folders without {os.pathsep}, but got {wrong[0]!r}" if wrong[0] else "paths of folders, but one of them is empty"
+        raise ValueError(f"must be {got}")
 
 
 def _given(text: str) -> None:
@@ -317,7 +324,7 @@ class SiteFolder(Folder):
     def audit_logs(self) -> list[Path]:
         """Return those folders of audit logs that exist: the ClientApp's first, then the SuperNode's own.
 
-        A folder also counts as existing where this user may not check that. Reading it then raises PermissionError.
+        A folder that this user may not look at counts as existing, too. Reading it then raises PermissionError.
         """
 
         def there(folder: Path) -> bool:

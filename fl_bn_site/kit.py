@@ -66,8 +66,11 @@ class KitPlan:
             names = ", ".join(self.submitters) or "none"
             raise KitError(f"a kit needs at least one submitter, and their names must differ, but got {names}")
         ports = (self.fleet_port, self.exchange_port, self.exchange_port + EXCHANGE_PORTS - 1)
-        if self.days < 1 or not all(0 < port < 65536 for port in ports):
-            raise KitError(f"days must be at least 1 and ports 1..65535, but got days {self.days} and ports {', '.join(map(str, ports))}")
+        if self.days < 1:
+            raise KitError(f"days must be at least 1, but got {self.days}")
+        if not all(0 < port < 65536 for port in ports):
+            exchange = f"{ports[1]} to {ports[2]} for the layer-wise exchange"
+            raise KitError(f"ports must be 1..65535, but got {self.fleet_port} for SuperNodes, and {exchange}")
 
     @property
     def exchange(self) -> str:
@@ -99,6 +102,7 @@ def create(plan: KitPlan, output: Path) -> None:
 
     Raises:
         KitError: ``output`` holds files. They could be keys, which are never overwritten.
+        FolderError: The public key file of a submitter cannot be read.
     """
     if output.is_file() or any(path.is_file() for path in output.rglob("*")):
         raise KitError(f"{output} holds files already, and keys are never overwritten: give another --output, or move it away first")

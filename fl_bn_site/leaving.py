@@ -108,7 +108,7 @@ def exchanged(asked: str, section: str, nbytes: int, samples: int) -> dict[str, 
     Args:
         asked: Flower's type of the message that began the exchange.
         section: The section of the vector.
-        nbytes: The bytes of the vector.
+        nbytes: The size of the vector in bytes.
         samples: The batch size that the client announced when it joined the exchange. It is logged only where ``asked``
             is ``train``. For other messages the announced number is not a number of samples.
     """
@@ -128,7 +128,7 @@ def totals_of(sections: Sections) -> dict[str, Any]:
 
 
 def message_bytes(message: Any) -> int:
-    """Return the bytes of the objects that Flower sends for a message. Equal objects count once.
+    """Return the number of bytes that Flower sends for the objects of a message. Equal objects count once.
 
     The frames of gRPC and TLS are not counted.
     """
@@ -157,7 +157,7 @@ def values_in(data: bytes) -> int:
 
 
 def size(value: Any) -> int:
-    """Return the bytes of a value in a record. Texts count in UTF-8, and numbers as eight bytes."""
+    """Return how many bytes a value in a record takes. Text is counted in UTF-8, and each number as eight bytes."""
     if isinstance(value, list | tuple):
         return sum(map(size, value))
     return len(value.encode()) if isinstance(value, str) else len(value) if isinstance(value, bytes) else NUMBER

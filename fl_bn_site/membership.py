@@ -1,6 +1,7 @@
 """Change a kit that is in use: add and remove sites, renew keys and certificates.
 
-A change affects only the site that it names. The other sites need no new files.
+A change affects only the site or server that it names, and no other site needs new files. There is one exception: after
+``replace_authority``, every site needs the new ``ca.crt``.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def renew_server(server: ServerFolder, authority: Path, days: int) -> Path:
         The folder to which the old certificate and key were moved.
 
     Raises:
-        KitError: The authority is not the one that the sites trust, cannot be read, or has expired.
+        KitError: The old certificate cannot be read. Or the authority is not the one that the sites trust, cannot be read, or has expired.
     """
     certificate, key = authority / "ca.crt", authority / "ca.key"
     try:
@@ -170,6 +171,7 @@ def renew_when_due(server: ServerFolder, authority: Path, days: int) -> bool:
 
     Raises:
         KitError: The authority is not the one that the sites trust, cannot be read, or has expired.
+        OSError, ValueError: The server's certificate cannot be read.
     """
     left = read_certificate(server.certificate).not_valid_after_utc - datetime.now(UTC)
     if left > timedelta(days=SOON):

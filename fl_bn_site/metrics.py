@@ -171,7 +171,10 @@ def make_server(server: ServerFolder, where: str, address: str = "") -> tuple[Th
         ValueError: ``where`` is not [HOST:]PORT.
         OSError: This machine cannot listen on that address.
     """
-    host, port = host_port(where if ":" in where else f"127.0.0.1:{where}")
+    try:
+        host, port = host_port(where if ":" in where else f"127.0.0.1:{where}")
+    except ValueError:
+        raise ValueError(f"--serve must be [HOST:]PORT, such as 9096 or 127.0.0.1:9096, but got {where!r}") from None
     watcher = Watcher(server, address)
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,8 +1,8 @@
 """Read the policy of a site, ``policy.toml``, and check whether a run is allowed by it.
 
 The policy says in which runs the site takes part. ``app_host.py``, which is installed at the site, makes the
-checks before it loads any code of a run. The code that a run brings takes no part in them. A line that the
-file lacks allows everything. ``Policy.decide`` decides by ``allow-code`` whose code may run. ``admission.py`` calls this
+checks before it loads any code of a run. The code that a run brings takes no part in these checks. A
+line that the file lacks allows everything. ``Policy.decide`` decides by ``allow-code`` whose code may run. ``admission.py`` calls this
 method in the SuperNode, too, before the site stores anything of the run's package (Flower's FAB archive).
 
 This module imports only the standard library, so that other programs of the site can load it by its path.
@@ -102,9 +102,9 @@ class Policy:
         max_memory: The memory in GB (2**30 bytes) that the process of each message may use for data.
         min_samples: The smallest number of samples that a statistic or a reply may summarise; 0: no limit.
         max_evaluations: The largest number of evaluations that this site answers in one run.
-        max_unknown_rounds: For secure sums with methods such as FedBN, where clients keep tensors of their own: the largest
-            number of earlier rounds in which this site took no part, but in which other clients trained these tensors. The
-            site refuses a sum with more such rounds. None: no limit.
+        max_unknown_rounds: For secure sums with methods such as FedBN, where clients keep tensors of their own. The largest
+            number of earlier rounds in which other clients trained such tensors, but this site took no part. If there were
+            more of these rounds, the site refuses the sum. None: no limit.
     """
 
     allow_methods: tuple[str, ...] | None = None
@@ -201,14 +201,14 @@ class Policy:
             package: The folder of the package ``fl_bn`` that is installed here.
 
         Raises:
-            NotAllowed: Only installed code is allowed, and the app of the run has other files.
+            NotAllowed: Only installed code is allowed, and the app of the run has other files, is too large or cannot be read.
         """
         if self.allow_code != INSTALLED:
             return
         try:
             with zipfile.ZipFile(io.BytesIO(fab)) as archive:
                 if sum(entry.file_size for entry in archive.infolist()) > MOST_BYTES:
-                    raise _refusal("allow-code", self.allow_code, f"the package of the run has more than {MOST_BYTES >> 20} MiB")
+                    raise _refusal("allow-code", self.allow_code, f"the unpacked package of the run has more than {MOST_BYTES >> 20} MiB")
                 sent = {name: archive.read(name) for name in archive.namelist() if name.startswith(PACKAGE) and name.endswith(".py")}
         except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
             raise _refusal("allow-code", self.allow_code, f"the package of the run cannot be read: {error}") from error

@@ -94,7 +94,7 @@ class Queue:
             return self.store.add(QueuedRun(0, resumes or name, values, parallel, now, submitter=whoami(), code=code))
 
     def remove(self, entry: QueuedRun) -> bool:
-        """Take a waiting run out of the queue. Its entry stays, and says who took it out, and when.
+        """Take a waiting run out of the queue. Its entry stays, and says who took the run out, and when.
 
         Args:
             entry: The run.
@@ -121,7 +121,7 @@ class Queue:
             control: The SuperLink that starts the runs.
 
         Returns:
-            For each run that still waits, its number and the reason.
+            Number -> reason, for each run that still waits, and for each run that was refused now.
 
         Raises:
             ControlError: The SuperLink does not answer.

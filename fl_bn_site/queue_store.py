@@ -59,7 +59,7 @@ class QueuedRun:
         run: Flower's id of this run; empty: the run is not started.
         why: Why the run was refused, or who took it out of the queue, and when; empty: neither happened.
         submitter: Who submitted the run: USER@HOST, from the machine on which the command was typed.
-        code: The SHA-256 of the package that the sites receive; empty: the run is neither started nor signed.
+        code: The SHA-256 of the package that the sites receive; empty: the package is not made yet.
     """
 
     number: int
@@ -75,7 +75,7 @@ class QueuedRun:
     code: str = ""
 
     def started_as(self, run: Submitted) -> bool:
-        """Return whether ``run`` is the run of this entry, while the entry is in the state ``starting``; else False."""
+        """Return whether an attempt to start this entry has made ``run``. False if the entry is in another state than ``starting``."""
         return self.state == STARTING and run.id not in self.earlier_runs and run_name(run) == self.name
 
 
@@ -228,7 +228,7 @@ class QueueStore:
             connection.execute("COMMIT")  # where the block raises, this is not reached, and closing rolls the change back
 
     def _prepare(self) -> None:
-        """Make the table, or add the columns that version 1 lacks. Move runs from an even older version's files into it."""
+        """Make the table, or add the columns that version 1 lacks. Move runs from the files of an even older version into the table."""
         with self._errors():
             if not self.path.exists():
                 self.path.touch(mode=0o600)
@@ -254,8 +254,8 @@ class QueueStore:
         version = int(connection.execute("PRAGMA user_version").fetchone()[0])
         if version > VERSION:
             raise QueueError(
-                f"{self.path} was written by a newer fl-bn (version {version}; this one reads {VERSION}): install that version again, "
-                "or move the file away and submit the runs again"
+                f"{self.path} was written by a newer fl-bn (table version {version}, but this fl-bn reads {VERSION}): install the newer "
+                "fl-bn again, or move the file away and submit the runs again"
             )
         return version
 

@@ -29,7 +29,7 @@ class NoSuchRun(ValueError):
 
 
 class NotHere(ValueError):
-    """Signal that the folder of a run is on another machine."""
+    """Signal that fl-bn has no folder of a run: the folder is on another machine, or the run is one of a user's own Flower app."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RunLine:
             later run went on with the folder, or where a user's own Flower app does not report its rounds.
         rounds: The number of rounds of the whole run; 0: not known yet.
         start: When the run started, or was submitted if it has not started, in ISO 8601.
-        seconds: The seconds that the run took, or has taken so far; None: the run has not begun.
+        seconds: The seconds from ``start`` until the run ended, or until now; None: the run waits in the queue, or never began.
         submitter: Who submitted the run: USER@HOST; empty: not known.
         code: The SHA-256 of the app that the sites receive; empty: no app has been sent yet.
         why: Why the run was refused, or who took it out of the queue; empty: neither happened.
@@ -233,6 +233,8 @@ def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
 
 def about_own(server: ServerFolder, run: Submitted) -> tuple[bool, str]:
     """Return whether a run reports how many rounds are done, and a note if it runs a user's own app (empty: no note).
+
+    A run that has not begun counts as one that reports them.
 
     Args:
         server: The server's folder.

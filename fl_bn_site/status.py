@@ -53,12 +53,12 @@ class RunStatus:
         round: The number of the last complete round; 0: no round is complete; None: not known. It is not known where a
             later run went on with the folder, or where a user's own Flower app does not report its rounds.
         rounds: The number of rounds of the whole run; 0: not known yet.
-        accepted: How many replies were used in the last round; None: no round is complete.
-        cohort: How many clients the server asked for a reply in the last round; None: no round is complete.
+        accepted: How many replies were used in the last round; None: no complete round is known.
+        cohort: How many clients the server asked for a reply in the last round; None: no complete round is known.
         loss: The mean training loss of the last round; None: the last round has no loss.
         metric: The name of the task's metric.
         value: The metric in the last round; None: it was not evaluated.
-        seconds: The mean duration of the last five rounds, in seconds; None: no round is complete.
+        seconds: The mean duration of the last five rounds, in seconds; None: no complete round is known.
         left: The seconds until the end of the run if each round takes ``seconds``; None: not known, or the run has ended.
         refused: For each site whose reply was not used in the last round, its name and the reason.
         received: The bytes received from the sites.
@@ -117,6 +117,7 @@ def status(server: ServerFolder, address: str = "") -> Status:
     Raises:
         ControlError: The SuperLink does not answer, or ``sites/`` lacks the public key of a site.
         QueueError: The queue cannot be read.
+        OSError, ValueError: A certificate of the server cannot be read.
     """
     with control_of(server, address) as control:
         nodes, runs = control.all_nodes(), control.runs()

@@ -212,7 +212,7 @@ def resume(
         del given["client-names"]
     package = _package(server, key, say, own)
     if _is_own(package):
-        raise ConfigError(f"--app {own} is a Flower app, but {name} is a run of fl-bn's own app: give the folder of modules, or none")
+        raise ConfigError(f"--app {own} is a Flower app, but {name} is a run of fl-bn's own app: give a folder of modules, or no --app")
     return _carry_out(server, _with_defaults(server, given), address, say, parallel, False, package, own)
 
 
@@ -247,8 +247,9 @@ def how_to_go_on(server: ServerFolder, name: str, own: bool = False, modules: Pa
     if rounds:
         with_them = f" --app {shlex.quote(str(modules))}" if modules else ""
         return f"resume it from round {rounds[-1]}: fl-bn resume {shlex.quote(str(server.path))} {name}{with_them}"
-    where = f"server/logs/serverapp.log and {run} say why" if run.exists() else "server/logs/serverapp.log says why"
-    return f'it has no checkpoint to resume from ({where}); begin it anew: fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
+    where = f"server/logs/serverapp.log and {run} say" if run.exists() else "server/logs/serverapp.log says"
+    again = f'fl-bn submit {shlex.quote(str(server.path))} --run-config "..."'
+    return f"it has no checkpoint to resume from. {where} why it ended. Begin it anew: {again}"
 
 
 def _with_defaults(server: ServerFolder, given: Mapping[str, Scalar]) -> dict[str, Scalar]:

@@ -145,7 +145,7 @@ class Package:
         return {name: value for name, value in config.items() if self.defaults is None or name in self.defaults}
 
     def signed(self, config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """Return those run-config keys that a signature covers. With ``key``, add the signature.
+        """Return those run-config keys that a signature covers. If the package has a ``key``, add the signature.
 
         Args:
             config: The whole run config.

@@ -1,4 +1,4 @@
-"""Run Flower 1.25's ``flower-supernode`` so that it asks for messages more often, and answers for processes that died.
+"""Run Flower 1.25's ``flower-supernode`` so that it asks for messages more often, and answers in place of processes that died.
 
 Usage: ``python -P supernode.py --poll-seconds S [--policy FILE --accepted FOLDER] [--audit FOLDER] ARGUMENT...``.
 Flower's SuperNode asks the server for messages every 3 s. It looks for the answer of its app every 0.5 s, and waits 1 s
@@ -6,9 +6,9 @@ for a tensor that has not arrived. Here it asks every S seconds while messages c
 without any message. The two other waits are 0.1 s.
 
 Where the process that works on a message dies, Flower 1.25 notices it after a minute, but does not tell the server. The
-round then waits until its deadline. Here the message gets an error reply at once, with the reason:
+round then waits until its deadline. Here the message gets an error reply with the reason:
 
-* ``app_host.py`` reports that a process died, or that ``app_host.py`` itself was started again. For this it sends a
+* ``app_host.py`` reports at once that a process died, or that ``app_host.py`` itself was started again. For this it sends a
   heartbeat with the reason in the metadata (``endings.py``).
 * The SuperNode notices when nobody asks it for work for ``ABSENT`` seconds.
 * A process that hangs or is stopped sends no heartbeat. Flower notices this after a minute, as before.
@@ -17,7 +17,8 @@ The SuperNode sends a reply to the server only when all of the reply has arrived
 reply. Without this rule, the SuperNode would then wait for the rest of the reply for ever.
 
 Where Flower's SuperNode cannot open the app of a run, it ends. Here the messages of that run get an error as their answer.
-A message of a run that has just ended, or that cannot be received, no longer delays the replies to all later messages.
+In Flower, two kinds of messages delay the replies to all later messages: one that cannot be received completely, and one whose
+run has just ended. Here they do not (``answer_each_message``).
 
 With ``--policy``, the site's policy is applied to each message before the message is stored (``admission.py``). With
 ``--audit``, the SuperNode logs each error that it makes itself in an audit log of its own (``node_audit.py``).
@@ -142,9 +143,9 @@ def answer_for_the_dead(state_class: Any, servicer: Any) -> None:
     get_messages, list_apps, beat = state_class.get_messages, servicer.ListAppsToLaunch, servicer.SendAppHeartbeat
 
     def whole_replies(self: Any, *, run_ids: Any = None, is_reply: bool | None = None, limit: int | None = None) -> Any:
-        """Return messages as Flower does. But of a run whose process still has its token, return no replies.
+        """Return messages as Flower does, but no replies of a run whose process still works, since they may be incomplete.
 
-        Such replies may be incomplete. A process returns its token after its whole reply.
+        A process that works holds a token. It returns the token after its whole reply.
         """
         if is_reply:
             _look_for_host(self)
@@ -290,7 +291,7 @@ def _runs(state: Any) -> set[int]:
 def _look_for_host(state: Any) -> None:
     """Send an error as the answer to every message if no program has asked for work for ``ABSENT`` seconds.
 
-    Flower calls this function while it waits.
+    Flower calls this function again and again while it waits for replies. Only the time of such a wait counts.
     """
     now = time.monotonic()
     state.awaited = now if now - getattr(state, "looked", now) > ASKING else getattr(state, "awaited", now)

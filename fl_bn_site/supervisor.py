@@ -85,8 +85,8 @@ class DailyLog(RotatingFileHandler):
 class Output:
     """Print and log the lines of all programs.
 
-    The terminal shows each line after the name of its program. The file ``NAME.log`` has each line after the time. The
-    logs of a program have at most 14 files, each of at most a day and 5 MB.
+    In the terminal, each line begins with the name of its program. In the file ``NAME.log``, each line begins with the time.
+    The logs of a program have at most 14 files, each of at most a day and 5 MB.
 
     Args:
         logs: The folder for the log files.
@@ -143,8 +143,8 @@ class SupervisedProgram:
         """Look after the program once. Call this method at short intervals.
 
         A program whose wait is over is started. One that has ended is started again after a wait, unless it runs only
-        once and has succeeded. One that has read files which have changed since is asked to end, is killed if it does
-        not, and is then started again.
+        once and has succeeded. A program is asked to end if a file that it has read at its start has changed. It is
+        killed if it does not end, and is then started again.
 
         Args:
             now: The present time, as ``time.monotonic()`` returns it.

@@ -156,7 +156,7 @@ def _audit(folder: Path, noted: str) -> Iterator[Check]:
     for fault in found.faults:
         yield Check(False, f"the audit log in {folder} is whole", fault)
     if noted:
-        remedy = "the hash is of another log, or this log was computed anew, or the line removed, after the hash was noted"
+        remedy = "the hash is of another log, or somebody has computed this log anew or removed the line since the hash was noted"
         yield Check(bool(found.noted), f"the audit log in {folder} has a line with the hash {noted}", remedy)
 
 
@@ -173,7 +173,7 @@ def _policy(site: SiteFolder) -> Check:
     try:
         Policy.read(site.policy)
     except PolicyError as error:
-        return Check(False, subject, f"{error}. Until then this site refuses every run")
+        return Check(False, subject, f"{error}. This site refuses every run until that is corrected")
     return Check(True, subject)
 
 

@@ -49,7 +49,10 @@ def in_a_sentence(record: logging.LogRecord) -> bool:
 
 
 def run(grid: Grid, context: Context, folder: Path | None) -> None:
-    """Run the federation of ``context.run_config`` over ``grid``, and store the path of the run directory in ``context.state``."""
+    """Run the federation of ``context.run_config`` over ``grid``.
+
+    If the run has a run directory, store its path in ``context.state``.
+    """
     config = RunConfig.from_mapping(context.run_config)
     limit_threads(config.threads)
     allow_modules(folder, context.node_config)

@@ -90,14 +90,14 @@ def run_data(config: RunConfig) -> Finding:
 def own_form(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Add run-config keys that describe this site's own data: classes, channels and image size.
 
-    For tables, also add the digest of the columns, and a model and a task, unless ``values`` has them.
+    For tables, also add the digest of the columns. A model and a task are added, too, where ``values`` lacks them.
 
     Args:
         node: The site's node config.
         values: Keys of the run config.
 
     Returns:
-        ``values`` with the keys; unchanged if they name a data set already, or if the site has no data of its own.
+        ``values`` with the keys; unchanged if ``values`` names a data set already, or if the site has no data of its own.
 
     Raises:
         ValueError: The data are damaged, or in a form that cannot be read.

@@ -170,7 +170,7 @@ def storage(check: str, folder: Path, mounts: Path = Path("/proc/mounts")) -> Fi
         return Finding(
             "warn",
             check,
-            f"{text}; but it lies in {LOST[kind]} ({kind}), so its files are lost when that ends",
+            f"{text}; but it lies in {LOST[kind]} ({kind}), so its files are lost with a reboot or with the container",
             "name a folder on a disk, or mount a volume there",
         )
     if free < LITTLE:

@@ -165,7 +165,7 @@ def reachable(host: str, port: int) -> Finding:
 def proxy(host: str) -> Finding:
     """Check whether gRPC would connect to ``host`` through a proxy that the environment names.
 
-    The other checks use Python's sockets, which never use a proxy, so they would not notice it.
+    The other checks use Python's sockets, which never use a proxy. So those checks would not notice a proxy.
     """
     parts = [part.lstrip(".") for part in excepted(os.environ)]
     named = [name for name in PROXIES if os.environ.get(name)]

@@ -154,7 +154,7 @@ def clock(authority: Path, skew: Callable[[], float] | None, here: Clock = now) 
     try:
         behind = skew()
     except FarApart:
-        return Finding("fail", check, f"{weak}, since the server refused all time stamps within half a day of this clock", mend)
+        return Finding("fail", check, f"{weak}, since the server refused all time stamps that were tried (up to 12 hours away)", mend)
     except LookupError as error:
         return Finding("ok", check, f"{weak}, since the server did not answer as expected: {error}")
     side = "behind" if behind > 0 else "ahead of"
@@ -182,8 +182,8 @@ def server_skew(host: str, port: int, authority: Path) -> float:
 
     Raises:
         LookupError: The server does not answer as Flower's SuperLink does.
-        FarApart: The server refuses all time stamps that are tried (``latest_accepted`` lists them). The two clocks are
-            then more than an hour apart, and not by about a whole number of hours up to 12.
+        FarApart: The server refuses all time stamps that are tried (``latest_accepted`` lists them). The difference of the
+            clocks is then more than an hour. It is also not close to 2, 3, ..., 12 hours.
     """
     import grpc
 

@@ -246,7 +246,7 @@ def test_empty_folders_may_be_there_already(tmp_path: Path) -> None:
         ({"sites": ["A", "a"]}, "must differ even in lower case"),
         ({"sites": ["../A"]}, "a site's name"),
         ({"days": 0}, "days must be"),
-        ({"fleet_port": 70000}, "ports 1..65535"),
+        ({"fleet_port": 70000}, "ports must be 1..65535"),
     ],
 )
 def test_plans_that_cannot_be(changed: dict[str, Any], said: str) -> None:

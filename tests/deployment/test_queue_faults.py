@@ -235,7 +235,7 @@ def test_a_database_of_a_newer_version_is_refused(server: ServerFolder) -> None:
     with closing(sqlite3.connect(queue.store.path)) as connection:
         connection.execute("PRAGMA user_version = 3")
     for look in (queue.waiting, lambda: queue.add(named("two"))):
-        with pytest.raises(QueueError, match=r"queue\.db was written by a newer fl-bn \(version 3; this one reads 2\)"):
+        with pytest.raises(QueueError, match=r"queue\.db was written by a newer fl-bn \(table version 3, but this fl-bn reads 2\)"):
             look()
 
 

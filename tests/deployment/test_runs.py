@@ -96,7 +96,7 @@ def test_every_failure_prints_the_command_to_type(server: ServerFolder, superlin
     assert not resume(server, "died", say=said.append)
     assert said[-1] == f"resume it from round 4: fl-bn resume {server.path} died"
     assert not submit(server, "name='new'", say=said.append)
-    assert said[-1].endswith(f'begin it anew: fl-bn submit {server.path} --run-config "..."')
+    assert said[-1].endswith(f'Begin it anew: fl-bn submit {server.path} --run-config "..."')
     superlink.known.append(Submitted(9, "running", {"resume": "died"}, THEN, None))
     monkeypatch.setattr(superlink, "stop", lambda run: None)
     assert abort(server, "died") == f"died is stopped; resume it from round 4: fl-bn resume {server.path} died"

@@ -31,7 +31,7 @@ def test_a_run_goes_on_with_another_authority_and_the_thief_is_refused(tmp_path:
         seen = federation.log("sites/west", "supernode").count("SuperNode ID")
         said = federation.membership("renew", "--stolen")
         assert "the fingerprint of the new ca.crt is" in said
-        assert "the sites' folders of this kit have it already: east, west" in said
+        assert "the sites' folders of this kit have the new ca.crt already: east, west" in said
         wait_until("west is back", lambda: federation.log("sites/west", "supernode").count("SuperNode ID") > seen, 300)
         assert not accepts(site, thief, "127.0.0.1")
         assert accepts(site, federation.kit / "server", "127.0.0.1")

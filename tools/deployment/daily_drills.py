@@ -156,7 +156,7 @@ def disk_full_under_the_state(case: Case) -> Outcome:
             code = run.wait(600)
         outcome.what = f"first{_end(code)}"
         if code:
-            outcome.expect("what to type is said", any("fl-bn resume" in line or "begin it anew" in line for line in running.said))
+            outcome.expect("what to type is said", any("fl-bn resume" in line or "Begin it anew" in line for line in running.said))
             _command("resume", str(server), first["name"], timeout=900)
             outcome.what += ", resumed"
         code = waiting.wait(900)
