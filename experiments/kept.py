@@ -170,7 +170,7 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
         deciding = {**own, **kept.config}.keys() - ROUNDS_OTHERWISE - here.without_effect
         if differing := sorted(key for key in deciding if own.get(key) != kept.config.get(key)):
             of = ", ".join(f"{key} {kept.config.get(key)!r} there, {own.get(key)!r} in the experiment's file" for key in differing)
-            raise ConfigError(f"{file}, line {number}: {kept.name} ran with other settings ({of}): remove the line, or run it again")
+            raise ConfigError(f"{file}, line {number}: {kept.name} ran with other settings ({of}): remove the line, or run the cell again")
         results.append(kept)
     return results
 

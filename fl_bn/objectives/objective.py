@@ -23,7 +23,7 @@ class Step:
         x: the inputs.
         forward: computes the loss.
         again: computes the loss a second time, after ``forward``, with the same dropout masks. This pass changes no
-            running statistics, and the client does not report its statistics.
+            running statistics, and the statistics of its batch are not reported.
     """
 
     x: Tensor

@@ -1,4 +1,4 @@
-"""Test models that were trained on five domains of digits on new clients, whose digits have changed strokes.
+"""Test trained models on new clients, whose digits have changed strokes. The models know five domains of digits.
 
 Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021,
 appendix G and table 17. The new clients have MNIST with changes as in Morpho-MNIST.

@@ -33,7 +33,10 @@ CIFAR: dict[str, Any] = {
 
 
 class Result(NamedTuple):
-    """Hold the test accuracy (0..1) of a run after ``passes`` re-calibration passes; 0: with FedAvg's own statistics."""
+    """Hold the test accuracy (0..1) of a run after ``passes`` re-calibration passes.
+
+    If ``passes`` is 0, the model has FedAvg's own statistics.
+    """
 
     split: str
     seed: int

@@ -128,7 +128,7 @@ def adapted(cell: Cell) -> Iterator[Row]:
     outcomes = adapt(made, client, ways(made, "all"), BATCH, device)
     if outcomes[0].before is None:
         raise ConfigError(
-            f"{cell.path} has no models of its clients, but the accuracy before adapting needs them: delete the folder, and run it again"
+            f"{cell.path} has no models of its clients, but the accuracy before adapting needs them: delete the folder, and repeat the run"
         )
     yield Row(*at, BEFORE, 100 * outcomes[0].before["accuracy"])
     for outcome in outcomes:
