@@ -58,7 +58,7 @@ class Outcome:
     def error(self) -> float:
         """Return the standard error of the mean; NaN for fewer than two seeds.
 
-        It is corrected if the seeds divide the same samples (``resampled``).
+        The error is corrected if the seeds divide the same samples (``resampled``).
         """
         n = len(self.differences)
         return stdev(self.differences) * math.sqrt(1 / n + self.resampled) if n > 1 else math.nan

@@ -109,8 +109,8 @@ def measured(
             next one.
         ways: The names of the ways.
         measure: Takes a run, and returns way -> value.
-        there: Earlier results. If they belong to the same run, they are yielded again, without measuring. The run is the
-            same if its duration and the commit of fl-bn are the same.
+        there: Earlier results. If they include all ways of a run, they are yielded again, without measuring the run. An
+            earlier result counts only if the run has the same commit of fl-bn and the same duration.
     """
     before = {kept.name: kept for kept in there}
     for n, cell in enumerate(ran):

@@ -191,7 +191,7 @@ class CohortBatchNorm(_SharedNorm):
             self.num_batches_tracked.add_(1)
 
     def _normalise_together(self, x: Tensor, clients: int) -> Tensor:
-        """Normalise ``x``, the batch of one row of the ``vmap``, with the moments of all rows' batches. They have equal sizes."""
+        """Normalise ``x``, the batch of one row of the ``vmap``, with the moments of all rows' batches, which have one size."""
         mean_C, var_C = channel_moments(x)
         common_C = OverRows.apply(mean_C)
         about_C = var_C + (mean_C - common_C).square()

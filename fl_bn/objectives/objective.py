@@ -132,7 +132,7 @@ class Objective(Options):
     def on(self) -> bool:
         """Return whether the objective has any effect.
 
-        With a strength of 0 it is the plain objective: it computes, keeps and sends nothing.
+        The plain objective has none, and neither has any other objective with a strength of 0.
         """
         return False
 

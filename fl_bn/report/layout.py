@@ -236,7 +236,7 @@ def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
 
     Args:
         layout: The runs by row and column.
-        cells: All runs, including those that cannot be read. They are needed for the list of problems.
+        cells: All runs, for the list of problems. Runs that cannot be read are included.
     """
     numbers = layout.settings.paper.numbers
     entries: dict[str, dict[str, Entry]] = {}

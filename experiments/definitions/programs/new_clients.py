@@ -104,7 +104,7 @@ def _newcomers(name: str, path: str, image_size: int) -> tuple[Newcomer, ...]:
 def _digits(name: str, path: str) -> Dataset:
     """Return digits that are bright on a dark background, as the changes need.
 
-    If ``name`` is digits-five, these are its MNIST digits; else they are the data of the run itself.
+    If ``name`` begins with digits-five, the result is the MNIST domain of these data. Else it is the data of the run itself.
     """
     if not name.startswith("digits-five"):
         return load(name, path)
