@@ -185,7 +185,9 @@ def _module(experiment: Experiment) -> ModuleType:
     file, _, _ = experiment.program.partition(":")
     path, folder = (experiment.file.parent / file).resolve(), (experiment.file.parent / "programs").resolve()
     if path.parent != folder or path.suffix != ".py" or not path.is_file():
-        raise ConfigError(f"{experiment.file}: program must be programs/FILE.py:FUNCTION in {folder}, but is {experiment.program!r}")
+        raise ConfigError(
+            f"{experiment.file}: program must be programs/FILE.py:FUNCTION, with FILE.py in {folder}, but is {experiment.program!r}"
+        )
     spec = importlib.util.spec_from_file_location(f"experiments.definitions.programs.{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

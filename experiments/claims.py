@@ -100,8 +100,8 @@ class Comparison:
         right: The second side.
         near: Whether the claim is that the sides differ by at most the paper's own difference plus ``margin``.
         margin: The margin of ``near``, in points of the metric; None: the margin of the rules.
-        within: The largest number of points by which the sides may differ, according to the claim. None: the claim is another
-            one. Only this project's own questions may have this value.
+        within: The largest number of points by which the sides may differ, according to the claim. None: the claim has no
+            such limit. Only this project's own questions may have one.
         metric: The name of the compared metric; empty: the metric of the table.
         paper: The paper's numbers for left and right; None if it does not print them.
         about: The numbers for left and right, read off a figure of the paper; None if they were not read off.

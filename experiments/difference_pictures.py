@@ -1,4 +1,4 @@
-"""Draw differences between two methods, those of the papers and those of this project, on one axis, grouped by claim."""
+"""Draw the papers' and this project's differences between two methods on one axis, grouped by claim."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def differences(name: str, groups: Mapping[str, Sequence[Difference]], states: t
 
     Args:
         name: The name of the file, without suffix.
-        groups: Name of a group -> its differences. ``within`` is drawn as two short bars.
+        groups: Name of a group -> its differences. Two short bars, on both sides of 0, mark ``Difference.within``.
         states: The values that ``Difference.state`` may have, in the order of ``STATES``.
     """
     ink, mark = dict(zip(states, STATES, strict=True)), dict(zip(states, MARKS, strict=True))

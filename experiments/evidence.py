@@ -142,7 +142,7 @@ class Tested:
 
     @property
     def reasons(self) -> list[str]:
-        """Return why comparisons are undecided, or why the claim cannot be tested; empty if nothing was run."""
+        """Return why the claim cannot be tested, or else why comparisons are undecided; empty if all are decided or none was run."""
         return [self.claim.untestable] if self.claim.untestable else reasons(self.outcomes) if self.was_run else []
 
     @property

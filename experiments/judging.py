@@ -58,7 +58,7 @@ class Outcome:
     def error(self) -> float:
         """Return the standard error of the mean; NaN for fewer than two seeds.
 
-        It is corrected if the seeds divide the same samples (``resampled``).
+        The error is corrected if the seeds divide the same samples (``resampled``).
         """
         n = len(self.differences)
         return stdev(self.differences) * math.sqrt(1 / n + self.resampled) if n > 1 else math.nan
@@ -135,7 +135,11 @@ class Outcome:
 
     @property
     def too_coarse(self) -> bool:
-        """Return whether the spread over seeds is too large to show a difference as small as the paper's, or as ``limit``."""
+        """Return whether the spread over seeds is too large for a decision.
+
+        For a claim with a ``limit``, this is so if ``half`` is above the limit. For other claims, it is so if ``detectable`` is
+        above the paper's own difference.
+        """
         if self.limit is not None:
             return self.half > self.limit
         gap = self.comparison.gap
@@ -143,10 +147,11 @@ class Outcome:
 
 
 def verdict(claim: Claim, outcomes: Sequence[Outcome]) -> str:
-    """Return the verdict on a claim, with the number of comparisons that decided it, such as ``contradicted (1 of 3)``.
+    """Return the verdict on a claim, such as ``reproduced`` or ``contradicted (1 of 3)``.
 
-    One contradicted comparison is enough to contradict the claim. The claim is mostly reproduced if no comparison is
-    contradicted and more than half of them held.
+    One contradicted comparison is enough to contradict the claim. Without one, the claim is reproduced if all comparisons
+    held, and mostly reproduced if more than half held. ``contradicted`` and ``mostly reproduced`` state the number of
+    comparisons that decided.
     """
     if claim.untestable:
         return UNTESTABLE

@@ -109,8 +109,8 @@ def measured(
             next one.
         ways: The names of the ways.
         measure: Takes a run, and returns way -> value.
-        there: Earlier results. If they belong to the same run, they are yielded again, without measuring. The run is the
-            same if its duration and the commit of fl-bn are the same.
+        there: Earlier results. If they include all ways of a run, they are yielded again, without measuring the run. An
+            earlier result counts only if the run has the same commit of fl-bn and the same duration.
     """
     before = {kept.name: kept for kept in there}
     for n, cell in enumerate(ran):
@@ -170,7 +170,7 @@ def load(file: Path, defined: Sequence[Cell]) -> list[Kept]:
         deciding = {**own, **kept.config}.keys() - ROUNDS_OTHERWISE - here.without_effect
         if differing := sorted(key for key in deciding if own.get(key) != kept.config.get(key)):
             of = ", ".join(f"{key} {kept.config.get(key)!r} there, {own.get(key)!r} in the experiment's file" for key in differing)
-            raise ConfigError(f"{file}, line {number}: {kept.name} ran with other settings ({of}): remove the line, or run it again")
+            raise ConfigError(f"{file}, line {number}: {kept.name} ran with other settings ({of}): remove the line, or run the cell again")
         results.append(kept)
     return results
 

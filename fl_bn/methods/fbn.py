@@ -78,7 +78,7 @@ def fbn(options: FBNOptions) -> Method:
     (``federation.centring``). If gradients are clipped, the inputs of BatchNorm layers start with the standard deviation
     ``BOUNDED_SCALE``, otherwise with 1.
 
-    With ``momentum`` the method is Algorithm 2: gradients are not centred, and the inputs always start with 1.
+    With ``momentum`` the method is Algorithm 2: gradients are not centred, and the inputs always start with standard deviation 1.
     """
     report, own = REPORTS[options.report], options.momentum is None
     return Method(

@@ -120,7 +120,7 @@ class CohortBatchNorm(_SharedNorm):
 
     @property
     def held(self) -> bool:
-        """Return whether the layer's statistics are frozen because its affine parameters are. False here, as in torch's BatchNorm."""
+        """Return False: frozen affine parameters do not freeze the statistics of this layer, as in torch's BatchNorm."""
         return False
 
     def normalised(self, x: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class CohortBatchNorm(_SharedNorm):
             self.num_batches_tracked.add_(1)
 
     def _normalise_together(self, x: Tensor, clients: int) -> Tensor:
-        """Normalise ``x``, the batch of one row of the ``vmap``, with the moments of all rows' batches. They have equal sizes."""
+        """Normalise ``x``, the batch of one row of the ``vmap``, with the moments of all rows' batches, which have one size."""
         mean_C, var_C = channel_moments(x)
         common_C = OverRows.apply(mean_C)
         about_C = var_C + (mean_C - common_C).square()
@@ -241,7 +241,7 @@ class _Normalise(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise ValueError(
                 "FedTAN's first step exchanges the gradient of the loss once, but create_graph=True asks for a second derivative (a "
-                "gradient penalty, for example): leave it out of the first step of the round"
+                "gradient penalty, for example): leave create_graph=True out of the first step of the round"
             )
         x, weight_C, mean_C, var_C = ctx.saved_tensors
         dims, shape = [0, *range(2, x.dim())], (1, -1, *([1] * (x.dim() - 2)))
@@ -360,6 +360,6 @@ def fedtan2(options: FedTAN2Options) -> Method:
 def fedavg_alg2(options: FedTANOptions) -> Method:
     """Make FedAvg with Algorithm 2 only, the ablation of FedTAN's paper.
 
-    The forward pass uses the cohort's moments. The backward pass uses the client's own gradients with respect to them.
+    The forward pass uses the cohort's moments. The backward pass uses the client's own gradients with respect to these moments.
     """
     return replace(_exchanging(options, share_gradients=False), name="fedavg-alg2")

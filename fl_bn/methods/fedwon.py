@@ -6,10 +6,11 @@ Close the Performance Gap in Unnormalized ResNets, Brock, De, Smith, ICLR 2021, 
 
 ``W^ = gain * (W - mean(W)) / (std(W) * sqrt(N))``. Mean and (biased) standard deviation are over the N weights of
 each output channel, its fan-in. Inputs of independent channels with mean square 1 yield outputs of variance
-``gain^2``, and the weights add no shift to their mean. W itself is trained, sent and averaged.
+``gain^2``, and the weights add no shift to the outputs' mean. W itself is trained, sent and averaged.
 
 The gain has two factors. The fixed one, as in FedWon, is ``sqrt(2 / (1 - 1/pi))``: one over the standard
-deviation of ReLU(x) for a standard normal x. It is for ReLU, and close for similar functions.
+deviation of ReLU(x) for a standard normal x. It is exact for ReLU, and
+nearly right for similar functions.
 
 The learnable factor, one per output channel, is as in High-Performance Large-Scale Image Recognition Without
 Normalization, Brock et al., ICML 2021 (NF-Nets). It is the scale of the former BatchNorm, whose shift is the

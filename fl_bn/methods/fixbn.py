@@ -11,8 +11,8 @@ of the client's batch (section 3.5, equation 4). So it is biased even with one l
 different statistics, too, but this costs less than a percentage point of accuracy (section 3.4).
 
 The paper freezes when it divides the learning rate by ten (section 5). At the full rate the network collapses
-after the freeze. So by default the frozen rounds run at a tenth of the rate, whatever the schedule
-(``Method.learning_rate``).
+after the freeze. So by default, the learning rate of frozen rounds is limited to a tenth of the highest rate before the
+freeze (``Method.learning_rate``). In bounded training (``Method.bounded``) the limit is ``BOUNDED_FROZEN_RATE`` of this rate.
 
 Symbols: T* -> freeze_after.
 """

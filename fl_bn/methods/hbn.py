@@ -8,8 +8,8 @@ Before training, each client measures the moments of its data (equation 7). The 
 its batch's statistics and the global ones (equation 9). The mixing logits are trained with the weights'
 optimiser and never leave their client.
 
-The global statistics contain moments that were measured with older weights. So before an evaluation they are replaced
-by statistics that are measured with the evaluated weights. ``exact`` measures the statistics of the union of all data.
+The global statistics contain moments that were measured with older weights. So before an evaluation, statistics that
+are measured with the evaluated weights replace the global ones. ``exact`` measures the statistics of the union of all data.
 ``hybrid`` measures the mixtures by which training normalises (``Refresh``).
 
 Each ablation of Table 6 is an option: ``separate=False`` (1), ``merge="average"`` (2), and for ``mixing``:

@@ -315,7 +315,7 @@ class Method:
 
     @property
     def at_clients(self) -> str:
-        """Return the options that decide what a client computes, as text. Client and server need the same ones.
+        """Return the options that decide what a client computes, as text. Client and server need the same options.
 
         Options that only the server uses, such as ``freeze_after``, are not in the text. Nor are values without a text of
         their own, such as functions.
@@ -344,10 +344,10 @@ class Method:
     def bounded(self) -> Method:
         """Return a copy of the method for bounded training, that is, training with clipped gradients.
 
-        Gradients are clipped by ``clip="auto"`` with SGD, or by another setting. If the method centres gradients in every
-        round, the copy has ``bounded_scale`` as ``scale``. If it centres them in frozen rounds, the copy has
-        ``bounded_frozen_rate`` as ``frozen_rate``. Otherwise both stay as they are. Without centring, a smaller scale lowers
-        the accuracy, and frozen rounds at the full learning rate end at chance level.
+        Gradients are clipped by ``clip="auto"`` with SGD, or by another setting. In the copy, ``bounded_scale`` replaces
+        ``scale`` if the method centres gradients in every round. ``bounded_frozen_rate`` replaces ``frozen_rate`` if the
+        method centres gradients in frozen rounds. A bounded value of None replaces nothing. Without centring, a smaller
+        scale lowers the accuracy, and frozen rounds at the full learning rate end at chance level.
         """
         scale = self.bounded_scale if self.bounded_scale is not None and self.centre else self.scale
         share = self.bounded_frozen_rate if self.bounded_frozen_rate is not None and self.centres(Phase.FROZEN) else self.frozen_rate
@@ -380,7 +380,7 @@ def freeze(
     parameters are still trained, and no statistics are reported.
 
     A network with constant statistics depends on the scale of its weights, and its gradient contains the mean
-    of a layer's input. At a high learning rate it collapses. So frozen rounds centre gradients
+    of a layer's input. At a high learning rate, such a network collapses. So frozen rounds centre gradients
     (``federation.centring``) and reduce the learning rate (``Method.learning_rate``).
 
     Args:

@@ -17,7 +17,7 @@ from fl_bn.options import Options, option, takes
 
 @dataclass(frozen=True)
 class GNOptions(Options):
-    """Hold the options of ``gn``. There are 2 groups as in the FixBN paper, whose layers have as few as 16 channels."""
+    """Hold the options of ``gn``. The default is 2 groups, as in the FixBN paper, whose networks have layers of only 16 channels."""
 
     name: ClassVar[str] = "gn"
     groups: int = option(2, "groups per layer", ">= 1", key="groups")

@@ -36,7 +36,7 @@ def residual_branches(model: nn.Module, prefix: str = "") -> Iterator[Branch]:
     """Yield every branch whose result is added to a shortcut, in the order of the forward pass.
 
     If two paths from one tensor meet in an addition, the path with more layers is the branch, and the other
-    is the shortcut. If both have equally many, the first operand is the branch. A path that itself contains such
+    is the shortcut. If both paths have equally many layers, the first operand is the branch. A path that itself contains such
     an addition is no branch.
 
     A module whose forward pass depends on values or shapes cannot be traced. Then its submodules are searched one by

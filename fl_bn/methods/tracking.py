@@ -1,4 +1,4 @@
-"""Limit how fast shared statistics change, if training normalises with them (FBN) or with a mixture of them (HBN).
+"""Limit how fast shared statistics change, if training normalises with them alone (FBN) or mixed with batch statistics (HBN).
 
 Within a round the statistics are constants, so the gradient ignores their later change. That change undoes part of the
 step (Batch Normalization, Ioffe and Szegedy, ICML 2015, section 2). If the statistics were replaced in every round, the

@@ -4,8 +4,9 @@ Generalized Federated Learning via Sharpness Aware Minimization, Qu, Li, Duan, L
 Algorithm 1. The same algorithm is Improving Generalization in Federated Learning by Seeking Flat Minima,
 Caldarola, Caputo, Ciccone, ECCV 2022.
 
-A step makes two passes, first at the weights and then at that point. The batch statistics of the first pass update
-the running statistics and are reported, those of the second are not. Both passes use the same dropout masks.
+A step makes two passes, first at the weights and then at the nearby point. The first pass updates the running
+statistics, and its batch statistics are reported. The second pass changes no running statistics, and its batch
+statistics are not reported. Both passes use the same dropout masks.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Step:
         x: the inputs.
         forward: computes the loss.
         again: computes the loss a second time, after ``forward``, with the same dropout masks. This pass changes no
-            running statistics, and the client does not report its statistics.
+            running statistics, and the statistics of its batch are not reported.
     """
 
     x: Tensor
@@ -132,7 +132,7 @@ class Objective(Options):
     def on(self) -> bool:
         """Return whether the objective has any effect.
 
-        With a strength of 0 it is the plain objective: it computes, keeps and sends nothing.
+        The plain objective has none, and neither has any other objective with a strength of 0.
         """
         return False
 

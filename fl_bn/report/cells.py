@@ -128,7 +128,7 @@ class Cell:
         return []
 
     def per_class(self) -> list[float]:
-        """Return the accuracy of each class in percent, in the last evaluation that has them; empty: no evaluation has them."""
+        """Return the accuracy of each class in percent, from the last evaluation that measured it; empty: no evaluation did."""
         shares: list[Any] = next((row["per-class"] for row in reversed(self.rows) if row.get("per-class")), [])
         return [100 * _number(value) for value in shares]
 

@@ -51,7 +51,7 @@ def series(layout: Layout, metric: str) -> list[Series]:
 def _series(row: str, column: str, cells: Sequence[Cell], metric: str) -> Series | None:
     """Return one curve; None: no round has a finite value of ``metric`` for every seed.
 
-    Other rounds are left out, since the mean would jump where it covers fewer seeds.
+    A round in which any seed has no finite value is left out. With fewer seeds, the mean would jump there.
     """
     curves = [curve for cell in cells if (curve := cell.curve(metric))]
     if not curves:

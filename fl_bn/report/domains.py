@@ -14,8 +14,8 @@ AXIS = "domain"
 def by_domain(cells: Sequence[Cell], each: bool = True) -> list[Cell]:
     """Replace each run by several copies: one per domain, and one for the mean over the domains.
 
-    In the copy of a domain, the metric is that on the test data of the domain. In the copy of the mean, the metric is
-    the mean over the domains. Only this copy keeps the metrics of the clients and the diagnostics. A run without metrics
+    In the copy of a domain, the metric has its value on the domain's test data. In the copy of the mean, it has the mean
+    of these values. Only this copy keeps the metrics of the clients and the diagnostics. A run without metrics
     per domain stays as it is, and counts as a copy of the mean.
 
     Args:

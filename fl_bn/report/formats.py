@@ -96,9 +96,10 @@ def problem_text(problem: Problem) -> str:
 
 
 def number(table: Table, entry: Entry) -> tuple[str, str, str]:
-    """Return the parts of an entry: the mean ``45.2``, the deviation ``(0.3)``, and the number of seeds ``2 of 3``.
+    """Return the parts of an entry: the mean ``45.2``, the deviation ``(0.3)``, and the number of seeds.
 
-    The number of seeds is empty if the caption states the same number. For an entry without values, the first part is
+    The number of seeds is ``2 of 3`` if runs lack a value, else ``n=3``. It is empty if no run lacks a value and the caption
+    states the same number. For an entry without values, the first part is
     a text such as ``failed``, and the others are empty.
     """
     if not entry.values:

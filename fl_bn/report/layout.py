@@ -93,7 +93,8 @@ class Layout:
     def heading(self, axes: Sequence[str], values: Sequence[str]) -> str:
         """Return the heading of a panel for the runs with ``values`` on ``axes``.
 
-        A number is written after the name of its axis. A dash, the value of runs without the axis, becomes ``no AXIS``.
+        A number, ``true`` or ``false`` is written after the name of its axis. A dash, the value of runs without the axis,
+        becomes ``no AXIS``.
         """
         bare = [_is_number(value) or value in ("true", "false") for value in values]
         parts = [
@@ -235,7 +236,7 @@ def tabulate(layout: Layout, cells: Sequence[Cell]) -> Table:
 
     Args:
         layout: The runs by row and column.
-        cells: All runs, including those that cannot be read. They are needed for the list of problems.
+        cells: All runs, for the list of problems. Runs that cannot be read are included.
     """
     numbers = layout.settings.paper.numbers
     entries: dict[str, dict[str, Entry]] = {}

@@ -120,8 +120,8 @@ def _ranked(available: Sequence[Series], layout: Layout) -> dict[str, str]:
 def _across(axes: Axes, x: str, ways: Sequence[np.ndarray]) -> None:
     """Set up the horizontal axis.
 
-    The axis is logarithmic if the longest curve reaches at least ten times as far as the shortest, but never if it
-    shows rounds. Bytes are shown in B, kB, MB, GB or TB.
+    The axis is logarithmic if all positions are above 0 and the longest curve reaches at least ten times as far as the
+    shortest. An axis of rounds is never logarithmic. Bytes are shown in B, kB, MB, GB or TB.
 
     Args:
         axes: The panel.
@@ -196,7 +196,10 @@ def against(layout: Layout, axis: str) -> Picture:
 
 
 def _ticks(axes: Axes, values: Sequence[float]) -> None:
-    """Put the horizontal ticks at ``values``. The axis is logarithmic if the largest value is at least 20 times the smallest."""
+    """Put the horizontal ticks at ``values``, unless there are more than nine.
+
+    The axis is logarithmic if all values are above 0 and the largest is at least 20 times the smallest.
+    """
     if min(values) > 0 and max(values) / min(values) >= 20:
         logarithmic(axes, x=True)
         axes.xaxis.set_minor_locator(NullLocator())
@@ -205,7 +208,7 @@ def _ticks(axes: Axes, values: Sequence[float]) -> None:
 
 
 def diagnostics(layout: Layout) -> list[Picture]:
-    """Make a picture for each column with diagnostics, which shows them over rounds, and by layer in the last round."""
+    """Make a picture for each column with diagnostics: their values over rounds, and by layer in the last round."""
     made = []
     for number, column in enumerate(layout.columns, 1):
         quantities = _diagnostics(layout, column)

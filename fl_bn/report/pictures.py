@@ -128,7 +128,10 @@ def panels(
 
 
 def columns_of(panels: int) -> int:
-    """Return how many panels to draw side by side: up to three in one line, else two to four with the fewest gaps."""
+    """Return how many panels to draw side by side.
+
+    Up to three panels are drawn in one line. More panels are drawn in lines of two, three or four, with the fewest gaps.
+    """
     return max(1, panels) if panels <= 3 else min((3, 4, 2), key=lambda across: -panels % across)
 
 

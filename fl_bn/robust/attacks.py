@@ -60,7 +60,7 @@ def alie(z: float | None = None) -> Attack:
 def z_max(n: int, f: int) -> float:
     """Return ``z`` of ALIE: the largest number of standard deviations with which its rows hide among the honest rows.
 
-    With s = floor(n/2 + 1) - f, it is the quantile of the normal distribution at (n - f - s) / (n - f), and at least 0.
+    With s = floor(n/2 + 1) - f, ``z`` is the quantile of the normal distribution at (n - f - s) / (n - f), and at least 0.
     If s honest rows are farther from the mean than the f Byzantine rows, these two groups together are a majority
     (ALIE, algorithm 3).
 
@@ -98,8 +98,8 @@ def constant(value: float) -> Attack:
 def optimised(family: Callable[[float], Attack], damage: Damage, grid: np.ndarray = GRID) -> Attack:
     """Make the attack of a family with the strength that does the most damage.
 
-    It tries every strength of ``grid``, positive and negative, because a rule may be weak on either side.
-    Then it refines the best strength between its neighbours. Shejwalkar and Houmansadr (NDSS 2021) and ByzFL
+    The attack tries every strength of ``grid``, positive and negative, because a rule may be weak on either side.
+    Then it tries strengths between the best one and its neighbours. Shejwalkar and Houmansadr (NDSS 2021) and ByzFL
     search positive strengths only.
 
     Args:
@@ -160,12 +160,12 @@ class Adversary:
     Attributes:
         attack: a name of ``ATTACKS``, or a function ``(honest rows, f) -> rows``.
         f: the number of Byzantine clients.
-        on: the part of their replies that is false: ``statistics``, ``updates`` or ``both``.
+        on: the part of the Byzantine clients' replies that is false: ``statistics``, ``updates`` or ``both``.
         strength: FOE's epsilon, ALIE's z, the standard deviation of gaussian, or mimic's victim. 0: the
             attack's default.
 
     Raises:
-        ValueError: there is no attack of this name, ``f`` is below 1, or ``on`` is another text.
+        ValueError: there is no attack of this name, ``f`` is below 1, or ``on`` has another value.
     """
 
     attack: str | Attack
@@ -191,7 +191,7 @@ class Adversary:
         Args:
             honest: rows of the honest clients, (h, d).
             f: the number of rows to make.
-            damage: the error that an optimised attack maximises.
+            damage: a function of one row: the error of the server's result. An optimised attack maximises this error.
 
         Returns:
             The rows (f, d).

@@ -1,9 +1,9 @@
 """Compute medians and trimmed means of columns in machine code. This needs the extra ``robust`` (llvmlite).
 
-On one thread, the median and the trimmed mean are 7 to 15 times as fast as with NumPy alone. On a quiet machine
-they are 5 to 9 times as fast (benchmarks/results/robust.md). This holds for float32 tables with 5 to 110 million
-numbers in 10 or 50 rows. After nearest-neighbour mixing they are 1.1 to 1.7 times as fast, because the distances of
-the mixing take most of the time. A defended update (``Defence.update``) is 1.1 to 1.5 times as fast, because it first
+On one thread, the median and the trimmed mean are 5 to 9 times as fast as with NumPy alone on a quiet machine
+(benchmarks/results/robust.md). On a busy machine they are 7 to 15 times as fast. This holds for float32 tables with 5
+to 110 million numbers in 10 or 50 rows. After nearest-neighbour mixing they are 1.1 to 1.7 times as fast, because the
+distances of the mixing take most of the time. A defended update (``Defence.update``) is 1.1 to 1.5 times as fast, because it first
 copies the rows to float64. ``benchmarks/robust.py`` repeats the comparison.
 
 LLVM compiles one function for each pair of the number of rows and the number of values to cut. The function runs

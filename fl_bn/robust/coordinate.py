@@ -1,4 +1,4 @@
-"""Compute order statistics of every column of a block (n, width), such as its median. This is pass 2 of a rule.
+"""Compute order statistics of every column of a block (n, width), such as its median. This is a rule's second pass.
 
 For up to 24 rows, a pruned sorting network computes minima and maxima of whole rows. For more rows, the block is
 transposed in strips and sorted along the contiguous axis, where NumPy's sort is fast. The functions overwrite

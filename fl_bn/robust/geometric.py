@@ -45,7 +45,7 @@ class _Scene:
         return float(np.sqrt(max(b @ self.products @ b, 0.0)))
 
     def weights(self, b: np.ndarray) -> np.ndarray:
-        """Convert the point ``b`` to weights (n,) of the original rows. They sum to 1."""
+        """Convert the point ``b`` to weights (n,) of the original rows. The weights sum to 1."""
         w = b * self.scale
         w[self.m] = 0.0
         w[self.m] = 1.0 - w.sum()

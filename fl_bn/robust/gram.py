@@ -1,4 +1,4 @@
-"""Compute the inner products of all rows, block by block. This is pass 1 of a rule.
+"""Compute the inner products of all rows, block by block. This is a rule's first pass over the data.
 
 Distances follow from inner products. Nearest-neighbour mixing, Krum and the geometric median need nothing else.
 Let C be the Gram matrix of the rows about some centre. Then |sum_k w_k (x_k - centre)|^2 = w' C w. So a linear
@@ -65,7 +65,7 @@ def gram(table: Table, checked: bool = False) -> Gram:
         The inner products.
 
     Raises:
-        NonFinite: a row is not finite, or so large that its square overflows float64.
+        NonFinite: a row is not finite, or so large that the sum of its squares overflows float64.
     """
     products = _products(table, double=table.double, checked=checked)
     if not table.double and (not np.isfinite(products).all() or _lost(products, FLOAT32_LOSS)):

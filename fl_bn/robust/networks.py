@@ -78,10 +78,10 @@ def selection(n: int, trim: int) -> tuple[Exchange, ...]:
         The exchanges, in the order in which to make them.
 
     Raises:
-        ValueError: ``trim`` leaves no value.
+        ValueError: ``trim`` is negative, or leaves no value.
     """
     if trim < 0 or 2 * trim >= n:
-        raise ValueError(f"expected to trim fewer than half of {n} values at either end, but got {trim}: no value would be left")
+        raise ValueError(f"trim, the number of values to cut at either end, must be at least 0 and below half of {n}, but got {trim}")
     SUMMED, READ = 1, 2  # a wire is read only by the final sum, or also by an exchange
     wanted = dict.fromkeys(range(trim, n - trim), SUMMED)
     kept: list[Exchange] = []

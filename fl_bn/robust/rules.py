@@ -279,7 +279,7 @@ def rule_named(name: str) -> Rule:
     *before, last = name.split("+")
     if last not in RULES or any(part not in PREAGGREGATIONS for part in before):
         raise ValueError(
-            f"expected a rule ({', '.join(RULES)}), with {' or '.join(f'{p}+' for p in PREAGGREGATIONS)} before it, but got {name!r}"
+            f"expected a rule ({', '.join(RULES)}), alone or after {' or '.join(f'{p}+' for p in PREAGGREGATIONS)}, but got {name!r}"
         )
     rule = RULES[last]
     for part in reversed(before):

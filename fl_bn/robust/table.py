@@ -181,7 +181,7 @@ class Table:
         return finite
 
     def nonfinite(self) -> list[int]:
-        """Return the indices of rows with a number that is not finite, or whose square overflows float64."""
+        """Return the indices of rows with a number that is not finite, or whose absolute value is above ``LARGEST``."""
         bad = np.zeros(self.n, dtype=bool)
         for start, stop in self.blocks():
             block = self.load(start, stop)

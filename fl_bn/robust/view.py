@@ -22,7 +22,7 @@ class Report:
     Attributes:
         n: the number of rows, rejected ones included.
         f: the number of Byzantine rows that the caller declared.
-        rejected: indices of rows with numbers that are not finite, or that overflow when squared.
+        rejected: indices of rows with a number that is not finite, or whose absolute value is above ``robust.table.LARGEST``.
         kept: indices of the other rows.
         weights: the share of each row in the value (n,). None for rules that decide coordinate by coordinate.
         scores: Krum's scores (n,). None for other rules.

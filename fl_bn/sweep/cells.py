@@ -88,7 +88,7 @@ class Cell:
         free = OWN | ROUNDS_OTHERWISE | self.config.without_effect
         deciding = [k for k in {**there, **here} if k not in free]
         if differing := [f"{k} is {there.get(k)!r} there, {here.get(k)!r} here" for k in deciding if there.get(k) != here.get(k)]:
-            raise ConfigError(f"{self.path} holds another run ({'; '.join(differing)}): give another output folder, or remove this run")
+            raise ConfigError(f"{self.path} holds another run ({'; '.join(differing)}): give another output folder, or remove {self.path}")
         if outcome.get("status") != "finished":
             return False
         return (

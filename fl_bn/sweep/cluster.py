@@ -86,7 +86,8 @@ def run_cells(
     A cell whose node is lost is run on another node: from its checkpoint if the folder is shared, else anew. A cell
     whose process dies twice on living nodes has failed.
 
-    A run takes ``threads`` x ``workers`` CPUs of its node; ``workers=0`` counts as one.
+    Every run takes ``threads`` x ``workers`` CPUs of its node; ``workers=0`` counts as one. If the runs differ in these keys,
+    every run takes as many CPUs as the largest one.
 
     Args:
         cells: The cells. Finished ones are left out.
@@ -172,7 +173,8 @@ class _Sweep:
                 f"a run needs {self.cpus} CPUs (threads x workers) and {self.gpus:g} of a GPU, but no node of the cluster has them: "
                 f"{', '.join(node.name for node in nodes)}"
             )
-        LOGGER.info("%d runs on %d nodes: %s", len(self.waiting), len(nodes), ", ".join(f"{node.name} ({node.room})" for node in nodes))
+        room = ", ".join(f"{node.name} ({node.room} at a time)" for node in nodes)
+        LOGGER.info("%d runs on %d nodes: %s", len(self.waiting), len(nodes), room)
         while self.waiting or self.tasks:
             self.submit()
             if self.tasks:

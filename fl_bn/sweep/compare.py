@@ -59,7 +59,7 @@ def comparison(variants: Sequence[Variant], seeds: Sequence[int], base: Mapping[
         refuse_decided("fl-bn compare", keys, {"method": "the methods are --methods"})
     if any("seed" in variant.overrides for variant in variants):
         raise ConfigError(
-            "a variant cannot set seed, since all variants have the same seeds: leave seed out, and set their number by --seeds"
+            "a variant cannot set seed, since all variants have the same seeds: leave seed out, and give the number of seeds by --seeds"
         )
     labels = [variant.label for variant in variants]
     if len(set(labels)) < len(labels):

@@ -310,7 +310,7 @@ def test_fedtan_refuses_to_be_differentiated_twice_in_its_first_step() -> None:
             optimizer.step()
 
     self_penalty = True
-    with pytest.raises(ValueError, match=r"exchanges the gradient of the loss once, .* leave it out of the first step of the round"):
+    with pytest.raises(ValueError, match=r"exchanges the gradient of the loss once, .* leave create_graph=True out of the first step"):
         door_2(net(), methods.fedtan(), clients(), loop)
     self_penalty = False  # control: in the second step
     door_2(net(), methods.fedtan(), clients(), loop)

@@ -93,7 +93,7 @@ def test_how_much_it_saves() -> None:
 
 @pytest.mark.parametrize(("n", "trim"), [(0, 0), (1, 1), (4, 2), (5, 3), (5, -1)])
 def test_trimming_all_is_an_error(n: int, trim: int) -> None:
-    with pytest.raises(ValueError, match="no value would be left"):
+    with pytest.raises(ValueError, match="must be at least 0 and below half of"):
         selection(n, trim)
 
 

@@ -3,7 +3,7 @@
 Paper: Zhong, Chen, Chao: Making Batch Normalization Great in Federated Deep Learning. Each round has one local
 step, in three parts:
 
-    (a) Every client updates its running statistics by equation 1, with unchanged weights. The server averages them.
+    (a) Every client updates its running statistics by equation 1, with unchanged weights. The server averages these statistics.
     (b) Every client makes a step on its weights. BatchNorm normalises by the averaged statistics, as in evaluation.
     (c) The server averages the weights.
 

@@ -1,4 +1,4 @@
-"""Test models that were trained on five domains of digits on new clients, whose digits have changed strokes.
+"""Test trained models on new clients, whose digits have changed strokes. The models know five domains of digits.
 
 Paper: Li et al.: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021,
 appendix G and table 17. The new clients have MNIST with changes as in Morpho-MNIST.
@@ -104,7 +104,7 @@ def _newcomers(name: str, path: str, image_size: int) -> tuple[Newcomer, ...]:
 def _digits(name: str, path: str) -> Dataset:
     """Return digits that are bright on a dark background, as the changes need.
 
-    If ``name`` is digits-five, these are its MNIST digits; else they are the data of the run itself.
+    If ``name`` begins with digits-five, the result is the MNIST domain of these data. Else it is the data of the run itself.
     """
     if not name.startswith("digits-five"):
         return load(name, path)

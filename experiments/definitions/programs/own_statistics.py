@@ -1,4 +1,4 @@
-"""Compare the test accuracy of a finished run with its running statistics and with exact statistics.
+"""Compare two test accuracies of a finished run: one with its running statistics, and one with exact statistics.
 
 Clients of FedBN and SiloBN do not send their statistics. They gather the statistics while they train their own
 weights, but are tested with the averaged weights. Exact statistics are measured with the averaged weights: on the

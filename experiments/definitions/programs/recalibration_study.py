@@ -33,7 +33,10 @@ CIFAR: dict[str, Any] = {
 
 
 class Result(NamedTuple):
-    """Hold the test accuracy (0..1) of a run after ``passes`` re-calibration passes; 0: with FedAvg's own statistics."""
+    """Hold the test accuracy (0..1) of a run after ``passes`` re-calibration passes.
+
+    If ``passes`` is 0, the model has FedAvg's own statistics.
+    """
 
     split: str
     seed: int
@@ -45,7 +48,7 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
     """Run the study, and write ``recalibration.csv`` and ``recalibration.png``.
 
     Args:
-        folder: The folder of the files. The runs are in its folder ``runs``; finished runs are not repeated.
+        folder: The folder of the files. Its subfolder ``runs`` has the runs; finished runs are not repeated.
         variant: ``small``: digits, 10 rounds. ``evidence``: the subset of CIFAR-10 in ``data``. ``cause``: as
             ``evidence``, and each run a second time with one local step per round. Any other: digits, 100 rounds.
         data: The folder of the data.

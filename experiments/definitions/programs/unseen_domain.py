@@ -74,7 +74,7 @@ def run(folder: Path, variant: str = "small", data: str = "data", jobs: int = 1)
     """Run the study, and write ``adaptations.csv``, ``table.csv``, ``table.md`` and ``unseen_domain.png``.
 
     Args:
-        folder: The folder of the files. The runs are in its folder ``runs``; finished runs are not repeated.
+        folder: The folder of the files. Its subfolder ``runs`` has the runs; finished runs are not repeated.
         variant: ``small``: generated domains. ``shared`` and ``evidence``: a small network on the digit domains in
             ``data``. Any other: the paper's setting.
         data: The folder of the data.
@@ -128,7 +128,7 @@ def adapted(cell: Cell) -> Iterator[Row]:
     outcomes = adapt(made, client, ways(made, "all"), BATCH, device)
     if outcomes[0].before is None:
         raise ConfigError(
-            f"{cell.path} has no models of its clients, but the accuracy before adapting needs them: delete the folder, and run it again"
+            f"{cell.path} has no models of its clients, but the accuracy before adapting needs them: delete the folder, and repeat the run"
         )
     yield Row(*at, BEFORE, 100 * outcomes[0].before["accuracy"])
     for outcome in outcomes:
