@@ -235,7 +235,7 @@ class OwnLoop:
         return rounds.statistics.refreshed(self._transport, number, self._trained)
 
     def _note(self, record: RoundRecord) -> None:
-        """Store the record of a round, and log a warning if the training diverges."""
+        """Store the record of a round, report it to ``fl-bn status``, and log a warning if the training diverges."""
         rounds = self.rounds
         rounds.batches_trained += batches_trained([record])
         self._first_loss = record.loss if math.isnan(self._first_loss) else self._first_loss

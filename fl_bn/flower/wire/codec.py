@@ -104,7 +104,7 @@ def header_for(shared: SharedModel, round: int, phase: Phase, payload: str = AS_
 
 
 class LazyArray(Array):
-    """Hold an array for a message, and encode it only when its bytes are read. Within one process, they never are.
+    """Hold an array for a message, and encode the array only when its bytes are read. Within one process, nobody reads them.
 
     Flower uses it like any other ``Array``.
 
@@ -194,7 +194,7 @@ def header_of(content: RecordDict) -> Header:
             "header",
             "",
             f"expected a record {HEADER.name!r} of {FORMAT}, but got records {excerpt(sorted(content))}: a train handler returns "
-            "round.message(...), which makes it",
+            "round.message(...), which makes this header",
         )
     return header_from(HEADER.of_configs(content))
 
