@@ -218,7 +218,10 @@ def mods_around(app: Any, name: str) -> list[Any]:
 
 @contextmanager
 def registering(app: Any, mods: list[Any]) -> Iterator[None]:
-    """Replace the mods of a ClientApp by ``mods`` until the block ends. Functions that the block registers are wrapped in ``mods``."""
+    """Replace the mods of a ClientApp by ``mods`` until the block ends. An app without mods is not changed.
+
+    Functions that the block registers are wrapped in ``mods``.
+    """
     before = mods_of(app)
     if before:
         app._mods = mods

@@ -101,7 +101,7 @@ class OwnRound:
         return self.local.batch
 
     def step_done(self) -> None:
-        """Tell that a step was made without a torch optimiser. See ``LocalRound.step_done``."""
+        """Record that a step was made without a torch optimiser. See ``LocalRound.step_done``."""
         self.local.step_done()
 
     def backward(self, forward: Callable[[], Tensor], x: Any) -> Tensor:

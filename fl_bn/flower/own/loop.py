@@ -56,8 +56,8 @@ class Asked:
 class OwnLoop:
     """Do the work that ``Strategy.start`` does between the hooks, for a user's own loop that calls the hooks.
 
-    The results are the same as those of ``start``. If the method needs it, the statistics are measured before round 1,
-    and again before an evaluation. So ``configure_train`` and ``aggregate_train`` may send messages of their own
+    The results are the same as those of ``start``. The statistics are measured before round 1, and again before an
+    evaluation, if the method needs this. So ``configure_train`` and ``aggregate_train`` may send messages of their own
     over the grid.
 
     Args:
