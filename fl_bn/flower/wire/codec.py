@@ -82,8 +82,8 @@ def check_header(expected: Header, actual: Header, ours: Schema, payload: Payloa
         payload: the message's tensors.
 
     Raises:
-        WireError: a field differs. If only the signature differs, and not the method or the format, the error names the
-            first tensor that differs.
+        WireError: a field differs. If the signature differs, but not the method and the format, the error names the first
+            tensor that differs. If no tensor differs, it names other possible causes.
     """
     if actual.signature != expected.signature and actual.method == expected.method and actual.format == expected.format:
         problem = difference(ours, payload, dtypes=actual.payload == AS_THE_MODEL)

@@ -264,7 +264,7 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
 
     Returns:
         The metrics, with NaN in place of withheld ones; and the smallest number of samples behind a metric that is not
-            withheld.
+            withheld. If all metrics are withheld, this number is ``samples``.
     """
     counts = {name: behind.get(name, samples) for name in metrics}
     kept = {name: value if counts[name] >= least else math.nan for name, value in metrics.items()}
