@@ -155,8 +155,8 @@ class Session:
         Args:
             client: the client.
             request: its request.
-            deliver: called with the answer as soon as all clients have sent their requests, or with the
-                reason for having no answer.
+            deliver: called with the answer as soon as all active clients have sent their requests, or with
+                the reason for having no answer.
         """
         with self._lock:
             if reason := self.out(client):

@@ -78,7 +78,8 @@ class ExchangeSettings(Options):
             uses Flower messages, and works with any cohort size. ``local`` needs all clients in one process.
             ``auto`` chooses ``local`` in one process, otherwise ``grpc`` if the whole cohort can run at once,
             otherwise ``replay``.
-        policy: What happens if a client dies or is late: ``abort`` or ``shrink``.
+        policy: What happens if a client dies or is late. ``abort`` fails the round for all clients, ``shrink`` goes on with
+            the other clients.
         deadline: Seconds that an exchange waits for late clients, from the time when half of the clients
             wait.
         join_deadline: Seconds that the joined clients wait for another client to join the round.

@@ -170,7 +170,8 @@ def repeat_cancelled(invoker: Any) -> None:
     """Change Flower's retry invoker: a call that a stopping server cancels is repeated, like one that finds no server.
 
     A server that stops cancels the replies that it is sending (gRPC's code CANCELLED). Flower repeats a call for the code
-    UNAVAILABLE alone. A run whose server is restarted would fail then, if a large reply was on its way.
+    UNAVAILABLE alone. So without this change, a restart of the server would end a run with an error, if a large reply was on
+    its way.
 
     Args:
         invoker: a ``RetryInvoker`` of Flower. Newer versions of Flower call servers over HTTP and repeat such calls themselves,
@@ -217,7 +218,10 @@ def mods_around(app: Any, name: str) -> list[Any]:
 
 @contextmanager
 def registering(app: Any, mods: list[Any]) -> Iterator[None]:
-    """Replace the mods of a ClientApp by ``mods`` until the block ends. Functions that the block registers are wrapped in ``mods``."""
+    """Replace the mods of a ClientApp by ``mods`` until the block ends. An app without mods is not changed.
+
+    Functions that the block registers are wrapped in ``mods``.
+    """
     before = mods_of(app)
     if before:
         app._mods = mods

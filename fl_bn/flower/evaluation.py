@@ -93,7 +93,7 @@ class EvaluationsAtClients:
     ) -> MetricRecord | None:
         """Return the mean metrics over ``clients`` from a secure sum, which hides single clients.
 
-        If clients are to save their models, separate messages ask them to. So clients outside the sum save their
+        If clients are to save their models, separate messages ask for this. So clients outside the sum save their
         models, too.
 
         Args:

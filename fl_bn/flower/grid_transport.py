@@ -141,9 +141,10 @@ class GridTransport(Transport):
         return replies if self.strategy.secure is not None else super().store(instruction, replies)
 
     def evaluate(self, number: int, tensors: Named) -> dict[str, float]:
-        """Evaluate at the clients by the strategy's hooks, or else at the server. Then call ``evaluate_fn``, if there is one.
+        """Evaluate at the clients by the strategy's hooks. Then call ``evaluate_fn``, if there is one.
 
-        Store all metrics in ``result``, and return those that are single numbers, by name.
+        If clients do not evaluate in this run, the strategy's ``evaluate`` is called in their place, if there is one. All
+        metrics are stored in ``result``. Those that are single numbers are returned, by name.
 
         Args:
             number: the round.

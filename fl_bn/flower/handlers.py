@@ -100,8 +100,9 @@ def request_of(header: Header, payload: Payload, config: Values, network: Networ
 
     Args:
         header: the instruction's header.
-        payload: the instruction's arrays, in the dtype in which they were sent. The transcript is removed from them. It
-            holds the averages so far of this round's layer-wise exchange by replay.
+        payload: the instruction's arrays, in the dtype in which they were sent. If this round has a layer-wise exchange by
+            replay, they include its transcript: the averages computed so far. The function removes the transcript from
+            ``payload``.
         config: the instruction's checked config. Its form says whether the client is to train, to measure or to evaluate.
         network: the client's network.
 

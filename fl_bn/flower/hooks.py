@@ -66,7 +66,7 @@ def check_secure(strategy: Strategy) -> None:
     if called := [hook for hook in SECURE if overrides(strategy, hook)]:
         raise ValueError(
             f"{type(strategy).__name__} overrides {called[0]}, but with secure aggregation the server sees no client's reply, so this "
-            "hook is never called: take it away, or switch secure aggregation off"
+            "hook is never called: remove the hook, or switch secure aggregation off"
         )
 
 

@@ -159,7 +159,7 @@ class LocalClient:
     def test(self, request: Request) -> dict[str, float]:
         """Return the loss and other metrics on this client's test data. The model includes the tensors that this client keeps.
 
-        Save the model, too, if the request names a folder for it.
+        Save the model, too, if the request names a folder for it, and the site has a folder (``Site.folder``).
         """
         with self._own_model(request) as model:
             metrics = evaluate(model, self.site.test, task=self.task).result()
@@ -179,7 +179,10 @@ class LocalClient:
         return Reply(self.site.client, {}, samples, samples, {"loss": loss, "fewest": fewest, **metrics})
 
     def save(self, request: Request) -> None:
-        """Save the model that ``test`` would evaluate. The request names the folder, which lies below the site's folder."""
+        """Save the model that ``test`` would evaluate. The request names the folder, which lies below the site's folder.
+
+        If the site has no folder (``Site.folder``), nothing is saved.
+        """
         with self._own_model(request) as model:
             self._save(model, str(request.config["save"]))
 

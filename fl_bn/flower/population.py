@@ -246,7 +246,7 @@ class Population:
         """Choose, for each client index, one of the nodes that claim it.
 
         The node that first served the index since the start comes first. Next is the node that serves it now. If neither
-        claims the index, a single other node gets it. If several others claim it, none gets it.
+        claims the index, and only one other node does, that node gets it. If several others claim it, none gets it.
 
         Returns:
             A problem if several nodes claim an index and none of them was chosen; else empty.

@@ -133,8 +133,8 @@ def lost(moments: Moments, first: Tensor, reference: Running, error: float, limi
     """Count the channels whose variance is inexact because the reference is too far from the data.
 
     The variance is computed as a difference of two averages, which loses digits if the reference is far from the data.
-    A channel counts if the quantiser's rounding may change its variance (plus EPS) by more than 0.1 %. The change must
-    also be more than about four times the change that a reference near the data would allow.
+    A channel counts if the quantiser's rounding may change its variance (plus EPS) by more than both of two limits. One limit
+    is 0.1 %. The other is about four times the change that rounding causes with a reference near the data.
 
     Args:
         moments: the moments of all clients together, as ``from_deviations`` computed them.

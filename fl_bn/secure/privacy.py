@@ -1,9 +1,9 @@
-"""Provide client-level differential privacy with two releases, of the updates and of the statistics, each with its own clip.
+"""Provide client-level differential privacy with two releases (noisy sums): of the updates and of the statistics.
 
-A client's update and its statistics (standardised deviations, see ``additive``) are two vectors. Each is scaled
-down to an L2 norm of at most its clip C. Each gets so much Gaussian noise that the secure sum over the cohort has
-noise of standard deviation ``noise * C`` or more. The norm of the statistics is that of a few hundred numbers of
-order 1. A clip that fits one of the vectors would be too small or too large for the other.
+A client's update and its statistics (standardised deviations, see ``additive``) are two vectors. Each has a
+clip C of its own, and is scaled down to an L2 norm of at most C. Each gets so much Gaussian noise that the secure
+sum over the cohort has noise of standard deviation ``noise * C`` or more. The norm of the statistics is that of a
+few hundred numbers of order 1. A clip that fits one of the vectors would be too small or too large for the other.
 
 Accounting is that of zero-concentrated DP: Concentrated Differential Privacy, Bun and Steinke, TCC 2016. A
 Gaussian release of noise multiplier z costs ``rho = 1 / (2 z^2)`` (proposition 1.6). Two data sets are

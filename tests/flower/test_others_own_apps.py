@@ -210,7 +210,7 @@ def test_a_reply_of_ones_own_is_told_what_makes_it() -> None:
     other, method = ClientApp(), methods.fedavg()
     answer(other, net, method, lambda context: data(client_of(context)))
     other.train()(lambda message, context: replies(message, context, app))
-    with pytest.raises(RunFailed, match=r"a train handler returns round.message\(...\), which makes it"):
+    with pytest.raises(RunFailed, match=r"a train handler returns round.message\(...\), which makes this header"):
         ran(FedAvgBN(net()), other)
 
 
@@ -234,9 +234,9 @@ def test_another_start_in_one_run_is_said_where_clients_keep_layers(
 ) -> None:
     grid = InProcessGrid(own_app(method), CLIENTS, {})
     arrays = strategy(net(), fraction_evaluate=0).start(grid, num_rounds=1).arrays
-    assert "another start" not in log.text
+    assert "start was called again" not in log.text
     strategy(net(), fraction_evaluate=0).start(grid, num_rounds=1, train_config=config(lr=0.1))
-    assert ("another start in one run of Flower's. Under fedbn every client begins it" in log.text) is said
+    assert ("start was called again in one run of Flower's. Under fedbn every client then begins" in log.text) is said
     assert arrays
 
 
@@ -414,7 +414,7 @@ def test_a_round_that_draws_other_numbers_when_it_is_repeated_is_refused(seeded:
     if seeded:
         assert ran(strategy, app).records[0].aggregated
         return
-    with pytest.raises(RunFailed, match="its repetition of the round came to other values"):
+    with pytest.raises(RunFailed, match="its repetition of the round computed other values than before"):
         ran(strategy, app)
 
 

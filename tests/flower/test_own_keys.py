@@ -94,7 +94,7 @@ def test_messages_of_an_earlier_version_are_refused_by_name() -> None:
         with pytest.raises(OtherVersion, match="an earlier one, whose records have no names that begin with 'fl-bn/'"):
             check_server(message)
     check_server(Message(RecordDict({"header": ConfigRecord({"mine": 1}), "config": ConfigRecord({"lr": 0.1})}), 1, "train"))  # control
-    with pytest.raises(WireError, match="the client has an earlier one, whose records have no names that begin with 'fl-bn/'"):
+    with pytest.raises(WireError, match="and the client an earlier one, whose records have no names that begin with 'fl-bn/'"):
         introduction_of(RecordDict({"hello": ConfigRecord({"client": 0})}))
 
 

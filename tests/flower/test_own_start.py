@@ -191,7 +191,7 @@ def test_too_few_replies_give_nothing() -> None:
 def test_what_the_hooks_alone_cannot_do_is_refused_in_one_sentence() -> None:
     for kind, name in ((FedTAN, "fedtan"), (FedTAN2, "fedtan2")):
         with pytest.raises(
-            RunFailed, match=rf"^{kind.__name__}'s clients exchange statistics within a round, which only start\(\.\.\.\) does: .*super"
+            RunFailed, match=rf"^{kind.__name__}'s clients exchange statistics within a round, and only start\(\.\.\.\) runs such .*super"
         ):
             Strategy.start(kind(net()), grid(name), begin(), num_rounds=1)
     with pytest.raises(RunFailed, match=r"^FedBN has callbacks, which only start\(\.\.\.\) calls: .*super\(\).start"):

@@ -174,7 +174,7 @@ def test_of_two_that_accuse_each_other_both_are_left_out() -> None:
 
     (record,) = lied(spoil, "fbn", secure=SecureAggregation(), rounds=1).records
     assert [c.client for c in record.accepted] == [0, 2, 4]
-    assert "it cannot read the shares of nodes [4]" in record.clients[LIAR].refused
+    assert "the client cannot read the shares of nodes [4]" in record.clients[LIAR].refused
     assert "or it claims that it cannot read another's" in record.clients[3].refused
 
 

@@ -161,8 +161,8 @@ Combine = Callable[[Sequence[Moments]], Moments]
 def _statistics_damage(honest: np.ndarray, f: int, truth: Combine, combine: Combine) -> Damage:
     """Return a function that measures how much a lie changes the combined statistics.
 
-    The change of a mean is in standard deviations, that of a variance is the log of the ratio. The function returns the
-    Euclidean norm over all channels.
+    The change of a mean is in standard deviations. The change of a variance is the log of the ratio of the new
+    variance to the old one. The function returns the Euclidean norm over all channels.
 
     Args:
         honest: The statistics of one layer at the honest clients, (clients, 2 * channels): means, then variances.

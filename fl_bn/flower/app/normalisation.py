@@ -109,7 +109,7 @@ def others(record: RoundRecord, metric: str) -> list[str]:
 
 
 def describe_round(record: RoundRecord, rounds: int, task: Task, method: Method, model: nn.Module, called: ClientNames = UNNAMED) -> str:
-    """Return the long line of a round: first on the training, then on normalisation, bytes and drift.
+    """Return the long log line of a round, for run.log: its training, then normalisation, bytes and drift.
 
     Args:
         record: The record of the round.

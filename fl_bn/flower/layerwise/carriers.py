@@ -34,9 +34,9 @@ from fl_bn.support.wire import WireError, reason
 POLL = 0.1  # seconds between two checks for replies
 SAME = 1e-3  # by what share a repetition of a round may come to other values: a GPU adds up in another order each time
 NOT_REPEATED = (
-    "its repetition of the round came to other values. With exchange='replay' a round is computed again for each answer, so the loop must "
-    "draw the same numbers again: seed every generator of your own (np.random.default_rng(seed)) by the round, and draw batches inside "
-    "the block of training(...). Or choose exchange='grpc'"
+    "its repetition of the round computed other values than before. With exchange='replay' a round is computed again for each answer, so "
+    "the loop must draw the same numbers again: seed every generator of your own (np.random.default_rng(seed)) by the round, and draw "
+    "batches inside the block of training(...). Or choose exchange='grpc'"
 )
 
 
@@ -186,7 +186,7 @@ class GrpcCarrier(Carrier):
 
         Raises:
             RunFailed: a client cannot reach the service, or does not trust its certificate. With the policy ``shrink``,
-                rounds go on without such a client, and the error is raised only if no client could join or others were late.
+                rounds go on without such a client. The error is then raised only if no client could join, or if others were late.
         """
         messages = {c.index: Message(RecordDict(), c.node, RENDEZVOUS, ttl=timeout, group_id="0") for c in cohort}
         settings = self.settings
@@ -261,7 +261,7 @@ class ReplayCarrier(Carrier):
         """Send the messages, and return client -> its batch size and request, for each client that needs an answer.
 
         If a client needs no further answer, its reply is added to ``final``, and the client leaves the session. ``sizes`` has
-        client -> the size of its requests so far. A client whose repetition came to others leaves, too.
+        client -> the size of its requests so far. A client also leaves if its repetition computed other values.
         """
         requests: dict[int, tuple[int, Local]] = {}
         replies: dict[int, Message] = {}
@@ -292,8 +292,8 @@ class ReplayCarrier(Carrier):
 def _simulation_hint(clients: int, cpus: int) -> str:
     """Return advice on how to get ``clients`` workers in Flower's simulation.
 
-    Flower 1.25 starts one worker per share of a CPU. Later versions take whole CPUs only, so Ray is told of more
-    CPUs than there are. All versions run at most 32 workers at a time, and at most 4 more than there are CPUs.
+    Flower 1.25 can give each worker a part of a CPU. Later versions give whole CPUs only, so the advice is to tell Ray of
+    more CPUs than there are. All versions run at most 32 workers at a time, and at most 4 more than there are CPUs.
     """
     if clients > (most := min(32, cpus + 4)):
         return f"In simulation it needs {clients} workers, but Flower runs at most {most} at a time on {cpus} CPUs: use `fl-bn run`"

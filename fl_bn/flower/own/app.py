@@ -101,7 +101,7 @@ class OwnRound:
         return self.local.batch
 
     def step_done(self) -> None:
-        """Tell that a step was made without a torch optimiser. See ``LocalRound.step_done``."""
+        """Record that a step was made without a torch optimiser. See ``LocalRound.step_done``."""
         self.local.step_done()
 
     def backward(self, forward: Callable[[], Tensor], x: Any) -> Tensor:
@@ -254,11 +254,11 @@ def training(
         context: Flower's context of the client.
         model: your network, unconverted.
         method: the method, the same as the server's.
-        batches: the training batches. HBN, and FBN with ``report="pass"``, measure them before training. Other methods do
-            not use them.
+        batches: the training batches. HBN (unless ``separate=False``) and FBN with ``report="pass"`` measure them before
+            training. Other methods do not use them.
         task: splits a batch into inputs and targets for that measurement.
-        objective: FedProx, SCAFFOLD or FedSAM. Then call ``round.backward(lambda: loss_of(x), x)`` in place of
-            ``loss.backward()``.
+        objective: ``PLAIN``, or FedProx, SCAFFOLD or FedSAM. With one of these three, call
+            ``round.backward(lambda: loss_of(x), x)`` in place of ``loss.backward()``.
 
     Yields:
         The round: train its ``model``, then return its ``message(samples, loss)``.
@@ -406,8 +406,8 @@ def _register(app: ClientApp, gate: Gate, model: Models, method: Method, batches
 def _measure(message: Message, context: Context, converted: nn.Module, method: Method, batches: Iterable[Any], task: Task) -> Message:
     """Answer a query for statistics.
 
-    This function is not inside ``_register``, because Flower's ``run_simulation`` pickles the functions there,
-    together with copies of the forms that they use.
+    Flower's ``run_simulation`` pickles functions that are defined inside ``_register``, with copies of the forms that
+    they use. So this function is defined outside.
     """
     request = _read(message, context, converted, method, TO_MEASURE)
     kept, joins = request.kept(_store(context, request, converted, method)), request.connect(ExchangeAddresses.of(context.node_config))

@@ -56,8 +56,8 @@ class Asked:
 class OwnLoop:
     """Do the work that ``Strategy.start`` does between the hooks, for a user's own loop that calls the hooks.
 
-    The results are the same as those of ``start``. If the method needs it, the statistics are measured before round 1,
-    and again before an evaluation. So ``configure_train`` and ``aggregate_train`` may send messages of their own
+    The results are the same as those of ``start``. The statistics are measured before round 1, and again before an
+    evaluation, if the method needs this. So ``configure_train`` and ``aggregate_train`` may send messages of their own
     over the grid.
 
     Args:
@@ -235,7 +235,7 @@ class OwnLoop:
         return rounds.statistics.refreshed(self._transport, number, self._trained)
 
     def _note(self, record: RoundRecord) -> None:
-        """Store the record of a round, and log a warning if the training diverges."""
+        """Store the record of a round, report it to ``fl-bn status``, and log a warning if the training diverges."""
         rounds = self.rounds
         rounds.batches_trained += batches_trained([record])
         self._first_loss = record.loss if math.isnan(self._first_loss) else self._first_loss

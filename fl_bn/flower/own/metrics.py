@@ -36,9 +36,10 @@ NOT_COUNTED_IN_TRAINING = "%s's own training metrics are not counted: %s"
 class OwnMetrics:
     """Combine the clients' own metrics in the rounds of one run.
 
-    A metric is averaged if more than half of the clients send it. A client is left out, and the log names it, if one of
-    its numbers is not finite or outside its range. The same holds if a metric's name cannot be printed, or if an
-    averaged metric is missing. No client gets a larger weight than all others together. Lists are not averaged.
+    By default, a metric is averaged if more than half of the clients send it. ``needs`` changes this rule. A client is
+    left out, and the log names it, if one of its numbers is not finite or outside the metric's range. The same holds if a
+    metric's name cannot be printed, or if a needed metric is missing. No client gets a larger weight than all others
+    together. Lists are not averaged.
 
     Args:
         key: the name of the metric that is a client's weight in the means.
@@ -224,8 +225,8 @@ class OwnMetrics:
             self._lacking.add(self._key)
             log(
                 logging.WARNING,
-                "weighted_by_key=%r: the training metrics of %s lack it, so all clients' training metrics have their numbers of samples as "
-                "weights: give round.message(..., metrics) this metric in every client, or correct the name",
+                "weighted_by_key=%r: the training metrics of %s lack it, so the numbers of samples are the weights of all clients' "
+                "training metrics: give round.message(..., metrics) this metric in every client, or correct the name",
                 self._key,
                 self._called.clients(clients),
             )

@@ -176,7 +176,10 @@ class OwnRounds(BatchNormStrategy):
         return arrays, MetricRecord({**(combined or {}), **metrics})
 
     def _say_taken(self, by_client: Mapping[int, Mapping[str, float]]) -> None:
-        """Log a warning, once for each name, if the user's metrics have the name of one of fl-bn's own numbers in the result."""
+        """Log a warning, once for each name, if a metric of the user's is called like one of fl-bn's own: ``loss`` or ``samples``.
+
+        A ``loss`` with the same values as fl-bn's own causes no warning.
+        """
         losses = {client.client: client.loss for client in self.record.accepted}
         samples = any("samples" in own for own in by_client.values())
         loss = any(math.isfinite(losses[client]) and own.get("loss", losses[client]) != losses[client] for client, own in by_client.items())

@@ -14,8 +14,8 @@ def seated(claims: Mapping[int, int], clients: int) -> dict[int, int]:
     """Return node -> new number, for each node whose claimed number belongs to another node.
 
     Of several nodes that claim one number, the node with the smallest id gets it, since Flower draws these ids at
-    random. The others get, in order, the smallest numbers that nobody claims. The result is empty if there are
-    more nodes than numbers.
+    random. The others, in the order of their ids, get the smallest numbers that nobody claims. The result is empty if
+    there are more nodes than numbers.
 
     Args:
         claims: the claimed number of each node.
@@ -38,8 +38,8 @@ def seat_of_newcomer(
     The first case that applies decides:
 
     * No online node has ``number``: the new node gets it.
-    * The server gave another number to a node that claimed ``number`` and is offline now: the new node gets that number,
-      since it may be the same client after a restart.
+    * The server gave another number to a node that claimed ``number`` and is offline now: the new node gets that other
+      number, since it may be the same client after a restart.
     * The server gave ``number`` to a node that claimed another one: the new node gets the smallest number that no node
       has had since the start. If there is none, it gets ``number``.
     * Otherwise it gets ``number``, and two nodes claim this number.

@@ -48,8 +48,8 @@ from fl_bn.support.names import check_name
 
 TIMEOUT = 3600.0  # Flower's
 AGAIN = (
-    "this is another start in one run of Flower's. Under %s every client begins it with the server's BatchNorm layers, not with its own: "
-    "call start once, and use hooks or callbacks between its rounds"
+    "start was called again in one run of Flower's. Under %s every client then begins with the server's BatchNorm layers, not with its "
+    "own: call start once, and use hooks or callbacks between its rounds"
 )
 _STARTED: WeakSet[Grid] = WeakSet()
 """The grids on which ``start`` was called in this process."""
@@ -85,8 +85,8 @@ class OwnAppStrategy(OwnNames):
 
     A subclass may override the hooks ``configure_train``, ``aggregate_train``, ``configure_evaluate``,
     ``aggregate_evaluate``, ``summary`` and ``start``, and call ``super()`` in them. The arrays that a hook gets
-    have the names of your network's state_dict, without those that clients keep. A name that begins with ``_`` is refused
-    in a subclass if this class uses it. All other names are yours.
+    have the names of your network's state_dict. Tensors that clients keep are not among them. A name that begins with
+    ``_`` is refused in a subclass if this class uses it. All other names are yours.
 
     A node that names another number of clients than the run has, or that cannot take part, is refused, and the log names
     it. The run goes on with the others, if there are at least ``min_available_nodes``.
@@ -376,8 +376,8 @@ class OwnAppStrategy(OwnNames):
             Flower's result, with the arrays of the last evaluation and every round's record.
 
         Raises:
-            RunFailed: clients are missing, too many rounds in a row failed, or the clients' app does not answer. Then
-                the message names the line that the app lacks.
+            RunFailed: clients are missing, too many rounds in a row failed, or the clients' app does not answer. If the
+                app has no handler for fl-bn's introduction, the message names the line to add.
             ValueError: ``initial_arrays`` do not fit the network, or ``num_rounds`` is no number of rounds.
         """
         if type(num_rounds) is not int or num_rounds < 0:
@@ -429,7 +429,7 @@ class OwnAppStrategy(OwnNames):
 
     def _begun(self, needs: str) -> OwnLoop:
         if self._loop is None:
-            raise RunFailed(f"{needs}(...) before it, but that was not called yet (or call strategy.start(grid, ...))")
+            raise RunFailed(f"{needs}(...) before it: call that hook first, or call strategy.start(grid, ...)")
         return self._loop
 
     def _check_own_loop(self) -> None:
@@ -437,7 +437,7 @@ class OwnAppStrategy(OwnNames):
         name = type(self).__name__
         if exchanges_in_rounds(self._given.method):
             raise RunFailed(
-                f"{name}'s clients exchange statistics within a round, which only start(...) does: in a start of your own, call "
+                f"{name}'s clients exchange statistics within a round, and only start(...) runs such rounds: in a start of your own, call "
                 "super().start(...), and put your steps into the hooks and into callbacks=[...]"
             )
         if self._given.callbacks:

@@ -455,9 +455,9 @@ def _warn(client: LocalClient, round: int, statistics: Mapping[str, int], values
     for layer, count in statistics.items():
         text = (
             "%s: layer %s: %d channels have a mean more than %g standard deviations from the reference's mean, or a variance more than %g "
-            "times its variance"
+            "times the reference's variance"
         )
-        log(logging.WARNING, f"{text}; these statistics are clipped to this limit", who, layer or "model", count, limit, limit**2)
+        log(logging.WARNING, f"{text}; these statistics are clipped to these limits", who, layer or "model", count, limit, limit**2)
     for name, count in values.items():
         text = "%s: %d values of %s exceed the quantiser's range of %g and are cut off: raise secagg-clipping-range"
         log(logging.WARNING, text, who, count, name, limit)

@@ -130,8 +130,8 @@ def problem(kept: ClientState, together: History, most_unknown: int | None = Non
     Args:
         kept: the client's state.
         together: the combined history of all clients.
-        most_unknown: the largest number of rounds that ``together`` may have and this client's own history lacks. The
-            client took no part in these rounds, and cannot check them. None: any number.
+        most_unknown: the largest allowed number of rounds that are in ``together``, but not in this client's own history.
+            The client took no part in these rounds, and cannot check them. None: any number.
     """
     own = history_of(kept)
     if kept.sections and kept.round not in own:

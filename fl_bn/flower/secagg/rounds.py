@@ -107,7 +107,7 @@ class SecureRounds:
         Clients report deviations from a reference, which is the shared statistics. If the reference is too
         far from the data, the exchange is repeated with the measured statistics as the next reference, up to
         ``REPEATS`` times. With differential privacy it is not repeated, because each exchange costs budget.
-        In every repetition the clients normalise their data with the same statistics, which the messages have.
+        In every repetition, the clients normalise their data with the statistics in ``messages``, which stay the same.
 
         Args:
             grid: Flower's grid.
@@ -308,8 +308,8 @@ class SecureRounds:
         """Return the moments of all clients together, by layer.
 
         Raises:
-            WireError: the clients' layers see different numbers of activations per sample, so they cannot be
-                weighted by samples; or a layer has more than ``LARGEST_COUNT`` activations.
+            WireError: the clients' layers see different numbers of activations per sample, so samples
+                cannot be the clients' weights; or a layer has more than ``LARGEST_COUNT`` activations.
         """
         counted = {tuple(sorted(part.activations.items())) for part in total.parts}
         if len(counted) != 1:
@@ -381,7 +381,7 @@ def _entry(part: Summand, loss: float, size: int) -> Reply:
 
 
 def _clients(total: Sum, average: Sections, key: str, limit: float) -> int:
-    """Return how many clients cut off values of ``key`` (``statistics`` or ``update``). The sum of the clients' flags shows it."""
+    """Return how many clients cut off values of ``key`` (``statistics`` or ``update``). The sum of the clients' flags shows this number."""
     return round(float(average["cut"][key][0]) / limit * len(total.parts))
 
 
@@ -390,7 +390,7 @@ def _widened(moments: Mapping[str, Moments], reference: Mapping[str, Running], l
 
     A mean that was cut off shows the direction of the data, but neither their distance nor their spread. A channel near the
     end of the range is treated in the same way. Its new standard deviation is at least ``limit ** 2`` times that of the old
-    reference. If that is too large, the next measurement finds the right one.
+    reference. If this deviation is too large, the next measurement corrects it.
 
     Args:
         moments: layer -> the measured moments.

@@ -75,7 +75,7 @@ class Stages:
         plans: the clients' counts for this round, by node.
         activations: activations per sample, by node and layer.
         refused: the reasons why clients are refused, by client index.
-        complaints: unordered pairs of nodes. One of the two nodes, either one, reports that it cannot read the other's shares.
+        complaints: pairs of nodes, of which one reports that it cannot read the other's shares. A pair does not say which one.
         shares: the replies of the last stage, by node.
         without: the node whose reply is left out in the last stage. -1: none.
         histories: for each node, the hashes of earlier instructions that its client reports at the start.
@@ -245,7 +245,7 @@ class Stages:
             problem = f"expected one or more nodes that sent it shares, but got {excerpt(about)}"
             raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"the client says it cannot read some shares: {problem}")
         self.complaints |= {frozenset((node, other)) for other in about}
-        raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"it cannot read the shares of nodes {excerpt(sorted(about))}")
+        raise WireError(RECORD_KEY_CONFIGS, "unreadable", f"the client cannot read the shares of nodes {excerpt(sorted(about))}")
 
     def _at_odds(self, stage: str, checked: Mapping[int, RecordDict]) -> dict[int, str]:
         """Return the nodes whose replies are valid, but contradict the other nodes' replies, each with the reason."""
@@ -265,8 +265,8 @@ class Stages:
         """Return the nodes whose counts are too far from the other nodes' counts, each with the reason.
 
         A client's weight in the sum is its count divided by the largest count. A client whose weight is too small for the
-        quantiser refuses to take part (``check_weights``). While the smallest weight is too small, this function adds the node
-        whose count differs from the median by the largest factor. Its count is the smallest or the largest.
+        quantiser refuses to take part (``check_weights``). While the smallest weight is too small, this function adds a node to the
+        result: the one whose count differs from the median by the largest factor. This count is the smallest or the largest.
         """
         odd: dict[int, str] = {}
         for name in ("samples", "passes"):

@@ -42,7 +42,7 @@ class Plan:
 
     Attributes:
         samples: the number of different samples. 0: the client takes no part.
-        passes: the number of samples behind its statistics. A sample that is used twice counts twice.
+        passes: the number of samples behind the client's statistics. A sample that is used twice counts twice.
         steps: the number of batches.
     """
 

@@ -92,8 +92,8 @@ class Sum:
     def error(self, section: str, settings: SecureAggregation) -> float:
         """Return the largest absolute error that quantisation can cause in a value of the average of ``section``.
 
-        It has the unit of the section's values in the clients' vectors (``sums``): that of the weights or gradients
-        themselves, and for statistics the standard deviations of the reference.
+        The unit is that of the section's values in the clients' vectors (``sums``). Weights and gradients have their own
+        unit. The unit of statistics is the standard deviation of the reference.
         """
         weights = [self.weighting.of(section, part.plan) for part in self.parts]
         return average_error(settings.clipping_range, settings.quantization_range, weights, 1.0)

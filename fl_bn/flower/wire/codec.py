@@ -82,8 +82,8 @@ def check_header(expected: Header, actual: Header, ours: Schema, payload: Payloa
         payload: the message's tensors.
 
     Raises:
-        WireError: a field differs. If only the signature differs, and not the method or the format, the error names the
-            first tensor that differs.
+        WireError: a field differs. If the signature differs, but not the method and the format, the error names the first
+            tensor that differs. If no tensor differs, it names other possible causes.
     """
     if actual.signature != expected.signature and actual.method == expected.method and actual.format == expected.format:
         problem = difference(ours, payload, dtypes=actual.payload == AS_THE_MODEL)
@@ -104,7 +104,7 @@ def header_for(shared: SharedModel, round: int, phase: Phase, payload: str = AS_
 
 
 class LazyArray(Array):
-    """Hold an array for a message, and encode it only when its bytes are read. Within one process, they never are.
+    """Hold an array for a message, and encode the array only when its bytes are read. Within one process, nobody reads them.
 
     Flower uses it like any other ``Array``.
 
@@ -194,7 +194,7 @@ def header_of(content: RecordDict) -> Header:
             "header",
             "",
             f"expected a record {HEADER.name!r} of {FORMAT}, but got records {excerpt(sorted(content))}: a train handler returns "
-            "round.message(...), which makes it",
+            "round.message(...), which makes this header",
         )
     return header_from(HEADER.of_configs(content))
 

@@ -1,4 +1,4 @@
-"""Name fl-bn's records in a message and in a client's state, find them by kind, and read one by a ``Form``.
+"""Name fl-bn's records in a message and in a client's state, find them by type, and read one by a ``Form``.
 
 The records that Flower's examples use, ``config``, ``arrays`` and ``metrics``, belong to the user. They may have any
 fields. The names of fl-bn's records begin with ``OURS``, so they never clash with the user's. Errors name a record

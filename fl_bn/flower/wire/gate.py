@@ -136,7 +136,9 @@ class Gate:
 
         Raises:
             Refused: the client must not answer this message, or the reply holds more than it may. Or ``handle`` failed at a
-                client that requires secure aggregation. Then this error hides the reason from the server.
+                client that requires secure aggregation, and the data may be the reason. This error hides the reason.
+            WireError: a limit in the node config is no whole number of at least 0.
+            Exception: whatever ``handle`` raises, unless the reason must be hidden.
             OtherVersion: the server has another version of fl-bn.
         """
         kind, limits, name = admit(message, context, self.kinds), Limits.of(context), message.metadata.message_type
@@ -183,7 +185,10 @@ def admit(message: Message, context: Context, kinds: Mapping[str, Kind] = KINDS)
     check_server(message)
     name, limits = message.metadata.message_type, Limits.of(context)
     if name not in kinds:
-        raise Refused(f"this client's gate does not know {printable(name)} messages, so it answers none: add this type to Gate(kinds=...)")
+        raise Refused(
+            f"this client's gate does not know {printable(name)} messages, so the client answers none of them: add this type to "
+            "Gate(kinds=...)"
+        )
     kind = SUM if RECORD_KEY_CONFIGS in message.content else kinds[name]
     if kind is SUM and name != "train":  # Flower's mod would let this pass, and the vector would leave unmasked
         raise Insecure(f"SecAgg+ masks only replies to train messages, but this message has the type {name}: its reply would not be masked")
@@ -259,7 +264,7 @@ def enough(metrics: Mapping[str, float], samples: int, behind: Mapping[str, int]
 
     Returns:
         The metrics, with NaN in place of withheld ones; and the smallest number of samples behind a metric that is not
-            withheld.
+            withheld. If all metrics are withheld, this number is ``samples``.
     """
     counts = {name: behind.get(name, samples) for name in metrics}
     kept = {name: value if counts[name] >= least else math.nan for name, value in metrics.items()}

@@ -31,8 +31,9 @@ def introduced(
 ) -> tuple[int, Introductions]:
     """Ask every node to introduce itself, until all clients have done so.
 
-    ``least`` clients are enough if no other one comes within ``PATIENCE`` seconds. If the run's sites are known, the wait
-    ends with an error as soon as fewer than ``least`` of them can still take part.
+    Once ``least`` nodes are online, the others have ``PATIENCE`` seconds to come, but no more than ``timeout``. In Flower's
+    simulation, they have ``timeout`` seconds. If the run's sites are known, the wait ends with an error as soon as fewer
+    than ``least`` of them can still take part.
 
     Args:
         grid: Flower's grid.
@@ -46,8 +47,8 @@ def introduced(
         The number of clients, and the nodes' introductions.
 
     Raises:
-        RunFailed: too few nodes may take part, or no number of clients has the most votes. The message says what
-            to do.
+        RunFailed: too few nodes came, too few of them may take part, or no number of clients has the most votes. The
+            message says what to do.
     """
     begin, replies, addressees = time.monotonic(), dict[int, Message](), set[int]()
     complete = isinstance(grid, InProcessGrid)  # no further node will ever come

@@ -59,7 +59,7 @@ EVALUATED = Form("metrics", {"samples": whole(), "loss": measured(), "fewest": w
 
 
 def evaluated(task: Task) -> Form:
-    """Return ``EVALUATED`` with the metrics that ``task`` declares. Of these, clients must send only ``task.metric``."""
+    """Return ``EVALUATED`` with the metrics that ``task`` declares. Of these, only ``task.metric`` is required."""
     ranges = task.declared()
     fields = {name: measured(*ends, default=NEEDED if name == task.metric else None) for name, ends in ranges.items() if name[-1] != "-"}
     series = {name: measured(*ends) for name, ends in ranges.items() if name[-1] == "-"}

@@ -66,7 +66,7 @@ def receive(
         messages: the messages. If this is a list, messages that are sent again are appended to it.
         timeout: how many seconds to wait for all replies. It has no effect on an ``InProcessGrid``.
         patience: how many seconds a lost node, or a node whose process died, has to come back. 0: no message is sent again.
-        at_once: the most replies in memory that are not yielded yet. 0: any number.
+        at_once: the largest number of replies in memory that are not yielded yet. 0: any number.
         called: the nodes' names in the log.
     """
     sent = messages if isinstance(messages, list) else list(messages)
@@ -156,7 +156,7 @@ class Mailbox:
         sent: the messages. Those that are sent again are appended.
         timeout: how many seconds to wait for all replies.
         patience: how many seconds a lost node, or a node whose process died, has to come back.
-        at_once: the most replies in memory that are not yielded yet. 0: any number.
+        at_once: the largest number of replies in memory that are not yielded yet. 0: any number.
         called: the nodes' names in the log.
     """
 

@@ -1,4 +1,4 @@
-"""Convert Flower's replies to checked ``Reply`` objects in client order. Each is decoded once, and a faulty one is refused."""
+"""Convert Flower's replies to checked ``Reply`` objects in client order. Each reply is decoded once, and a faulty reply is refused."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class RunId:
         run: the run's unique name NAME/state-XXXXXXXX: the name of its folder, and eight random hexadecimal digits.
         resumes: one pair for each resume, in order of time: a random token, and the round of the checkpoint to which the
             run went back.
-        durable: the earliest round to which a later resume can go back. So of its states up to this round, a client needs
-            only the newest.
+        durable: the earliest round to which a later resume can go back. So a client needs only the newest of its states
+            up to this round.
     """
 
     run: str

@@ -64,7 +64,7 @@ def introduction_of(content: RecordDict) -> Values:
         WireError: there is no introduction, or one of its fields is not as expected.
     """
     if HELLO.name not in content and HELLO.record in content:
-        raise WireError(HELLO.record, "", f"the client has {EARLIER}, and the server fl-bn {here()}: {ADVICE}")
+        raise WireError(HELLO.record, "", f"the server has fl-bn {here()}, and the client {EARLIER}: {ADVICE}")
     return HELLO.of_configs(content)
 
 
