@@ -249,11 +249,12 @@ class RunConfig(RunKeys):
 
     def _check_byzantine(self) -> None:
         if self.byzantine >= self.clients:
-            raise ConfigError(f"byzantine must be less than clients={self.clients}, so that one is honest, but got {self.byzantine}")
+            raise ConfigError(f"byzantine must be less than clients={self.clients}, so that one client is honest, but got {self.byzantine}")
         honest, strength = self.clients - self.byzantine, float(self.attack_strength)
         if self.byzantine and self.attack == "mimic" and not (strength.is_integer() and 0 <= strength < honest):
             raise ConfigError(
-                f"attack='mimic' copies the honest client attack-strength, a whole number 0..{honest - 1}, but got {self.attack_strength:g}"
+                f"attack='mimic' copies one honest client, whose number is attack-strength: expected a whole number 0..{honest - 1}, but "
+                f"got {self.attack_strength:g}"
             )
         if self.byzantine and self.attack == "gaussian" and strength < 0:
             raise ConfigError(f"attack='gaussian' has the standard deviation attack-strength, so it must be >= 0, but got {strength:g}")
@@ -302,7 +303,8 @@ class RunConfig(RunKeys):
                 )
             if self.byzantine:
                 raise ConfigError(
-                    f"dataset={SITES!r} has real clients, and attacks are simulated only on data of the run config: leave out byzantine"
+                    f"dataset={SITES!r} has real clients, and attacks are simulated only on data that the run config names: leave out "
+                    "byzantine"
                 )
             if self.hold_out:
                 raise ConfigError(

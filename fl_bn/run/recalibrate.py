@@ -83,7 +83,7 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
         )
     folder = (output or source.with_name(f"{source.stem if source.is_file() else source.resolve().name}-recalibrated")).absolute()
     if folder.exists():
-        raise ConfigError(f"{folder} exists already: give another folder (--output), or remove it")
+        raise ConfigError(f"{folder} exists already: give another folder (--output), or remove {folder}")
     own = {"rounds": 0, "calibrate": passes or -1, "model-weights": str(weights.resolve()), "scale-start": "one"}
     own |= {"evaluate-every": 1, "hbn-stat-samples": 0}
     place = {"resume": "", "checkpoint-every": 0, "name": folder.name, "output": str(folder.parent)}

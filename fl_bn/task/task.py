@@ -80,7 +80,7 @@ class Task(ABC):
 
     @abstractmethod
     def sums(self, output: Any, targets: Any) -> Mapping[str, Tensor | float]:
-        """Compute sums over a batch. ``metrics`` computes the metrics from them.
+        """Compute sums over a batch. ``metrics`` computes the metrics from these sums.
 
         The sums of several batches are added up, in float64 or int64.
 
@@ -236,7 +236,10 @@ class Task(ABC):
 
 
 def _other_arguments(model: nn.Module, inputs: Mapping[Any, Any]) -> str:
-    """Return the names of ``forward``'s arguments if ``inputs`` do not fit as keyword arguments; empty: they fit."""
+    """Return the names of ``forward``'s arguments if ``inputs`` do not fit as keyword arguments.
+
+    Empty: they fit, or ``forward`` is written in C, so that its arguments are unknown.
+    """
     try:
         takes = inspect.signature(model.forward)
     except (TypeError, ValueError):  # a forward written in C has no signature

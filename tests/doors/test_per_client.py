@@ -125,7 +125,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a number": ({"loss": 3}, "loss must be a function of output and targets, a list with one for each client, or"),
     "no metric": ({"metrics": {"auc": max}}, "metric 'auc' must be an object with update, compute and reset"),
     "its class": ({"metrics": {"auc": Classification}}, "metric 'auc' must be an object with .*, but is Classification"),
-    "a name that is taken": ({"metrics": {"accuracy": max}}, "expected a new name .* but got 'accuracy'; classification has"),
+    "a name that is taken": ({"metrics": {"accuracy": max}}, "the name 'accuracy' is not allowed.* These names are taken: loss, accuracy"),
     "a list of metrics": ({"metrics": per_client([[], [], []])}, "metrics of client 0 must be a dict of objects by name, but got a list"),
     "too few tests": ({"test": per_client(TESTS[:2])}, "test has 2 values for 3 clients"),
     "no batches": ({"test": per_client([TESTS[0], 3, TESTS[1]])}, "test of client 1: expected batches"),

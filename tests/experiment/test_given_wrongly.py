@@ -92,7 +92,7 @@ def test_a_second_recalibration_into_the_same_folder(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.touch()
     (tmp_path / "model-recalibrated").mkdir()
-    with pytest.raises(ConfigError, match=r"model-recalibrated exists already: give another folder \(--output\), or remove it"):
+    with pytest.raises(ConfigError, match=r"model-recalibrated exists already: give another folder \(--output\), or remove /"):
         planned(weights, {})
 
 
