@@ -102,7 +102,9 @@ class RunConfig(RunKeys):
                 "equals centralised training only if clients are weighed by the sizes of their batches"
             )
         if self.scale_start != "one" and self.model_weights:
-            raise ConfigError(f"scale-start={self.scale_start!r} would overwrite the scales in model-weights: leave one of them out")
+            raise ConfigError(
+                f"scale-start={self.scale_start!r} would overwrite the scales in model-weights: leave out scale-start or model-weights"
+            )
         if self.resume and not (self.checkpoint_every and self.output):
             raise ConfigError(
                 "resume needs output and checkpoint-every, with the values of the run that it continues, but got "
@@ -112,7 +114,7 @@ class RunConfig(RunKeys):
             raise ConfigError("checkpoint-every needs a folder for the run's checkpoints: set output")
         for key in ("output", "data-path", "model-weights"):
             if str(self[key]).startswith("~"):
-                raise ConfigError(f"{key}={self[key]!r} begins with ~, which a shell replaces, but not within quotes: give the path")
+                raise ConfigError(f"{key}={self[key]!r} begins with ~, which no shell replaces within quotes: give the full path")
         self._check_joining()
         self._check_sites()
         try:
@@ -257,7 +259,7 @@ class RunConfig(RunKeys):
                 f"got {self.attack_strength:g}"
             )
         if self.byzantine and self.attack == "gaussian" and strength < 0:
-            raise ConfigError(f"attack='gaussian' has the standard deviation attack-strength, so it must be >= 0, but got {strength:g}")
+            raise ConfigError(f"attack='gaussian' has the standard deviation attack-strength, which must be >= 0, but got {strength:g}")
         self.defence().check(self._cohort_at_start())
 
     @property

@@ -171,8 +171,8 @@ def _try_loss(config: RunConfig, of: Task, out: Any, y: Tensor) -> None:
         state.result()[of.metric]
     except Exception as error:  # a stranger's task: anything may happen in it
         raise ConfigError(
-            f"task={config.task!r} fails on a batch of 2 samples, for which model={config.model!r} returns {_described(out)} and whose "
-            f"targets are {tuple(y.shape)}: {type(error).__name__}: {error}"
+            f"task={config.task!r} fails on a batch of 2 samples. The output of model={config.model!r} is {_described(out)}, the targets "
+            f"are {tuple(y.shape)}: {type(error).__name__}: {error}"
         ) from error
 
 

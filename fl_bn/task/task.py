@@ -172,7 +172,7 @@ class Task(ABC):
                     raise
                 raise ValueError(
                     f"task {self.name}: the inputs of a batch are {', '.join(map(str, inputs))}, but {type(model).__name__}.forward takes "
-                    f"{takes}. Name the entries that are its inputs: {type(self).__name__}(input_keys=('{next(iter(inputs))}',)). A "
+                    f"{takes}. Name the network's inputs: {type(self).__name__}(input_keys=('{next(iter(inputs))}',)). A "
                     "single entry is passed by position"
                 ) from error
         several = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)

@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an optimiser": ({"optimizer": [SLOW, FLAT, SLOW]}, "optimizer of client 1 must be a function that makes an optimiser"),
     "a number": ({"loss": 3}, "loss must be a function of output and targets, a list with one for each client, or"),
     "no metric": ({"metrics": {"auc": max}}, "metric 'auc' must be an object with update, compute and reset"),
-    "its class": ({"metrics": {"auc": Classification}}, "metric 'auc' must be an object with .*, but is Classification"),
+    "its class": ({"metrics": {"auc": Classification}}, "metric 'auc' must be an object with .*, but is the class Classification"),
     "a name that is taken": ({"metrics": {"accuracy": max}}, "the name 'accuracy' is not allowed.* These names are taken: loss, accuracy"),
     "a list of metrics": ({"metrics": per_client([[], [], []])}, "metrics of client 0 must be a dict of objects by name, but got a list"),
     "too few tests": ({"test": per_client(TESTS[:2])}, "test has 2 values for 3 clients"),
