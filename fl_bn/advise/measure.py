@@ -231,6 +231,6 @@ def _joined(parts: Sequence[Samples]) -> tuple[Tensor, Tensor]:
 
 
 def _pooled(parts: Sequence[Samples]) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
-    """Return the labels of all clients in one array, and for each client the indices of its labels there."""
+    """Return the labels of all clients in one array, and for each client the indices of its labels in this array."""
     ends = np.cumsum([len(part) for part in parts])
     return torch.cat([part.y for part in parts]).numpy(), np.split(np.arange(ends[-1]), ends[:-1])

@@ -132,7 +132,10 @@ def _config(label: str, base: Mapping[str, Any], output: Path) -> RunConfig:
 
 
 def result(cell: Cell, of: Task) -> float:
-    """Return the last metric of a run, in percent if it is a share; NaN: the run is not finished, or has no value."""
+    """Return the last value of the task's metric in a run; NaN: the run is not finished, or has no value.
+
+    A metric that is a share is returned in percent.
+    """
     if not cell.finished():
         return math.nan
     values = [row[of.metric] for row in cell.rows() if row.get(of.metric) is not None]

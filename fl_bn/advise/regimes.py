@@ -1,4 +1,4 @@
-"""Read the accuracy of all methods in several regimes (kinds of federations), and find the regime most like a federation.
+"""Read the accuracy of all methods in several regimes (kinds of federations), and find the regime most like a given federation.
 
 ``python benchmarks/own_map_pages.py`` writes the file of the regimes, ``map.json``, from its runs.
 """
@@ -86,7 +86,7 @@ class Regime:
         return float(stdtrit(freedom, 0.975)) * math.sqrt(2 * residual / freedom / len(seeds))
 
     def level(self, method: str) -> list[str]:
-        """Return ``method`` and all methods whose accuracy does not differ significantly from its accuracy."""
+        """Return ``method`` and all methods whose accuracy does not differ significantly from that of ``method``."""
         others = [name for name in self.methods if name != method and abs(self.above(method, name)) < self.separable]
         return [method, *others]
 

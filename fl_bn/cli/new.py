@@ -46,7 +46,7 @@ def write(name: str, folder: Path) -> None:
     if not NAME.fullmatch(name):
         raise ValueError(f"expected a name of letters, digits, - and _ that begins with a letter, but got {name!r}: try fl-bn new my-app")
     if folder.exists() or folder.is_symlink():
-        raise FileExistsError(f"{folder} exists already, and was not changed: choose another name, or remove it first")
+        raise FileExistsError(f"{folder} exists already, and was not changed: choose another name, or remove {folder} first")
     package = package_of(name)
     if iskeyword(package) or find_spec(package) is not None:
         raise ValueError(f"the app's package would be called {package}, which is a keyword or another module: choose another name")

@@ -38,7 +38,8 @@ def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
         rng: the random generator from which each call of the augmentation draws.
 
     Returns:
-        The augmentation as a function, or None for "none". It raises ValueError if its inputs are not uint8 images.
+        The augmentation as a function, or None for "none". The function raises ValueError if the inputs are not uint8
+        images, or if the labels or masks do not suit the augmentation.
 
     Raises:
         ValueError: the name is unknown.
@@ -54,7 +55,9 @@ def augmenter(name: str, rng: np.random.Generator) -> Augment | None:
                 f"augment {name!r} changes uint8 images (B, C, H, W), but got {x.dtype} {tuple(x.shape)}: use 'none' for measurements"
             )
         if name != "segmentation" and y.ndim != 1:
-            raise ValueError(f"augment {name!r} changes images but not their masks: use 'segmentation' or 'none'")
+            raise ValueError(
+                f"augment {name!r} needs one label per image, but got targets {tuple(y.shape)}: use 'segmentation' for masks, or 'none'"
+            )
         return change(x, y, rng)
 
     return augment

@@ -1,7 +1,7 @@
 """Check a data set's files before a run: the files must exist, be well formed, and be complete.
 
 Nothing is downloaded or written. For large sets, all files are listed, but only one sample of each split is read. For
-sets of image folders, it is one sample of each split and domain.
+sets of image folders, one sample of each split and domain is read.
 """
 
 from __future__ import annotations

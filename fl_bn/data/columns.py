@@ -42,7 +42,7 @@ class Columns:
         categorical: categories of each categorical column. The network has an input of 0 or 1 for each category, after the
             numeric columns.
         ignore: names of columns that are not used.
-        group: name of a column, such as the patient's. Rows with the same cell in it are all training rows or all test rows.
+        group: name of a column, such as the patient's. Rows with the same cell in this column are all training rows or all test rows.
             Empty: there is no such column.
         missing: what happens to a row with a missing cell: the file is refused, the row is dropped, or the cell is filled. One
             of ``MISSING``.

@@ -178,7 +178,10 @@ def read_sites(folder: Path) -> dict[str, list[Subject]]:
             "the forms"
         )
     if len({file.stem for file in files}) < len(files):
-        raise ValueError(f"dataset 'abide': each file is a site, so names must differ, but got {', '.join(file.name for file in files)}")
+        raise ValueError(
+            "dataset 'abide': each file is a site, so names without .npz or .csv must differ, but got "
+            f"{', '.join(file.name for file in files)}: rename one"
+        )
     return {file.stem: _npz(file) if file.suffix == ".npz" else _csv(file) for file in files}
 
 

@@ -101,7 +101,7 @@ def load_csv(path: str, image_size: int) -> TableData:
 
     Raises:
         DataNotFound: there is no such file or folder, or no columns.toml.
-        ValueError: there is no path, or columns.toml is wrong.
+        ValueError: there is no path, two files have the same name, columns.toml is wrong, or ``image_size`` is neither 0 nor 1.
         TableError: a file is refused. The message has the file, the line, the column, and what to do.
     """
     if image_size not in (0, 1):
@@ -327,7 +327,8 @@ class _Cells:
             self.counts["unknown categories read as none"] += 1
             return
         problem = f"expected one of {short(', '.join(categories))}, but got {short(cell)}{nearest(cell, categories)}"
-        raise TableError(self.file, f"{problem}: list it for all sites, or set unknown to 'drop' or 'zeros' in {FILE}", line, name)
+        todo = f"list the category for all sites, or set unknown to 'drop' or 'zeros' in {FILE}"
+        raise TableError(self.file, f"{problem}: {todo}", line, name)
 
 
 def split(rows: Rows, columns: Columns) -> NDArray[np.bool_]:

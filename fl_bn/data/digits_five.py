@@ -199,7 +199,7 @@ def load_digits_five(path: str, image_size: int) -> Dataset:
 
     The files are found by their names in the folder ``path`` (docs/data.md). If Chars74K's street or font
     digits replace SVHN or SynthDigits, the domain is called after both: ``chars74k-street-for-SVHN``. Images
-    have 28 pixels if ``image_size`` is 0.
+    have 28 x 28 pixels if ``image_size`` is 0.
 
     Raises:
         DataNotFound: a domain has no files, and cannot be downloaded.

@@ -1,4 +1,4 @@
-"""Separate one domain from a data set. A run trains without this domain. Its model is adapted to the domain afterwards."""
+"""Separate one domain from a data set. A run trains without this domain. Afterwards the model of the run is adapted to the domain."""
 
 from __future__ import annotations
 

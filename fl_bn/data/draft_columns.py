@@ -1,7 +1,7 @@
 """Draft a columns.toml by guessing from CSV files what each column is. A person must read and correct the draft.
 
-The draft contains categories, rounded means and rounded deviations of the data. Sending the draft to other sites
-discloses them.
+The draft contains categories, rounded means and rounded deviations of the data. A site that receives the draft
+learns these values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def draft(path: str, target: str, *, regression: bool = False, delimiter: str = 
     Args:
         path: a folder of CSV files, or files, separated by commas.
         target: name of the target column.
-        regression: whether the target is a number. If False, its texts are the classes, in the order of their names.
+        regression: whether the target is a number. If False, the classes are its different texts, in
+            alphabetical order, or its different numbers, in the order of their values.
         delimiter: character between cells.
 
     Returns:

@@ -85,7 +85,9 @@ def _classes(root: Path) -> dict[str, int]:
         raise ValueError(f"{file}: expected every class name once, but {', '.join(repeated)} occurs more often")
     for folder in folders:
         if folder.name not in names:
-            raise ValueError(f"{folder}: class {folder.name!r} is not in {file}, which has {', '.join(names)}: rename one or the other")
+            raise ValueError(
+                f"{folder}: class {folder.name!r} is not in {file}, which has {', '.join(names)}: rename the folder, or list its name"
+            )
     return {name: label for label, name in enumerate(names)}
 
 
@@ -107,8 +109,9 @@ def read_picture(file: Path) -> Picture:
         with Image.open(file) as image:
             if image.mode.startswith(_DEEP):
                 raise ValueError(
-                    f"this one has more than 8 bits per pixel and channel (Pillow's mode {image.mode}), and fl-bn does not know their "
-                    "scale: save it with 8 bits, or load your images by a function of your own (dataset='package.module:function')"
+                    f"this one has more than 8 bits per pixel and channel (Pillow's mode {image.mode}), and fl-bn does not know the "
+                    "scale of the pixels: save it with 8 bits, or load your images by a function of your own "
+                    "(dataset='package.module:function')"
                 )
             if (frames := getattr(image, "n_frames", 1)) > 1:
                 raise ValueError(f"this one has {frames} frames, of which only the first would be read: save each frame as a file")

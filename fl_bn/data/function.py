@@ -49,7 +49,7 @@ class Measurements(Dataset):
 def load_function(name: str, path: str, image_size: int, modules: Modules | None = None) -> Dataset:
     """Load the data that a function of your own returns. The function is called as ``function(path)``.
 
-    If the function has a parameter ``image_size``, it is passed by name (0: the size of the data). The function
+    If the function has a parameter ``image_size``, the image size is passed by name (0: the size of the data). The function
     returns ``x_train, y_train, x_test, y_test`` as arrays or tensors. Labels are integers (N,) that count from 0. The
     number of classes is the largest label, plus one. For other tasks the targets are floats (N,) or (N, D)
     (regression), or 0 or 1 (N, K) (multi-label). Samples are either

@@ -1,6 +1,6 @@
 """Write artificial data in the form of published sets that are restricted by a licence or too large.
 
-They serve to try settings offline, not to judge a method. Every function writes files into a folder. The loader of
+These data serve to try settings offline, not to judge a method. Every function writes files into a folder. The loader of
 the real set can read them there.
 """
 

@@ -226,7 +226,7 @@ def _owners(domains: Labels, clients: int) -> list[tuple[range, Indices]]:
     if clients < len(present):
         raise ValueError(
             f"one domain per client needs at least {len(present)} clients, one for each domain, but got {clients}: use "
-            "more clients, or fewer files"
+            "more clients, or data of fewer domains"
         )
     return [(range(n, clients, len(present)), np.flatnonzero(domains == domain)) for n, domain in enumerate(present)]
 
@@ -248,7 +248,7 @@ def natural(groups: Labels, clients: int, seed: int) -> list[Indices]:
     if clients != len(present):
         raise ValueError(
             f"partition 'natural' has one client for each of the {len(present)} groups in the data, but got {clients} clients: set "
-            f"clients={len(present)}, or use partition 'domain', which divides a group among several"
+            f"clients={len(present)}. Partition 'domain' takes more clients than groups, and divides a group among several clients"
         )
     return _finished([np.flatnonzero(groups == group) for group in present])
 

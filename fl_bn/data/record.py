@@ -197,9 +197,9 @@ def check_alike(where: str, *parts: Tensor) -> None:
 
 
 def without_class_0(data: Dataset) -> str:
-    """Return a sentence if no sample has label 0, since labels are then probably counted from 1; empty: one has it.
+    """Return a sentence if no sample has label 0, since labels are then probably counted from 1.
 
-    The sentence is empty, too, if the targets are no labels.
+    Empty: a sample has label 0, or the targets are no labels.
     """
     if kind_of(data.y_train) != LABELS or not bool((data.y_train != 0).all() and (data.y_test != 0).all()):
         return ""
@@ -213,7 +213,7 @@ def without_class_0(data: Dataset) -> str:
 def outputs(where: str, *parts: Tensor) -> int:
     """Return how many outputs a network needs for these targets.
 
-    For labels it is the largest label plus one. For sets of labels or values it is their number per sample.
+    For labels it is the largest label plus one. Else it is the number of labels or values per sample.
 
     Raises:
         ValueError: see ``check_alike``.
@@ -239,7 +239,7 @@ def images_to_tensor(array: NDArray[np.uint8]) -> Tensor:
 
 
 def how_to_bytes(x: NDArray[np.generic]) -> str:
-    """Return advice on how to convert images (N, ...) of another dtype to uint8. It depends on their values.
+    """Return advice on how to convert images (N, ...) of another dtype to uint8. The advice depends on the values of the images.
 
     >>> how_to_bytes(np.array([0.0, 0.5, 1.0]))
     "its values lie in 0..1: save np.rint(x * 255).astype('uint8') (astype alone would make nearly every pixel 0)"

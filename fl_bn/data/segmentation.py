@@ -91,7 +91,7 @@ def cityscapes_files(path: str) -> tuple[list[Pair], list[Pair], tuple[str, ...]
     """Return the training pairs, the validation pairs, and the names of all cities.
 
     Raises:
-        DataNotFound: a folder or the mask of an image is missing.
+        DataNotFound: a folder or the mask of an image is missing, or a split has no images.
     """
     root = find_root("cityscapes", path, [f"{top}/{split}" for top in ("leftImg8bit", "gtFine") for split in SPLITS], ("cityscapes",))
     places = {split: [city for city in visible(root / "leftImg8bit" / split) if city.is_dir()] for split in SPLITS}
@@ -117,7 +117,7 @@ def load_cityscapes(path: str, image_size: int) -> Segmentation:
 
     Args:
         path: the folder of the files; ``data`` if empty.
-        image_size: H. 0: 1,024.
+        image_size: H. 0: the height of the first image, 1,024 in the published files.
 
     Raises:
         DataNotFound: files are missing; they are not downloaded.
@@ -127,7 +127,7 @@ def load_cityscapes(path: str, image_size: int) -> Segmentation:
     height = image_size or read_picture(train[0].image).shape[0]
     shape = (height, 2 * height)
     # An int64 mask takes 8 bytes per pixel, an image 3.
-    warn_if_large("cityscapes", (len(train) + len(test)) * prod(shape) * (3 + 8), "image-size, the height, makes it smaller")
+    warn_if_large("cityscapes", (len(train) + len(test)) * prod(shape) * (3 + 8), "a smaller image-size (the height) needs less")
     x = [read_all(pairs, (3, *shape), torch.uint8, lambda pair: _scene(pair.image, height)) for pairs in (train, test)]
     y = [read_all(pairs, shape, torch.int64, lambda pair: read_mask(pair.mask, height)) for pairs in (train, test)]
     domains = [torch.tensor([pair.domain for pair in pairs]) for pairs in (train, test)]

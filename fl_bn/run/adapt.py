@@ -93,7 +93,7 @@ def read_config(folder: Path) -> RunConfig:
     """Read the run config of a finished run.
 
     Raises:
-        ConfigError: ``folder`` is not the folder of a run.
+        ConfigError: ``folder`` is not the folder of a run, or its run config cannot be read.
     """
     try:
         return Usage().config(tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")))
@@ -109,7 +109,8 @@ def read_run(folder: Path) -> Adaptation:
     """Read the model of a finished run, and the models of its clients if there are any.
 
     Raises:
-        ConfigError: ``folder`` is not the folder of a run, has no model, or lacks the BatchNorm tensors that stayed at the clients.
+        ConfigError: ``folder`` is not the folder of a run, has no model, lacks the BatchNorm tensors that stayed at the
+            clients, or has a damaged file.
         NotAdaptable: The model cannot be adapted, as ``Adaptation`` says.
     """
     config = read_config(folder)
@@ -138,7 +139,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except FileNotFoundError as error:
-        raise ConfigError(f"{file} is missing: a run writes it when it ends, so let the run end first") from error
+        raise ConfigError(f"{file} is missing: a run writes this file at its end, so let the run end first") from error
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"{file} is not a safetensors file, or is incomplete: {error}. Put it back from a copy, or choose another run"

@@ -79,7 +79,7 @@ class OwnData:
         own = cls(str(node.get("dataset", "")), str(node.get("data-path", "")))
         if config.dataset == SITES and not own.dataset:
             raise ConfigError(
-                "the run is for dataset='sites', but this client's node config names no data: start it with "
+                "the run is for dataset='sites', but this client's node config names no data: start the client with "
                 "--node-config \"dataset='npz' data-path='/data/site.npz' ...\" (or folder, csv, or package.module:function)"
             )
         return own
@@ -110,7 +110,7 @@ def allow_modules(app: Path | None, node: Mapping[str, Any]) -> None:
 
     Allowed are the modules of the app, and the modules that the owner of this machine names. The owner names modules by
     ``allow-modules`` in the node config and by FL_BN_ALLOW_MODULES in the environment. The name ``*`` allows all modules
-    except those of Python and of installed packages. ``fl-bn run`` sets it, since its user owns the process.
+    except those of Python and of installed packages. ``fl-bn run`` sets this name, since the user of the command owns the process.
 
     Args:
         app: The folder of the running app; None: there is none.
@@ -219,7 +219,7 @@ def callback_makers(config: RunConfig) -> list[Callable[..., Any]]:
 
 @_as_config_error()
 def own_callbacks(config: RunConfig, folder: Path | None) -> list[Callback]:
-    """Make the callbacks that the run config names.
+    """Make the callbacks that the keys ``keep-best``, ``early-stop`` and ``callbacks`` ask for.
 
     Args:
         config: The run config, which is passed to each maker.
@@ -496,12 +496,12 @@ def partition_of(node: Mapping[str, Any], config: RunConfig, node_id: int = 0) -
             return names.index(site)
         raise ConfigError(
             f"site {site or '(without a name)'} takes no part in this run, which was submitted for {', '.join(names) or 'other nodes'}. "
-            "It takes part in runs that are submitted from now on"
+            "The site takes part in runs that are submitted from now on"
         )
     if "partition-id" not in node or "num-partitions" not in node:
         raise ConfigError(
-            'this client\'s node config names no partition: start it with --node-config "partition-id=0 num-partitions=5", or submit the '
-            "run with `fl-bn submit`, which gives every site its place"
+            'this client\'s node config names no partition: start the client with --node-config "partition-id=0 num-partitions=5", or '
+            "submit the run with `fl-bn submit`, which gives every site its place"
         )
     index, clients = (_whole(node, key) for key in ("partition-id", "num-partitions"))
     if clients != config.clients:

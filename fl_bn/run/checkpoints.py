@@ -40,7 +40,7 @@ class Checkpoints:
     def keep(self, checkpoint: Checkpoint) -> int:
         """Store a checkpoint beside the previous one, and delete older ones.
 
-        If it cannot be written, for example because the disk is full, a warning is logged, and the run goes on without it.
+        If the checkpoint cannot be written, for example because the disk is full, a warning is logged, and the run goes on without it.
 
         Returns:
             The oldest round that has a checkpoint now; 0: there is none.
@@ -51,7 +51,7 @@ class Checkpoints:
         except OSError as error:
             last = max(self.rounds(), default=0)
             LOGGER.warning(
-                "no checkpoint after round %s: %s. The last one is of round %s", checkpoint.round, error, last
+                "no checkpoint after round %s: %s. The last one is of round %s (0: there is none)", checkpoint.round, error, last
             )
         for old in self.rounds()[:-AT_ONCE]:
             self._path(old).unlink(missing_ok=True)
@@ -84,7 +84,7 @@ def run_to_resume(config: RunConfig) -> Path:
 
     Args:
         config: The run config. ``resume`` is the name of the run, or ``latest`` for the newest unfinished run with the same
-            run config, except for keys in ``FREE``.
+            run config, except for keys in ``FREE``. If ``name`` is set, only the run of this name counts.
 
     Raises:
         ConfigError: There is no such run, or its run config differs in other keys. The message names these keys.

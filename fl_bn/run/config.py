@@ -102,7 +102,9 @@ class RunConfig(RunKeys):
                 "equals centralised training only if clients are weighed by the sizes of their batches"
             )
         if self.scale_start != "one" and self.model_weights:
-            raise ConfigError(f"scale-start={self.scale_start!r} would overwrite the scales in model-weights: leave one of them out")
+            raise ConfigError(
+                f"scale-start={self.scale_start!r} would overwrite the scales in model-weights: leave out scale-start or model-weights"
+            )
         if self.resume and not (self.checkpoint_every and self.output):
             raise ConfigError(
                 "resume needs output and checkpoint-every, with the values of the run that it continues, but got "
@@ -112,7 +114,7 @@ class RunConfig(RunKeys):
             raise ConfigError("checkpoint-every needs a folder for the run's checkpoints: set output")
         for key in ("output", "data-path", "model-weights"):
             if str(self[key]).startswith("~"):
-                raise ConfigError(f"{key}={self[key]!r} begins with ~, which a shell replaces, but not within quotes: give the path")
+                raise ConfigError(f"{key}={self[key]!r} begins with ~, which no shell replaces within quotes: give the full path")
         self._check_joining()
         self._check_sites()
         try:
@@ -249,14 +251,15 @@ class RunConfig(RunKeys):
 
     def _check_byzantine(self) -> None:
         if self.byzantine >= self.clients:
-            raise ConfigError(f"byzantine must be less than clients={self.clients}, so that one is honest, but got {self.byzantine}")
+            raise ConfigError(f"byzantine must be less than clients={self.clients}, so that one client is honest, but got {self.byzantine}")
         honest, strength = self.clients - self.byzantine, float(self.attack_strength)
         if self.byzantine and self.attack == "mimic" and not (strength.is_integer() and 0 <= strength < honest):
             raise ConfigError(
-                f"attack='mimic' copies the honest client attack-strength, a whole number 0..{honest - 1}, but got {self.attack_strength:g}"
+                f"attack='mimic' copies one honest client, whose number is attack-strength: expected a whole number 0..{honest - 1}, but "
+                f"got {self.attack_strength:g}"
             )
         if self.byzantine and self.attack == "gaussian" and strength < 0:
-            raise ConfigError(f"attack='gaussian' has the standard deviation attack-strength, so it must be >= 0, but got {strength:g}")
+            raise ConfigError(f"attack='gaussian' has the standard deviation attack-strength, which must be >= 0, but got {strength:g}")
         self.defence().check(self._cohort_at_start())
 
     @property
@@ -302,7 +305,8 @@ class RunConfig(RunKeys):
                 )
             if self.byzantine:
                 raise ConfigError(
-                    f"dataset={SITES!r} has real clients, and attacks are simulated only on data of the run config: leave out byzantine"
+                    f"dataset={SITES!r} has real clients, and attacks are simulated only on data that the run config names: leave out "
+                    "byzantine"
                 )
             if self.hold_out:
                 raise ConfigError(

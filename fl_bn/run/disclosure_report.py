@@ -52,7 +52,7 @@ class Kind:
 class DisclosureTotals:
     """Add up the disclosures of a run (contents that left a client), by client, section of the message and description.
 
-    The memory for this grows with the number of clients, not with the number of rounds.
+    The memory for the totals grows with the number of clients, not with the number of rounds.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class DisclosureTotals:
         A kind is a section of the messages and a description, such as "introduction" and "samples per class".
 
         Args:
-            label_counts: Client -> its samples per class, for clients that sent them in their introduction.
+            label_counts: Client -> its numbers of samples per class, for clients that sent these numbers in their introduction.
 
         Returns:
             (client, section, description) -> totals, sorted by the key.

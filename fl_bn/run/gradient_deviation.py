@@ -43,7 +43,7 @@ def gradient_deviations(model: nn.Module, batches: Sequence[Batch], task: Task =
 
     ``g_i`` is the gradient of the mean loss of client i, where BatchNorm uses the client's own batch statistics, as
     ``nn.BatchNorm`` does. ``c_i`` is the gradient of the same loss, where BatchNorm uses the statistics of all batches
-    together. For ``c_i``, the gradients of these statistics are averaged over the clients (FedTAN, Algorithms 2 and 3).
+    together. For ``c_i``, the gradients with respect to these statistics are averaged over the clients (FedTAN, Algorithms 2 and 3).
     The gradient on all batches together is ``sum p_i c_i``, with ``p_i`` proportional to the batch sizes. Dropout is off.
     The activations of all clients are in memory at the same time.
 

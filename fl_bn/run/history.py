@@ -296,7 +296,8 @@ class History:
         try:
             return [record_of(json.loads(line), self.task) for line in path.read_text().splitlines()] if path.exists() else []
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Damaged(f"{path}: expected one round per line, but cannot read it: {reason(repr(error))}. {ANEW.capitalize()}") from error
+            problem = f"expected one round per line, but a line cannot be read as a round: {reason(repr(error))}"
+            raise Damaged(f"{path}: {problem}. {ANEW.capitalize()}") from error
 
     def _write(self, sync: bool = True) -> None:
         """Append the waiting lines to the files; with ``sync``, return only when the system has stored them on the disk."""
@@ -340,7 +341,8 @@ def _header(path: Path) -> tuple[str, ...]:
         with path.open(newline="", encoding="utf-8") as file:
             return tuple(next(csv.reader(file), ()))
     except (ValueError, csv.Error) as error:
-        raise Damaged(f"{path}: expected a table, but cannot read it: {reason(str(error))}. {ANEW.capitalize()}") from error
+        problem = f"expected a table, but the line with its columns cannot be read: {reason(str(error))}"
+        raise Damaged(f"{path}: {problem}. {ANEW.capitalize()}") from error
 
 
 def _finite(value: float | None) -> float | None:

@@ -43,7 +43,7 @@ def check_labels(data: Dataset) -> None:
 
 
 def check_rows(data: TableData) -> None:
-    """Warn of rows that were left out, of cells without a value, and of classes without a training row."""
+    """Warn of rows that were left out, of missing or unknown cells that were replaced, and of classes without a training row."""
     for note in data.notes:
         LOGGER.warning("dataset %r: %s", data.name, note)
     for label, name in enumerate(data.columns.classes):

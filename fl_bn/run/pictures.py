@@ -127,7 +127,7 @@ def _variance(axes: Axes, moved: Sequence[RoundRecord]) -> None:
 
 
 def _decades(axes: Axes, values: Sequence[float]) -> None:
-    """Make the vertical axis logarithmic, with plain numbers at its ticks, if the largest value is five times the smallest."""
+    """Make the vertical axis logarithmic, with plain numbers at its ticks, if the largest value is over five times the smallest."""
     known = [value for value in values if np.isfinite(value) and value > 0]
     if known and max(known) > 5 * min(known):
         axes.set_yscale("log")

@@ -79,8 +79,8 @@ def check(config: RunConfig) -> None:
     defence = config.defence()
     if defence.active and not defence.f:
         LOGGER.warning(
-            "statistics-rule=%r and update-rule=%r withstand declared-byzantine=0 clients, so they promise nothing, and trimmed-mean, "
-            "multi-krum and nnm are the mean: set declared-byzantine to the number of clients that may attack",
+            "declared-byzantine is 0, so statistics-rule=%r and update-rule=%r protect against no attack, and trimmed-mean, multi-krum and "
+            "nnm are the mean: set declared-byzantine to the number of clients that may attack",
             config.statistics_rule,
             config.update_rule,
         )
@@ -94,9 +94,9 @@ def _warn_of_an_early_freeze(config: RunConfig, method: Method, model: nn.Module
     left = start_left(method, config, [layer.momentum for layer in batch_norms(model).values() if layer.momentum is not None])
     if left > MUCH and config.round_policy().calibrate in (0, AS_METHOD):
         LOGGER.warning(
-            "%s: the statistics freeze early: %.0f %% of each running mean and variance then still comes from the initial values 0 and 1, "
-            "so the run may end below fedavg. Take more local steps, freeze later (freeze-after), or measure the statistics before round 1 "
-            "(calibrate=-1)",
+            "%s: the statistics freeze early, while %.0f %% of each running mean and variance still comes from the initial values 0 and 1. "
+            "So the run may be less accurate than fedavg. Take more local steps, freeze later (freeze-after), or measure the statistics "
+            "before round 1 (calibrate=-1)",
             config.method,
             100 * left,
         )
@@ -123,7 +123,7 @@ def _try(config: RunConfig, x: Tensor, y: Tensor | None) -> None:
     Args:
         config: The run config.
         x: The inputs of two samples.
-        y: Their targets; None: they are unknown, and the loss is not tried.
+        y: The targets of the two samples; None: they are unknown, and the loss is not tried.
 
     Raises:
         ConfigError: The network or the task fails, or the output has a wrong shape.
@@ -171,8 +171,8 @@ def _try_loss(config: RunConfig, of: Task, out: Any, y: Tensor) -> None:
         state.result()[of.metric]
     except Exception as error:  # a stranger's task: anything may happen in it
         raise ConfigError(
-            f"task={config.task!r} fails on a batch of 2 samples, for which model={config.model!r} returns {_described(out)} and whose "
-            f"targets are {tuple(y.shape)}: {type(error).__name__}: {error}"
+            f"task={config.task!r} fails on a batch of 2 samples. The output of model={config.model!r} is {_described(out)}, the targets "
+            f"are {tuple(y.shape)}: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -53,7 +53,7 @@ def _check_version(run: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # an early version did not write this file, or the run was killed before it was written
     if was not in (ABSENT, here := version_of("fl-bn")):
-        raise ConfigError(f"{run} was made by fl-bn {was}, and this is {here}: install that version to resume the run, or start it anew")
+        raise ConfigError(f"{run} was made by fl-bn {was}, and this is {here}: install {was} to resume the run, or start the run anew")
 
 
 def _rounds_done(run: Path) -> int:

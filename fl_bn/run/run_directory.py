@@ -100,7 +100,7 @@ class RunDirectory(Callback):
             while path.exists():
                 if config.name:
                     raise FileExistsError(
-                        f"{path} exists already: give another name, remove it, or go on with resume={config.name!r}"
+                        f"{path} exists already: give another name, remove {path}, or go on with resume={config.name!r}"
                     )
                 n += 1
                 path = root / f"{stem}-{n}"
@@ -341,7 +341,9 @@ def _locked(path: Path) -> IO[str]:
     try:
         return take(path / LOCK, warn)
     except BlockingIOError as error:
-        raise RunFailed(f"{path} is still being written by another process: wait for its end, or end it first") from error
+        raise RunFailed(
+            f"{path} is still being written by another process: wait for the end of that process, or end the process first"
+        ) from error
 
 
 def to_toml(values: Mapping[str, Value]) -> str:

@@ -36,7 +36,7 @@ from fl_bn.support.names import names_of
 
 _MADE = (LocalTraining, Schedule, Rounds, ExchangeSettings, Certificates, Defence, SecureAggregation, Privacy)
 VALUES: dict[type[Any], type[Any]] = {kind: kind for kind in _MADE}
-"""Class of settings -> the class of which a run config makes an object in its place. Its options are run-config keys.
+"""Class of settings -> the class that a run config uses in place of this class. The options of the class in use are run-config keys.
 
 To add options to local training, derive a class ``Mine`` from the present entry and set ``VALUES[LocalTraining] = Mine``.
 """
@@ -46,7 +46,7 @@ To add options to local training, derive a class ``Mine`` from the present entry
 class RunKeys(DataKeys):
     """Declare the keys as fields, after those of ``DataKeys``, in the order of docs/config.md.
 
-    ``RunConfig`` checks their values, adds the other options, and makes the objects that they describe.
+    ``RunConfig`` checks the values of the keys, adds the other options, and makes the objects that the keys describe.
     """
 
     # federation

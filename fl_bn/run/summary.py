@@ -119,7 +119,7 @@ def _files(texts: Sequence[str], is_there: Callable[[str], bool], task: Task) ->
 
     Args:
         texts: One text per file, which begins with the file's name in backticks: ``FILES`` or ``FILES_OF_RECALIBRATION``.
-            ``{picture}`` in it stands for the name of the picture, METRIC.png.
+            ``{picture}`` in a text stands for the name of the picture, METRIC.png.
         is_there: Takes the name of a file in the folder of the run, and returns whether it exists.
         task: The task, whose metric is the METRIC in the name of the picture.
     """

@@ -55,7 +55,7 @@ class Usage:
             keys: The keys that the user gave for these runs.
 
         Raises:
-            HasNoEffect: A key has no effect in any of them.
+            HasNoEffect: A key has no effect in any of these runs.
         """
         if refused := {key: sentence for key, sentence in self.ignored.items() if key in keys}:
             raise HasNoEffect(refused)

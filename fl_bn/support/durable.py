@@ -31,7 +31,7 @@ class Damaged(ValueError):
 
 
 def write(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write ``data`` to ``path`` durably: after a crash at any moment the file holds all of it, or its former content.
+    """Write ``data`` to ``path`` durably: after a crash at any moment the file holds all of ``data``, or its former content.
 
     Args:
         path: The file.

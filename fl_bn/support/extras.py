@@ -43,7 +43,7 @@ def need(what: str, *modules: str) -> None:
     """Check that all ``modules`` are installed.
 
     Args:
-        what: The thing that needs them, as the subject of the error message.
+        what: The thing that needs the modules, as the subject of the error message.
         modules: The modules, which are keys of ``EXTRAS``.
 
     Raises:

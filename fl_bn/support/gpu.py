@@ -18,5 +18,5 @@ def on_gpu(device: str) -> bool:
 
 
 def mps_runs() -> bool:
-    """Return whether the daemon of NVIDIA's Multi-Process Service runs, with which processes share a GPU at the same time."""
+    """Return whether the daemon of NVIDIA's Multi-Process Service runs. With it, processes share a GPU at the same time."""
     return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS)) / "control").exists()

@@ -21,7 +21,7 @@ def is_loopback(host: str) -> bool:
 
 
 def direct(address: str) -> list[tuple[str, int]]:
-    """Return the options of a gRPC channel to ``address`` (HOST:PORT). For an address of this machine, they switch the proxy off."""
+    """Return the options of a gRPC channel to ``address`` (HOST:PORT). For an address of this machine, the options switch the proxy off."""
     return [("grpc.enable_http_proxy", 0)] if is_loopback(address.rpartition(":")[0].strip("[]")) else []
 
 

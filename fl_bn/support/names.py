@@ -60,7 +60,7 @@ def check_name(what: str, name: object, known: Collection[str]) -> None:
         known: the accepted names.
 
     Raises:
-        ValueError: ``name`` is not among ``known``. The message lists them.
+        ValueError: ``name`` is not among ``known``. The message lists the known names.
     """
     if not isinstance(name, str) or name not in known:
         raise ValueError(expected(what, name, known))

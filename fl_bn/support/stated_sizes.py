@@ -17,7 +17,7 @@ FEWEST = 3  # the fewest numbers to compare: of two different ones, either may b
 
 
 def most_believed(claims: Collection[float]) -> float:
-    """Return the largest reported number that is accepted, given the numbers of all clients.
+    """Return the limit above which a reported number is not accepted, given the numbers of all clients.
 
     The limit is ``FAR`` times the median of the numbers. One false number, however large or small, cannot move
     the median out of the range of the other clients' numbers.

@@ -52,9 +52,9 @@ def printable(text: str, most: int = SHOWN) -> str:
 
 
 def reason(text: str | None) -> str:
-    """Shorten the text of an error at a client, which Flower reports, to one line, cut after ``REASON`` characters.
+    """Shorten Flower's report of an error at a client to one line, cut after ``REASON`` characters.
 
-    If a ClientApp raised the error, the line is ``CLASS: MESSAGE``. None: the result is empty.
+    If a ClientApp raised the error, the line is ``CLASS: MESSAGE``. If ``text`` is None, the result is empty.
     """
     text = (text or "")[: 4 * REASON]
     if raised := RAISED.match(text):

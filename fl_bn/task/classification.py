@@ -113,13 +113,13 @@ def confusion_counts(output: Tensor, targets: Tensor) -> Tensor:
         output: scores (B, C), or (B, C, H, W), or (B, C, D, H, W).
         targets: labels (B,), or masks (B, H, W), or (B, D, H, W).
 
-            Labels below 0, such as the -100 of torch's losses, are left out.
+            Labels below 0, such as the -100 of torch's losses, are left out. In masks, 255 (``IGNORE``) is left out, too.
 
     Returns:
         Int64 (C, C): labels in rows, predictions in columns.
 
     Raises:
-        ValueError: the scores are not of at least two classes, or the labels are no whole numbers, one for each score.
+        ValueError: ``output`` has scores of fewer than two classes, or ``targets`` are not whole numbers, one for each sample or pixel.
     """
     if output.ndim < 2 or output.shape[1] < 2 or targets.is_floating_point() or targets.shape != (len(output), *output.shape[2:]):
         raise ValueError(

@@ -18,7 +18,7 @@ from fl_bn.task.task import SHARE, Range
 
 DICE = "dice"
 SMOOTH = 1e-5
-"""Added to the numerator and the denominator of an overlap. A class without pixels in both then has an overlap of 1."""
+"""Added to the numerator and the denominator of an overlap. A class without predicted and true pixels then has an overlap of 1."""
 
 
 @dataclass(frozen=True)

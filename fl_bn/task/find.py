@@ -29,7 +29,7 @@ def find_task(name: str, kind: str | None = None, modules: Modules | None = None
         modules: modules that may hold a task of your own. None: any.
 
     Raises:
-        ValueError: there is no such task, or it does not learn from targets of this kind.
+        ValueError: there is no such task, the task does not learn from targets of this kind, or your own function fails or returns no Task.
     """
     if name == AUTO:
         if kind in (None, LABELS, MASKS):

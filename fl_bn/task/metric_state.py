@@ -114,7 +114,7 @@ class MetricState:
         if self.objects:
             raise ValueError(
                 f"task {self.task.name}: {', '.join(self.objects)} cannot be sent: metric objects have no sums; write a Task of your own "
-                "whose sums() and metrics() compute them"
+                "whose sums() and metrics() compute these metrics"
             )
         numbers = {"total": torch.tensor(self.total, dtype=torch.float64), "count": torch.tensor(self.count)}
         return numbers | {f"sums/{name}": value.cpu() for name, value in self.sums.items()}

@@ -49,9 +49,9 @@ def extended(task: Own, loss: Callable[[Any, Any], torch.Tensor] | None = None, 
     for name in metrics or {}:
         if not NAME.fullmatch(name) or name.endswith("-") or name == "loss" or name in task.declared() or name in task.objects():
             raise ValueError(
-                "metrics: expected a new name that begins with a lower-case letter, and has only lower-case letters, digits and "
-                f"single hyphens, none at its end, but got {name!r}; {task.name} has loss, "
-                f"{', '.join([*task.declared(), *task.objects()])} already"
+                f"metrics: the name {name!r} is not allowed. A name begins with a lower-case letter, ends in a lower-case letter or digit, "
+                "and has only lower-case letters, digits and single hyphens. These names are taken: loss, "
+                f"{', '.join([*task.declared(), *task.objects()])}"
             )
     if loss is not None:
         vars(made)["loss"] = loss  # in place of the method of the class
@@ -69,12 +69,12 @@ def fresh(task: Task) -> dict[str, MetricObject]:
     """Return copies of a task's metric objects, without any batch.
 
     Raises:
-        ValueError: A metric object lacks one of the methods ``update``, ``compute`` and ``reset``.
+        ValueError: A metric is a class, or lacks one of the methods ``update``, ``compute`` and ``reset``.
     """
     made = {}
     for name, metric in task.objects().items():
         if isinstance(metric, type) or not isinstance(metric, MetricObject):
-            what = metric.__name__ if isinstance(metric, type) else f"a {type(metric).__name__}"
+            what = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
             raise ValueError(f"metric {name!r} must be an object with update, compute and reset, such as torchmetrics has, but is {what}")
         made[name] = copy.deepcopy(metric)
         made[name].reset()
@@ -103,6 +103,9 @@ def compute(objects: Mapping[str, MetricObject]) -> dict[str, float]:
     for name, metric in objects.items():
         value = torch.as_tensor(metric.compute())
         if value.numel() != 1:
-            raise ValueError(f"metric {name!r} must compute one number, but computed {tuple(value.shape)}: choose an average over classes")
+            raise ValueError(
+                f"metric {name!r} must compute one number, but computed a tensor of shape {tuple(value.shape)}: choose an average over "
+                "classes"
+            )
         values[name] = float(value)
     return values

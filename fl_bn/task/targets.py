@@ -89,7 +89,7 @@ def batch_size(inputs: Any, targets: Any) -> int:
 
 
 def one_number(loss: Any) -> Tensor:
-    """Return the loss of a batch.
+    """Check the loss of a batch, and return it.
 
     Raises:
         ValueError: ``loss`` is no tensor with one number.

@@ -80,7 +80,7 @@ class Task(ABC):
 
     @abstractmethod
     def sums(self, output: Any, targets: Any) -> Mapping[str, Tensor | float]:
-        """Compute sums over a batch. ``metrics`` computes the metrics from them.
+        """Compute sums over a batch. ``metrics`` computes the metrics from these sums.
 
         The sums of several batches are added up, in float64 or int64.
 
@@ -172,7 +172,7 @@ class Task(ABC):
                     raise
                 raise ValueError(
                     f"task {self.name}: the inputs of a batch are {', '.join(map(str, inputs))}, but {type(model).__name__}.forward takes "
-                    f"{takes}. Name the entries that are its inputs: {type(self).__name__}(input_keys=('{next(iter(inputs))}',)). A "
+                    f"{takes}. Name the network's inputs: {type(self).__name__}(input_keys=('{next(iter(inputs))}',)). A "
                     "single entry is passed by position"
                 ) from error
         several = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
@@ -236,7 +236,10 @@ class Task(ABC):
 
 
 def _other_arguments(model: nn.Module, inputs: Mapping[Any, Any]) -> str:
-    """Return the names of ``forward``'s arguments if ``inputs`` do not fit as keyword arguments; empty: they fit."""
+    """Return the names of ``forward``'s arguments if ``inputs`` do not fit as keyword arguments.
+
+    Empty: they fit, or ``forward`` is written in C, so that its arguments are unknown.
+    """
     try:
         takes = inspect.signature(model.forward)
     except (TypeError, ValueError):  # a forward written in C has no signature

@@ -135,7 +135,7 @@ def test_none_is_nothing_and_wrong_uses_are_refused() -> None:
     assert segmentation is not None
     with pytest.raises(ValueError, match="changes uint8 images .* but got torch.float32"):
         flip(torch.rand(2, 3, 4, 4), torch.zeros(2))
-    with pytest.raises(ValueError, match="but not their masks"):
+    with pytest.raises(ValueError, match="needs one label per image"):
         flip(images(2), torch.zeros(2, 8, 8))
     with pytest.raises(ValueError, match=r"needs a mask of each image's size, \(2, 8, 8\), but got labels \(2,\)"):
         segmentation(images(2), torch.zeros(2))

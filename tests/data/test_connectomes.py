@@ -213,7 +213,7 @@ def test_no_files_and_image_size(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"here\.csv: expected a label and numbers per line"):
         load("abide", str(tmp_path))
     site(tmp_path, "here", x=np.zeros((10, 6)), y=Y)
-    with pytest.raises(ValueError, match="names must differ, but got here.csv, here.npz"):
+    with pytest.raises(ValueError, match="names without .npz or .csv must differ, but got here.csv, here.npz"):
         load("abide", str(tmp_path))
     with pytest.raises(ValueError, match="image-size must be 0 or 1, but is 32"):
         load("abide", str(tmp_path), 32)

@@ -160,7 +160,7 @@ def test_what_takes_the_place_of_a_missing_cell(tmp_path: Path) -> None:
             ["6,40,1,ja,a,well"],
             7,
             "smoker",
-            "expected one of 'no, yes', but got 'ja': list it for all sites, or set unknown to 'drop' or 'zeros'",
+            "expected one of 'no, yes', but got 'ja': list the category for all sites, or set unknown to 'drop' or 'zeros'",
         ),
         (["6,40,1,no,a,welll"], 7, "outcome", "expected one of the classes 'well, ill', but got 'welll': did you mean 'well'?"),
         (["6,40,1,no,a"], 7, "", "expected 6 cells, as the header has, but there are 5"),

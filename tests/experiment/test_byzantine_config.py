@@ -23,8 +23,8 @@ def config(**values: object) -> RunConfig:
 @listed(
     ("values", "message"),
     [
-        ({"clients": 3, "byzantine": 3}, "byzantine must be less than clients=3, so that one is honest, but got 3"),
-        ({"clients": 3, "byzantine": 7}, "byzantine must be less than clients=3, so that one is honest, but got 7"),
+        ({"clients": 3, "byzantine": 3}, "byzantine must be less than clients=3, so that one client is honest, but got 3"),
+        ({"clients": 3, "byzantine": 7}, "byzantine must be less than clients=3, so that one client is honest, but got 7"),
         ({"attack": "foe"}, "attack='foe' has no effect with byzantine=0: it counts only with attackers"),
         ({"byzantine": 1, "attack": "fall"}, "attack must be one of none, sign-flip, foe, .*, but got 'fall'"),
         ({"byzantine": 1, "attack": "foe", "attack_on": "labels"}, "attack-on must be one of statistics, updates, both, but got 'labels'"),

@@ -67,7 +67,7 @@ def test_a_name_that_exists_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     result = command("run", "--run-config", run_config(output=str(tmp_path), name="mine"))
     assert result.exit_code == 2
-    assert "exists already: give another name, remove it, or go on with resume='mine'" in said(result)
+    assert f"exists already: give another name, remove {tmp_path / 'mine'}, or go on with resume='mine'" in said(result)
 
 
 def test_compare_then_again(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_checkpoints_that_do_not_fit_are_said_and_the_run_is_the_same(
     assert differences(whole, results(run(values))) == []
     for round in range(1, ROUNDS):
         assert f"no checkpoint after round {round}: [Errno 28] No space left on device" in caplog.text
-    assert caplog.text.count("The last one is of round 0") == ROUNDS - 1
+    assert caplog.text.count("The last one is of round 0 (0: there is none)") == ROUNDS - 1
 
 
 def test_clients_that_cannot_keep_their_own_say_so_and_do_not_count(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

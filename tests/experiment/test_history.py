@@ -205,7 +205,7 @@ def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
     data = (tmp_path / "rounds.jsonl").read_bytes()
     for wrong in (data.replace(b'"clients"', b'"cleints"', 1), data.replace(b"{", b"[", 1), b"\xff" + data[1:]):
         (tmp_path / "rounds.jsonl").write_bytes(wrong)
-        with pytest.raises(Damaged, match=r"rounds.jsonl: expected one round per line, but cannot read it"):
+        with pytest.raises(Damaged, match=r"rounds.jsonl: expected one round per line, but a line cannot be read as a round"):
             History(tmp_path).cut(lengths)
 
 

@@ -132,7 +132,7 @@ def test_a_site_that_names_no_data_is_told_how(tmp_path: Path, sites: list[dict[
     values = small_run(tmp_path / "runs", **SITES)
     for node in ({}, {"data-path": sites[0]["data-path"]}, {"dataset": ""}):
         with pytest.raises(
-            ConfigError, match="this client's node config names no data: start it with .*dataset='npz' data-path='/data/site.npz'"
+            ConfigError, match="this client's node config names no data: start the client with .*dataset='npz' data-path='/data/site.npz'"
         ):
             build_client(context(values, node))
     with pytest.raises(RunFailed, match="node 2 cannot take part: ConfigError: the run is for dataset='sites'"):

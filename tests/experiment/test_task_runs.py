@@ -197,7 +197,7 @@ def test_a_network_that_answers_in_a_dict(package: str, tmp_path: Path) -> None:
         ({"dataset": "{}:tags", "task": "multi-label", "partition": "dirichlet"}, "but these data have sets of labels"),
         ({"dataset": "{}:values", "task": "regression", "byzantine": 1, "attack": "label-flip"}, "swaps classes, but the data have values"),
         ({"dataset": "{}:data", "task": "{}:no_task"}, "must return a Task .fl_bn.task., but returned str"),
-        ({"dataset": "{}:data", "task": "{}:Grades"}, "fails on a batch of 2 samples, for which model='mlp' returns .2, 5."),
+        ({"dataset": "{}:data", "task": "{}:Grades"}, "fails on a batch of 2 samples. The output of model='mlp' is .2, 5."),
         ({"dataset": "{}:data", "model": "{}:model", "task": "{}:Clash"}, "rename the metric 'seconds', since rounds.csv has"),
         ({"dataset": "{}:values", "model": "{}:model", "task": "regression"}, "outputs .2, 1. do not fit targets .2, 2."),
         ({"dataset": "{}:data", "task": "os:system"}, "your own task 'os:system' is not called"),

@@ -245,7 +245,7 @@ def test_a_run_that_is_still_running_cannot_be_gone_on_with(values: Values, monk
 
     monkeypatch.setattr(RunDirectory, "on_round", interfere)
     path = run(values)
-    assert tried == [f"{path} is still being written by another process: wait for its end, or end it first"]
+    assert tried == [f"{path} is still being written by another process: wait for the end of that process, or end the process first"]
     assert len((path / "rounds.jsonl").read_text().splitlines()) == ROUNDS
 
 

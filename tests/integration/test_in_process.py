@@ -120,7 +120,7 @@ def test_a_failing_run_raises_and_leaves_what_it_had(tmp_path: Path) -> None:
 
 def test_no_run_is_overwritten(tmp_path: Path) -> None:
     tiny(tmp_path, "gn")
-    with pytest.raises(FileExistsError, match="exists already: give another name, remove it, or go on with"):
+    with pytest.raises(FileExistsError, match="exists already: give another name, remove .*, or go on with"):
         tiny(tmp_path, "gn")
 
 

@@ -114,7 +114,7 @@ def test_one_of_your_own_needs_no_torchmetrics_and_one_number() -> None:
 
     output, targets = data(5, 0)
     assert batches((output, targets), task=extended(Classification(), metrics={"n": Count()}))["n"] == 5
-    with pytest.raises(ValueError, match=r"metric 'n' must compute one number, but computed \(3,\): choose an average over classes"):
+    with pytest.raises(ValueError, match=r"metric 'n' must compute one number, but computed a tensor of shape \(3,\): choose an average"):
         batches((output, targets), task=extended(Classification(), metrics={"n": Vector()})).result()
     with pytest.raises(RuntimeError, match="expected to have the same shape") as caught:
         batches((output, targets), task=extended(Classification(), metrics={"auc": torchmetrics.MultilabelAUROC(3)}))
