@@ -286,7 +286,7 @@ class Option:
     def as_key(self, name: str) -> Key:
         """Return the run-config key of this option.
 
-        If the option has a value ``unset``, this value is the key's default, and stands for the constructor's default.
+        If ``self.unset`` is not None, the key's default is ``self.unset``. This value selects the constructor's default.
 
         Args:
             name: The key's name.

@@ -179,7 +179,7 @@ class Control:
             raise ControlError(str(error)) from error
 
     def registered(self) -> dict[bytes, int]:
-        """Return public key (in DER) -> node id, for all sites that may connect."""
+        """Return the node ids of all sites that may connect: public key (in DER) -> node id."""
         return {public_in(node.key): node.id for node in self.all_nodes()}
 
     def nodes(self, sites: Sequence[Path]) -> list[int]:

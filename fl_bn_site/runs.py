@@ -232,9 +232,9 @@ def rounds_of(server: ServerFolder, config: Mapping[str, Scalar]) -> int:
 
 
 def about_own(server: ServerFolder, run: Submitted) -> tuple[bool, str]:
-    """Return whether a run reports how many rounds are done, and a note if it runs a user's own app (empty: no note).
+    """Return whether a run reports how many rounds are done, and a note on the run of a user's own app (empty: no note).
 
-    A run that has not begun counts as one that reports them.
+    As long as a run has not begun, it is taken to report its rounds.
 
     Args:
         server: The server's folder.

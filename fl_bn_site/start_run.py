@@ -34,10 +34,9 @@ def start(address: str, authority: Path, package: bytes, run_config: str) -> str
     )
     answer = find("ControlStub")(channel).StartRun(request, timeout=TIME)
     if not answer.HasField("run_id"):
-        raise ValueError(
-            f"no run was started: the package has {len(package) / 2**20:.1f} MiB, and Flower takes at most 10 MiB. If it is too large, "
-            "leave out files (not-sent in pyproject.toml)"
-        )
+        size = len(package) / 2**20
+        large = f"the package has {size:.2f} MiB, and Flower takes at most 10 MiB: leave out files (not-sent in pyproject.toml)"
+        raise ValueError(f"no run was started: {large if size > 10 else 'the log of the SuperLink may say why'}")
     return str(answer.run_id)
 
 

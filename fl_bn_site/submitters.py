@@ -186,8 +186,10 @@ def read_signed(file: Path) -> tuple[dict[str, Scalar], Package]:
         content = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or content.get("form") != FORM:
             raise ValueError(f"expected a signed run, as `fl-bn submit --sign-only` writes it, but the file has no form = {FORM!r}")
+        if missing := [key for key in ("config", "package") if key not in content]:
+            raise ValueError(f"expected a signed run, as `fl-bn submit --sign-only` writes it, but the file has no {missing[0]!r}")
         return dict(content["config"]), Package(base64.b64decode(content["package"], validate=True))
-    except (OSError, ValueError, KeyError, TypeError, binascii.Error) as error:
+    except (OSError, ValueError, TypeError, binascii.Error) as error:
         raise FolderError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
 
 

@@ -23,10 +23,10 @@ FEW = 4  # the variance of fewer samples is mostly noise
 
 
 def run_config(values: Mapping[str, Any]) -> tuple[Finding, RunConfig | None]:
-    """Check the run config of ``values``.
+    """Check that ``values`` (key -> value) make a valid run config.
 
     Returns:
-        The finding, and the run config; None instead of a run config that is wrong.
+        The finding, and the run config. If the run config is wrong, None takes its place.
     """
     from fl_bn.run.config import ConfigError, RunConfig
 

@@ -28,7 +28,11 @@ class Commands(TyperGroup):
     """Run commands. If a package of an extra is missing, or the system is unsupported, print one sentence and no traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the user has typed."""
+        """Run the command that the user has typed.
+
+        Raises:
+            typer.Exit: A package of an extra is missing, or the system is unsupported. The sentence that says so is printed.
+        """
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:

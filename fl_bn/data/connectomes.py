@@ -99,8 +99,8 @@ def load_abide(path: str, image_size: int) -> Measurements:
       vectors ``x`` (n, features). An optional ``subject`` (n,) tells which rows belong to one person; or
     * a file ``SITE.csv`` for each site: a label and the vector's numbers per line, without a header.
 
-    At each site, a fifth of the subjects of each label form the test split. All windows of a subject are in the
-    same split. The accuracy counts single windows, not subjects.
+    A time series is cut into overlapping windows, and each window is one sample. At each site, a fifth of the subjects of
+    each label form the test split. All windows of a subject are in the same split. The accuracy counts windows, not subjects.
 
     Args:
         path: the folder of the files; ``data`` if empty.

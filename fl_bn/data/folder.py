@@ -70,7 +70,7 @@ def visible(folder: Path) -> list[Path]:
 
 
 def _classes(root: Path) -> dict[str, int]:
-    """Return name of a class -> its label, from classes.txt or else from the names of the class folders."""
+    """Return the labels of the classes, from classes.txt or else from the names of the class folders: class -> label."""
     folders = [entry for split in SPLITS for entry in visible(root / split) if entry.is_dir()]
     file = root / CLASSES
     if not file.exists():

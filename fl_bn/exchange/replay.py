@@ -25,8 +25,8 @@ class Unanswered(Exception):
     Attributes:
         request: the client's request for that answer.
         batch: the number of samples in the client's batch.
-        passed: the sum of the absolute values of this repetition's earlier requests. The server compares this sum with that of
-            the requests that it received before.
+        passed: the sum of the absolute values of all requests that the client has made before this one, since it began the round
+            anew. The server compares this sum with the sum over the requests that it has received.
     """
 
     def __init__(self, request: Local, batch: int, passed: float = 0.0) -> None:

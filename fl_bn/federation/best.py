@@ -45,7 +45,7 @@ class Best(Callback):
         self.best, self.round, self.since = math.nan, 0, 0
 
     def on_start(self, running: Running) -> None:
-        """Forget earlier results. If the run continues an earlier one, read the evaluations of the earlier rounds."""
+        """Begin without a best result or, in a continued run, with the evaluations of its earlier rounds."""
         task = running.task
         self.running, self.name = running, self.metric or task.metric
         self.higher = self._higher
@@ -156,9 +156,9 @@ class KeepBest(Best):
         self.path = Path(path)
 
     def on_start(self, running: Running) -> None:
-        """Forget earlier results, as ``Best`` does.
+        """Begin without a best result or, in a continued run, with the evaluations of its earlier rounds, as ``Best`` does.
 
-        If the run continues an earlier one, but the file does not exist, forget the earlier evaluations, too.
+        If the file does not exist, ignore those evaluations and log a warning, because the model of the best one was not saved.
         """
         super().on_start(running)
         if self.round and not self.path.exists():

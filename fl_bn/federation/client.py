@@ -276,8 +276,8 @@ class LocalRound:
         """Count one local step, without the check of ``step_done`` that gradients are centred.
 
         Args:
-            goes_on: Whether a second optimiser made this step after the same backward pass. If so, it is a part of the
-                step that was counted last, and the number of steps stays the same.
+            goes_on: Whether a second optimiser made this step after the same backward pass. If so, it belongs to
+                the local step before, and the number of steps stays the same.
             parameters: The ids of the parameters that the step changed. None: all.
 
         Raises:
@@ -312,7 +312,7 @@ class LocalRound:
 
         Args:
             optimizer: The optimiser.
-            goes_on: Whether the step is a part of the step that was counted last, see ``count_step``.
+            goes_on: Whether a second optimiser made this step after the same backward pass. If so, it belongs to the local step before.
 
         Raises:
             ValueError: The objective needs plain SGD with one learning rate, but ``optimizer`` differs, see ``StepRates.record``.

@@ -53,7 +53,8 @@ def check_layers(round: LocalRound, frozen: Mapping[str, Running]) -> None:
         frozen: The result of ``frozen_statistics`` at the beginning of training.
 
     Raises:
-        ValueError: Frozen statistics changed, or the layers ran on fewer training batches than there were local steps.
+        ValueError: Frozen statistics changed. Or the layers ran on fewer training batches than the method reports: one batch, or
+            one per local step.
     """
     method = round.method
     after = running_statistics(round.model) if frozen else {}

@@ -32,7 +32,7 @@ class Field:
     Attributes:
         fits: A function that tells whether a value is allowed.
         wanted: The allowed values in words.
-        turn: A function that converts an allowed value.
+        turn: A function that converts an allowed value to the value that ``Values`` holds. Default: the value stays as it is.
         default: The value of an absent field. None: the field is then absent from ``Values``, too. ``NEEDED``: the field
             must be present.
     """

@@ -80,7 +80,7 @@ class Expected:
     def check(self, reply: Reply) -> Reply:
         """Check ``reply``, and return it with plain tensors on the CPU and only the numbers that ``form`` declares.
 
-        The field ``largest`` of the result is the largest absolute value in the arrays.
+        The field ``largest`` of the result is the largest absolute value in the arrays, see ``Spec.check``.
 
         Raises:
             Absent: The client took no part in the round.

@@ -65,7 +65,8 @@ class Spec:
             array: The received array.
 
         Returns:
-            The largest absolute value in ``array``; 0 for integers, and with ``any_value``.
+            The largest absolute value in ``array``, without values that equal those in ``sent``. 0 for integers, with
+            ``any_value``, and if no value is left.
 
         Raises:
             WireError: The array has another shape or dtype, or a value that is not allowed.
@@ -108,7 +109,7 @@ class Schema:
         return {section: _groups(specs) for section, specs in [*self.sections.items(), *self.optional.items()]}
 
     def check(self, payload: Payload) -> dict[str, float]:
-        """Check that ``payload`` is as described. Return section -> the largest absolute value in it.
+        """Check that ``payload`` is as described. Return section -> the largest absolute value in it, see ``Spec.check``.
 
         Raises:
             WireError: A section or tensor is missing, extra, of a wrong shape or dtype, or out of range. The message

@@ -155,7 +155,7 @@ class Server:
 
         Raises:
             TooFew: There are too few replies for the round, or for the robust rule.
-            NotFinite: A new shared tensor is not finite. The model stays unchanged.
+            NotFinite: The model's dtype cannot hold a new tensor, see ``SharedModel.change``. The model stays unchanged.
         """
         policy, phase, cohort = self.policy, Phase(self.record.phase), len(replies.cohort)
         needed = max(float(policy.min_cohort), policy.min_replies * cohort)

@@ -298,8 +298,8 @@ class SharedModel:
             The distance (L2) of each update to the result of a robust rule; empty without such a rule.
 
         Raises:
-            NotFinite: The model's dtype cannot hold a new tensor, or a weight with which clients start the next round.
-                The model and the optimiser stay unchanged.
+            NotFinite: The model's dtype cannot hold a new tensor, or a weight after the server optimiser's look-ahead, from which
+                clients start the next round. The model and the optimiser stay unchanged.
         """
         before, state = step.optimizer.buffers(), self._copy.state
         try:

@@ -24,7 +24,7 @@ class StepRates:
 
         Args:
             optimizer: The optimiser.
-            goes_on: Whether the step is a part of the step before, which another optimiser made after the same backward pass.
+            goes_on: Whether a second optimiser made this step after the same backward pass. If so, it belongs to the local step before.
 
         Raises:
             ValueError: The objective needs plain SGD with one learning rate. But ``optimizer`` is not SGD, has momentum or

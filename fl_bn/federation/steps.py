@@ -101,7 +101,7 @@ def check_follows_rate(make: Callable[[Any], Optimizer], make_scheduler: Callabl
         parameters: The parameters for the optimisers of this check.
 
     Raises:
-        ValueError: The scheduler sets rates of its own, as OneCycleLR and CyclicLR do.
+        ValueError: The scheduler ignores the optimiser's learning rate, as OneCycleLR and CyclicLR do.
     """
     rates = []
     for factor in (1.0, 0.5):
@@ -113,9 +113,9 @@ def check_follows_rate(make: Callable[[Any], Optimizer], make_scheduler: Callabl
         rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
     if any(full and abs(half - full / 2) > 1e-6 * abs(full) for full, half in zip(*rates, strict=True)):
         raise ValueError(
-            f"scheduler makes {type(scheduler).__name__}, which sets rates of its own: the factor of schedule, and the lower rate of "
-            "rounds with frozen statistics, would be lost. Take one that starts from the optimiser's rate, such as LambdaLR or "
-            "CosineAnnealingLR"
+            f"scheduler makes {type(scheduler).__name__}, which ignores the optimiser's learning rate. The changes of that rate by "
+            "the argument schedule=..., and in rounds with frozen statistics, would be lost. Take a scheduler that starts from the "
+            "optimiser's rate, such as LambdaLR or CosineAnnealingLR"
         )
 
 

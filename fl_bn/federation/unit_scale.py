@@ -34,7 +34,7 @@ HOMOGENEOUS: tuple[Any, ...] = (
 
 
 def producers(model: nn.Module) -> dict[str, str]:
-    """Return name of a BatchNorm layer -> name of the layer before it, for each pair that can be rescaled.
+    """Return the pairs of layers that can be rescaled: name of a BatchNorm layer -> name of the layer before it.
 
     Only this BatchNorm layer may use the output of the layer before. Between the two there may be ``HOMOGENEOUS``
     operations (ReLU, pooling). The layer before must be one of ``PRODUCERS`` and be trained. Its weight must not

@@ -489,7 +489,7 @@ class BatchNormStrategy(OwnNames):
         return corrupt(list(decoded), clients, self.rounds.clients, self.method.adversary, self.defence, self._down, self._rounding)
 
     def everyone(self) -> list[Client]:
-        """Return all connected clients that may train; before ``start`` has found the clients, the cohort."""
+        """Return all connected clients that may train. As long as ``start`` has not found the clients, return the cohort."""
         return self.cohort if self.population is None else self.population.everyone()
 
     def _tell(self, record: RoundRecord) -> RoundRecord:

@@ -110,7 +110,7 @@ class CohortBatchNorm(_SharedNorm):
     """Normalise with the moments of all the cohort's batches while an exchange is open, else as torch's BatchNorm does.
 
     Attributes:
-        schedule: ``merged`` or ``paper``.
+        schedule: ``merged`` (2 exchanges per layer: mean with variance, gradients) or ``paper`` (3: mean, variance, gradients).
         share_gradients: whether the gradients with respect to the moments are averaged over the cohort, too (Algorithm 3).
         live: the link to the exchange; None while no exchange is open.
     """

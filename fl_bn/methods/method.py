@@ -62,8 +62,8 @@ class Refresh(Enum):
 
     Attributes:
         NOTHING: no update. The model is evaluated with the statistics of training.
-        EXACT: one pass per BatchNorm layer, in evaluation mode. After pass p, layers 1..p have the statistics of the
-            union of all data.
+        EXACT: passes in evaluation mode, until all layers have the statistics of the union of all data. After pass p, layers
+            1..p have them. One pass is enough if clients exchange statistics layer by layer (``RECALIBRATIONS``).
         HYBRID: one pass in training mode. It measures the mean and variance that every layer normalises with.
         REPORTED: no pass. The reports of the round's clients are combined.
     """

@@ -4,9 +4,9 @@ HeteroFL: Computation and Communication Efficient Federated Learning for Heterog
 Tarokh, ICLR 2021, section 3 (sBN). In the paper the clients report these statistics once, after training. Each
 layer is then measured while the layers below it normalise with batch statistics.
 
-This measurement is exact in the first layer only. In this project the clients measure as often as there are BatchNorm
-layers, each time with the pooled statistics of the pass before. After pass p, layers 1..p have the statistics of
-the union of all data. Training never uses them.
+This measurement is exact in the first layer only. In this project the clients make passes until all layers have the
+statistics of the union of all data. Each pass uses the pooled statistics of the pass before. After pass p, layers 1..p
+have them. One pass is enough if clients exchange statistics layer by layer. Training never uses these statistics.
 """
 
 from __future__ import annotations

@@ -289,7 +289,10 @@ class RunConfig(RunKeys):
             raise ConfigError(f"min-sites must not exceed clients={self.clients}, but got {sites}")
         if self.min_cohort > (size := self._cohort_at_start()):
             of = f"clients={self.clients}" if first == self.clients and not self.clients_at_start else "the clients at the start"
-            raise ConfigError(f"min-cohort must not exceed the cohort of round 1, {size} of {of}, but got {self.min_cohort}")
+            raise ConfigError(
+                f"min-cohort must not exceed {size}, the number of clients in the cohort of round 1 (out of {of}), but got "
+                f"{self.min_cohort}: lower min-cohort"
+            )
 
     def _cohort_at_start(self) -> int:
         """Return the number of clients in the cohort of round 1, which is the smallest planned cohort."""

@@ -179,7 +179,7 @@ def record_of(row: Mapping[str, Any], task: Task = CLASSIFICATION) -> RoundRecor
 
 
 def per_domain(metrics: Mapping[str, float], task: Task = CLASSIFICATION) -> dict[str, float]:
-    """Return name of a domain -> its value of the task's metric, from metrics with names such as ``accuracy-domain-NAME``."""
+    """Return the task's metric of each domain, domain -> value, from metrics with names such as ``accuracy-domain-NAME``."""
     stem = f"{task.metric}-domain-"
     return {name.removeprefix(stem): value for name, value in metrics.items() if name.startswith(stem)}
 

@@ -10,9 +10,9 @@ from fl_bn.support.flower_config import NODES
 
 
 def registered_nodes() -> dict[int, str]:
-    """Return node id -> name of its site, for the nodes that are registered at the SuperLink at present.
+    """Return the sites of the nodes that are registered at the SuperLink at present: node id -> name of its site.
 
-    They are read from the file that the environment variable ``FL_BN_NODES`` names. ``fl-bn register`` writes this file,
+    The nodes are read from the file that the environment variable ``FL_BN_NODES`` names. ``fl-bn register`` writes this file,
     also during a run if ``fl-bn kit`` has changed a site. Without the variable or the file, the result is empty.
     """
     file = os.environ.get(NODES, "")

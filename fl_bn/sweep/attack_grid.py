@@ -50,13 +50,13 @@ class Setting:
 
     @property
     def place(self) -> dict[str, str]:
-        """Return axis of the sweep -> the label of this setting on the axis."""
+        """Return the labels of this setting in the sweep: axis -> label."""
         attackers = f"f{self.byzantine}-told{self.declared}-{self.rule}-{self.attack}"
         return {"method": self.method, "heterogeneity": f"{self.heterogeneity:g}", "attackers": attackers}
 
     @property
     def keys(self) -> dict[str, dict[str, Any]]:
-        """Return axis -> the run-config keys, with values, that belong to this setting on the axis."""
+        """Return the run-config keys of this setting: axis -> key -> value."""
         statistics, _, updates = self.rule.partition("/")
         rules = {"statistics-rule": statistics, "update-rule": updates or statistics}
         return {

@@ -1,4 +1,4 @@
-"""Define a task with a class per pixel or voxel, trained by the Dice loss: the overlap of predictions and masks.
+"""Define a task with a class per pixel or voxel, trained by the Dice loss: 1 minus the overlap of predictions and masks.
 
 Legend: B samples of a batch, C classes, D depth, H height, W width, P labelled pixels of a batch.
 """

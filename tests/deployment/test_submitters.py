@@ -105,9 +105,10 @@ def test_a_file_that_was_signed_elsewhere_is_submitted_as_it_is(server: ServerFo
     assert submit_signed(server, tmp_path / "run", say=lambda line: None)
     with pytest.raises(NotSigned, match="one of the two was changed after the signing"):  # negative control
         check(CODE, superlink.known[1].config, keys_of(server))
-    for text in ("", "{}", "[]", '{"form": "fl-bn signed run 1"}'):
+    form = '"form": "fl-bn signed run 1"'
+    for text, says in {"": "", "{}": "", "[]": "", f"{{{form}}}": "no 'config'", f'{{{form}, "config": {{}}}}': "no 'package'"}.items():
         (tmp_path / "run").write_text(text)
-        with pytest.raises(FolderError, match="run: "):
+        with pytest.raises(FolderError, match=f"run: .*{says}"):
             submit_signed(server, tmp_path / "run")
     with pytest.raises(FolderError, match="there is no key to sign with: give --key"):
         sign_only(server, "rounds=1", tmp_path / "another")

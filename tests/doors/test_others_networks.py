@@ -302,7 +302,7 @@ def test_weights_are_not_rescaled_where_that_would_change_the_function(make: Cal
     partial(OneCycleLR, max_lr=0.1, total_steps=4), partial(CyclicLR, base_lr=0.01, max_lr=0.1, cycle_momentum=False),
 ], ids=["one cycle", "cyclic"])  # fmt: skip
 def test_a_scheduler_with_rates_of_its_own_is_refused_where_the_rate_changes_between_rounds(make: Any) -> None:
-    words = r"sets rates of its own: the factor of schedule, and the lower rate of rounds with frozen statistics, would be lost"
+    words = r"The changes of that rate by the argument schedule=\.\.\., and in rounds with frozen statistics, would be lost"
     refused(words, method=methods.fixbn(freeze_after=1), scheduler=make)
     refused(words, schedule=lambda round, rounds: 0.5, scheduler=make)
     assert [record.aggregated for record in federation(scheduler=make).run(1)] == [True]  # control

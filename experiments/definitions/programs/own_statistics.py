@@ -23,7 +23,7 @@ WAYS = ("as kept", "measured anew")
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return kind of statistics (a name in ``WAYS``) -> the test accuracy (0..1), as a mean over the clients."""
+    """Return the test accuracies (0..1), each a mean over the clients: kind of statistics (a name in ``WAYS``) -> accuracy."""
     config = cell.config
     samples = [assembly.client_samples(config, client)[:2] for client in range(config.clients)]
     union, found = torch.cat([train.x for train, _ in samples]), dict[str, list[float]]()

@@ -1,4 +1,4 @@
-"""Compare the accuracy of FedAvg's weights with three kinds of statistics: one client's, averaged and exact ones."""
+"""Measure how accurate FedAvg's weights are with each of three kinds of BatchNorm statistics: one client's, averaged, and exact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAYS = ("one client's", "averaged", "exact")
 
 
 def measured(cell: Cell) -> dict[str, float]:
-    """Return kind of statistics (a name in ``WAYS``) -> the test accuracy (0..1) of a finished run.
+    """Return the test accuracies (0..1) of a finished run: kind of statistics (a name in ``WAYS``) -> accuracy.
 
     ``one client's`` statistics are those of client 0, measured with the averaged weights.
     """

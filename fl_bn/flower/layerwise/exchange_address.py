@@ -55,10 +55,10 @@ class ExchangeAddresses:
             return cls()
         named = tuple(part.strip().lower() for part in str(node_config[KEY]).split(",") if part.strip())
         if wrong := [name for name in named if not re.fullmatch(f"{HOST}|{ADDRESS}", name)]:
-            log(logging.ERROR, "%s in this client's node config must be a list of HOST or HOST:PORT with commas, but got %r", KEY, wrong[0])
+            problem = f"{KEY} in this client's node config must be a list of HOST or HOST:PORT, separated by commas"
+            log(logging.ERROR, "%s, but got %r", problem, wrong[0])
             # the server sees this error, so the entry is only in the client's log
-            problem = "must be a list of HOST or HOST:PORT with commas; the client's log has the wrong entry"
-            raise ValueError(f"{KEY} in this client's node config {problem}")
+            raise ValueError(f"{problem}. The client's log shows the entry that is wrong")
         return cls(named)
 
     def check(self, address: str) -> None:

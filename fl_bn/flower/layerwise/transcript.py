@@ -69,7 +69,7 @@ def _key_of(layer: object, quantity: object, call: object, count: object, batch:
 
 
 def question(pending: Unanswered, client: int = 0) -> Reply:
-    """Return the reply by which a client asks for one more answer: the answer to its first request that has none yet."""
+    """Return the reply in which a client sends its first request without an answer, and so asks for this answer."""
     request, key = pending.request, pending.request.key
     sections = {REQUEST: {f"{key.quantity.value}/{key.call}/{key.layer}": request.values}}
     return Reply(client, sections, 0, 0, {"batch": pending.batch, "count": request.count, "passed": pending.passed})
@@ -83,8 +83,8 @@ def read_request(reply: Message, header: Header) -> tuple[int, Local, float] | N
         header: the header of the instruction, which the reply must repeat.
 
     Returns:
-        The client's batch size, its request, and the size of its earlier requests in this repetition (``Unanswered.passed``). None
-            if the reply is the client's last one of the round.
+        The client's batch size, its request, and the sum of the absolute values of its earlier requests (``Unanswered.passed``).
+            None if the reply is the client's last one of the round.
 
     Raises:
         WireError: the reply is an error, or cannot be read.

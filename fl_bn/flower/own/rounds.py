@@ -111,7 +111,8 @@ class OwnRounds(BatchNormStrategy):
                 self._check_values(name, tensor)
         if given and not {*plain.values(), *own} & given.keys():
             raise RunFailed(
-                f"a hook gave arrays of another network ({printable(next(iter(given)))}): return those that it got, with changed values"
+                f"a hook gave arrays of another network ({printable(next(iter(given)))}): return arrays with the names and shapes of "
+                "those that the hook got"
             )
         return tensors
 

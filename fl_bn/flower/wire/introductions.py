@@ -39,15 +39,15 @@ def introduced(
         grid: Flower's grid.
         least: the smallest number of nodes with the right model.
         timeout: seconds for ``least`` nodes to come.
-        signature: the signature of the server's model and method. Nodes with another one have no vote.
-        clients: the number of clients. 0: the value of ``num-partitions`` that most nodes report.
+        signature: the signature of the server's model and method. Nodes with another signature do not count.
+        clients: the number of clients. 0: the nodes vote on it, each by its ``num-partitions``, and the most frequent value wins.
         called: the names and nodes of the run's sites. Empty: not known.
 
     Returns:
         The number of clients, and the nodes' introductions.
 
     Raises:
-        RunFailed: too few nodes came, too few of them may take part, or no number of clients has the most votes. The
+        RunFailed: too few nodes came, too few of them may take part, or the vote on the number of clients is a tie. The
             message says what to do.
     """
     begin, replies, addressees = time.monotonic(), dict[int, Message](), set[int]()

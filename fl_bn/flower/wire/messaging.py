@@ -45,8 +45,8 @@ def send_and_receive(
         grid: Flower's grid.
         messages: the messages, one per client.
         timeout: how many seconds to wait for all replies.
-        patience: how many seconds a lost node, or a node whose process died, has to come back. Its message is then sent
-            again. If it does not come back, the result has an error in place of its reply. 0: no message is sent again.
+        patience: how many seconds to wait until a lost node, or a node whose process died, comes back. Its message is then
+            sent again. If it does not come back, the result has an error in place of its reply. 0: no message is sent again.
         called: the nodes' names in the log.
     """
     return list(receive(grid, messages, timeout, patience, at_once=0, called=called))
@@ -65,7 +65,7 @@ def receive(
         grid: Flower's grid.
         messages: the messages. If this is a list, messages that are sent again are appended to it.
         timeout: how many seconds to wait for all replies. It has no effect on an ``InProcessGrid``.
-        patience: how many seconds a lost node, or a node whose process died, has to come back. 0: no message is sent again.
+        patience: how many seconds to wait until a lost node, or a node whose process died, comes back. 0: no message is sent again.
         at_once: the largest number of replies in memory that are not yielded yet. 0: any number.
         called: the nodes' names in the log.
     """
@@ -155,7 +155,7 @@ class Mailbox:
         grid: Flower's grid.
         sent: the messages. Those that are sent again are appended.
         timeout: how many seconds to wait for all replies.
-        patience: how many seconds a lost node, or a node whose process died, has to come back.
+        patience: how many seconds to wait until a lost node, or a node whose process died, comes back.
         at_once: the largest number of replies in memory that are not yielded yet. 0: any number.
         called: the nodes' names in the log.
     """
