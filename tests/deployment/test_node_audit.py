@@ -178,7 +178,7 @@ def test_an_officer_reads_both_logs_in_the_order_of_time(site: SiteFolder) -> No
     assert all(words in said for words in ("second", "refused: by the policy", f"failed: {DIED}", "3 lines"))
     assert said.index("by the policy") < said.index(DIED)
     for log in (site.audit_log, site.node_audit_log):
-        assert f"of {log}: line {check(log).lines} has the hash {check(log).head}" in said.replace("\n", " ")
+        assert f"for {log}: line {check(log).lines} has the hash {check(log).head}" in said.replace("\n", " ")
     assert [name in shown(str(site.path), "--lines", "--run", "third") for name in ("first", "second", "third")] == [False, False, True]
     assert "second" not in shown(str(site.node_audit_log))
     assert shown(str(site.path), "--forget", "2020-01-01").count("no file is that old") == 2
