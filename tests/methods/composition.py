@@ -170,7 +170,12 @@ Cell = tuple[str, str, str, str]
 def everything() -> list[Cell]:
     """Return every allowed combination of method, objective, server optimizer and network."""
     cells = product(METHODS, OBJECTIVES, SERVER_OPTIMIZERS, NETWORKS)
-    return [cell for cell in cells if cell[:2] not in REFUSED]
+    return [cell for cell in cells if cell[:2] not in REFUSED and steps(cell[0], cell[2])]
+
+
+def steps(method: str, server: str) -> bool:
+    """Tell whether the server optimizer may be chosen: under ``single`` clients share nothing on which one could step."""
+    return method != "single" or server == "fedavg"
 
 
 def pairwise() -> list[Cell]:
@@ -183,6 +188,7 @@ def pairwise() -> list[Cell]:
         for i, method in enumerate(METHODS):
             allowed = [objective for objective in OBJECTIVES if (method, objective) not in REFUSED]
             for j, server in enumerate(SERVER_OPTIMIZERS):
-                yield method, allowed[(i + j) % len(allowed)], server, NETWORKS[(i // 2 + j + j // len(allowed)) % 2]
+                chosen = server if steps(method, server) else "fedavg"
+                yield method, allowed[(i + j) % len(allowed)], chosen, NETWORKS[(i // 2 + j + j // len(allowed)) % 2]
 
-    return list(cells())
+    return list(dict.fromkeys(cells()))
