@@ -46,12 +46,14 @@ def watching_calls(round: LocalRound) -> Iterator[None]:
     network, method and state of the layers. A network that was compiled before the block gets no warning, because Python does
     not see its calls.
     """
-    layers = {name: layer for name, layer in batch_norms(round.model).items() if isinstance(layer, OwnBatchNorm)}
     key = (round.network.signature, round.method.name, round.freezes)
-    if not layers or key in _CHECKED:
+    layers: dict[str, nn.Module] = {}
+    if key not in _CHECKED:
+        _CHECKED.add(key)
+        layers = {name: layer for name, layer in batch_norms(round.model).items() if isinstance(layer, OwnBatchNorm)}
+    if not layers:
         yield
         return
-    _CHECKED.add(key)
     ran: set[str] = set()
     with ExitStack() as stack:
         for name, module in {**layers, "": round.model}.items():

@@ -24,8 +24,11 @@ from fl_bn.observation import learns_from_pass, observe
 from fl_bn.roles import batch_norms
 
 LOGGER = logging.getLogger("flwr")
-_HIGHEST: dict[str, float] = {}
-"""Signature of a network -> the highest learning rate of its loops in rounds without frozen statistics, since the newest round 1."""
+_HIGHEST: dict[str, tuple[int, float]] = {}
+"""Signature of a network -> its newest round, and the highest learning rate of its loops in rounds without frozen statistics.
+
+A round with a lower number begins a new run, which forgets the rates of the run before it. Clients may have several rates.
+"""
 
 
 class MadeOf:
@@ -294,9 +297,13 @@ def _check_rate(round: LocalRound) -> None:
     if step_rate is None:
         return
     if instruction.rate_share == 1:
-        _HIGHEST[network] = step_rate if instruction.round == 1 else max(step_rate, _HIGHEST.get(network, 0.0))
+        newest, highest = _HIGHEST.get(network, (0, 0.0))
+        _HIGHEST[network] = instruction.round, step_rate if instruction.round < newest else max(step_rate, highest)
         return
-    rate = _HIGHEST[network] * instruction.rate_share if network in _HIGHEST else instruction.learning_rate
+    rate = instruction.learning_rate
+    if network in _HIGHEST:
+        _HIGHEST[network] = instruction.round, (highest := _HIGHEST[network][1])
+        rate = highest * instruction.rate_share
     if step_rate > rate * (1 + 1e-6):
         LOGGER.warning(
             "round %d: the statistics are frozen. For such rounds %s lowers the learning rate to %.3g, but the rate of this loop is %.3g: "

@@ -309,6 +309,24 @@ def test_a_loop_that_ignores_the_lower_rate_is_told_and_no_other(
     assert ("multiply your rate by round.instruction.rate_share" in log.text) is said
 
 
+def test_clients_with_several_rates_are_not_told_if_all_obey(log: pytest.LogCaptureFixture) -> None:
+    app, method = ClientApp(), methods.fixbn(freeze_after=1)
+    answer(app, net, method, lambda context: data(client_of(context)))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        with training(message, context, net(), method) as round:
+            optimizer = torch.optim.SGD(round.model.parameters(), lr=[0.1, 0.05, 0.001][client_of(context)] * round.rate_share)
+            for x, y in data(client_of(context)):
+                optimizer.zero_grad()
+                F.cross_entropy(round.model(x), y).backward()
+                optimizer.step()
+        return round.message(SAMPLES)
+
+    ran(FixBN(net(), freeze_after=1, fraction_evaluate=0), app, rounds=3)
+    assert "multiply your rate by round.instruction.rate_share" not in log.text
+
+
 # The best evaluation
 
 
