@@ -274,7 +274,7 @@ class QueueStore:
                     text = path.read_text(encoding="utf-8")
                     entry = None if path.name == LAST else _old_queued_run(text)
                     last = int(text) if entry is None else entry.number
-                except (OSError, ValueError, KeyError, TypeError) as error:
+                except (OSError, ValueError, TypeError) as error:
                     again = "" if path.name == LAST else ", and submit again the run that it held"
                     raise QueueError(f"{path} cannot be read ({error}): move it away{again}") from error
                 if (
@@ -334,6 +334,13 @@ def _queued_run(row: sqlite3.Row) -> QueuedRun:
 
 
 def _old_queued_run(text: str) -> QueuedRun:
-    """Return the entry that an earlier version wrote as ``text`` in JSON."""
+    """Return the entry that an earlier version wrote as ``text`` in JSON.
+
+    Raises:
+        ValueError: The text is not JSON, or has no key ``before``.
+        TypeError: Another key is missing or unknown.
+    """
     values = json.loads(text)
+    if "before" not in values:
+        raise ValueError("it has no key 'before'")
     return QueuedRun(**{name: value for name, value in values.items() if name != "before"}, earlier_runs=tuple(values["before"]))

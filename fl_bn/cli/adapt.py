@@ -49,11 +49,12 @@ def adapt(
         chosen = adapting.ways(run, how)
         client = adapting.newcomer(config, domain, data).drawn(samples, seed)
         of = task(config, client.test.y)
+        plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in client.name)
+        folder = Path(output) if output else model / f"adapt-{plain}"
+        adapting.check_new(folder)
         outcomes = adapting.adapt(run, client, chosen, batch_size, device(config, {"device": "auto"}), of)
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise refused(error) from error
-    plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in client.name)
-    folder = Path(output) if output else model / f"adapt-{plain}"
     adapting.write(outcomes, client, config, folder)
     unit = " (%)" if of.scale() == 100 else ""
     shown = Table("how", f"before{unit}", f"after{unit}", "", title=f"{config.method}: {client.name}, {len(client.test)} test samples")

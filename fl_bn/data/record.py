@@ -206,7 +206,7 @@ def without_class_0(data: Dataset) -> str:
     least = min(int(y.min()) for y in (data.y_train, data.y_test) if len(y))
     return (
         f"dataset {data.name!r}: no sample has label 0; the labels span {least}..{data.classes - 1}, which would make {data.classes} "
-        f"classes. Count classes from 0: subtract {least} from every label"
+        f"classes. If the labels count from {least}, subtract {least} from every label. If a first class has no samples, remove the class"
     )
 
 

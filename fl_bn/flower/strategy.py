@@ -25,7 +25,7 @@ from fl_bn.federation.payload import Named, Payload, to_numpy
 from fl_bn.federation.recalibration import why_not
 from fl_bn.federation.record import RoundRecord, batches_trained
 from fl_bn.federation.replies import Expected
-from fl_bn.federation.rounds import Rounds
+from fl_bn.federation.rounds import Rounds, exchanges_in_rounds
 from fl_bn.federation.run import Diverged, Start, run
 from fl_bn.federation.schema import Schema
 from fl_bn.federation.server import Server
@@ -347,7 +347,7 @@ class BatchNormStrategy(OwnNames):
 
         Raises:
             RunFailed: clients are missing at the start, too many rounds in a row failed, or there is nothing to
-                measure.
+                measure. Or the method exchanges statistics within rounds by a carrier that cannot serve this grid.
             ValueError: ``initial_arrays`` do not fit the network, or ``check_secure`` refuses the hooks.
         """
         if simulated():
@@ -357,6 +357,8 @@ class BatchNormStrategy(OwnNames):
         hooks = self if hooks is None else hooks
         if self.secure is not None:
             check_secure(hooks)
+        if exchanges_in_rounds(self.method):
+            self.exchanges.check(grid)
         self.server.rounds, self.population = num_rounds, None
         if num_rounds == 0 and (reason := why_not(self.shared.model, self.method) or ("" if self.statistics.calibration(0) else NOTHING)):
             raise RunFailed(reason)

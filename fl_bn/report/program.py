@@ -60,12 +60,14 @@ def read_program(folder: Path, id: str = "") -> Program:
     """
     try:
         text = (folder / FILE).read_text(encoding="utf-8")
-        title = str(tomllib.loads(text)["title"])
-    except (OSError, ValueError, KeyError) as error:
+        values = tomllib.loads(text)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is not the folder of an experiment, since {FILE} is missing or wrong: {error}") from error
+    if "title" not in values:
+        raise ConfigError(f"{folder} is not the folder of an experiment, since {FILE} has no key 'title'")
     notes = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
     pictures = tuple(_picture(file) for file in sorted(folder.glob("*.png")))
-    return Program(id, title, notes, pictures, tuple(_table_start(file) for file in sorted(folder.glob("*.csv"))), text)
+    return Program(id, str(values["title"]), notes, pictures, tuple(_table_start(file) for file in sorted(folder.glob("*.csv"))), text)
 
 
 def _picture(file: Path) -> tuple[str, str, int]:

@@ -36,6 +36,7 @@ from fl_bn.task import CLASSIFICATION, MetricState, Task
 
 # files and a folder in the folder of a run
 MODEL, CLIENTS, AVERAGE = "model.safetensors", "clients", "unseen-client.safetensors"
+TABLE = "adaptation.csv"  # of an adaptation
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,16 @@ def adapt(
     return outcomes
 
 
+def check_new(folder: Path) -> None:
+    """Check that ``folder`` has no results of an earlier adaptation. They would be mixed with those of this one.
+
+    Raises:
+        ConfigError: It has such results.
+    """
+    if (folder / TABLE).exists():
+        raise ConfigError(f"{folder} has the results of an earlier adapt: give another folder (--output), or remove this one")
+
+
 def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, folder: Path) -> None:
     """Write ``adaptation.csv`` and ``adaptation.png`` for all ways of adapting, and ``model-HOW.safetensors`` for each way.
 
@@ -250,7 +261,7 @@ def write(outcomes: Sequence[Outcome], client: Newcomer, config: RunConfig, fold
     task = assembly.task(config, client.test.y)
     metric, scale = task.metric, task.scale()
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "adaptation.csv").open("w", newline="", encoding="utf-8") as file:
+    with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         named = (f"{metric.replace('-', '_')}_before", metric.replace("-", "_"))
         writer.writerow(["how", *named, "loss_before", "loss", "statistics_samples", "test_samples", "note"])

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fl_bn.federation.recalibration import why_not
+from fl_bn.federation.settings import LocalTraining, Schedule
 from fl_bn.flower.compat import federation_config
+from fl_bn.options import options_by_key
 from fl_bn.run.assembly import client_model
 from fl_bn.run.checkpoints import CONFIG
 from fl_bn.run.config import SITES, ConfigError, RunConfig
@@ -23,6 +25,8 @@ MODEL = "model.safetensors"
 FILES = (".pt", ".pth", ".safetensors")
 ALONE: dict[str, Any] = {"method": "fedavg", "clients": 1, "partition": "iid"}  # keys for a file of weights: all data at one client
 DECIDED = ("rounds", "calibrate", "model-weights", "scale-start", "resume", "checkpoint-every", "name", "output")
+MEASURED_WITH = {"batch-size", "precision", "drop-last", "client-weights"}  # keys of local training that count without training, too
+TRAINING = {*options_by_key(LocalTraining), *options_by_key(Schedule), "objective", "server-optimizer"} - MEASURED_WITH
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,12 @@ def planned(source: Path, overrides: Mapping[str, Any], passes: int = 0, output:
 
     Raises:
         ConfigError: There is no such run or file, or the data are at the run's sites, or the
-            method shares no running statistics. Or a key is wrong, or set by the recalibration itself.
+            method shares no running statistics. Or a key is wrong, has no effect without training, or is set by the recalibration itself.
     """
     if taken := [key for key in overrides if key in DECIDED]:
         raise ConfigError(f"recalibrate sets {taken[0]} itself: leave it out (--passes and --output set the passes and the folder)")
+    if idle := [key for key in overrides if key in TRAINING]:
+        raise ConfigError(f"{idle[0]} has no effect here, since recalibrate does not train: leave it out")
     if source.is_dir():
         keys, weights = _keys_of(source), source / MODEL
     elif source.is_file() and source.suffix in FILES:

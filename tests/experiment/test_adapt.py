@@ -206,6 +206,9 @@ def test_a_domain_that_the_run_knew_is_said_to_be_none_that_it_did_not(runs: Pat
     result = command("--model", runs / "fedavg", "--domain", "invert", "--output", tmp_path / "out", "--how", "recompute")
     assert "beware: the run was trained on invert, so this client is not new to it" in said(result)
     assert (tmp_path / "out" / "model-recompute.safetensors").exists()
+    again = command("--model", runs / "fedavg", "--domain", "invert", "--output", tmp_path / "out", "--how", "test-batch")
+    assert f"{tmp_path / 'out'} has the results of an earlier adapt" in said(again)
+    assert [file.name for file in (tmp_path / "out").glob("model-*")] == ["model-recompute.safetensors"]
 
 
 def test_the_experiment_holds_every_domain_out_for_every_method_and_seed(tmp_path: Path) -> None:

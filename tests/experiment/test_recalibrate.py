@@ -124,6 +124,7 @@ def test_what_cannot_be_re_calibrated(trained: Path, tmp_path: Path) -> None:
         ((str(tmp_path / "empty"),), "is not the folder of a finished run: expected config.toml and model.safetensors"),
         ((str(tmp_path / "notes.txt"),), "but there is a file .txt"),
         ((str(trained), "--run-config", "rounds=3"), "recalibrate sets rounds itself"),
+        ((str(trained), "--run-config", "learning-rate=0.3"), "learning-rate has no effect here, since recalibrate does not train"),
         ((str(trained), "--run-config", "model='digits-cnn-small'"), "it is a file of another network"),
     ]:
         result = command(*args)

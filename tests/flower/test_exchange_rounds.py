@@ -140,8 +140,12 @@ def test_one_batch_gradients_are_averaged_too(tiny_clients: Clients) -> None:
 
 
 def test_carriers_that_do_not_fit_the_grid_are_refused_before_round_1(tiny_clients: Clients) -> None:
+    clients = tiny_clients((4, 5))
+    grid = WatchedGrid(client_app(FEDTAN, clients, TWO_STEPS), len(clients))
+    policy = {"exchange": ExchangeSettings("grpc"), "calibrate": 1}
     with pytest.raises(RunFailed, match="exchange='grpc' does not work in one process: clients run one after the other"):
-        exchanged(tiny_clients((4, 5)), "grpc")
+        run(FEDTAN, clients, settings=TWO_STEPS, grid=grid, policy=policy)
+    assert not grid.sent
 
 
 @pytest.mark.parametrize("method", ["fedtan", "fedtan2", "fedavg-alg2"])

@@ -69,6 +69,22 @@ class Exchanges:
         """Return the number of Flower messages that one client got in the last round."""
         return 1 if self._carrier is None else self._carrier.messages
 
+    def check(self, grid: Grid) -> None:
+        """Check that the carrier of the settings can serve the rounds of this grid.
+
+        Args:
+            grid: Flower's grid.
+
+        Raises:
+            RunFailed: the clients run in this process and the carrier is ``grpc``, or they do not and it is ``local``.
+        """
+        wanted, here = self.settings.carrier, isinstance(grid, InProcessGrid)
+        if wanted == ("grpc" if here else "local"):
+            raise RunFailed(
+                f"exchange={wanted!r} does not work {'in one process' if here else 'here'}: clients "
+                f"{'run one after the other' if here else 'run in other processes'}. Set exchange='auto'"
+            )
+
     def round(self, grid: Grid, cohort: Sequence[Client], messages: Iterable[Message], timeout: float) -> list[Message]:
         """Send a round's train messages, run the layer-wise exchange of its clients, and return the replies.
 
@@ -217,11 +233,7 @@ class Exchanges:
             return ReplayCarrier()
         if here and wanted in ("auto", "local"):
             return LocalCarrier()
-        if here or wanted == "local":
-            raise RunFailed(
-                f"exchange={wanted!r} does not work {'in one process' if here else 'here'}: clients "
-                f"{'run one after the other' if here else 'run in other processes'}. Set exchange='auto'"
-            )
+        self.check(grid)
         carrier = self._encrypted(grid)
         try:
             problem = carrier.meet(grid, cohort, timeout)
