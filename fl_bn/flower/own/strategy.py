@@ -7,26 +7,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from torch import nn
 
-from fl_bn.conversion import check_kinds, convert
+from fl_bn.conversion import convert
 from fl_bn.exchange.settings import ExchangeSettings
-from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback
-from fl_bn.federation.composition import check_composition
 from fl_bn.federation.defence import NO_DEFENCE, Defence
-from fl_bn.federation.narrow import AS_THE_MODEL, check_payload
-from fl_bn.federation.norm_layers import check_layers
+from fl_bn.federation.narrow import AS_THE_MODEL
 from fl_bn.federation.optimizers import ServerOptimizer
 from fl_bn.federation.payload import signature
 from fl_bn.federation.record import RoundRecord
-from fl_bn.federation.rounds import AS_METHOD, Rounds, constant_rate, exchanges_in_rounds
-from fl_bn.federation.settings import LocalTraining
+from fl_bn.federation.rounds import AS_METHOD, constant_rate, exchanges_in_rounds
 from fl_bn.flower.app.normalisation import say_layers
 from fl_bn.flower.compat import simulated
 from fl_bn.flower.deployment import Progress, called_in
@@ -34,17 +30,15 @@ from fl_bn.flower.grid_transport import EvaluateFn
 from fl_bn.flower.hooks import RunResult, check_unwrapped
 from fl_bn.flower.log import log
 from fl_bn.flower.own.arguments import FlowerArguments
+from fl_bn.flower.own.given import Given
 from fl_bn.flower.own.loop import UNKNOWN, OwnLoop, needs_number
-from fl_bn.flower.own.metrics import EXAMPLES, RANGES, Combine, OwnMetrics, Ranges
-from fl_bn.flower.own.rates import NamedRates
+from fl_bn.flower.own.metrics import EXAMPLES, RANGES, Combine, Ranges
 from fl_bn.flower.own.rounds import Evaluators, OwnRounds
 from fl_bn.flower.population import RunFailed
 from fl_bn.flower.subclassing import HOOKS, OwnNames
 from fl_bn.flower.wire.introductions import introduced
-from fl_bn.flower.wire.messages import CLIENTS
 from fl_bn.methods import Method
 from fl_bn.objectives import PLAIN, Objective
-from fl_bn.support.names import check_name
 
 TIMEOUT = 3600.0  # Flower's
 AGAIN = (
@@ -54,28 +48,6 @@ AGAIN = (
 _STARTED: WeakSet[Grid] = WeakSet()
 """The grids on which ``start`` was called in this process."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-class _Given(NamedTuple):
-    """Hold the arguments of ``OwnAppStrategy`` that are not Flower's.
-
-    They are in one object, so that a user's subclass may set attributes such as ``self.model`` without replacing them.
-    """
-
-    model: nn.Module
-    method: Method
-    seed: int
-    rate: Callable[[int, int], float]
-    calibrate: int
-    unit_scale: bool
-    exchange: ExchangeSettings
-    payload: str
-    optimizer: ServerOptimizer | None
-    defence: Defence
-    callbacks: tuple[Callback, ...]
-    client_weights: str
-    clients: int
-    ranges: Ranges
 
 
 class OwnAppStrategy(OwnNames):
@@ -172,20 +144,10 @@ class OwnAppStrategy(OwnNames):
     ) -> None:
         if type(num_rounds) is not int or num_rounds < 0:
             raise ValueError(f"num_rounds must be the number of rounds of your own loop, or 0 (unknown), as an int, but got {num_rounds!r}")
-        check_kinds(model, method)
-        check_name("client_weights", client_weights, ("samples", "uniform"))
-        for name, value, kind, such in (
-            ("optimizer", optimizer, ServerOptimizer | None, "fl_bn.federation.optimizers.fedadam()"),
-            ("defence", defence, Defence, "fl_bn.Defence(...)"),
-            ("objective", objective, Objective, "fl_bn.objectives.FedProx()"),
-            ("exchange", exchange, ExchangeSettings, "fl_bn.exchange.ExchangeSettings()"),
-        ):
-            if not isinstance(value, kind):
-                raise TypeError(f"{name} must be an object such as {such}, but got {value!r}")
-        if not 0 <= clients <= CLIENTS:
-            raise ValueError(
-                f"clients must be 1..{CLIENTS}, or 0 to take the value of num-partitions that most nodes report, but got {clients}"
-            )
+        self._given = Given(
+            model, method, seed, rate, calibrate, unit_scale, exchange, payload, optimizer, defence, objective, tuple(callbacks),
+            client_weights, clients, dict(ranges),
+        )  # fmt: skip
         self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate  # by Flower's names, as its FedAvg has them
         self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes if fraction_evaluate else 0
         self.min_available_nodes, self.weighted_by_key = min_available_nodes, weighted_by_key
@@ -193,14 +155,6 @@ class OwnAppStrategy(OwnNames):
         self.train_metrics_aggr_fn, self.evaluate_metrics_aggr_fn = train_metrics_aggr_fn, evaluate_metrics_aggr_fn
         self._flower_arguments()
         self.num_rounds = num_rounds
-        self._given = _Given(
-            model, method, seed, rate, calibrate, unit_scale, exchange, payload, optimizer, defence, tuple(callbacks),
-            client_weights, clients, dict(ranges),
-        )  # fmt: skip
-        self._settings = LocalTraining(batch_size=2, epochs=1, objective=objective)
-        check_composition(method, self._settings, robust=defence.active)
-        check_layers(model, method)
-        check_payload(payload, method)
         self._rounds: OwnRounds | None = None
         self._met: FlowerArguments | None = None  # Flower's arguments with which the run began
         self._starts = False
@@ -458,42 +412,7 @@ class OwnAppStrategy(OwnNames):
         wanted = signature(convert(own.model, own.method), own.method)
         called = called_in(grid)
         clients, introductions = introduced(grid, given.min_available_nodes, timeout, wanted, own.clients, called)
-        known = len(called.nodes) == clients  # else the app counts its clients in a way of its own
-        for name in ("min_train_nodes", "min_evaluate_nodes"):
-            if (least := getattr(given, name)) > max(clients, 2):
-                log(logging.WARNING, "%s is %d, but there are %d clients: all of them take part in every round", name, least, clients)
-        rate: Callable[[int, int], float] = own.rate
-        if rate is constant_rate:
-            rate = NamedRates()
-            rate.note(1, train_config)
-        policy = Rounds(
-            clients,
-            given.fraction_train,
-            timeout=timeout,
-            at_start=min(given.min_available_nodes, clients),
-            min_cohort=min(given.min_train_nodes, clients),
-            client_weights=own.client_weights,
-            seed=own.seed,
-            rate=rate,
-            calibrate=own.calibrate,
-            unit_scale=own.unit_scale,
-            auxiliary=auxiliary(self._settings),
-            objective=self._settings.objective.described,
-            exchange=own.exchange,
-            payload=own.payload,
-            nodes=called.nodes if known else (),
-            names=called.names if known else (),
-            registered=called.registered,
-        )
-        metrics = OwnMetrics(
-            given.weighted_by_key,
-            own.ranges,
-            given.train_metrics_aggr_fn,
-            given.evaluate_metrics_aggr_fn,
-            alike=own.defence.active,
-            called=policy.called,
-            needs=self._needed_metrics,
-        )
+        policy = own.rounds(clients, given, called, timeout, train_config)
         return OwnRounds(
             own.model,
             own.method,
@@ -502,7 +421,7 @@ class OwnAppStrategy(OwnNames):
             defence=own.defence,
             callbacks=own.callbacks,
             evaluators=Evaluators(given.fraction_evaluate, given.min_evaluate_nodes),
-            metrics=metrics,
+            metrics=own.metrics(given, policy, self._needed_metrics),
             introductions=introductions,
             configrecord_key=given.configrecord_key,
         )
