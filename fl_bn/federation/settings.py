@@ -28,6 +28,11 @@ ALL_SAMPLES = "data"  # value of client-weights: a client's weight is the number
 LEARNING_RATE = 0.05
 """The default learning rate of round 1: of run configs, of ``Rounds``, and of the optimiser that ``Federation`` makes."""
 CLIP_LIMITS = used_with("clip", "norm", "round", "value", "adaptive")
+WEIGHTED = Used(
+    "where averages are weighted: without attackers and robust rules, under which every client counts once",
+    lambda c: not c.defence().active,
+    ("byzantine", "declared-byzantine", "statistics-rule", "update-rule"),
+)
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ class LocalTraining(Options):
         key="client-weights",
         run="samples",
         read=ALL_SAMPLES.__eq__,
+        used=WEIGHTED,
     )
     drop_last: bool = option(
         False,

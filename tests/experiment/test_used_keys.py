@@ -75,6 +75,8 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("exchange-bind", "127.0.0.1", {"method": "fedavg"}, {"method": "fedtan"}),
     ("exchange-insecure", True, {"method": "fedavg"}, {"method": "fedtan"}),
     ("attack", "foe", {}, {"byzantine": 1}),
+    ("client-weights", "data", {"byzantine": 1}, {}),
+    ("client-weights", "data", {"update-rule": "median"}, {"update-rule": "mean"}),
     ("attack-on", "updates", {"byzantine": 1}, UNDER_ATTACK),
     ("attack-on", "updates", {"byzantine": 1, "attack": "label-flip"}, {"byzantine": 1, "attack": "nan"}),
     ("attack-on", "statistics", {**UNDER_ATTACK, "method": "gn"}, {**UNDER_ATTACK, "method": "static-bn"}),
