@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from experiments.evidence import HOURS, RESULTS
 from fl_bn import Federation, SeededBatches
 from fl_bn.conversion import convert
-from fl_bn.derived import copied
+from fl_bn.copying import copied
 from fl_bn.federation.client_round import loss_of
 from fl_bn.federation.eager import SGD
 from fl_bn.federation.engines.stack import Stack

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fl_bn.composed import Unconvertible
-from fl_bn.derived import copied
+from fl_bn.copying import copied, reader_of_globals
 from fl_bn.kinds import is_plain, kind_of
 from fl_bn.layers import OwnBatchNorm, followed, freeze_statistics
 from fl_bn.methods.method import Method
@@ -44,7 +44,7 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
 
     Raises:
         Unconvertible: replacing a layer would change what the network computes, or a tensor cannot be sent in
-            a message.
+            a message. Or the network cannot be copied.
         UnknownTensor: a norm layer holds a tensor that is unknown to fl-bn, so it is unclear whether clients may send it.
         TypeError: ``model`` is no network, or ``method`` is no method.
     """
@@ -56,6 +56,8 @@ def convert(model: nn.Module, method: Method) -> nn.Module:
             "hook on the copy",
             hooked[0],
         )
+    if reader := reader_of_globals(model):
+        raise Unconvertible(f"{reader}, which is the network itself. A copy would call the original: make the function a method")
     model = copied(model)
     freeze_statistics(model, False)  # the model may be a copy that was made in a frozen round
     remember_modes(model)

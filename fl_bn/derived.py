@@ -1,6 +1,6 @@
-"""Copy networks whose layers compute weights from their parameters: spectral norm, weight norm, pruning, parametrizations.
+"""Treat networks whose layers compute weights from their parameters: spectral norm, weight norm, pruning, parametrizations.
 
-This module also recomputes the buffers that follow from such weights.
+This module recomputes the buffers that follow from such weights.
 
 Spectral norm divides a weight by its largest singular value. The singular vectors ``u`` and ``v`` are
 buffers, and every training pass improves them by one step of the power iteration. The average of several
@@ -9,10 +9,9 @@ clients' vectors does not belong to the averaged weight, so the server computes 
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +22,10 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from fl_bn.copying import copied
 from fl_bn.roles import RECOMPUTE, STATED, Role, fake_quantizes, roles
 
-Holder = TypeVar("Holder")
 MOST_STEPS = 200  # of the power iteration from the previous vectors; more are needed only if two singular values are nearly equal
-
-
-def copied(holder: Holder) -> Holder:
-    """Copy a network deeply, or an object whose attributes hold networks.
-
-    ``copy.deepcopy`` alone raises an error for ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune``. After a
-    forward pass, these leave a computed weight in a layer. Here the copy gets that weight as a constant, until its next
-    forward pass computes the weight again.
-    """
-    memo: dict[int, Any] = {}
-    for model in _networks(holder):
-        for module in model.modules():
-            for value in vars(module).values():
-                if isinstance(value, Tensor) and not value.is_leaf:
-                    memo[id(value)] = value.detach().clone()
-    return copy.deepcopy(holder, memo)
-
-
-def _networks(holder: object, depth: int = 2) -> Iterator[nn.Module]:
-    if isinstance(holder, nn.Module):
-        yield holder
-    elif depth and hasattr(holder, "__dict__"):
-        for value in vars(holder).values():
-            yield from _networks(value, depth - 1)
 
 
 def derivation(module: nn.Module) -> str:

@@ -158,7 +158,7 @@ class _SharedNorm(OwnBatchNorm):
         """Normalise ``input`` (B, C, *), then call the submodules of ``then`` on the result."""
         y = _BatchNorm.forward(self, input) if self.refills else self.normalised(input)
         if self.observation is not None and self.observation.waits:
-            self.observation.left(self, y)
+            y = self.observation.left(self, y)
         for name in self.then:
             y = getattr(self, name)(y)
         return y

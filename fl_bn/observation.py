@@ -160,13 +160,24 @@ class Observation:
             self._record(layer, Moments(x.numel() // x.shape[1], batch[0].detach().double(), batch[1].detach().double()))
 
     @eagerly
-    def left(self, layer: nn.Module, y: Tensor) -> None:
-        """Call ``leaves`` with the layer's output ``y`` (B, C, *), if this observation or the outer one waits for the output."""
+    def left(self, layer: nn.Module, y: Tensor) -> Tensor:
+        """Call ``leaves`` with the layer's output, if this observation or the outer one waits for the output.
+
+        Args:
+            layer: the layer.
+            y: its output (B, C, *).
+
+        Returns:
+            The output, with the same values. It needs a gradient, so that ``leaves`` can tell which backward passes reach it.
+        """
         if self._outer is not None and self._outer.waits:
-            self._outer.left(layer, y)
+            y = self._outer.left(layer, y)
         if self._waits and self._leaves is not None:
+            if not y.requires_grad:  # no affine parameter learns, and neither does a layer before this one
+                y = y * torch.ones((), dtype=y.dtype, device=y.device, requires_grad=True)
             self._leaves(layer, y)
         self.waits = self._waits = False
+        return y
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -223,9 +234,8 @@ def observe(
             def hook(layer: nn.Module, args: Any, named: Any, observation: Observation = observation) -> None:
                 observation(layer, *args, *named.values())
 
-            def left(layer: nn.Module, args: Any, y: Tensor, observation: Observation = observation) -> None:
-                if observation.waits:
-                    observation.left(layer, y)
+            def left(layer: nn.Module, args: Any, y: Tensor, observation: Observation = observation) -> Tensor:
+                return observation.left(layer, y) if observation.waits else y
 
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
             if leaves is not None:

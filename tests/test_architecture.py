@@ -21,7 +21,9 @@ SOURCES = sorted(file for place in PLACES for file in ROOT.glob(place) if "templ
 ORDER = [  # a module may import from layers above its own, and from its own package
     {"support"},
     {"options", "moments", "roles", "modes", "kinds", "robust"},
-    {"hybrid", "derived", "composed"},
+    {"hybrid", "composed"},
+    {"copying"},
+    {"derived"},
     {"layers", "models", "exchange"},
     {"observation"},
     {"methods"},

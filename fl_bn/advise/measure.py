@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fl_bn.copying import copied
 from fl_bn.data.batches import cuts
 from fl_bn.data.partition import label_counts
-from fl_bn.derived import copied
 from fl_bn.federation.adaptation import NotAdaptable, divergence, first_layer
 from fl_bn.federation.local import Samples
 from fl_bn.moments import Running

@@ -242,7 +242,7 @@ def model_on_data(config: RunConfig, train: Samples) -> Finding:
     import numpy as np
     import torch
 
-    from fl_bn.derived import copied
+    from fl_bn.copying import copied
     from fl_bn.roles import inputs_like
     from fl_bn.run.assembly import source_model, task
 

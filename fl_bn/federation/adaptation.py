@@ -36,7 +36,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
-from fl_bn.derived import copied, load_tensors
+from fl_bn.copying import copied
+from fl_bn.derived import load_tensors
 from fl_bn.federation.aggregation import average
 from fl_bn.federation.local import Samples, statistics_pass
 from fl_bn.federation.payload import Named

@@ -26,7 +26,15 @@ from fl_bn.federation import outgoing
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.auxiliary import auxiliary as auxiliary_of
 from fl_bn.federation.centring import Centring
-from fl_bn.federation.client_checks import check_layers, check_objective, check_reply, check_trained, frozen_statistics, whole_number
+from fl_bn.federation.client_checks import (
+    check_layers,
+    check_objective,
+    check_reply,
+    check_trained,
+    frozen_statistics,
+    restore,
+    whole_number,
+)
 from fl_bn.federation.client_pass import ClientPass
 from fl_bn.federation.finite_inputs import InputWatch
 from fl_bn.federation.first_batch import Batch, Connect, FirstBatch
@@ -43,7 +51,7 @@ from fl_bn.federation.values import NOTHING, ClientState, Instruction, Reply
 from fl_bn.layers import freeze_statistics
 from fl_bn.methods import Method, Phase, StatisticsReport
 from fl_bn.modes import frozen_affine, train_mode
-from fl_bn.moments import Moments
+from fl_bn.moments import Moments, Running
 from fl_bn.objectives import CONTROL, PLAIN, Start, Step
 from fl_bn.observation import moving_average, observe, pooled, whole
 from fl_bn.roles import Role, batch_norms, inputs_like
@@ -92,6 +100,7 @@ class LocalRound:
         self._observing, self.passes = ExitStack(), TrainingPasses({})
         self._centring = Centring({}, ())
         self._values: dict[str, Tensor] = {}
+        self._fixed: dict[str, Running] = {}  # layer -> statistics that do not change in this round
         self.in_own_loop = False  # set by own_loop: a user's loop may make passes that lead to no step
         self.input_watch = InputWatch()
         self.statistics_pass = ClientPass(self.model, method, instruction, self.input_watch, connect)
@@ -153,7 +162,7 @@ class LocalRound:
         """
         check_objective(self)
         self.set_modes(self.model)
-        frozen = frozen_statistics(self.model)
+        frozen = self._fixed = frozen_statistics(self.model)
         control, full = self.instruction.sections.get(CONTROL, {}), full_gradient or _no_full_gradient
         start = Start(self.model, self.parameters, self.shared, self.kept.get("objective"), control, self.kept.counted, full)
         self._objective = self.settings.objective.begin(start)
@@ -334,6 +343,7 @@ class LocalRound:
 
         Raises:
             ValueError: The objective corrects the gradient of a whole step, but this is the second call before the optimiser's step.
+                Or a parameter learns that did not learn at the start of the round, and the round has an objective.
         """
         objective, draws = self.settings.objective, None
         if objective is not PLAIN and self.corrected > self.steps:
@@ -350,6 +360,11 @@ class LocalRound:
             with unrecorded(self.model), self.passes.ignored():
                 return forward()
 
+        if objective is not PLAIN and (new := self._copy.trainable(self.phase).keys() - self.parameters.keys()):
+            raise ValueError(
+                f"{objective.name} treats the parameters that learn at the start of the round, but {min(new)} began to learn later: "
+                "call requires_grad_(True) before local_round or training"
+            )
         self.corrected += 1
         return self._objective.gradient(Step(x, forward, again))
 
@@ -427,6 +442,7 @@ class LocalRound:
         The arguments and the errors are those of ``reply``.
         """
         check_trained(self, samples)
+        restore(self.model, self._fixed)
         gradients = outgoing.ema_gradients(self) if self.settings.update == "gradients" else {}
         finish = self._objective.finish(self.steps, self.rates.mean)
         if gradients:

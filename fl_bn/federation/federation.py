@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fl_bn.conversion import check_complete, hooked_parameters
-from fl_bn.derived import copied
+from fl_bn.copying import copied
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.callbacks import Callback, Callbacks, Running
 from fl_bn.federation.checkpoint import FederationState, set_generators

@@ -24,6 +24,8 @@ from fl_bn.roles import Role
 _NUMBERS = count()
 _NEWEST: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Network -> the number of the last ``Loaded`` of it. A network may serve several clients in turn."""
+_STARTS: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+"""Network -> the first values of its buffers with the role ``KEPT``, by name. Every client begins with them."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,21 @@ def load(copy: Copy, instruction: Instruction, kept: ClientState, auxiliary: Seq
     expected.check(arrays)
     beside = {extra.section for extra in auxiliary}
     tensors = {name: t for key in instruction.sections.keys() - beside for name, t in instruction.sections[key].items()}
-    copy.load(_unmixed(copy, instruction.phase) | tensors | kept.get("local"))
+    copy.load(_starts(copy) | _unmixed(copy, instruction.phase) | tensors | kept.get("local"))
     number = _NEWEST[copy.model] = next(_NUMBERS)
     return Loaded(copy.model, number, {} if method.shares(Role.STATISTIC) else running_statistics(copy.model))
+
+
+def _starts(copy: Copy) -> dict[str, Tensor]:
+    """Return the values with which every client begins, of the buffers that each client keeps, by name.
+
+    They replace the values in the network, which may be those of another client.
+    """
+    if Role.KEPT not in copy.network.role.values():
+        return {}
+    if copy.model not in _STARTS:
+        _STARTS[copy.model] = {name: t.clone() for name, t in copy.state.items() if copy.network.role[name] is Role.KEPT}
+    return _STARTS[copy.model]
 
 
 def _unmixed(copy: Copy, phase: Phase) -> dict[str, Tensor]:

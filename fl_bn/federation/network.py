@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fl_bn.derived import copied, load_tensors, results
+from fl_bn.copying import copied
+from fl_bn.derived import load_tensors, results
 from fl_bn.federation import schema
 from fl_bn.federation.auxiliary import Auxiliary
 from fl_bn.federation.centring import centred_weights

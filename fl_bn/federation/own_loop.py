@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch import nn
 
 from fl_bn.conversion import convert
-from fl_bn.derived import copied
+from fl_bn.copying import copied
 from fl_bn.exchange.session import Session
 from fl_bn.federation.auxiliary import auxiliary
 from fl_bn.federation.client import LocalRound

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_bn.conversion import convert
-from fl_bn.derived import copied, load_tensors, plain_names, recompute
+from fl_bn.copying import copied
+from fl_bn.derived import load_tensors, plain_names, recompute
 from fl_bn.federation import schema
 from fl_bn.federation.aggregation import average, combine, difference, running_statistics
 from fl_bn.federation.auxiliary import Auxiliary, has_auxiliary

@@ -127,7 +127,6 @@ class TrainingPasses:
         if self._once:
             self._done |= {layer for layer, passes in self._passes.items() if passes}
         self._passes = {}  # id of a layer -> its counted passes
-        self._waiting: list[_Pass] = []  # passes without a gradient of their own: what becomes of them is told by the next layer's
         self._forward = set[int]()  # the layers that ran outside a backward pass
         self._weights: tuple[list[int], Tensor | None] | None = None  # at the first counted pass: versions, and a copy of the smallest
         self._backward_came = False  # since the last step, also one that stored no gradient (``autograd.grad``)
@@ -166,17 +165,15 @@ class TrainingPasses:
         return True
 
     def follow(self, layer: nn.Module, x: Tensor) -> None:
-        """Note the backward passes that go through the last counted pass of ``layer``, whose input or output is ``x``."""
+        """Note the backward passes that go through the last counted pass of ``layer``.
+
+        Args:
+            layer: The layer.
+            x: Its input or output in that pass, which needs a gradient.
+        """
         if id(layer) not in self._names:
             return
-        one = self._passes[id(layer)][-1]
-        if not x.requires_grad:
-            self._waiting.append(one)
-            return
-        through = one.through
-        for other in self._waiting:
-            other.through = through
-        self._waiting.clear()
+        through = self._passes[id(layer)][-1].through
 
         def went(gradient: Tensor) -> None:
             self._backward_came = True

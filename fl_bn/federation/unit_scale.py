@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fl_bn.copying import copied
 from fl_bn.derived import derivation
 from fl_bn.moments import Running
 from fl_bn.roles import batch_norms
@@ -45,12 +46,7 @@ def producers(model: nn.Module) -> dict[str, str]:
     Raises:
         ValueError: torch.fx cannot trace the network (control flow that depends on data, say).
     """
-    modes = {module: vars(module)["training"] for module in model.modules()}
-    try:
-        found = [_pairs(model.train(mode)) for mode in (True, False)]
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    found = [_pairs(copied(model).train(mode)) for mode in (True, False)]  # a copy, as forward may store torch.fx's stand-ins
     return {norm: source for norm, source in found[0].items() if found[1].get(norm) == source}
 
 

@@ -19,6 +19,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from fl_bn.conversion import convert
+from fl_bn.copying import copied
 from fl_bn.data.csv_files import TableData, TableError
 from fl_bn.data.dataset import Dataset, load
 from fl_bn.data.domains import without_domain
@@ -26,7 +27,6 @@ from fl_bn.data.partition import BY_DOMAIN, Indices, label_counts, partition
 from fl_bn.data.record import TRAINING, describe
 from fl_bn.data.shift import Limit, limited, shifted
 from fl_bn.data.validation import HeldOut, hold_out
-from fl_bn.derived import copied
 from fl_bn.federation.best import EarlyStop, KeepBest
 from fl_bn.federation.callbacks import Callback
 from fl_bn.federation.local import Samples, torch_seed

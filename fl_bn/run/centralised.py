@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fl_bn.copying import copied
 from fl_bn.data.augment import augmenter
 from fl_bn.data.batches import draw_batches
-from fl_bn.derived import copied
 from fl_bn.federation.callbacks import Callbacks, Running
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import train

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fl_bn.derived import copied
+from fl_bn.copying import copied
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.local import LocalExchange, Turns, admit, dismiss, end_task
 from fl_bn.exchange.session import Session

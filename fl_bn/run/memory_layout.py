@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fl_bn.derived import copied
+from fl_bn.copying import copied
 from fl_bn.federation.network import AUTO, MEMORY_FORMATS
 from fl_bn.flower.log import LOGGER
 from fl_bn.roles import inputs_like

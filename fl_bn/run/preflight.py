@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fl_bn.copying import copied
 from fl_bn.data.augment import augmenter
 from fl_bn.data.dataset import to_input
-from fl_bn.derived import copied
 from fl_bn.federation.local import torch_seed
 from fl_bn.federation.norm_layers import check_layers
 from fl_bn.federation.payload import to_numpy

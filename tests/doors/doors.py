@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from fl_bn import Federation, SeededBatches, convert, local_round, server_round, server_state
-from fl_bn.derived import copied
+from fl_bn.copying import copied
 from fl_bn.exchange import local
 from fl_bn.exchange.call import Layer
 from fl_bn.exchange.local import LocalExchange, Turns

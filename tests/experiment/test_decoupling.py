@@ -10,8 +10,8 @@ import torch
 
 from experiments.definitions.programs import decoupling
 from experiments.definitions.programs.decoupling import BATCH, STREAM, accuracies, update_statistics
+from fl_bn.copying import copied
 from fl_bn.data.batches import draw_batches
-from fl_bn.derived import copied
 from fl_bn.federation.local import Samples
 from fl_bn.federation.rounds import Rounds
 from fl_bn.federation.server import Server

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_bn import Federation, convert, local_round, methods, server_state
+from fl_bn import Federation, convert, local_round, methods, server_round, server_state
+from fl_bn.federation.values import NOTHING
 from fl_bn.methods import Method, freeze
 from fl_bn.roles import batch_norms
 from tests.doors.doors import apart
@@ -210,6 +211,22 @@ def test_a_layer_that_is_replaced_in_a_round_is_an_error() -> None:
     model, asked = convert(net(), method), server_state(net(), method, rounds=2).instruction()
     with pytest.raises(ValueError, match="layer '1' of round.model was replaced during round 1"), local_round(model, method, asked):
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
+@pytest.mark.parametrize("method", [freeze(methods.fedbn(), 1), methods.fixbn(freeze_after=1), methods.silobn()], ids=lambda m: m.name)
+def test_a_pass_between_the_block_and_the_reply_moves_no_frozen_statistics(method: Method) -> None:
+    state, kept, (x, y) = server_state(net(), method, rounds=2), NOTHING, clients()[0]
+    for number in (1, 2):
+        with local_round(convert(net(), method), method, state.instruction(), kept) as round:
+            before = {name: tensor.clone() for name, tensor in round.model.state_dict().items() if "running" in name}
+            plain(round, x, y)
+        with torch.no_grad():
+            round.model(x + 100)
+        reply, kept = round.reply(8)
+        after = round.model.state_dict()
+        moved = [name for name, tensor in before.items() if not torch.equal(after[name], tensor)]
+        assert bool(moved) is (number == 1 or method.name == "silobn")  # control: where they are not frozen, they move
+        state, _ = server_round(state, [reply])
 
 
 def test_layers_thaw_when_the_round_is_over() -> None:

@@ -114,6 +114,20 @@ def test_a_kept_buffer_never_leaves_its_client_and_survives(method: str) -> None
     assert all("0.ema" not in tensors for sections in sent for tensors in sections.values())
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "fbn"])
+def test_a_network_that_serves_several_clients_carries_no_kept_buffer_from_one_to_the_next(method: str) -> None:
+    model, how = net({"*.ema": "kept"}), methods.METHODS[method]()
+    asked, shared = server_state(model, how, rounds=2, clients=3).instruction(), convert(model, how)
+    for i, client in enumerate(CLIENTS):
+        alone = []
+        for mine in (shared, convert(model, how)):
+            with local_round(mine, how, asked) as round:
+                mine(client.x).square().mean().backward()
+                SGD(mine.parameters(), 0.1).step()
+            alone.append(round.reply(len(client), client=i)[1].get("local")["0.ema"])
+        assert torch.equal(*alone)
+
+
 def test_clients_with_kept_buffers_are_evaluated_with_their_own() -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:

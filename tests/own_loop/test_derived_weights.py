@@ -17,7 +17,8 @@ from torch.optim import SGD
 
 from fl_bn import Federation, convert, local_round, methods, server_round, server_state, set_buffer_roles
 from fl_bn.composed import Unconvertible
-from fl_bn.derived import copied, derivation, from_pickle, recompute, to_pickle
+from fl_bn.copying import copied
+from fl_bn.derived import derivation, from_pickle, recompute, to_pickle
 from fl_bn.federation.network import Network
 from fl_bn.federation.optimizers import server_optimizer
 from fl_bn.methods import METHODS

@@ -23,10 +23,11 @@ import torch
 from torch import nn
 
 from experiments.catalogue import FOLDER
+from fl_bn.copying import copied
 from fl_bn.data.augment import augmenter
 from fl_bn.data.batches import draw_batches
 from fl_bn.data.dataset import to_input
-from fl_bn.derived import copied, load_tensors
+from fl_bn.derived import load_tensors
 from fl_bn.federation.aggregation import running_statistics
 from fl_bn.federation.client import LocalRound
 from fl_bn.federation.client_round import client_round

@@ -22,8 +22,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
+from fl_bn.copying import copied
 from fl_bn.data.dataset import to_input
-from fl_bn.derived import copied
 from fl_bn.exchange.call import Exchange, ExchangeFailed
 from fl_bn.federation import eager
 from fl_bn.federation.centring import Centring
