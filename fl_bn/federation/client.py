@@ -343,7 +343,8 @@ class LocalRound:
 
         Raises:
             ValueError: The objective corrects the gradient of a whole step, but this is the second call before the optimiser's step.
-                Or a parameter learns that did not learn at the start of the round, and the round has an objective.
+                Or a parameter learns that did not learn at the start of the round, and the round has an objective. Or no parameter
+                got a gradient.
         """
         objective, draws = self.settings.objective, None
         if objective is not PLAIN and self.corrected > self.steps:
@@ -366,7 +367,13 @@ class LocalRound:
                 "call requires_grad_(True) before local_round or training"
             )
         self.corrected += 1
-        return self._objective.gradient(Step(x, forward, again))
+        loss = self._objective.gradient(Step(x, forward, again))
+        if self.steps == 0 and all(p.grad is None for p in self.parameters.values()):
+            raise ValueError(
+                "the loss gave no parameter of the converted network a gradient: the network's forward seems to call another network, such "
+                "as the one before convert. Let it use only layers of its own (self.layer)"
+            )
+        return loss
 
     def measure(self, batches: Iterable[Any], task: Task = CLASSIFICATION) -> None:
         """Measure the moments of every BatchNorm layer over ``batches``; the model stays unchanged.

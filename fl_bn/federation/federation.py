@@ -60,6 +60,10 @@ from fl_bn.task import CLASSIFICATION, Task
 
 __all__ = ["Diverged", "Federation"]
 LOGGER = logging.getLogger("flwr")
+AGAIN = (
+    "run was called again: learning rates, phases, cohorts and the order of SeededBatches begin again as in round 1. To train more rounds, "
+    "call run(rounds) once, and iterate over its records"
+)
 SGD_05 = partial(SGD, lr=LEARNING_RATE, momentum=0.9)
 
 
@@ -315,8 +319,8 @@ class Federation:
     def run(self, rounds: int) -> Iterator[RoundRecord]:
         """Train for ``rounds`` rounds, and yield each round's record: loss, evaluation, drift of the statistics.
 
-        This is a generator: a round runs when its record is requested. A second call continues from the present
-        model.
+        This is a generator: a round runs when its record is requested. A second call is a new run from the present
+        model: learning rates, phases, cohorts and the order of ``SeededBatches`` are those of round 1 again.
 
         Args:
             rounds: The number of rounds; 0: only the statistics are measured.
@@ -332,6 +336,8 @@ class Federation:
         """
         callbacks, start = Callbacks([*self._bar(), *self.callbacks]), self._start(rounds)
         shared = self.server.shared
+        if self._last is not None and start.round == 1:
+            shared.load(self._last.tensors)  # the server may hold the statistics of the last evaluation
         self._present = present = object()
         running = Running(self.task, lambda: shared.whole(self._evaluated, batches_trained(self.history)), self._of_clients)
         running.history = tuple(self.history[-(start.round - 1) :]) if start.round > 1 else ()
@@ -443,6 +449,8 @@ class Federation:
         if rounds and not torch.is_grad_enabled():
             raise ValueError("run trains, but gradients are off here: call it outside of torch.no_grad() and torch.inference_mode()")
         if state is None:
+            if self.history and rounds:
+                LOGGER.warning(AGAIN)
             return FROM_THE_START
         if state.round >= state.rounds:
             LOGGER.info("the saved run of %s rounds is over: run(%s) starts a new run from the saved model", state.rounds, rounds)

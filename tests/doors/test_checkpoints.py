@@ -116,6 +116,19 @@ def test_loaders_go_on_with_the_state_of_their_generators(tmp_path: Path) -> Non
     assert not all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(fresh).items())  # control
 
 
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_a_second_run_is_the_same_in_this_process_and_from_a_checkpoint(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = federation(method, calibrate=0), federation(method, calibrate=0)
+    list(first.run(2))
+    assert "run was called again" not in caplog.text
+    first.checkpoint(tmp_path / "state.safetensors")
+    second.resume(tmp_path / "state.safetensors")
+    assert shown(list(first.run(2))) == shown(list(second.run(2)))
+    assert "run was called again: learning rates, phases, cohorts and the order of SeededBatches begin again" in caplog.text
+
+
 def test_from_a_callback_and_after_the_end(tmp_path: Path) -> None:
     class Every(Callback):
         def on_round(self, record: RoundRecord, rounds: int) -> None:

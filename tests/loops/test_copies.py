@@ -200,3 +200,19 @@ def test_unit_scale_leaves_no_stand_ins_of_torch_fx_in_the_network(name: str) ->
     list(federation.run(1))
     assert federation.model.calls == 0
     pickle.dumps(federation.model)
+
+
+def test_a_network_that_trains_another_in_its_place_is_an_error() -> None:
+    class Trainer:
+        def __init__(self, net: Net) -> None:
+            self.net = net
+
+        def predict(self, x: Tensor) -> Tensor:
+            return self.net.head(self.net.plain(x))
+
+    net = made(method)
+    trainer = Trainer(net)
+    net.forward = lambda x: trainer.predict(x)  # type: ignore[method-assign]
+    federation = Federation(net, methods.fedavg(), [[(X, Y)]] * 2, progress=False)
+    with pytest.raises(Exception, match="the loss gave no parameter of the converted network a gradient: the network's forward"):
+        list(federation.run(3))
